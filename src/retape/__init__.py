@@ -1,0 +1,1 @@
+"""retape: train models that do not fit."""

@@ -1,0 +1,201 @@
+"""What things weigh and cost in the abstract machine, for a Loop and for a Chain. The rules of the machine are in `simulate.py`.
+
+A Chain counts by identity: state `i` is counted once however often it is held (as a snapshot, as the working state, as the
+input of tape `i`), and not at all while tape `i - 1`, which contains it, is there. A Loop counts stored items alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from retape.core.actions import Item
+from retape.core.problem import Chain, Loop, Option
+
+
+class Ledger(Protocol):
+    """The sizes and times of a problem, and what the device holds of it."""
+
+    length: int
+
+    def option_count(self, step: int) -> int: ...
+    def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]: ...
+    def forward_seconds(self, start: int, stop: int) -> float: ...
+    def forward_transient(self, step: int, rerun: bool) -> int: ...
+    def tape_seconds(self, step: int, option: int) -> float: ...
+    def backward_seconds(self, step: int) -> float: ...
+    def tape_transient(self, step: int, option: int, rerun: bool) -> int: ...
+    def backward_transient(self, step: int) -> int: ...
+    def bytes_of(self, item: Item, step: int) -> int: ...
+    def within_tape(self, key: tuple[Item, int]) -> bool: ...
+    def device_bytes(self, stored_bytes: int) -> int: ...
+    def hold(self, key: tuple[Item, int]) -> None: ...
+    def drop(self, key: tuple[Item, int]) -> None: ...
+    def hold_state(self, step: int) -> None: ...
+    def drop_state(self, step: int) -> None: ...
+    def hold_tape(self, step: int, option: int | None) -> None: ...
+    def drop_tape(self, step: int) -> None: ...
+
+
+class LoopLedger:
+    """Equal steps: constant sizes and times; nothing to remember per step."""
+
+    def __init__(self, loop: Loop) -> None:
+        assert loop.steps is not None
+        self.length = loop.steps
+        self._loop = loop
+
+    def option_count(self, step: int) -> int:
+        return 1
+
+    def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        yield start, stop
+
+    def forward_transient(self, step: int, rerun: bool) -> int:
+        return 0
+
+    def forward_seconds(self, start: int, stop: int) -> float:
+        return self._loop.forward_seconds * (stop - start)
+
+    def tape_seconds(self, step: int, option: int) -> float:
+        return self._loop.forward_seconds
+
+    def backward_seconds(self, step: int) -> float:
+        return self._loop.backward_seconds
+
+    def tape_transient(self, step: int, option: int, rerun: bool) -> int:
+        return 0
+
+    def backward_transient(self, step: int) -> int:
+        return 0
+
+    def bytes_of(self, item: Item, step: int) -> int:
+        return self._loop.state_bytes if item is Item.STATE else self._loop.tape_bytes
+
+    def within_tape(self, key: tuple[Item, int]) -> bool:
+        return False
+
+    def device_bytes(self, stored_bytes: int) -> int:
+        return stored_bytes
+
+    def hold(self, key: tuple[Item, int]) -> None:
+        """Nothing: the machine counts what a loop stores."""
+
+    drop = hold
+
+    def hold_state(self, step: int) -> None:
+        """Nothing: the working state of a loop comes on top."""
+
+    drop_state = hold_state
+
+    def hold_tape(self, step: int, option: int | None) -> None:
+        """Nothing: the working tape of a loop comes on top."""
+
+    drop_tape = hold_state
+
+
+class ChainLedger:
+    """Unequal stages, every byte by identity."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.length = chain.length
+        self._stages = chain.stages
+        self._choices: list[tuple[Option, ...]] = [stage.choices for stage in chain.stages]
+        self._states: dict[int, int] = {}
+        self._tapes: dict[int, int] = {}
+        self._taped_as: dict[int, Option] = {}
+        self._bytes = chain.fixed_bytes
+
+    def option_count(self, step: int) -> int:
+        return len(self._choices[step])
+
+    def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        for step in range(start, stop):
+            yield step, step + 1
+
+    def forward_transient(self, step: int, rerun: bool) -> int:
+        stage = self._stages[step]
+        return stage.rerun_transient_bytes if rerun else stage.forward_transient_bytes
+
+    def forward_seconds(self, start: int, stop: int) -> float:
+        return sum(self._stages[step].forward_seconds for step in range(start, stop))
+
+    def tape_seconds(self, step: int, option: int) -> float:
+        return self._choices[step][option].forward_seconds
+
+    def backward_seconds(self, step: int) -> float:
+        option = self._taped_as[step]
+        return option.backward_seconds + option.rerun_seconds
+
+    def tape_transient(self, step: int, option: int, rerun: bool) -> int:
+        choice = self._choices[step][option]
+        return max(choice.forward_transient_bytes, self._stages[step].rerun_transient_bytes if rerun else 0)
+
+    def backward_transient(self, step: int) -> int:
+        return self._taped_as[step].backward_transient_bytes
+
+    def bytes_of(self, item: Item, step: int) -> int:
+        if item is Item.TAPE:
+            return self._taped_as[step].held_bytes
+        return self._state_bytes(step)
+
+    def within_tape(self, key: tuple[Item, int]) -> bool:
+        item, step = key
+        return item is Item.STATE and (step in self._tapes or step - 1 in self._tapes)
+
+    def device_bytes(self, stored_bytes: int) -> int:
+        return self._bytes
+
+    def hold(self, key: tuple[Item, int]) -> None:
+        if key[0] is Item.STATE:
+            self.hold_state(key[1])
+        else:
+            self.hold_tape(key[1], None)
+
+    def drop(self, key: tuple[Item, int]) -> None:
+        if key[0] is Item.STATE:
+            self.drop_state(key[1])
+        else:
+            self.drop_tape(key[1])
+
+    def hold_state(self, step: int) -> None:
+        holders = self._states.get(step, 0)
+        self._states[step] = holders + 1
+        if not holders and step - 1 not in self._tapes:
+            self._bytes += self._state_bytes(step)
+
+    def drop_state(self, step: int) -> None:
+        holders = self._states[step] - 1
+        if holders:
+            self._states[step] = holders
+            return
+        del self._states[step]
+        if step - 1 not in self._tapes:
+            self._bytes -= self._state_bytes(step)
+
+    def hold_tape(self, step: int, option: int | None) -> None:
+        """Hold a tape once more; `option` None is one that was recorded before. A tape holds its input and contains its output."""
+        holders = self._tapes.get(step, 0)
+        if option is not None:
+            self._taped_as[step] = self._choices[step][option]
+        self._tapes[step] = holders + 1
+        if not holders:
+            self.hold_state(step)
+            self._bytes += self._taped_as[step].held_bytes
+            if step + 1 in self._states:
+                self._bytes -= self._state_bytes(step + 1)
+
+    def drop_tape(self, step: int) -> None:
+        holders = self._tapes[step] - 1
+        if holders:
+            self._tapes[step] = holders
+            return
+        del self._tapes[step]
+        self._bytes -= self._taped_as[step].held_bytes
+        if step + 1 in self._states:
+            self._bytes += self._state_bytes(step + 1)
+        self.drop_state(step)
+
+    def _state_bytes(self, step: int) -> int:
+        # The output of the last stage lives in its tape alone: a chain is never advanced past its end without one.
+        return self._stages[step].state_bytes if step < self.length else 0

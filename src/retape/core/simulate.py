@@ -1,0 +1,397 @@
+"""The abstract machine: the one definition of legal, of peak and of time. Every schedule and every plan passes through it.
+
+The machine knows a Chain (unequal stages, every byte on the device counts, a tape holds its stage's input and output) or a
+Loop (equal steps, the bytes of a tier count what is stored there). It works on streams: nothing here grows with the
+number of actions, unless a timeline is asked for.
+
+Time: computation is one lane; `Save` and `Load` of a slower tier wait for their copy; `Offload` and `Prefetch` run on two
+copy lanes of their own beside the computation. What was offloaded leaves the device at the first action that starts after
+its copy is done, never by waiting; what was prefetched is waited for by the first action that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from retape.core.actions import (
+    Action,
+    Backward,
+    Forward,
+    Free,
+    Item,
+    Load,
+    Offload,
+    Prefetch,
+    Save,
+    Tape,
+)
+from retape.core.errors import IllegalAction, InvalidInput
+from retape.core.ledger import ChainLedger, Ledger, LoopLedger
+from retape.core.problem import Chain, Loop, Tier
+
+DEVICE = Tier(name="device")
+_Key = tuple[Item, int]
+_Copying = Save | Load | Free | Offload | Prefetch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierUse:
+    """What happened in one tier: copies in and out, the peak, and what was still there at the end."""
+
+    name: str
+    writes: int
+    reads: int
+    peak_bytes: int
+    peak_items: int
+    left_items: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a schedule costs. `peak_step` is the step at which the device stood highest, during action `peak_position`."""
+
+    actions: int
+    forward_steps: int
+    rerun_steps: int
+    backward_steps: int
+    seconds: float
+    stall_seconds: float
+    tiers: tuple[TierUse, ...]
+    peak_step: int
+    peak_position: int
+    timeline: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the device."""
+        return self.tiers[0].peak_bytes
+
+    @property
+    def writes(self) -> int:
+        return sum(tier.writes for tier in self.tiers)
+
+    @property
+    def reads(self) -> int:
+        return sum(tier.reads for tier in self.tiers)
+
+    @property
+    def peak_items(self) -> int:
+        """The most snapshots and tapes that one tier, or all tiers at their own peaks, stored."""
+        return sum(tier.peak_items for tier in self.tiers)
+
+
+def simulate(
+    problem: Chain | Loop,
+    actions: Iterable[Action],
+    *,
+    tiers: tuple[Tier, ...] = (DEVICE,),
+    timeline: bool = False,
+) -> Outcome:
+    """Run `actions` on the abstract machine; raise IllegalAction at the first one that cannot be done."""
+    machine = Machine(problem, tiers=tiers, timeline=timeline)
+    for action in actions:
+        machine.run(action)
+    return machine.finish()
+
+
+class Machine:
+    """Runs one action at a time; `finish` says what it all came to."""
+
+    def __init__(self, problem: Chain | Loop, *, tiers: tuple[Tier, ...] = (DEVICE,), timeline: bool = False) -> None:
+        self._ledger = _ledger_of(problem)
+        self._tiers = tiers
+        self._stored: list[dict[_Key, float]] = [{} for _ in tiers]  # key -> when it is complete
+        self._stored_bytes = [0] * len(tiers)
+        self._leaving: dict[_Key, float] = {}
+        self._lane_free = {Offload: 0.0, Prefetch: 0.0}
+        self.working: int | None = 0
+        self.working_tape: int | None = None
+        self.remaining = self._ledger.length
+        self._reached = 0
+        self.seconds = 0.0
+        self._stall = 0.0
+        self._position = 0
+        self._forward_steps = self._rerun_steps = 0
+        self._writes, self._reads = [0] * len(tiers), [0] * len(tiers)
+        self._peak_bytes, self._peak_items = [0] * len(tiers), [0] * len(tiers)
+        self._peak_step = self._peak_position = 0
+        self._timeline: list[tuple[float, int]] | None = [] if timeline else None
+        self._action: Action | None = None
+        self._handlers: dict[type, Callable[..., None]] = {
+            Forward: self._forward,
+            Tape: self._tape,
+            Save: self._save,
+            Load: self._load,
+            Free: self._free,
+            Offload: self._offload,
+            Prefetch: self._prefetch,
+            Backward: self._backward,
+        }
+        self._ledger.hold_state(0)
+
+    def run(self, action: Action) -> None:
+        """Do one action, or raise IllegalAction and leave the rest undone."""
+        self._action = action
+        if self._leaving:
+            self._release()
+        handler = self._handlers.get(type(action))
+        if handler is None:
+            raise self._illegal("this is not an action")
+        handler(action)
+        self._position += 1
+
+    def finish(self) -> Outcome:
+        """The outcome; illegal while a step has not been reversed."""
+        self._action = None
+        if self.remaining:
+            raise self._illegal(f"the schedule ends with {self.remaining} steps not reversed")
+        uses = tuple(self._use(index) for index in range(len(self._tiers)))
+        return Outcome(
+            actions=self._position,
+            forward_steps=self._forward_steps,
+            rerun_steps=self._rerun_steps,
+            backward_steps=self._ledger.length,
+            seconds=self.seconds,
+            stall_seconds=self._stall,
+            tiers=uses,
+            peak_step=self._peak_step,
+            peak_position=self._peak_position,
+            timeline=tuple(self._timeline or ()),
+        )
+
+    def _use(self, index: int) -> TierUse:
+        return TierUse(
+            name=self._tiers[index].name,
+            writes=self._writes[index],
+            reads=self._reads[index],
+            peak_bytes=self._peak_bytes[index],
+            peak_items=self._peak_items[index],
+            left_items=len(self._stored[index]),
+        )
+
+    # --- computation -------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Forward) -> None:
+        if not action.start < action.stop <= self.remaining:
+            raise self._illegal(f"it must advance, and at most to {self.remaining}, where the adjoint stands")
+        self._need_state(action.start)
+        for start, stop in self._ledger.advances(action.start, action.stop):
+            self._ledger.hold_state(stop)
+            self._mark(start, self._ledger.forward_transient(start, start < self._reached))
+            self._ledger.drop_state(start)
+            self._ran(start, stop)
+            self.seconds += self._ledger.forward_seconds(start, stop)
+        self.working = action.stop
+        self._record()
+
+    def _tape(self, action: Tape) -> None:
+        step = action.step
+        if step >= self.remaining:
+            raise self._illegal(f"step {step} has been reversed already, or is past the end")
+        if not 0 <= action.option < self._ledger.option_count(step):
+            raise self._illegal(f"step {step} has {self._ledger.option_count(step)} options")
+        self._need_state(step)
+        rerun = step < self._reached
+        self._forget_working_tape()
+        self._ledger.hold_tape(step, action.option)
+        self._mark(step, self._ledger.tape_transient(step, action.option, rerun))
+        self._ledger.hold_state(step + 1)
+        self._ledger.drop_state(step)
+        self._ran(step, step + 1)
+        self.seconds += self._ledger.tape_seconds(step, action.option)
+        self.working, self.working_tape = step + 1, step
+        self._record()
+
+    def _backward(self, action: Backward) -> None:
+        step = action.step
+        if step != self.remaining - 1:
+            raise self._illegal(
+                f"the adjoint stands at {self.remaining}: only step {self.remaining - 1} can be reversed"
+            )
+        stored = self._stored[0].pop((Item.TAPE, step), None)
+        if stored is None and self.working_tape != step:
+            raise self._illegal(f"there is no tape of step {step} on the device")
+        if stored is not None:
+            self._wait(stored)
+            self._stored_bytes[0] -= self._ledger.bytes_of(Item.TAPE, step)
+        self._mark(step, self._ledger.backward_transient(step))
+        self.seconds += self._ledger.backward_seconds(step)
+        if stored is not None:
+            self._ledger.drop_tape(step)
+        if self.working_tape == step:
+            self._forget_working_tape()
+        if self.working is not None:
+            self._ledger.drop_state(self.working)
+            self.working = None
+        self.remaining = step
+        self._record()
+
+    def _ran(self, start: int, stop: int) -> None:
+        self._forward_steps += stop - start
+        self._rerun_steps += max(0, min(stop, self._reached) - start)
+        self._reached = max(self._reached, stop)
+
+    def _need_state(self, step: int) -> None:
+        if self.working != step:
+            raise self._illegal(f"it starts from state {step}, but the working state is {self.working}")
+
+    def _forget_working_tape(self) -> None:
+        if self.working_tape is not None:
+            self._ledger.drop_tape(self.working_tape)
+            self.working_tape = None
+
+    # --- copies ------------------------------------------------------------------------------------------------
+
+    def _save(self, action: Save) -> None:
+        key = self._key(action)
+        at_hand = self.working if action.item is Item.STATE else self.working_tape
+        if at_hand != action.step:
+            raise self._illegal(f"the working {action.item.value} is {at_hand}")
+        self._wait(self._lane_free[Offload] if action.tier else 0.0)
+        self.seconds += self._tiers[action.tier].write_seconds(self._ledger.bytes_of(*key))
+        self._put(action.tier, key, self.seconds)
+        self._writes[action.tier] += 1
+        self._mark(action.step, 0)
+        self._record()
+
+    def _load(self, action: Load) -> None:
+        key = self._key(action)
+        if not (action.tier == 0 and self._ledger.within_tape(key)):
+            self._wait(self._find(action.tier, key))
+            if action.tier:
+                self._wait(self._lane_free[Prefetch])
+            self.seconds += self._tiers[action.tier].read_seconds(self._ledger.bytes_of(*key))
+            self._reads[action.tier] += 1
+        if action.item is Item.STATE:
+            self._ledger.hold_state(action.step)
+            if self.working is not None:
+                self._ledger.drop_state(self.working)
+            self.working = action.step
+        else:
+            self._ledger.hold_tape(action.step, None)
+            self._forget_working_tape()
+            self.working_tape = action.step
+        self._mark(action.step, 0)
+        self._record()
+
+    def _free(self, action: Free) -> None:
+        key = self._key(action)
+        self._find(action.tier, key)
+        del self._stored[action.tier][key]
+        self._stored_bytes[action.tier] -= self._ledger.bytes_of(*key)
+        if action.tier == 0:
+            self._ledger.drop(key)
+        self._record()
+
+    def _offload(self, action: Offload) -> None:
+        key = self._key(action, to_tier=True)
+        ready = self._find(0, key)
+        tier = self._tiers[action.tier]
+        size = self._ledger.bytes_of(*key)
+        done = max(self.seconds, ready, self._lane_free[Offload]) + tier.write_seconds(size)
+        self._lane_free[Offload] = done
+        self._put(action.tier, key, done)
+        self._writes[action.tier] += 1
+        del self._stored[0][key]
+        self._stored_bytes[0] -= size
+        self._leaving[key] = done
+        self._record()
+
+    def _prefetch(self, action: Prefetch) -> None:
+        key = self._key(action, to_tier=True)
+        ready = self._find(action.tier, key)
+        if key in self._leaving:
+            raise self._illegal(f"{_name(key)} has not left the device yet")
+        size = self._ledger.bytes_of(*key)
+        start = max(self.seconds, ready, self._lane_free[Prefetch])
+        done = start + self._tiers[action.tier].read_seconds(size)
+        self._lane_free[Prefetch] = done
+        self._reads[action.tier] += 1
+        self._put(0, key, done)
+        self._mark(action.step, 0)
+        self._record()
+
+    def _key(self, action: _Copying, *, to_tier: bool = False) -> _Key:
+        if not (1 if to_tier else 0) <= action.tier < len(self._tiers):
+            raise self._illegal(f"there is no such tier among {[tier.name for tier in self._tiers]}")
+        return action.item, action.step
+
+    def _find(self, tier: int, key: _Key) -> float:
+        ready = self._stored[tier].get(key)
+        if ready is None:
+            raise self._illegal(f"{self._tiers[tier].name} does not store {_name(key)}")
+        return ready
+
+    def _put(self, tier: int, key: _Key, ready: float) -> None:
+        if key in self._stored[tier]:
+            raise self._illegal(f"{self._tiers[tier].name} stores {_name(key)} already")
+        self._stored[tier][key] = ready
+        self._stored_bytes[tier] += self._ledger.bytes_of(*key)
+        if tier == 0:
+            self._ledger.hold(key)
+        else:
+            self._mark_tier(tier, self._stored_bytes[tier])
+        self._peak_items[tier] = max(self._peak_items[tier], len(self._stored[tier]))
+
+    def _release(self) -> None:
+        for key in [key for key, done in self._leaving.items() if done <= self.seconds]:
+            del self._leaving[key]
+            self._ledger.drop(key)
+
+    def _wait(self, until: float) -> None:
+        if until > self.seconds:
+            self._stall += until - self.seconds
+            self.seconds = until
+
+    # --- accounting --------------------------------------------------------------------------------------------
+
+    def _mark(self, step: int, transient: int) -> None:
+        """Note what the device holds right now, with what the action needs only while it runs."""
+        count = self._ledger.device_bytes(self._stored_bytes[0]) + transient
+        if count > self._peak_bytes[0]:
+            self._peak_step, self._peak_position = step, self._position
+        self._mark_tier(0, count)
+        if self._timeline is not None:
+            self._timeline.append((self.seconds, count))
+
+    def _mark_tier(self, index: int, count: int) -> None:
+        self._peak_bytes[index] = max(self._peak_bytes[index], count)
+        capacity = self._tiers[index].capacity_bytes
+        if capacity is not None and count > capacity:
+            raise self._illegal(f"{self._tiers[index].name} would hold {count} bytes, and its capacity is {capacity}")
+
+    def _record(self) -> None:
+        if self._timeline is not None:
+            self._timeline.append((self.seconds, self._ledger.device_bytes(self._stored_bytes[0])))
+
+    def _illegal(self, reason: str) -> IllegalAction:
+        held = "; ".join(
+            f"{tier.name}: {_names(stored)}" for tier, stored in zip(self._tiers, self._stored, strict=True)
+        )
+        what = self._action if self._action is not None else "the end"
+        return IllegalAction(
+            f"Action {self._position}, {what}: {reason}. The tiers held: {held}.",
+            position=self._position,
+            action=self._action,
+            reason=reason,
+            held=held,
+        )
+
+
+def _ledger_of(problem: Chain | Loop) -> Ledger:
+    if isinstance(problem, Chain):
+        return ChainLedger(problem)
+    if isinstance(problem, Loop) and problem.steps is not None:
+        return LoopLedger(problem)
+    raise InvalidInput("Only a Chain, or a Loop with a known number of steps, can be simulated.")
+
+
+def _name(key: _Key) -> str:
+    return f"{key[0].value} {key[1]}"
+
+
+def _names(stored: dict[_Key, float], most: int = 12) -> str:
+    names = [_name(key) for key in list(stored)[:most]]
+    more = f", and {len(stored) - most} more" if len(stored) > most else ""
+    return (", ".join(names) or "nothing") + more

@@ -1,0 +1,46 @@
+"""Bytes and seconds as people write them: parse "8GiB", format 9663676416. Nothing else.
+
+Binary suffixes (KiB, MiB, GiB, TiB) are powers of 1024; decimal ones (kB, MB, GB, TB) are powers of 1000.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from retape.core.errors import InvalidInput
+
+_BINARY = {"kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4}
+_DECIMAL = {"b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
+_BYTES_PER = {**_BINARY, **_DECIMAL, "bytes": 1, "byte": 1}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes with a suffix, rounding down: "8GiB", "1.5 MB", "512 B"."""
+    match = _QUANTITY.fullmatch(text)
+    scale = _BYTES_PER.get(match.group(2).lower()) if match else None
+    amount = float(match.group(1)) if match else math.nan
+    if match is None or scale is None or not math.isfinite(amount):
+        raise InvalidInput(
+            f"{text!r} is not a number of bytes. Write one with a unit, such as '8GiB', '512MiB' or '2.5GB'."
+        )
+    return int(amount * scale)
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes for people: 9663676416 -> '9.00 GiB'."""
+    size = float(count)
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024.0:
+            return f"{size:.0f} B" if suffix == "B" else f"{size:.2f} {suffix}"
+        size /= 1024.0
+    return f"{size:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people: 0.00213 -> '2.13 ms'."""
+    for scale, suffix in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if abs(seconds) * scale >= 1.0 or suffix == "us":
+            return f"{seconds * scale:.3g} {suffix}"
+    raise AssertionError("unreachable: the last unit always returns")

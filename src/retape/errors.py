@@ -1,0 +1,27 @@
+"""The tree of errors, under its public name; it is drawn and defined in `retape.core.errors`."""
+
+from retape.core.errors import (
+    BudgetTooSmall,
+    IllegalAction,
+    InvalidInput,
+    PlanFormatError,
+    PlanMismatch,
+    RecomputeMismatch,
+    RegionError,
+    RetapeError,
+    StateChanged,
+    UnsupportedTransform,
+)
+
+__all__ = [
+    "BudgetTooSmall",
+    "IllegalAction",
+    "InvalidInput",
+    "PlanFormatError",
+    "PlanMismatch",
+    "RecomputeMismatch",
+    "RegionError",
+    "RetapeError",
+    "StateChanged",
+    "UnsupportedTransform",
+]
