@@ -1,0 +1,134 @@
+"""Plan: what to do with a problem inside a budget, what that promises, and how good it is. JSON both ways.
+
+A plan is a value: it neither measures nor runs. How its text is read and written is in `plan_format.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
+
+from retape.core.actions import Action
+from retape.core.errors import InvalidInput, PlanMismatch
+from retape.core.problem import Chain, Graph, Loop
+
+if TYPE_CHECKING:
+    from retape.core.schedules import Schedule
+
+VERSION = 1
+Problem: TypeAlias = Chain | Loop | Graph
+
+
+class ProblemKind(Enum):
+    """What a plan is for."""
+
+    CHAIN = "chain"
+    LOOP = "loop"
+    GRAPH = "graph"
+
+    @classmethod
+    def of(cls, problem: Problem) -> ProblemKind:
+        return {Chain: cls.CHAIN, Loop: cls.LOOP, Graph: cls.GRAPH}[type(problem)]
+
+
+class Status(Enum):
+    """How good a plan is known to be, among the plans of its kind within its budget.
+
+    The kinds: for a chain, persistent schedules (what is kept stays until its stage is reversed; `solvers/chain.py`); for
+    a loop, the schedule family that the plan names; for a graph, every set of held tensors.
+    OPTIMAL: none is faster. WITHIN: none is faster by more than the plan's gap. FEASIBLE: it fits; no bound is known.
+    """
+
+    OPTIMAL = "optimal"
+    WITHIN = "within"
+    FEASIBLE = "feasible"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to do, and what it promises.
+
+    `choices` is the option of each stage of a chain, and `schedule_actions` all that is done to it; `schedule` names the
+    schedule of a loop, whose actions are streamed; `held` are the tensors that a graph keeps. For a graph, the promised
+    peak is the bytes held and the promised seconds are those of the re-run.
+    """
+
+    problem: ProblemKind
+    digest: str
+    budget_bytes: int
+    floor_bytes: int
+    promised_peak_bytes: int
+    promised_seconds: float
+    status: Status
+    lower_bound_seconds: float | None = None
+    choices: tuple[int, ...] = ()
+    schedule_actions: tuple[Action, ...] = ()
+    schedule: Schedule | None = None
+    held: tuple[str, ...] = ()
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("budget_bytes", "floor_bytes", "promised_peak_bytes"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise InvalidInput(f"Plan.{name} = {count!r}; give a whole number of bytes >= 0.")
+        bounds = () if self.lower_bound_seconds is None else (self.lower_bound_seconds,)
+        for seconds in (self.promised_seconds, *bounds):
+            if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds < 0:
+                raise InvalidInput(f"A plan of {seconds!r} seconds; give a finite number >= 0.")
+        if (self.status is not Status.FEASIBLE) and self.lower_bound_seconds is None:
+            raise InvalidInput(f"A plan that is {self.status.value} needs a lower bound in seconds.")
+
+    @property
+    def gap(self) -> float | None:
+        """By which share the plan may be slower than the best of its kind; None where no bound is known."""
+        if self.status is Status.OPTIMAL:
+            return 0.0
+        if not self.lower_bound_seconds:
+            return None
+        return max(0.0, self.promised_seconds / self.lower_bound_seconds - 1.0)
+
+    @property
+    def quality(self) -> str:
+        """The status for people: "optimal", "within 1.3 %" or "feasible"."""
+        if self.status is Status.WITHIN and self.gap is not None:
+            return f"within {100 * self.gap:.2g} %"
+        return self.status.value
+
+    def actions(self) -> Iterator[Action]:
+        """Stream what is to be done, in the alphabet of `actions.py`. A graph's plan is its `held` tensors, and streams nothing."""
+        return self.schedule.actions() if self.schedule is not None else iter(self.schedule_actions)
+
+    def check(self, problem: Problem) -> None:
+        """Raise PlanMismatch unless this plan was made for `problem`."""
+        kind, digest = ProblemKind.of(problem), problem.digest()
+        if (kind, digest) != (self.problem, self.digest):
+            raise PlanMismatch(
+                f"This plan is for {self.problem.value} {self.digest}, and the problem is {kind.value} {digest}. "
+                "Solve the new problem, or load the plan that belongs to it."
+            )
+
+    def to_json(self) -> str:
+        """The plan as text; `Plan.from_json` reads it back."""
+        from retape.core.plan_format import write_plan
+
+        return write_plan(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote; PlanFormatError says what is wrong with anything else."""
+        from retape.core.plan_format import read_plan
+
+        return read_plan(text)
+
+
+def judge(seconds: float, lower_bound_seconds: float | None) -> Status:
+    """OPTIMAL where the bound is met, up to rounding; FEASIBLE where there is none."""
+    if lower_bound_seconds is None:
+        return Status.FEASIBLE
+    if seconds <= lower_bound_seconds * (1 + 1e-9):
+        return Status.OPTIMAL
+    return Status.WITHIN if lower_bound_seconds > 0 else Status.FEASIBLE

@@ -1,0 +1,126 @@
+"""The numbers of a chain, as its solvers read them: what each move of a schedule needs in bytes and costs in seconds.
+
+These are the rules of `simulate.py` for persistent schedules, in closed form. A segment's input is counted by whoever
+keeps it, so every need here is beyond that input. A segment that reaches the end of the chain is in its first run;
+every other one is a re-run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from retape.core.problem import Chain, Option, Stage
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionCost:
+    """One way to tape a stage. `work_bytes` is its own peak (held bytes included), in a re-run and in the first run."""
+
+    index: int
+    held_bytes: int
+    work_bytes: tuple[int, int]
+    seconds: float
+
+    def beats(self, other: OptionCost) -> bool:
+        """No worse in anything."""
+        mine = (self.held_bytes, *self.work_bytes, self.seconds)
+        theirs = (other.held_bytes, *other.work_bytes, other.seconds)
+        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainCosts:
+    """A chain as arrays. Pairs are (in a re-run, in the first run)."""
+
+    base_bytes: int
+    state_bytes: Ints
+    options: tuple[tuple[OptionCost, ...], ...]
+    forward: Floats  # seconds from the start of the chain to each state
+    lead_bytes: tuple[Ints, Ints]
+    sweep_bytes: tuple[Ints, Ints]
+    kinds: Ints  # stages of one kind are interchangeable
+
+    @classmethod
+    def of(cls, chain: Chain) -> ChainCosts:
+        states = np.array([stage.state_bytes for stage in chain.stages] + [0], dtype=np.int64)
+        times = np.array([stage.forward_seconds for stage in chain.stages])
+        rerun = np.array([stage.rerun_transient_bytes for stage in chain.stages], dtype=np.int64)
+        first = np.array([stage.forward_transient_bytes for stage in chain.stages], dtype=np.int64)
+        leads = (states[1:] + rerun, states[1:] + first)
+        return cls(
+            base_bytes=chain.fixed_bytes + chain.stages[0].state_bytes,
+            state_bytes=states,
+            options=_options_by_kind(chain),
+            forward=np.concatenate([[0.0], np.cumsum(times)]),
+            lead_bytes=leads,
+            sweep_bytes=(states[:-1] + leads[0], states[:-1] + leads[1]),
+            kinds=_kinds(chain),
+        )
+
+    @property
+    def length(self) -> int:
+        return len(self.options)
+
+    def advance_bytes(self, start: int, stop: int) -> Ints:
+        """The peak of running ahead from `start` to each cut before `stop`, the input kept."""
+        first = stop == self.length
+        needs = self.sweep_bytes[first][start : stop - 1].copy()
+        needs[0] = self.lead_bytes[first][start]
+        return np.maximum.accumulate(needs)
+
+    def fastest_seconds(self) -> float:
+        """What no schedule of the chain can pass below: every stage taped once, as its fastest option."""
+        return sum(min(option.seconds for option in options) for options in self.options)
+
+    def taken_bytes(self, chosen: tuple[OptionCost, ...]) -> int:
+        """The peak of a schedule that runs nothing ahead: every stage taped at once, as `chosen`."""
+        need = 0
+        for option in reversed(chosen):
+            need = max(option.work_bytes[1], option.held_bytes + need)
+        return need
+
+    def sizes(self) -> Ints:
+        """Every size that a peak of this chain is made of."""
+        options = [n for stage in self.options for option in stage for n in (option.held_bytes, *option.work_bytes)]
+        return np.unique(np.concatenate([options, self.state_bytes, *self.lead_bytes, *self.sweep_bytes]).astype(np.int64))
+
+
+def _kinds(chain: Chain) -> Ints:
+    numbers: dict[Stage, int] = {}
+    kinds = [numbers.setdefault(replace(stage, name=""), len(numbers)) for stage in chain.stages]
+    kinds[-1] = len(numbers)  # the last stage marks the segments of the first run: never shared
+    return np.array(kinds, dtype=np.int64)
+
+
+def _options_by_kind(chain: Chain) -> tuple[tuple[OptionCost, ...], ...]:
+    made: dict[Stage, tuple[OptionCost, ...]] = {}
+    for stage in chain.stages:
+        if stage not in made:
+            made[stage] = _undominated([_cost(stage, *pair) for pair in enumerate(stage.choices)])
+    return tuple(made[stage] for stage in chain.stages)
+
+
+def _cost(stage: Stage, index: int, option: Option) -> OptionCost:
+    again = max(option.forward_transient_bytes, stage.rerun_transient_bytes)
+    back = option.backward_transient_bytes
+    held = option.held_bytes
+    return OptionCost(
+        index=index,
+        held_bytes=held,
+        work_bytes=(held + max(again, back), held + max(option.forward_transient_bytes, back)),
+        seconds=option.forward_seconds + option.backward_seconds + option.rerun_seconds,
+    )
+
+
+def _undominated(costs: list[OptionCost]) -> tuple[OptionCost, ...]:
+    kept: list[OptionCost] = []
+    for cost in costs:
+        if not any(other.beats(cost) for other in kept):
+            kept = [other for other in kept if not cost.beats(other)] + [cost]
+    return tuple(kept)
