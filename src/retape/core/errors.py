@@ -55,7 +55,7 @@ class IllegalAction(RetapeError):
         self.held = held
 
 
-class RegionError(RetapeError):
+class RegionError(RetapeError, RuntimeError):
     """A region cannot give the gradient that plain autograd would."""
 
 

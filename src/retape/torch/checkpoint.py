@@ -1,0 +1,118 @@
+"""The drop-in for torch.utils.checkpoint: the same signatures on the region engine.
+
+`use_reentrant=True` gets the same engine, and `preserve_rng_state=False` changes nothing: a stream is kept only if the
+region draws from it, and dropping it there is a wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.checkpoint import noop_context_fn
+
+import torch
+from retape.core.errors import InvalidInput
+from retape.torch import _compat
+from retape.torch.debug import debug_contexts
+from retape.torch.policy import DROP_IN, Check, Inputs, Policy
+from retape.torch.region import Contexts, run_region
+from retape.torch.select import select_contexts
+from torch import nn
+
+_SEGMENT = Policy(inputs=Inputs.SEGMENT, reuse_inputs=False)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    check: str | Check | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call `function(*args, **kwargs)` and forget what autograd saves in it until backward asks.
+
+    Takes what `torch.utils.checkpoint.checkpoint` takes; `check` is "off", "metadata" or "values".
+    """
+    if torch.compiler.is_compiling():
+        return _compat.TORCH_CHECKPOINT(
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+            **kwargs,
+        )
+    debug = _chosen(_compat.debug_setting(), debug)
+    if use_reentrant and (debug or context_fn is not noop_context_fn):
+        raise InvalidInput("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+    return run_region(
+        function,
+        *args,
+        keywords=kwargs,
+        policy=DROP_IN,
+        check=_check_of(check, determinism_check),
+        early_stop=_chosen(_compat.early_stop_setting(), early_stop),
+        contexts=_contexts_of(context_fn, debug),
+    )
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | nn.ModuleList | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run functions one after the other in `segments` segments, of which all but the last are forgotten until backward.
+
+    Each function is a region of its own, linked to the one before: a segment holds its first input alone.
+    """
+    kwargs.pop("preserve_rng_state", None)
+    if kwargs:
+        raise InvalidInput(f"Unexpected keyword arguments: {', '.join(kwargs)}")
+    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
+        raise InvalidInput(
+            f"segments={segments!r}; give a whole number >= 1, at most the number of functions ({len(steps)})."
+        )
+    size = len(steps) // segments
+    managed = size * (segments - 1)
+    for index, step in enumerate(steps):
+        if index >= managed:
+            input = step(input)
+            continue
+        starts_segment = index % size == 0
+        input = run_region(step, input, policy=DROP_IN if starts_segment else _SEGMENT)
+    return input
+
+
+def _check_of(check: str | Check | None, determinism_check: str) -> Check:
+    if determinism_check not in ("default", "none"):
+        raise InvalidInput(f"determinism_check should be one of ['default', 'none'], but got {determinism_check}")
+    if check is None:
+        return Check.METADATA if determinism_check == "default" else Check.OFF
+    return Check.of(check)
+
+
+def _chosen(setting: bool | None, argument: bool) -> bool:
+    """PyTorch's context managers win over its arguments."""
+    return argument if setting is None else setting
+
+
+def _contexts_of(context_fn: Callable[[], Contexts], debug: bool) -> Contexts | None:
+    if debug and context_fn is not noop_context_fn:
+        raise InvalidInput(
+            "debug=True is incompatible with non-default context_fn; use check='values' to find what differs."
+        )
+    if debug:
+        return debug_contexts()
+    return None if context_fn is noop_context_fn else select_contexts(context_fn())

@@ -1,0 +1,57 @@
+"""What a region does with its slots and inputs: frozen values that hash, compare and print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from retape.core.errors import InvalidInput
+
+
+class Check(Enum):
+    """How far a re-run is compared with the first run."""
+
+    OFF = "off"
+    METADATA = "metadata"
+    VALUES = "values"
+
+    @classmethod
+    def of(cls, value: Check | str) -> Check:
+        try:
+            return cls(value)
+        except ValueError:
+            raise InvalidInput(f"check={value!r} is not known; give 'off', 'metadata' or 'values'.") from None
+
+
+class Inputs(Enum):
+    """What becomes of a region's inputs that another region made: held, or dropped and refilled by running that one again.
+
+    `LINK` runs the maker to its output alone; `SEGMENT` refills the maker's own slots in the same run, which is what a
+    segment of several regions wants: its regions are reversed one right after the other.
+    """
+
+    HOLD = "hold"
+    LINK = "link"
+    SEGMENT = "segment"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Which slots to hold (`hold_all`, or those whose number is in `held`), and what to do with the inputs.
+
+    With `reuse_inputs` a slot that is an input of the region, held anyway, is never refilled by a re-run. The drop-in
+    leaves it off, because PyTorch's checkpoint runs its function again even then, and code may count on that.
+    """
+
+    hold_all: bool = False
+    held: frozenset[int] = field(default_factory=frozenset)
+    inputs: Inputs = Inputs.HOLD
+    reuse_inputs: bool = True
+
+    def holds(self, index: int) -> bool:
+        return self.hold_all or index in self.held
+
+
+DROP = Policy()
+DROP_IN = Policy(reuse_inputs=False)
+HOLD = Policy(hold_all=True)
