@@ -1,22 +1,22 @@
 """Plan: what to do with a problem inside a budget, what that promises, and how good it is. JSON both ways.
 
-A plan is a value: it neither measures nor runs. How its text is read and written is in `plan_format.py`.
+A plan is a value: it neither measures nor runs.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
+from retape.core import plan_format as text
 from retape.core.actions import Action
-from retape.core.errors import InvalidInput, PlanMismatch
+from retape.core.errors import InvalidInput, PlanFormatError, PlanMismatch
 from retape.core.problem import Chain, Graph, Loop
-
-if TYPE_CHECKING:
-    from retape.core.schedules import Schedule
+from retape.core.schedules import Schedule
 
 VERSION = 1
 Problem: TypeAlias = Chain | Loop | Graph
@@ -112,17 +112,55 @@ class Plan:
             )
 
     def to_json(self) -> str:
-        """The plan as text; `Plan.from_json` reads it back."""
-        from retape.core.plan_format import write_plan
-
-        return write_plan(self)
+        """The plan as text; `Plan.from_json` reads it back, every float exactly."""
+        return json.dumps(
+            {
+                "format": text.FORMAT,
+                "version": self.version,
+                "problem": self.problem.value,
+                "status": self.status.value,
+                **{name: getattr(self, name) for name in _PLAIN},
+                "actions": [text.write_action(action) for action in self.schedule_actions],
+                "schedule": self.schedule.to_dict() if self.schedule is not None else None,
+            },
+            allow_nan=False,
+        )
 
     @staticmethod
-    def from_json(text: str) -> Plan:
+    def from_json(source: str) -> Plan:
         """Read what `to_json` wrote; PlanFormatError says what is wrong with anything else."""
-        from retape.core.plan_format import read_plan
+        data = text.parse(source)
+        text.check_keys(data, VERSION, {"format", "version", "problem", "status", "actions", "schedule", *_PLAIN})
+        try:
+            return _read(data)
+        except PlanFormatError:
+            raise
+        except InvalidInput as error:
+            raise PlanFormatError(f"This plan cannot be meant: {error} {text.REMEDY}") from error
 
-        return read_plan(text)
+
+_PLAIN = (
+    *("digest", "budget_bytes", "floor_bytes", "promised_peak_bytes", "promised_seconds", "lower_bound_seconds"),
+    *("choices", "held"),
+)
+
+
+def _read(data: dict[str, Any]) -> Plan:
+    bound, schedule = data["lower_bound_seconds"], data["schedule"]
+    return Plan(
+        problem=text.member_of(ProblemKind, data, "problem"),
+        digest=text.typed(data["digest"], str, "digest"),
+        status=text.member_of(Status, data, "status"),
+        budget_bytes=text.typed(data["budget_bytes"], int, "budget_bytes"),
+        floor_bytes=text.typed(data["floor_bytes"], int, "floor_bytes"),
+        promised_peak_bytes=text.typed(data["promised_peak_bytes"], int, "promised_peak_bytes"),
+        promised_seconds=text.seconds(data["promised_seconds"], "promised_seconds"),
+        lower_bound_seconds=None if bound is None else text.seconds(bound, "lower_bound_seconds"),
+        choices=tuple(text.count(item, "choices") for item in text.typed(data["choices"], list, "choices")),
+        schedule_actions=tuple(text.read_action(item) for item in text.typed(data["actions"], list, "actions")),
+        schedule=None if schedule is None else Schedule.from_dict(text.typed(schedule, dict, "schedule")),
+        held=tuple(text.typed(item, str, "held") for item in text.typed(data["held"], list, "held")),
+    )
 
 
 def judge(seconds: float, lower_bound_seconds: float | None) -> Status:

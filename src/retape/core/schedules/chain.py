@@ -45,6 +45,20 @@ class _Segment:
     load: bool = False
 
 
+def walk(length: int, moves: Iterable[Move]) -> Iterator[tuple[int, int, Move]]:
+    """Each move with the segment, from `start` to `stop`, that it begins."""
+    todo = [(0, length)]
+    for move in moves:
+        start, stop = todo.pop()
+        while start == stop:
+            start, stop = todo.pop()
+        yield start, stop, move
+        if isinstance(move, Take):
+            todo.append((start + 1, stop))
+        else:
+            todo += [(start, start + move.advance), (start + move.advance, stop)]
+
+
 def chain_actions(length: int, moves: Iterable[Move]) -> Iterator[Action]:
     """Play `moves`, given in the order in which their segments are begun, on a chain of `length` stages."""
     return _Player(length, moves).actions()

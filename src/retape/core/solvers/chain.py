@@ -31,9 +31,9 @@ from retape.core.schedules.chain import Move, Split, Take
 from retape.core.solvers.costs import ChainCosts, Floats, Ints, OptionCost
 from retape.core.solvers.intervals import Intervals
 
-FINEST_LEVELS = 20_000
-COARSEST_LEVELS = 500
-CELLS = 120_000_000  # cuts x levels of one table that still take about a second
+EXACT_LEVELS = 20_000  # a grid this fine, or finer, is worth having if it is exact
+FINE_LEVELS = 2_000
+CELLS = 90_000_000  # cuts x levels of one table that take about a second
 
 
 class Rounding(Enum):
@@ -45,23 +45,28 @@ class Rounding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Memory levels 0 to `top`, of `unit` bytes each. `exact` where every size is a multiple of the unit."""
+    """Memory levels 0 to `top`, of `unit` bytes each.
+
+    `exact` where every size is a multiple of the unit; `whole` where the top is enough for the fastest plan of all.
+    """
 
     unit: int
     top: int
     exact: bool
+    whole: bool = True
 
     @classmethod
-    def of(cls, costs: ChainCosts, work: int) -> Grid:
-        """As fine as exactness asks for or the work allows; the same for every budget."""
-        common = int(np.gcd.reduce(costs.sizes())) or 1
+    def exactly(cls, costs: ChainCosts) -> Grid:
+        """The grid on which nothing is rounded."""
+        unit = int(np.gcd.reduce(costs.sizes())) or 1
+        return cls(unit=unit, top=most_bytes(costs) // unit, exact=True)
+
+    @classmethod
+    def spread(cls, costs: ChainCosts, levels: int, top_bytes: int) -> Grid:
+        """So many levels up to `top_bytes`."""
         most = most_bytes(costs)
-        affordable = CELLS // max(work, 1)
-        if most // common <= min(max(affordable, COARSEST_LEVELS), FINEST_LEVELS):
-            return cls(unit=common, top=most // common, exact=True)
-        levels = min(max(affordable, COARSEST_LEVELS), 4 * COARSEST_LEVELS)
-        unit = -(-most // levels)
-        return cls(unit=unit, top=-(-most // unit), exact=False)
+        unit = max(1, -(-min(most, top_bytes) // levels))
+        return cls(unit=unit, top=-(-min(most, top_bytes) // unit), exact=False, whole=top_bytes >= most)
 
     def level(self, size: int, rounding: Rounding) -> int:
         return -(-size // self.unit) if rounding is Rounding.UP else size // self.unit
@@ -88,6 +93,8 @@ class ChainTable:
         self._finite: Ints = np.zeros(shape[0], dtype=np.int64)
         self._states = grid.levels(costs.state_bytes, rounding)
         self._columns = np.arange(shape[1])
+        # Two workspaces for all rows: fresh ones of this size would cost more than the arithmetic.
+        self._total, self._other = np.empty((2, costs.length, shape[1]))
         for row, (start, stop) in enumerate(intervals.segments):
             self._fill(row, start, stop)
 
@@ -105,9 +112,11 @@ class ChainTable:
     def _try_cuts(self, row: int, start: int, stop: int) -> None:
         head = self.intervals.row[start, start + 1 : stop]
         tail = self.intervals.row[start + 1 : stop, stop]
-        needs = self.costs.advance_bytes(start, stop)
-        total = self.seconds[head]
-        total += self._beyond[tail]
+        needs = self.costs.advance_bytes(start, stop, stop == self.costs.length)
+        total, other = self._total[: len(head)], self._other[: len(head)]
+        np.take(self.seconds, head, axis=0, out=total, mode="clip")
+        np.take(self._beyond, tail, axis=0, out=other, mode="clip")
+        total += other
         total += (self.costs.forward[start + 1 : stop] - self.costs.forward[start])[:, None]
         self._forbid(total, needs, np.maximum(self._finite[head], self._finite[tail]))
         cut = total.argmin(axis=0)
@@ -126,9 +135,10 @@ class ChainTable:
     ) -> Ints:
         middle = start + 1 + cut
         beyond = np.maximum(self._columns - self._states[middle], 0)
-        peak = self.peak[tail, beyond] + self.costs.state_bytes[middle]
+        peak: Ints = self.peak[tail, beyond] + self.costs.state_bytes[middle]
         np.maximum(peak, needs, out=peak)
-        return np.maximum(peak, self.peak[head, self._columns], out=peak)
+        np.maximum(peak, self.peak[head, self._columns], out=peak)
+        return peak
 
     def _try_option(self, row: int, start: int, stop: int, option: OptionCost) -> None:
         work = option.work_bytes[stop == self.costs.length]
@@ -147,43 +157,62 @@ class ChainTable:
         np.copyto(self.peak[row, least:], np.maximum(peak, work), where=better)
         self._move[row, least:][better] = -1 - option.index
 
-    # --- reading it ---------------------------------------------------------------------------------------------
+    def plans(self) -> ChainPlans:
+        """What a planner keeps of the table: the moves, and what the whole chain comes to."""
+        row = self.intervals.row[0, self.costs.length]
+        return ChainPlans(
+            costs=self.costs,
+            intervals=self.intervals,
+            grid=self.grid,
+            rounding=self.rounding,
+            seconds=self.seconds[row].copy(),
+            peak_bytes=self.peak[row] + self.costs.base_bytes,
+            move=self._move,
+        )
 
-    @property
-    def root(self) -> Floats:
-        """Least seconds of the whole chain by level."""
-        return self.seconds[self.intervals.row[0, self.costs.length]]
 
-    @property
-    def root_peak(self) -> Ints:
-        """The true peak, in bytes with everything counted, of the plan behind each entry of `root`."""
-        return self.peak[self.intervals.row[0, self.costs.length]] + self.costs.base_bytes
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChainPlans:
+    """The plans of a whole chain, one per level: least seconds, the true peak with everything counted, and the moves."""
+
+    costs: ChainCosts
+    intervals: Intervals
+    grid: Grid
+    rounding: Rounding
+    seconds: Floats
+    peak_bytes: Ints
+    move: npt.NDArray[np.int16]
 
     def bound_seconds(self, budget_bytes: int) -> float:
         """No persistent plan within the budget is faster, if the sizes were rounded down or are exact."""
         level = (budget_bytes - self.costs.base_bytes) // self.grid.unit
-        return float(self.root[min(level, self.grid.top)]) if level >= 0 else math.inf
+        if level > self.grid.top and not self.grid.whole:
+            return 0.0
+        return float(self.seconds[min(level, self.grid.top)]) if level >= 0 else math.inf
 
     def steps(self) -> tuple[int, ...]:
         """The levels at which the whole chain gets faster."""
-        root = self.root
-        return tuple(int(i) for i in np.flatnonzero(np.isfinite(root) & np.append(True, root[1:] < root[:-1])))
+        faster = np.append(True, self.seconds[1:] < self.seconds[:-1])
+        return tuple(int(level) for level in np.flatnonzero(np.isfinite(self.seconds) & faster))
 
     def moves(self, level: int) -> tuple[Move, ...]:
-        """The plan of the whole chain at a level."""
+        """The plan at a level."""
         moves: list[Move] = []
         todo = [(0, self.costs.length, level)]
         while todo:
             start, stop, level = todo.pop()
-            if start == stop:
-                continue
-            move = int(self._move[self.intervals.row[start, stop], level])
-            if move > 0:
-                moves.append(Split(move))
-                middle = start + move
-                todo += [(start, middle, level), (middle, stop, level - int(self._states[middle]))]
-            else:
-                moves.append(Take(-1 - move))
-                held = next(o.held_bytes for o in self.costs.options[start] if o.index == -1 - move)
-                todo.append((start + 1, stop, level - self.grid.level(held, self.rounding)))
+            if start < stop:
+                moves.append(self._read(start, stop, level, todo))
         return tuple(moves)
+
+    def _read(self, start: int, stop: int, level: int, todo: list[tuple[int, int, int]]) -> Move:
+        """The move of a segment; what it leaves to do goes on `todo`."""
+        move = int(self.move[self.intervals.row[start, stop], level])
+        if move < 0:
+            held = self.costs.choices[start][-1 - move].held_bytes
+            todo.append((start + 1, stop, level - self.grid.level(held, self.rounding)))
+            return Take(-1 - move)
+        middle = start + move
+        state = self.grid.level(int(self.costs.state_bytes[middle]), self.rounding)
+        todo += [(start, middle, level), (middle, stop, level - state)]
+        return Split(move)

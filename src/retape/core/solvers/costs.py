@@ -7,12 +7,14 @@ every other one is a re-run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from retape.core.problem import Chain, Option, Stage
+from retape.core.schedules.chain import Move, Take, walk
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -35,12 +37,22 @@ class OptionCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """What a plan comes to; `peak_stage` is where it stands highest."""
+
+    peak_bytes: int
+    peak_stage: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChainCosts:
     """A chain as arrays. Pairs are (in a re-run, in the first run)."""
 
     base_bytes: int
     state_bytes: Ints
-    options: tuple[tuple[OptionCost, ...], ...]
+    choices: tuple[tuple[OptionCost, ...], ...]
+    options: tuple[tuple[OptionCost, ...], ...]  # the choices that no other beats
     forward: Floats  # seconds from the start of the chain to each state
     lead_bytes: tuple[Ints, Ints]
     sweep_bytes: tuple[Ints, Ints]
@@ -52,11 +64,14 @@ class ChainCosts:
         times = np.array([stage.forward_seconds for stage in chain.stages])
         rerun = np.array([stage.rerun_transient_bytes for stage in chain.stages], dtype=np.int64)
         first = np.array([stage.forward_transient_bytes for stage in chain.stages], dtype=np.int64)
+        made = {stage: _costs(stage) for stage in set(chain.stages)}
+        kept = {stage: _undominated(costs) for stage, costs in made.items()}
         leads = (states[1:] + rerun, states[1:] + first)
         return cls(
             base_bytes=chain.fixed_bytes + chain.stages[0].state_bytes,
             state_bytes=states,
-            options=_options_by_kind(chain),
+            choices=tuple(made[stage] for stage in chain.stages),
+            options=tuple(kept[stage] for stage in chain.stages),
             forward=np.concatenate([[0.0], np.cumsum(times)]),
             lead_bytes=leads,
             sweep_bytes=(states[:-1] + leads[0], states[:-1] + leads[1]),
@@ -67,12 +82,32 @@ class ChainCosts:
     def length(self) -> int:
         return len(self.options)
 
-    def advance_bytes(self, start: int, stop: int) -> Ints:
+    def advance_bytes(self, start: int, stop: int, first: bool) -> Ints:
         """The peak of running ahead from `start` to each cut before `stop`, the input kept."""
-        first = stop == self.length
         needs = self.sweep_bytes[first][start : stop - 1].copy()
         needs[0] = self.lead_bytes[first][start]
         return np.maximum.accumulate(needs)
+
+    def come_to(self, moves: Iterable[Move]) -> Total:
+        """The peak and the seconds of a plan, as the abstract machine would find them, without running it."""
+        peak, stage, seconds = 0, 0, 0.0
+        outer = {0: self.base_bytes}  # what the device holds when the segment from here begins, its input included
+        for start, stop, move in walk(self.length, moves):
+            first = stop == self.length
+            if isinstance(move, Take):
+                option = self.choices[start][move.option]
+                need, where = option.work_bytes[first], start
+                outer[start + 1] = outer[start] + option.held_bytes
+                seconds += option.seconds
+            else:
+                middle = start + move.advance
+                needs = self.advance_bytes(start, middle + 1, first)
+                need, where = int(needs[-1]), start + int(needs.argmax())
+                outer[middle] = outer[start] + int(self.state_bytes[middle])
+                seconds += float(self.forward[middle] - self.forward[start])
+            if outer[start] + need > peak:
+                peak, stage = outer[start] + need, where
+        return Total(peak_bytes=peak, peak_stage=stage, seconds=seconds)
 
     def fastest_seconds(self) -> float:
         """What no schedule of the chain can pass below: every stage taped once, as its fastest option."""
@@ -88,7 +123,9 @@ class ChainCosts:
     def sizes(self) -> Ints:
         """Every size that a peak of this chain is made of."""
         options = [n for stage in self.options for option in stage for n in (option.held_bytes, *option.work_bytes)]
-        return np.unique(np.concatenate([options, self.state_bytes, *self.lead_bytes, *self.sweep_bytes]).astype(np.int64))
+        return np.unique(
+            np.concatenate([options, self.state_bytes, *self.lead_bytes, *self.sweep_bytes]).astype(np.int64)
+        )
 
 
 def _kinds(chain: Chain) -> Ints:
@@ -98,12 +135,8 @@ def _kinds(chain: Chain) -> Ints:
     return np.array(kinds, dtype=np.int64)
 
 
-def _options_by_kind(chain: Chain) -> tuple[tuple[OptionCost, ...], ...]:
-    made: dict[Stage, tuple[OptionCost, ...]] = {}
-    for stage in chain.stages:
-        if stage not in made:
-            made[stage] = _undominated([_cost(stage, *pair) for pair in enumerate(stage.choices)])
-    return tuple(made[stage] for stage in chain.stages)
+def _costs(stage: Stage) -> tuple[OptionCost, ...]:
+    return tuple(_cost(stage, index, option) for index, option in enumerate(stage.choices))
 
 
 def _cost(stage: Stage, index: int, option: Option) -> OptionCost:
@@ -118,7 +151,7 @@ def _cost(stage: Stage, index: int, option: Option) -> OptionCost:
     )
 
 
-def _undominated(costs: list[OptionCost]) -> tuple[OptionCost, ...]:
+def _undominated(costs: tuple[OptionCost, ...]) -> tuple[OptionCost, ...]:
     kept: list[OptionCost] = []
     for cost in costs:
         if not any(other.beats(cost) for other in kept):

@@ -45,7 +45,10 @@ class ChainFloor:
     def _cut_needs(self, start: int, stop: int) -> Ints:
         beyond = self._need[self._row[start + 1 : stop, stop]] + self._costs.state_bytes[start + 1 : stop]
         over = self._need[self._row[start, start + 1 : stop]]
-        return np.maximum(np.maximum(beyond, over), self._costs.advance_bytes(start, stop))
+        needs: Ints = np.maximum(
+            np.maximum(beyond, over), self._costs.advance_bytes(start, stop, stop == self._costs.length)
+        )
+        return needs
 
     # --- a plan within any limit from the floor up --------------------------------------------------------------
 

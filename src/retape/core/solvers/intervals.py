@@ -18,9 +18,11 @@ class Intervals:
     segments: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, kinds: Ints) -> Intervals:
-        """Group the segments of a chain by the kinds of their stages."""
+    def of(cls, kinds: Ints, *, most_rows: int) -> Intervals | None:
+        """Group the segments of a chain by the kinds of their stages; None where that makes more than `most_rows`."""
         length = len(kinds)
+        if length > most_rows:
+            return None
         row = np.full((length + 1, length + 1), -1, dtype=np.int32)
         segments: list[tuple[int, int]] = []
         names = np.zeros(length, dtype=np.int64)
@@ -29,6 +31,8 @@ class Intervals:
             pairs = names[:starts] * (length + 1) + kinds[size - 1 :]
             _, example, names = np.unique(pairs, return_index=True, return_inverse=True)
             row[np.arange(starts), np.arange(starts) + size] = len(segments) + names
+            if len(segments) + len(example) > most_rows:
+                return None
             segments += [(int(start), int(start) + size) for start in example]
         return cls(row=row, segments=tuple(segments))
 

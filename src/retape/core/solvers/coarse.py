@@ -1,0 +1,109 @@
+"""Long chains: stages joined into groups, so that the interval dynamic program stays small.
+
+A group is taped as a whole, in one of a few combinations of its stages' options (the lower convex hull of held bytes and
+seconds, by a sweep of Lagrange multipliers), and states are kept at group borders alone. That is a smaller class of
+plans, so the answer is feasible, not optimal; within the class all bytes and seconds are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from retape.core.schedules.chain import Move, Split, Take, walk
+from retape.core.solvers.costs import ChainCosts, Ints, OptionCost
+
+GROUPS = 96
+COMBINATIONS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CoarseChain:
+    """A chain of groups: its costs, where each group begins (and the last one ends), and its combinations of options."""
+
+    costs: ChainCosts
+    borders: tuple[int, ...]
+    combinations: tuple[tuple[tuple[OptionCost, ...], ...], ...]
+
+    def expand(self, moves: tuple[Move, ...]) -> tuple[Move, ...]:
+        """The same plan for the stages themselves."""
+        fine: list[Move] = []
+        for start, _, move in walk(len(self.combinations), moves):
+            if isinstance(move, Take):
+                fine += [Take(option.index) for option in self.combinations[start][move.option]]
+            else:
+                fine.append(Split(self.borders[start + move.advance] - self.borders[start]))
+        return tuple(fine)
+
+
+def coarsen(costs: ChainCosts, groups: int = GROUPS) -> CoarseChain:
+    """Join the stages of a chain into at most so many groups of equal length."""
+    size = -(-costs.length // groups)
+    borders = (*range(0, costs.length, size), costs.length)
+    kinds: dict[tuple[int, ...], int] = {}
+    named = [kinds.setdefault(tuple(costs.kinds[a:b].tolist()), len(kinds)) for a, b in pairwise(borders)]
+    made: dict[int, tuple[tuple[OptionCost, ...], ...]] = {}
+    for name, (start, stop) in zip(named, pairwise(borders), strict=True):
+        if name not in made:
+            made[name] = _combine(costs.options[start:stop])
+    combinations = tuple(made[name] for name in named)
+    options = tuple(tuple(_joined(i, combo) for i, combo in enumerate(combos)) for combos in combinations)
+    coarse = ChainCosts(
+        base_bytes=costs.base_bytes,
+        state_bytes=costs.state_bytes[list(borders)],
+        choices=options,
+        options=options,
+        forward=costs.forward[list(borders)],
+        lead_bytes=(_leads(costs, borders, 0), _leads(costs, borders, 1)),
+        sweep_bytes=(_sweeps(costs.sweep_bytes[0], borders), _sweeps(costs.sweep_bytes[1], borders)),
+        kinds=np.array(named, dtype=np.int64),
+    )
+    return CoarseChain(costs=coarse, borders=borders, combinations=combinations)
+
+
+def _sweeps(sweep: Ints, borders: tuple[int, ...]) -> Ints:
+    return np.maximum.reduceat(sweep, borders[:-1])
+
+
+def _leads(costs: ChainCosts, borders: tuple[int, ...], first: int) -> Ints:
+    """The first stage of a group starts from a state that is counted elsewhere."""
+    needs = costs.sweep_bytes[first].copy()
+    starts = list(borders[:-1])
+    needs[starts] = costs.lead_bytes[first][starts]
+    return _sweeps(needs, borders)
+
+
+def _combine(stages: tuple[tuple[OptionCost, ...], ...]) -> tuple[tuple[OptionCost, ...], ...]:
+    """A few combinations, from the fastest to the smallest."""
+    slopes = sorted({slope for options in stages for slope in _slopes(options)})
+    picked = slopes if len(slopes) <= COMBINATIONS else [slopes[i] for i in _spaced(len(slopes))]
+    combos = [tuple(min(o, key=lambda c: (c.seconds, c.held_bytes)) for o in stages)]
+    for slope in picked:
+        price = slope * (1 + 1e-9)
+        combos.append(tuple(min(o, key=lambda c: (c.seconds + price * c.held_bytes, c.held_bytes)) for o in stages))
+    combos.append(tuple(min(o, key=lambda c: (max(c.work_bytes), c.seconds)) for o in stages))
+    return tuple(dict.fromkeys(combos))
+
+
+def _spaced(count: int) -> list[int]:
+    return sorted({round(i * (count - 1) / (COMBINATIONS - 1)) for i in range(COMBINATIONS)})
+
+
+def _slopes(options: tuple[OptionCost, ...]) -> list[float]:
+    """Seconds per byte at which one option starts to pay against another."""
+    pairs = [(a, b) for a in options for b in options if a.held_bytes < b.held_bytes and a.seconds > b.seconds]
+    return [(a.seconds - b.seconds) / (b.held_bytes - a.held_bytes) for a, b in pairs]
+
+
+def _joined(index: int, combo: tuple[OptionCost, ...]) -> OptionCost:
+    works = [0, 0]
+    for option in reversed(combo):
+        works = [max(work, option.held_bytes + rest) for work, rest in zip(option.work_bytes, works, strict=True)]
+    return OptionCost(
+        index=index,
+        held_bytes=sum(option.held_bytes for option in combo),
+        work_bytes=(works[0], works[1]),
+        seconds=sum(option.seconds for option in combo),
+    )
