@@ -1,1 +1,1 @@
-"""cli."""
+"""The `retape` command, one file a subcommand: parses, calls, prints."""

@@ -1,1 +1,1 @@
-"""report."""
+"""Records in, text and pictures out; never measures."""

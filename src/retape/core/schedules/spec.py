@@ -1,0 +1,239 @@
+"""A schedule as a value: which family, for what, and the actions it makes. What each family does is in its own file.
+
+`Schedule` is small, frozen and JSON-able: a plan for a loop stores one instead of its million actions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+
+from retape.core.actions import Action
+from retape.core.errors import InvalidInput
+from retape.core.problem import Loop, Tier
+from retape.core.schedules.mixed import mixed
+from retape.core.schedules.multistage import Costs, multistage
+from retape.core.schedules.online import online
+from retape.core.schedules.recursive import depth, recursive
+from retape.core.schedules.revolve import revolve
+from retape.core.schedules.uniform import recompute_all, segment_bounds, store_all, uniform
+
+_COUNTS = ("snapshots", "ram", "disk")
+_COSTS = ("forward_cost", "backward_cost", "write_cost", "read_cost", "host_write_cost", "host_read_cost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One kind of schedule: its name, what it is good for, and how to make its actions."""
+
+    name: str
+    summary: str
+    function: Callable[[Schedule], Iterator[Action]]
+    needs_snapshots: bool = False
+    tiered: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One schedule for a loop of equal steps.
+
+    `snapshots` counts the slots on the device, the initial state's among them. The tiered families take `ram` and
+    `disk` slots; with `snapshots`, too, the device is a tier of its own and `ram` is the host's memory. The run that tapes a
+    step is part of `backward_cost`; the device reads and writes for nothing.
+    """
+
+    family: str
+    steps: int
+    snapshots: int | None = None
+    ram: int | None = None
+    disk: int | None = None
+    forward_cost: float = 1.0
+    backward_cost: float = 1.0
+    write_cost: float = 2.0
+    read_cost: float = 2.0
+    host_write_cost: float = 1.0
+    host_read_cost: float = 1.0
+
+    def __post_init__(self) -> None:
+        family = find_family(self.family)
+        if not _is_count(self.steps) or self.steps < 1:
+            raise InvalidInput(f"steps = {self.steps!r}; give a whole number of steps >= 1.")
+        for name in _COUNTS:
+            _check_count(name, getattr(self, name))
+        for name in _COSTS:
+            _check_cost(name, getattr(self, name))
+        _check_slots(self, family)
+
+    def actions(self) -> Iterator[Action]:
+        """The actions, made one at a time as they are asked for."""
+        return find_family(self.family).function(self)
+
+    def loop(self) -> Loop:
+        """The problem that the actions solve: states and tapes weigh one byte each."""
+        return Loop(steps=self.steps, forward_seconds=self.forward_cost, backward_seconds=self.backward_cost)
+
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers that the actions speak of, with their slots as capacity: simulate with these to enforce the limits."""
+        if not find_family(self.family).tiered:
+            return (Tier(name="device", capacity_bytes=_device_slots(self)),)
+        slots, costs = _tier_slots(self), _tier_costs(self)
+        names = ("device", "ram", "disk") if len(slots) == 3 else ("ram", "disk")
+        return tuple(
+            Tier(
+                name=name,
+                capacity_bytes=count,
+                write_bytes_per_second=_speed(write),
+                read_bytes_per_second=_speed(read),
+            )
+            for name, count, write, read in zip(names, slots, costs.write, costs.read, strict=True)
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Schedule:
+        """Read what `to_dict` wrote; anything else is an InvalidInput."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(data) - known)
+        missing = sorted({"family", "steps"} - set(data))
+        if unknown or missing:
+            what = f"has no {missing[0]!r}" if missing else f"has {unknown[0]!r}, which no schedule has"
+            raise InvalidInput(f"This is not a schedule: it {what}. Give a dict that Schedule.to_dict() made.")
+        return cls(**data)  # type: ignore[arg-type]
+
+
+def find_family(name: str) -> Family:
+    """The family of that name."""
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise InvalidInput(f"There is no schedule family {name!r}; choose one of: {', '.join(FAMILIES)}.")
+    return family
+
+
+def _slots(schedule: Schedule) -> int:
+    assert schedule.snapshots is not None  # checked when the schedule was made
+    return schedule.snapshots
+
+
+def _device_slots(schedule: Schedule) -> int:
+    """What the device may store: the snapshots asked for, or all that a family needs when none were."""
+    if schedule.family == "store-all":
+        return schedule.steps - 1
+    if schedule.family == "uniform":
+        bounds = segment_bounds(schedule.steps, schedule.snapshots)
+        longest = max(stop - start for start, stop in pairwise(bounds))
+        return len(bounds) - 2 + longest - 1  # every start but the last, and the tapes of one segment but the last
+    if schedule.family == "recursive":
+        return schedule.snapshots or depth(schedule.steps)
+    return schedule.snapshots or 1
+
+
+def _tier_slots(schedule: Schedule) -> tuple[int, ...]:
+    lower = (schedule.ram or 0, schedule.disk or 0)
+    return lower if schedule.snapshots is None else (schedule.snapshots, *lower)
+
+
+def _tier_costs(schedule: Schedule) -> Costs:
+    host = schedule.snapshots is not None
+    return Costs(
+        forward=schedule.forward_cost,
+        backward=schedule.backward_cost,
+        write=(0.0, schedule.host_write_cost, schedule.write_cost) if host else (0.0, schedule.write_cost),
+        read=(0.0, schedule.host_read_cost, schedule.read_cost) if host else (0.0, schedule.read_cost),
+    )
+
+
+def _tiered(schedule: Schedule) -> Iterator[Action]:
+    return multistage(schedule.steps, _tier_slots(schedule), _tier_costs(schedule))
+
+
+def _speed(cost: float) -> float:
+    return 1.0 / cost if cost else math.inf
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is not None and (not _is_count(value) or value < (1 if name == "snapshots" else 0)):  # type: ignore[operator]
+        least = 1 if name == "snapshots" else 0
+        raise InvalidInput(f"{name} = {value!r}; give a whole number of slots >= {least}.")
+
+
+def _check_cost(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise InvalidInput(f"{name} = {value!r}; give a finite number >= 0.")
+
+
+def _check_slots(schedule: Schedule, family: Family) -> None:
+    name = family.name
+    if not family.tiered and (schedule.ram is not None or schedule.disk is not None):
+        raise InvalidInput(f"{name} stores on one tier: give snapshots, not ram or disk, or take multistage.")
+    if family.needs_snapshots and schedule.snapshots is None:
+        raise InvalidInput(f"{name} needs to know how many snapshots it may store; give snapshots >= 1.")
+    if name == "store-all" and schedule.snapshots is not None and schedule.snapshots < schedule.steps - 1:
+        raise InvalidInput(
+            f"store-all stores {schedule.steps - 1} tapes, but may store {schedule.snapshots}; "
+            "give that many, leave snapshots out, or take mixed or revolve."
+        )
+    if family.tiered and schedule.steps > 1 and not sum(_tier_slots(schedule)):
+        raise InvalidInput(f"{name} has no slot for the initial state; give ram or disk slots, 1 or more in all.")
+
+
+_ALL = (
+    Family(
+        name="store-all",
+        summary="store every tape: no extra forward step, memory linear in the steps",
+        function=lambda schedule: store_all(schedule.steps),
+    ),
+    Family(
+        name="recompute-all",
+        summary="one snapshot: the least memory, extra forward steps quadratic in the steps",
+        function=lambda schedule: recompute_all(schedule.steps),
+    ),
+    Family(
+        name="uniform",
+        summary="equal segments, each taped whole in its turn (Chen et al. 2016); default sqrt(steps) segments",
+        function=lambda schedule: uniform(schedule.steps, schedule.snapshots),
+    ),
+    Family(
+        name="recursive",
+        summary="recursive halving: steps*log(steps)/2 extra forward steps, log(steps) snapshots",
+        function=lambda schedule: recursive(schedule.steps, schedule.snapshots),
+    ),
+    Family(
+        name="revolve",
+        summary="binomial (Griewank & Walther 2000): fewest forward steps, then fewest writes",
+        function=lambda schedule: revolve(schedule.steps, _slots(schedule)),
+        needs_snapshots=True,
+    ),
+    Family(
+        name="mixed",
+        summary="a slot holds a state or a tape (Maddison 2024): fewest forward steps where tapes are small",
+        function=lambda schedule: mixed(schedule.steps, _slots(schedule)),
+        needs_snapshots=True,
+    ),
+    Family(
+        name="online",
+        summary="number of steps unknown beforehand: replaces snapshots on the way, then reverses optimally",
+        function=lambda schedule: online(schedule.steps, _slots(schedule)),
+        needs_snapshots=True,
+    ),
+    Family(
+        name="multistage",
+        summary="two tiers (ram, disk) with write and read costs: least total cost",
+        function=_tiered,
+        tiered=True,
+    ),
+    Family(
+        name="hierarchical",
+        summary="two or three tiers (device, ram, disk) with write and read costs: least total cost",
+        function=_tiered,
+        tiered=True,
+    ),
+)
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
