@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
     from retape.torch.region import keep as keep
     from retape.torch.region import recomputing as recomputing
+    from retape.torch.verify import verify as verify
 
 # Names that need PyTorch are imported when they are first used: the planner and its command start without it.
 _LAZY = {
@@ -20,9 +21,10 @@ _LAZY = {
     "checkpoint_sequential": "retape.torch.checkpoint",
     "keep": "retape.torch.region",
     "recomputing": "retape.torch.region",
+    "verify": "retape.torch.verify",
 }
 
-__all__ = ["Budget", "RetapeError", "checkpoint", "checkpoint_sequential", "keep", "recomputing"]
+__all__ = ["Budget", "RetapeError", "checkpoint", "checkpoint_sequential", "keep", "recomputing", "verify"]
 __version__ = "0.1.0"
 
 

@@ -7,6 +7,7 @@ moves one, that test says which.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ def graph_task() -> int:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward pass that runs in this thread is done."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def functorch_transform() -> str | None:
@@ -55,13 +56,47 @@ def cuda_devices_in_use() -> tuple[int, ...]:
     """The CUDA devices on which this process has a context; others can have no generator that moved."""
     if not torch.cuda.is_initialized():
         return ()
-    return tuple(i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i))
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext")  # noqa: B009 - CPU builds and their stubs have no such name
+    return tuple(i for i in range(torch.cuda.device_count()) if has_context(i))
 
 
 def selective_policy(context: object) -> PolicyFunction | None:
-    """The policy inside one of torch's selective-checkpoint contexts, or None if it is another context."""
-    kinds = (torch_checkpoint._CachingTorchDispatchMode, torch_checkpoint._CachedTorchDispatchMode)
-    return context.policy_fn if isinstance(context, kinds) else None
+    """The policy inside torch's selective-checkpoint context of the first run, or None if it is another context."""
+    return context.policy_fn if type(context) is torch_checkpoint._CachingTorchDispatchMode else None
+
+
+def is_selective_replay(context: object) -> bool:
+    """Whether a context is torch's selective-checkpoint context of the re-run."""
+    return type(context) is torch_checkpoint._CachedTorchDispatchMode
+
+
+def policy_saves(policy: PolicyFunction, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Ask a selective policy about one call of an op."""
+    verdict = policy(_selective_context(out), func, *args, **kwargs)
+    return verdict is True or verdict in _SAVED
+
+
+def _selective_context_maker() -> Callable[[Any], Any]:
+    # Releases before 2.13 do not show the policy what the op returned.
+    context = torch_checkpoint.SelectiveCheckpointContext
+    if "op_output" in inspect.signature(context.__init__).parameters:
+        return lambda out: context(is_recompute=False, op_output=out)
+    shared = context(is_recompute=False)
+    return lambda out: shared
+
+
+def selective_key(func: Any, args: Any) -> Any:
+    """What tells calls apart: the op, and for a compiled graph which one it is."""
+    if func is not _COMPILED_CODE or not args:
+        return func
+    resolve = getattr(sys.modules["torch._higher_order_ops.wrap"], "_resolve_inductor_callable", None)
+    return (func, resolve(args[0]).idx) if resolve is not None else func
+
+
+def _compiled_code_operator() -> Any:
+    from torch._higher_order_ops import wrap
+
+    return getattr(wrap, "inductor_compiled_code", None)
 
 
 def selective_mutation_allowed(context: object) -> bool:
@@ -97,7 +132,7 @@ def python_random_bytes() -> bytes | None:
     """
     if _PYTHON_OFFSET is None:
         return None
-    return ctypes.string_at(id(random._inst) + _PYTHON_OFFSET, _PYTHON_STATE_WORDS * 4)  # type: ignore[attr-defined]
+    return ctypes.string_at(id(random._inst) + _PYTHON_OFFSET, _PYTHON_STATE_WORDS * 4)
 
 
 def numpy_random_bytes() -> bytes | None:
@@ -117,9 +152,44 @@ def _find_python_state() -> int | None:
         return None
     words = random.getstate()[1]
     wanted = b"".join(int(word).to_bytes(4, sys.byteorder) for word in (words[-1], *words[:-1]))
-    instance = random._inst  # type: ignore[attr-defined]
+    instance = random._inst
     offset = ctypes.string_at(id(instance), sys.getsizeof(instance)).find(wanted)
     return offset if offset >= 0 else None
 
 
 _PYTHON_OFFSET = _find_python_state()
+_selective_context = _selective_context_maker()
+_SAVED = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.CheckpointPolicy.PREFER_SAVE)
+_COMPILED_CODE = _compiled_code_operator()
+# Ops that hooks and subclasses insert in one run and not in the other; they are run and not counted.
+IGNORED_OPS = frozenset(torch_checkpoint.SAC_IGNORED_OPS)
+detach_below_autograd: Callable[[torch.Tensor], torch.Tensor] = torch_checkpoint._detach_helper
+
+
+def default_device() -> torch.device | None:
+    """The device that `torch.set_default_device` or a `with torch.device(...)` chose, or None where nobody chose one."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+
+
+def _put_deterministic(pair: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(pair[0], warn_only=pair[1])
+
+
+# Switches of PyTorch's that change what a kernel computes: name, getter, setter. The C getters cost a fifth of the public ones,
+# and a region reads them all.
+SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
+    ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("deterministic algorithms", _deterministic, _put_deterministic),
+    ("float32 matmul precision", torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    ("cudnn enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    ("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    ("cudnn deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    ("flash attention", torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    ("memory-efficient attention", torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    ("math attention", torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    ("cudnn attention", torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+)

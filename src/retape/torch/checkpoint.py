@@ -79,7 +79,7 @@ def checkpoint_sequential(
     kwargs.pop("preserve_rng_state", None)
     if kwargs:
         raise InvalidInput(f"Unexpected keyword arguments: {', '.join(kwargs)}")
-    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    steps: list[Any] = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
         raise InvalidInput(
             f"segments={segments!r}; give a whole number >= 1, at most the number of functions ({len(steps)})."

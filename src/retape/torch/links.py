@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils import _pytree as pytree
@@ -108,9 +109,15 @@ def register_outputs(region: Region, outputs: Any) -> list[tuple[Any, bool]]:
     tensors = tensors_of(outputs)
     for index, tensor in enumerate(tensors):
         key = id(tensor)
-        reference = weakref.ref(tensor, lambda _, key=key: _MAKERS.pop(key, None))
+        reference = weakref.ref(tensor, partial(_forget, key))
         _MAKERS[key] = (reference, weakref.ref(region), index, version_of(tensor))
     return [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
+
+
+def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
+    # Unless a new tensor has taken the id meanwhile.
+    if key in _MAKERS and _MAKERS[key][0] is reference:
+        del _MAKERS[key]
 
 
 def _link(tensor: Tensor, inputs: Inputs, total: Callable[[Tensor], int] | None) -> Link | None:

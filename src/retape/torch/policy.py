@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from retape.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from retape.torch.select import Recipe
 
 
 class Check(Enum):
@@ -41,12 +45,14 @@ class Policy:
 
     With `reuse_inputs` a slot that is an input of the region, held anyway, is never refilled by a re-run. The drop-in
     leaves it off, because PyTorch's checkpoint runs its function again even then, and code may count on that.
+    A `recipe` says which ops a re-run need not run, given what is held.
     """
 
     hold_all: bool = False
     held: frozenset[int] = field(default_factory=frozenset)
     inputs: Inputs = Inputs.HOLD
     reuse_inputs: bool = True
+    recipe: Recipe | None = None
 
     def holds(self, index: int) -> bool:
         return self.hold_all or index in self.held

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -109,24 +110,11 @@ class Call:
         elif isinstance(value, nn.Module):
             self.roots.append(value)
             self._meet_module(value)
-        elif isinstance(value, torch.Generator):
+        elif type(value) is torch.Generator:
             self.generators.append(value)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            for item in value:
-                self.meet(item, depth + 1)
-        elif isinstance(value, dict):
-            for item in value.values():
-                self.meet(item, depth + 1)
-        elif isinstance(value, types.FunctionType):
-            self._meet_function(value, depth + 1)
-        elif isinstance(value, types.MethodType):
-            self.meet(value.__self__, depth + 1)
-            self.meet(value.__func__, depth + 1)
-        elif isinstance(value, functools.partial):
-            self.meet((value.func, value.args, value.keywords), depth + 1)
-        elif depth <= 2 and not isinstance(value, (type, types.ModuleType)):
-            for item in getattr(value, "__dict__", _EMPTY).values():
-                self.meet(item, depth + 3)
+        else:
+            for inner in _reachable(value, depth):
+                self.meet(inner, depth + 1)
 
     def _meet_module(self, root: nn.Module) -> None:
         stack = [root]
@@ -137,28 +125,16 @@ class Call:
             fields = module.__dict__
             for holder in (fields["_parameters"], fields["_buffers"], fields):
                 for key, value in holder.items():
-                    if isinstance(value, Tensor):
+                    kind = type(value)
+                    if kind in _NO_TENSORS:
+                        continue
+                    if kind is nn.Parameter or isinstance(value, Tensor):
                         self.entries.append(Entry(holder, key, value))
-                    elif isinstance(value, torch.Generator):
+                    elif kind is torch.Generator:
                         self.generators.append(value)
             for child in fields["_modules"].values():
                 if child is not None and id(child) not in self._seen:
                     stack.append(child)
-
-    def _meet_function(self, function: types.FunctionType, depth: int) -> None:
-        for cell in function.__closure__ or ():
-            try:
-                self.meet(cell.cell_contents, depth)
-            except ValueError:  # a variable that has no value yet
-                continue
-        for value in (function.__defaults__, function.__kwdefaults__):
-            if value:
-                self.meet(value, depth)
-        names = function.__globals__
-        for name in function.__code__.co_names:
-            value = names.get(name)
-            if isinstance(value, (nn.Module, Tensor, torch.Generator)):
-                self.meet(value, depth)
 
     # --- the call, once more ------------------------------------------------------------------------------------
 
@@ -175,6 +151,38 @@ class Call:
         )
 
 
+def _reachable(value: Any, depth: int) -> Iterable[Any]:
+    """What stands directly behind a container, a function or a method; of other objects only those near the call."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, types.FunctionType):
+        return _behind_function(value)
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    if depth <= 2 and not isinstance(value, (type, types.ModuleType)):
+        return list(getattr(value, "__dict__", _EMPTY).values())
+    return ()
+
+
+def _behind_function(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+    yield function.__defaults__
+    yield function.__kwdefaults__
+    names = function.__globals__
+    for name in function.__code__.co_names:
+        value = names.get(name)
+        if isinstance(value, (nn.Module, Tensor, torch.Generator)):
+            yield value
+
+
 class _Rebuilt:
     """A dataclass whose fields are taken one by one."""
 
@@ -188,6 +196,8 @@ class _Rebuilt:
 _ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
+# What most fields of a module are; telling by type is far cheaper than asking isinstance of a tensor class.
+_NO_TENSORS = _ATOMS | {dict, OrderedDict, set, list, tuple}
 _EMPTY: dict[str, Any] = {}
 
 

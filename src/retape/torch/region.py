@@ -34,6 +34,8 @@ from retape.torch.mismatch import RerunMismatch, different_metadata, different_n
 from retape.torch.policy import DROP, Check, Policy
 from retape.torch.reads import capture_call
 from retape.torch.runs import Run, Stop, current_run, entered, is_plain
+from retape.torch.select import Diverged, Replay
+from retape.torch.trace import Recorder, RegionTrace
 from retape.torch.watch import Watch, hold, version_of
 from torch import Tensor
 
@@ -86,10 +88,10 @@ class Region:
         self._ambient = state.capture()
         self._draws = state.streams(tuple(self._call.generators))
         self._running = True
-        self._tapes_inside = False  # the function calls backward itself
+        self._diverged = False
         self._needs_grad = [tensor.requires_grad for tensor in self._call.tensors]
-        self._own = {id(tensor) for tensor in self._call.tensors}
-        self._own.update(id(entry.tensor) for entry in self._call.entries)
+        self._arguments = {id(tensor) for tensor in self._call.tensors}
+        self._entries = {id(entry.tensor) for entry in self._call.entries}
         self._inputs = self._hold_inputs()
 
     # --- the first run -----------------------------------------------------------------------------------------
@@ -110,7 +112,8 @@ class Region:
         self._draws = state.drawn(self._draws)
         self._watch.settle(tensors, self.name)
         self._running = False
-        self._own.clear()
+        self._arguments.clear()
+        self._entries.clear()
         self.outputs = links.register_outputs(self, outputs)
         return outputs
 
@@ -128,12 +131,12 @@ class Region:
 
     def _is_ours(self, tensor: Tensor) -> bool:
         """Whether the tensor costs nothing to hold: a parameter, a buffer or an input that is held anyway, or a view of one."""
-        base = tensor._base if tensor._is_view() else tensor
+        base = tensor._base
         if base is None:
-            return False
-        if isinstance(base, torch.nn.Parameter):
-            return True
-        return id(base) in self._own and self.policy.reuse_inputs and self._inputs.holds_here
+            base = tensor
+        if id(base) in self._arguments:
+            return self.policy.reuse_inputs and self._inputs.holds_here
+        return id(base) in self._entries or (base.requires_grad and base.is_leaf)
 
     # --- the re-run ---------------------------------------------------------------------------------------------
 
@@ -165,16 +168,26 @@ class Region:
             targets = self.missing() if tape else []
             return links.tensors_of(self._rerun(targets, early_stop=False))
 
+    def trace(self) -> RegionTrace:
+        """Run again to the end and write down what happens, op by op; nothing is refilled."""
+        with _RERUN:
+            recorder = Recorder()
+            filler = _Filler(self, [], early_stop=False, recorder=recorder)
+            outputs = self._attempt(filler, recorder)
+            return recorder.trace(links.tensors_of(outputs))
+
     def _rerun(self, targets: list[Slot], early_stop: bool) -> Any:
-        arguments = self._inputs.load(self.name)
-        self._watch.check(arguments, self.name)
-        tensors = [
-            self._watch.argument(index, tensor, needs_grad)
-            for index, (tensor, needs_grad) in enumerate(zip(arguments, self._needs_grad, strict=True))
-        ]
-        args, keywords = self._call.rebuild(tensors)
-        del arguments, tensors
-        filler = _Filler(self, targets, early_stop)
+        recipe = self.policy.recipe
+        if recipe is not None and early_stop and not self._diverged:
+            try:
+                return self._attempt(_Filler(self, targets, early_stop), Replay(recipe, self))
+            except Diverged:
+                self._diverged = True
+        return self._attempt(_Filler(self, targets, early_stop), nullcontext())
+
+    def _attempt(self, filler: _Filler, mode: AbstractContextManager[Any]) -> Any:
+        """One re-run under `mode`; None if it was stopped."""
+        args, keywords = self._arguments_again()
         self.reruns += 1
         inner = self._contexts[1] if self._contexts else nullcontext()
         try:
@@ -183,11 +196,13 @@ class Region:
                 self._watch.as_before(),
                 entered(Run(self, rerun=True)),
                 inner,
+                mode,
                 saved_tensors_hooks(filler.pack, filler.unpack),
             ):
                 return self._call.function(*args, **keywords)
         except Stop as stop:
             if stop.filler is not filler:
+                filler.undo()
                 raise
             return None
         except RerunMismatch as error:
@@ -196,8 +211,22 @@ class Region:
         except BaseException:
             filler.undo()
             raise
-        finally:
-            filler.finish()
+
+    def _arguments_again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        held = self._inputs.load(self.name)
+        self._watch.check(held, self.name)
+        tensors = [
+            self._watch.argument(index, tensor, needs_grad)
+            for index, (tensor, needs_grad) in enumerate(zip(held, self._needs_grad, strict=True))
+        ]
+        return self._call.rebuild(tensors)
+
+    def held_values(self) -> dict[int, Tensor]:
+        """The slots that hold something now, by number; a write to one since is an error."""
+        slots = [
+            slot for slot in (reference() for reference in self._slots) if slot is not None and slot.value is not None
+        ]
+        return {slot.index: _checked(slot, slot.value) for slot in slots if slot.value is not None}
 
     def _explained(self, error: RerunMismatch) -> RerunMismatch:
         if self._contexts and isinstance(self._contexts[0], OpLog) and isinstance(self._contexts[1], OpLog):
@@ -237,15 +266,15 @@ class Region:
 class _Filler:
     """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
 
-    def __init__(self, region: Region, targets: list[Slot], early_stop: bool) -> None:
+    def __init__(self, region: Region, targets: list[Slot], early_stop: bool, recorder: Recorder | None = None) -> None:
         self._region = region
+        self._recorder = recorder
         self._targets = {slot.index: slot for slot in targets}
         self._last = max(self._targets, default=-1)
         self._early_stop = early_stop
         self._next = 0
         self._filled: list[Slot] = []
         self._done = False
-        self.stopped = False
 
     def pack(self, tensor: Tensor) -> Any:
         index = self._next
@@ -253,6 +282,8 @@ class _Filler:
         if self._done and self._early_stop:
             raise Stop(self)  # user code swallowed the first one (Rule 2)
         slot = self._targets.get(index)
+        if self._recorder is not None:
+            self._recorder.saw_slot(tensor)
         if slot is not None:
             self._fill(slot, tensor)
         elif index >= self._region.slot_count and not self._region._running and self._region.check is not Check.OFF:
@@ -280,21 +311,22 @@ class _Filler:
         for slot in self._filled:
             slot.value = None
 
-    def finish(self) -> None:
-        self._targets.clear()
-
 
 def _unpack(slot: Slot) -> Tensor:
     value = slot.value
-    if value is None:
-        value = slot.region.refill(slot)
-    elif slot.version is not None and version_of(value) != slot.version:
+    value = slot.region.refill(slot) if value is None else _checked(slot, value)
+    slot.consumed = True
+    return value
+
+
+def _checked(slot: Slot, value: Tensor) -> Tensor:
+    """What a slot holds, if nobody has written to it since (Rule 3)."""
+    if slot.version is not None and version_of(value) != slot.version:
         raise StateChanged(
             f"Region {slot.region.name}: a tensor that autograd saved (number {slot.index}, shape {tuple(value.shape)}) has been "
             "modified by an inplace operation after it was saved, so its gradients would be wrong. Change a copy of it (.clone()), "
             "or change it after backward."
         )
-    slot.consumed = True
     return value
 
 

@@ -1,10 +1,287 @@
-"""Select: hold what is dear and recompute the rest, op by op."""
+"""Select: hold what is dear, recompute the rest, op by op (Rule 6).
+
+Two ways lead here. A planned select holds slots by number, without any mode in the first forward; its re-run follows a
+recipe that answers ops from held slots and skips those that nobody needs. A policy per op, through the `context_fn` of
+PyTorch's own selective checkpoint, is honoured with modes of our own in both runs. In both, a random op that is answered
+instead of run leaves its generator where the op had left it.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch
+from retape.core.errors import RecomputeMismatch, StateChanged
+from retape.torch import _compat
+from retape.torch.state import GeneratorStream
+from retape.torch.trace import RegionTrace, TracedOp
+from retape.torch.watch import version_of
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from retape.torch.region import Region
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def select_contexts(contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]) -> Any:
-    return contexts
+# --- planned: a recipe ---------------------------------------------------------------------------------------------
+
+
+class Step(Enum):
+    """What a re-run does with one op."""
+
+    RUN = "run"
+    ANSWER = "answer"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What to do with each op of a region's re-run; `slots` names the held slot that answers each result of each op."""
+
+    ops: tuple[TracedOp, ...]
+    steps: tuple[Step, ...]
+    slots: tuple[tuple[int, ...], ...]
+
+    @property
+    def run(self) -> int:
+        return sum(step is Step.RUN for step in self.steps)
+
+
+def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
+    """Which ops to run, answer and skip when the slots in `held` are held; None where nothing may be skipped.
+
+    Walks backwards from the slots that must be refilled. An op whose results are all held is answered, if nothing writes to
+    them later; an op that makes nothing anybody needs is skipped, if everything it makes was seen to be used.
+    """
+    if trace.opaque or not held:
+        return None
+    holder = {trace.slots[slot]: slot for slot in sorted(held, reverse=True) if slot < len(trace.slots)}
+    needed = {storage for slot, storage in enumerate(trace.slots) if slot not in held}
+    used = {storage for op in trace.ops for storage in op.reads} | set(trace.slots) | trace.outputs
+    rewritten = {storage for op in trace.ops for storage in op.writes}
+    steps: list[Step] = []
+    later_seeded = False
+    for op in reversed(trace.ops):
+        step = _step(op, needed, used, later_seeded, {s for s in holder if s not in rewritten})
+        if step is Step.RUN and not op.is_view:
+            needed.update(op.reads)
+            later_seeded = later_seeded or op.seeded
+        steps.append(step)
+    steps.reverse()
+    answers = tuple(
+        tuple(holder[result[0]] for result in op.results) if step is Step.ANSWER else ()
+        for op, step in zip(trace.ops, steps, strict=True)
+    )
+    return Recipe(ops=trace.ops, steps=tuple(steps), slots=answers)
+
+
+def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, answerable: set[int]) -> Step:
+    if op.is_view or op.uninitialised or not op.results:
+        # A view costs nothing; what reads values into Python (`.item()`) must see true ones.
+        if not op.results:
+            needed.update(op.reads)
+        return Step.RUN
+    dangling = any(storage not in used for storage in op.makes)
+    if dangling or (op.seeded and later_seeded):
+        return Step.RUN
+    if op.makes and not op.writes and answerable.issuperset(op.makes) and len(op.makes) == len(op.results):
+        return Step.ANSWER
+    if needed.intersection(op.makes) or needed.intersection(op.writes):
+        return Step.RUN
+    return Step.SKIP
+
+
+class Diverged(BaseException):
+    """The re-run does other ops than the recipe was made for; it has to start again without one."""
+
+
+class Replay(TorchDispatchMode):
+    """Follows a recipe through a re-run."""
+
+    def __init__(self, recipe: Recipe, region: Region) -> None:
+        super().__init__()
+        self._recipe = recipe
+        self._values = region.held_values()
+        self._next = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _compat.IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        index = self._next
+        self._next += 1
+        if index >= len(self._recipe.ops) or self._recipe.ops[index].op is not func:
+            raise Diverged
+        step = self._recipe.steps[index]
+        if step is Step.RUN:
+            return func(*args, **(kwargs or {}))
+        op = self._recipe.ops[index]
+        if step is Step.ANSWER:
+            results = [
+                self._answer(slot, result) for slot, result in zip(self._recipe.slots[index], op.results, strict=True)
+            ]
+        elif op.writes:
+            return args[0] if op.returns_one else tuple(args[: len(op.results)])
+        else:
+            results = [torch.empty_strided(r[1], r[2], dtype=r[4], device=r[5]) for r in op.results]
+        return results[0] if op.returns_one else tuple(results)
+
+    def _answer(self, slot: int, result: tuple[Any, ...]) -> Tensor:
+        value = self._values.get(slot)
+        if value is None:
+            raise Diverged
+        _, shape, stride, offset, _, _ = result
+        alias = _compat.detach_below_autograd(value)
+        if alias.shape == shape and alias.stride() == stride and alias.storage_offset() == offset:
+            return alias
+        return alias.as_strided(shape, stride, offset)
+
+
+# --- through PyTorch's context_fn: a policy per op --------------------------------------------------------------------
+
+
+def select_contexts(contexts: Contexts) -> Contexts:
+    """Put our own modes in the place of PyTorch's selective ones; other contexts stay as they are."""
+    first, again = contexts
+    policy = _compat.selective_policy(first)
+    if policy is None or not _compat.is_selective_replay(again):
+        return contexts
+    log = _Log(policy, _compat.selective_mutation_allowed(again))
+    return _Holding(log), _Answering(log)
+
+
+_RUN_AGAIN = object()
+_CONSUMED = object()
+
+
+class _Log:
+    """What the policy said of each op, in order of its calls, and the results that are held."""
+
+    __slots__ = ("entries", "mutation_allowed", "policy")
+
+    def __init__(self, policy: _compat.PolicyFunction, mutation_allowed: bool) -> None:
+        self.policy = policy
+        self.mutation_allowed = mutation_allowed
+        self.entries: dict[Any, list[Any]] = {}
+
+
+class _Held:
+    """Results of one call of an op, with their versions; for a random op, where it left its generator."""
+
+    __slots__ = ("draws", "out", "versions")
+
+    def __init__(self, out: Any, draws: tuple[Any, ...]) -> None:
+        self.out = pytree.tree_map_only(Tensor, _compat.detach_below_autograd, out)
+        self.versions = [version_of(leaf) for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, Tensor)]
+        self.draws = draws
+
+    def check(self) -> None:
+        if [version_of(leaf) for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, Tensor)] != self.versions:
+            raise StateChanged(
+                "Tensor cached during selective activation checkpoint has been mutated: a result that the policy said to save was "
+                "changed in place later. Save the op that changes it instead, or change a copy."
+            )
+
+
+class _Holding(TorchDispatchMode):
+    """The first run: asks the policy after each op and holds what it wants saved."""
+
+    def __init__(self, log: _Log) -> None:
+        super().__init__()
+        self._log = log
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in _compat.IGNORED_OPS:
+            return out
+        held = _compat.policy_saves(self._log.policy, func, args, kwargs, out) or func is _ITEM
+        key = _compat.selective_key(func, args)
+        entry = _Held(out, _streams_after(func, out, kwargs)) if held else _RUN_AGAIN
+        calls = self._log.entries.get(key)
+        if calls is None:
+            self._log.entries[key] = [entry]
+        else:
+            calls.append(entry)
+        return out
+
+
+class _Answering(TorchDispatchMode):
+    """The re-run: answers what is held, runs the rest."""
+
+    def __init__(self, log: _Log) -> None:
+        super().__init__()
+        self._log = log
+        self._calls: dict[Any, int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _compat.IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        key = _compat.selective_key(func, args)
+        index = self._calls.get(key, 0)
+        self._calls[key] = index + 1
+        entries = self._log.entries.get(key)
+        if entries is None or index >= len(entries):
+            raise _unknown_op(func, None if entries is None else index)
+        entry = entries[index]
+        if entry is _RUN_AGAIN:
+            return func(*args, **(kwargs or {}))
+        if entry is _CONSUMED:
+            raise RecomputeMismatch(
+                "Trying to backward an extra time. You are only allowed to backward once on any region computed under selective "
+                "activation checkpoint: what it held is given back to autograd. Use a region without context_fn to backward twice."
+            )
+        entries[index] = _CONSUMED
+        return self._answer(func, args, entry)
+
+    def _answer(self, func: Any, args: Any, entry: _Held) -> Any:
+        if not self._log.mutation_allowed:
+            entry.check()
+        for stream, token in entry.draws:
+            stream.seek(token)
+        if func._schema.is_mutable and isinstance(entry.out, Tensor) and args and isinstance(args[0], Tensor):
+            return args[0].copy_(entry.out)
+        return entry.out
+
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+def _unknown_op(func: Any, index: int | None) -> RecomputeMismatch:
+    which = f"{func}" if index is None else f"{func} invocation index {index}"
+    return RecomputeMismatch(
+        f"{which} encountered during backward but not found in storage: the region runs other ops in its re-run than in its forward. "
+        "Make it do the same twice; retape.keep() records a decision."
+    )
+
+
+def _streams_after(func: Any, out: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Where a random op has left its generator."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return ()
+    generator = kwargs.get("generator")
+    if generator is None:
+        device = next(
+            (leaf.device for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)), torch.device("cpu")
+        )
+        generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    stream = GeneratorStream(generator)
+    return ((stream, stream.peek()),)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -127,54 +127,12 @@ def rewound(draws: Draws) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """One switch of PyTorch's that changes what a kernel computes."""
-
-    name: str
-    get: Callable[[], Any]
-    put: Callable[[Any], None]
-
-
-def _attribute(owner: Any, name: str) -> Setting:
-    def put(value: Any) -> None:
-        setattr(owner, name, value)
-
-    return Setting(f"{owner.__name__}.{name}", lambda: getattr(owner, name), put)
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-_SETTINGS: tuple[Setting, ...] = (
-    Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting(
-        "deterministic algorithms",
-        _deterministic,
-        lambda pair: torch.use_deterministic_algorithms(pair[0], warn_only=pair[1]),
-    ),
-    Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    _attribute(torch.backends.cudnn, "enabled"),
-    _attribute(torch.backends.cudnn, "benchmark"),
-    _attribute(torch.backends.cudnn, "deterministic"),
-    Setting("flash attention", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    Setting(
-        "memory-efficient attention",
-        torch.backends.cuda.mem_efficient_sdp_enabled,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-    ),
-    Setting("math attention", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    Setting("cudnn attention", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Ambient:
     """What surrounds a call: PyTorch's settings, autocast for each device type, the default device, the current CUDA device."""
 
     settings: tuple[Any, ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    default_device: torch.device
+    default_device: torch.device | None
     cuda_device: int | None
 
 
@@ -182,9 +140,9 @@ def capture() -> Ambient:
     """What surrounds the caller now."""
     types = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
     return Ambient(
-        tuple([setting.get() for setting in _SETTINGS]),
+        tuple([get() for _, get, _ in _compat.SETTINGS]),
         tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]),
-        torch.get_default_device(),
+        _compat.default_device(),
         torch.cuda.current_device() if len(types) > 1 else None,
     )
 
@@ -200,7 +158,7 @@ def replay(ambient: Ambient, draws: Draws) -> Iterator[None]:
         if ambient.cuda_device is not None:
             stack.enter_context(torch.cuda.device(ambient.cuda_device))
         if ambient.default_device != now.default_device:
-            stack.enter_context(ambient.default_device)
+            stack.enter_context(ambient.default_device or torch.device("cpu"))
         for kind, enabled, dtype in ambient.autocast:
             # Without the weight cache: a cast that lives in the cache belongs to another graph than the re-run's, and one
             # that the re-run left there would be found by code outside.
@@ -211,6 +169,8 @@ def replay(ambient: Ambient, draws: Draws) -> Iterator[None]:
 
 
 def _put_settings(present: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
-    for setting, now, then in zip(_SETTINGS, present, wanted, strict=True):
+    if present == wanted:
+        return
+    for (_, _, put), now, then in zip(_compat.SETTINGS, present, wanted, strict=True):
         if now != then:
-            setting.put(then)
+            put(then)

@@ -26,13 +26,21 @@ _KINDS: weakref.WeakKeyDictionary[Any, dict[Any, frozenset[int]]] = weakref.Weak
 def version_of(tensor: Tensor) -> Any:
     """Something that differs once a tensor has been written to: its version, and those of the tensors inside a subclass."""
     if type(tensor) in _PLAIN:
-        return tensor._version if not tensor.is_inference() else checksum(tensor)
+        try:
+            return tensor._version
+        except RuntimeError:  # an inference tensor has no version
+            return checksum(tensor)
     if tensor.is_inference():
         return 0
     inner = getattr(tensor, "__tensor_flatten__", None)
     if inner is None:
         return tensor._version
     return (tensor._version, *[version_of(getattr(tensor, name)) for name in inner()[0]])
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    # The type first: isinstance of a Parameter is ten times dearer.
+    return type(tensor) is nn.Parameter or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter))
 
 
 def hold(tensor: Tensor) -> Tensor:
@@ -71,7 +79,7 @@ class Watch:
         if self._known is not None:
             return {index: watched[index].detach().clone() for index in self._known}
         first = len(watched) - len(self._call.entries)
-        parameters = {first + i for i, entry in enumerate(self._call.entries) if isinstance(entry.tensor, nn.Parameter)}
+        parameters = {first + i for i, entry in enumerate(self._call.entries) if _is_parameter(entry.tensor)}
         return {
             index: tensor.detach().clone()
             for index, tensor in enumerate(watched)
@@ -100,12 +108,12 @@ class Watch:
 
     def _parameters(self, indices: set[int], watched: list[Tensor]) -> set[int]:
         # A parameter is too large to copy in every call; a region that writes to its own parameters stays an error.
-        return {i for i in indices if isinstance(watched[i], nn.Parameter)}
+        return {i for i in indices if _is_parameter(watched[i])}
 
-    def check(self, arguments: list[Tensor | None], region: str) -> None:
+    def check(self, arguments: list[Tensor], region: str) -> None:
         """Raise StateChanged if something that a re-run would read was written to since the call."""
         for index, tensor in enumerate([*arguments, *self._watched([])]):
-            if tensor is None or index in self.changed:
+            if index in self.changed:
                 continue
             if self._version(index, tensor) != self._after[index]:
                 raise StateChanged(
@@ -152,9 +160,7 @@ class Watch:
             copy = self._copies.get(first + number)
             if copy is not None:
                 entry.holder[entry.key] = copy.clone()
-            elif not isinstance(entry.tensor, nn.Parameter) and not _same_tensor(
-                entry.holder.get(entry.key), entry.tensor
-            ):
+            elif not _is_parameter(entry.tensor) and not _same_tensor(entry.holder.get(entry.key), entry.tensor):
                 entry.holder[entry.key] = entry.tensor.detach().requires_grad_(self._needs_grad[number])
 
     def describe(self, index: int) -> str:
@@ -192,7 +198,7 @@ def _equal_bits(copy: Tensor, tensor: Tensor) -> bool:
         return copy.shape == tensor.shape
     if torch.equal(copy, tensor):
         return True
-    return bool(((copy == tensor) | ((copy != copy) & (tensor != tensor))).all())
+    return bool(((copy == tensor) | (copy.isnan() & tensor.isnan())).all())
 
 
 def _same_tensor(held: Any, tensor: Tensor) -> bool:

@@ -1,0 +1,40 @@
+"""How a model is called on a batch, and what its loss is, where the user gave no step of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from retape.core.errors import InvalidInput
+from torch import Tensor, nn
+
+StepFunction = Callable[[nn.Module, Any], Tensor]
+
+
+def default_step(model: nn.Module, batch: Any) -> Tensor:
+    """Call the model (a dict is keyword arguments, a tuple positional ones) and take the loss of its output."""
+    if isinstance(batch, dict):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    loss = getattr(output, "loss", None)
+    result: Tensor = output if loss is None else loss
+    return result
+
+
+def scalar_loss(step: StepFunction, model: nn.Module, batch: Any) -> Tensor:
+    """Run a step and insist on a scalar that backward can start from."""
+    loss = step(model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise InvalidInput(
+            f"The step returned {got}, not a scalar loss. Give step=lambda model, batch: ... that returns one number, "
+            "or put labels into the batch."
+        )
+    if not loss.requires_grad:
+        raise InvalidInput(
+            "The loss does not depend on anything that requires gradients. Check requires_grad of the parameters."
+        )
+    return loss

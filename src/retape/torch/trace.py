@@ -1,0 +1,123 @@
+"""What a region does, op by op: which storages each op reads and writes, and which of them autograd saves as slots.
+
+Recorded in a re-run, because that is what a plan will steer: autocast's weight cache is off there, and nothing is held. A
+storage is named by a number of its own for as long as the trace runs, so that freed memory is never taken for its successor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch
+from retape.torch._compat import IGNORED_OPS
+from torch import Tensor
+
+_EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedOp:
+    """One op: the storages it reads, makes and writes to, and the shape of each tensor it returns."""
+
+    op: Any
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    writes: tuple[int, ...]
+    results: tuple[tuple[int, torch.Size, tuple[int, ...], Any, torch.dtype, torch.device], ...]
+    returns_one: bool
+    seeded: bool
+    uninitialised: bool
+
+    @property
+    def is_view(self) -> bool:
+        return not self.makes and not self.writes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionTrace:
+    """The ops of a region in order; per slot its storage; the storages of its inputs and outputs."""
+
+    ops: tuple[TracedOp, ...]
+    slots: tuple[int, ...]
+    slot_bytes: tuple[int, ...]
+    outputs: frozenset[int]
+
+    @property
+    def opaque(self) -> bool:
+        """Whether something that dispatch cannot see has written: memory that was never visibly filled is read or saved."""
+        blank: set[int] = set()
+        for op in self.ops:
+            blank.difference_update(op.writes)
+            if blank.intersection(op.reads) and not op.is_view and not op.uninitialised:
+                return True
+            if op.uninitialised:
+                blank.update(op.makes)
+        return bool(blank.intersection(self.slots) or blank & self.outputs)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every op that runs below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[StorageWeakRef, int] = {}
+        self.ops: list[TracedOp] = []
+        self.slots: list[int] = []
+        self.slot_bytes: list[int] = []
+
+    def number(self, tensor: Tensor) -> int:
+        return self._numbers.setdefault(StorageWeakRef(tensor.untyped_storage()), len(self._numbers))
+
+    def saw_slot(self, tensor: Tensor) -> None:
+        self.slots.append(self.number(tensor))
+        self.slot_bytes.append(tensor.untyped_storage().nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in IGNORED_OPS:
+            return func(*args, **kwargs)
+        read = [self.number(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = len(self._numbers)
+        out = func(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        numbers = [self.number(tensor) for tensor in tensors]
+        self.ops.append(
+            TracedOp(
+                op=func,
+                reads=tuple(dict.fromkeys(read)),
+                makes=tuple(dict.fromkeys(n for n in numbers if n >= known)),
+                writes=tuple(dict.fromkeys(self._written(func, args, kwargs))),
+                results=tuple(
+                    (n, t.shape, t.stride(), t.storage_offset(), t.dtype, t.device)
+                    for n, t in zip(numbers, tensors, strict=True)
+                ),
+                returns_one=isinstance(out, Tensor),
+                seeded=torch.Tag.nondeterministic_seeded in func.tags,
+                uninitialised=func._schema.name.startswith(_EMPTY),
+            )
+        )
+        return out
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> list[int]:
+        if not func._schema.is_mutable:
+            return []
+        written: list[int] = []
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [self.number(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        return written
+
+    def trace(self, outputs: list[Tensor]) -> RegionTrace:
+        return RegionTrace(
+            ops=tuple(self.ops),
+            slots=tuple(self.slots),
+            slot_bytes=tuple(self.slot_bytes),
+            outputs=frozenset(self.number(tensor) for tensor in outputs),
+        )
