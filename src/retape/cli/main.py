@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from typing import Any
 
 from retape.cli import schedule
 from retape.core.errors import RetapeError
@@ -38,11 +38,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="retape", description="Train models that do not fit: activation recomputation inside a budget in bytes."
     )
-    parser.add_argument("--version", action="version", version=f"retape {version('retape')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Asks for the version only when it is wanted: reading the installed metadata takes longer than the rest."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"retape {version('retape')}")
+        parser.exit()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
 from retape.core.schedules import Schedule
 
 LEAST_WIDTH = 20
+_LOOK_AT = 200  # sweeps a row at most: a picture of a million steps should not take a minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,15 @@ ASCII = Glyphs(advance="-", reverse="<", tape="t", done=".", saved="@#", loaded=
 def draw(schedule: Schedule, *, width: int = 80, rows: int = 40, glyphs: Glyphs = UNICODE) -> str:
     """The first `rows` sweeps of a schedule within `width` characters, with a legend; says what was left out."""
     columns = min(schedule.steps, max(width, LEAST_WIDTH))
-    drawn = list(islice(_sweeps(schedule, columns, glyphs), rows + 1))
+    scaled = columns < schedule.steps
+    sweeps = islice(_sweeps(schedule, columns, glyphs), _LOOK_AT * rows)
+    drawn = list(islice((row for row, _ in groupby(sweeps)) if scaled else sweeps, rows + 1))
     lines = [row.rstrip() for row in drawn[:rows]]
     if len(drawn) > rows:
         lines.append(f"{glyphs.more} only the first {rows} rows are drawn")
-    if columns < schedule.steps:
-        lines.append(f"(each column stands for about {schedule.steps / columns:.3g} steps)")
+    if scaled:
+        scale = schedule.steps / columns
+        lines.append(f"(a column stands for about {scale:.3g} steps; rows that look the same are drawn once)")
     return "\n".join([*lines, "", *_legend(schedule, glyphs)])
 
 

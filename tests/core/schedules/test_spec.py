@@ -1,0 +1,108 @@
+"""Schedule as a value: what it refuses, what it promises, and that it survives JSON."""
+
+import json
+
+import pytest
+
+from retape.core.errors import InvalidInput
+from retape.core.schedules import FAMILIES, Schedule, find_family
+
+
+def revolve(**changes):
+    return Schedule(**{"family": "revolve", "steps": 10, "snapshots": 3, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps = 0; give a whole number of steps >= 1"),
+        ({"steps": -3}, "steps = -3; give a whole number"),
+        ({"steps": 2.5}, "steps = 2.5; give a whole number"),
+        ({"steps": True}, "steps = True; give a whole number"),
+        ({"steps": "ten"}, "steps = 'ten'; give a whole number"),
+        ({"snapshots": None}, "revolve needs to know how many snapshots it may store; give snapshots >= 1"),
+        ({"snapshots": 0}, "snapshots = 0; give a whole number of slots >= 1"),
+        ({"snapshots": -1}, "snapshots = -1; give a whole number of slots >= 1"),
+        ({"snapshots": 1.5}, "snapshots = 1.5; give a whole number of slots >= 1"),
+        ({"forward_cost": float("nan")}, "forward_cost = nan; give a finite number >= 0"),
+        ({"backward_cost": float("inf")}, "backward_cost = inf; give a finite number >= 0"),
+        ({"write_cost": -1}, "write_cost = -1; give a finite number >= 0"),
+        ({"read_cost": "cheap"}, "read_cost = 'cheap'; give a finite number >= 0"),
+        ({"read_cost": True}, "read_cost = True; give a finite number >= 0"),
+        ({"ram": 2}, "revolve stores on one tier: give snapshots, not ram or disk, or take multistage"),
+        ({"family": "revolver"}, "There is no schedule family 'revolver'; choose one of: store-all"),
+        ({"family": 7}, "There is no schedule family 7; choose one of"),
+        ({"family": "store-all"}, "store-all stores 9 tapes, but may store 3; give that many, leave snapshots out"),
+        ({"family": "multistage", "snapshots": None}, "multistage has no slot for the initial state; give ram or disk"),
+        ({"family": "multistage", "snapshots": None, "ram": 0, "disk": 0}, "multistage has no slot for the initial"),
+        ({"family": "multistage", "snapshots": None, "ram": -1}, "ram = -1; give a whole number of slots >= 0"),
+        ({"family": "hierarchical", "snapshots": None, "disk": 0.5}, "disk = 0.5; give a whole number of slots >= 0"),
+    ],
+)
+def test_bad_input_says_what_and_what_to_do(changes, message):
+    with pytest.raises(InvalidInput) as caught:
+        revolve(**changes)
+    assert message in str(caught.value)
+
+
+def any_schedule(family, steps=12):
+    if FAMILIES[family].tiered:
+        return Schedule(family=family, steps=steps, ram=1, disk=2, write_cost=1.5, forward_cost=2)
+    return Schedule(family=family, steps=steps, snapshots=max(3, steps - 1) if family == "store-all" else 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_survives_json(family):
+    schedule = any_schedule(family)
+    again = Schedule.from_dict(json.loads(json.dumps(schedule.to_dict())))
+    assert again == schedule
+    assert list(again.actions()) == list(schedule.actions())
+    assert hash(again) == hash(schedule)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "This is not a schedule: it has no 'family'"),
+        ({"family": "revolve"}, "it has no 'steps'"),
+        ({"family": "revolve", "steps": 3, "speed": 1}, "it has 'speed', which no schedule has"),
+        ({"family": "revolve", "steps": None, "snapshots": 1}, "steps = None; give a whole number"),
+    ],
+)
+def test_bad_dicts_are_refused(data, message):
+    with pytest.raises(InvalidInput) as caught:
+        Schedule.from_dict(data)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_actions_are_lazy(family):
+    actions = any_schedule(family).actions()
+    assert iter(actions) is actions
+    next(actions)
+
+
+def test_every_family_has_one_line():
+    assert list(FAMILIES) == [
+        "store-all",
+        "recompute-all",
+        "uniform",
+        "recursive",
+        "revolve",
+        "mixed",
+        "online",
+        "multistage",
+        "hierarchical",
+    ]
+    for name, family in FAMILIES.items():
+        assert find_family(name) is family
+        assert family.summary
+        assert "\n" not in family.summary
+
+
+def test_tiers_carry_the_slots_and_the_costs():
+    schedule = Schedule(family="hierarchical", steps=9, snapshots=1, ram=2, disk=3, write_cost=4, read_cost=5)
+    device, ram, disk = schedule.tiers()
+    assert [tier.capacity_bytes for tier in (device, ram, disk)] == [1, 2, 3]
+    assert [tier.write_seconds(1) for tier in (device, ram, disk)] == [0, 1, 4]
+    assert [tier.read_seconds(1) for tier in (device, ram, disk)] == [0, 1, 5]
