@@ -147,7 +147,7 @@ def _cost(stage: Stage, index: int, option: Option) -> OptionCost:
         index=index,
         held_bytes=held,
         work_bytes=(held + max(again, back), held + max(option.forward_transient_bytes, back)),
-        seconds=option.forward_seconds + option.backward_seconds + option.rerun_seconds,
+        seconds=float(option.forward_seconds + option.backward_seconds + option.rerun_seconds),
     )
 
 

@@ -1,0 +1,294 @@
+"""The chain DP against published values and against an exhaustive search that knows nothing of intervals."""
+
+import heapq
+import random
+
+import pytest
+
+from retape.core import Chain, Option, OptionKind, Stage, simulate
+from retape.core.actions import Free, Save, Tape
+from retape.core.schedules.chain import Split, Take, chain_actions
+from retape.core.solvers.chain import ChainTable, Grid, Rounding
+from retape.core.solvers.chain_planner import ChainPlanner
+from retape.core.solvers.coarse import coarsen
+from retape.core.solvers.costs import ChainCosts
+from retape.core.solvers.floor import ChainFloor
+from retape.core.solvers.intervals import Intervals
+
+INF = float("inf")
+
+
+def equal_chain(length: int) -> Chain:
+    stage = Stage(forward_seconds=1, backward_seconds=1, state_bytes=1, tape_bytes=1)
+    return Chain(stages=(stage,) * length)
+
+
+def random_chain(seed: int, length: int, most: int = 6, transients: bool = True) -> Chain:
+    """Whole numbers, a tape at least as large as the output it contains, taping no faster than running."""
+    rng = random.Random(seed)
+    states = [rng.randint(1, most) for _ in range(length)] + [0]
+
+    def transient() -> int:
+        return rng.randint(0, most) if transients else 0
+
+    def stage(i: int) -> Stage:
+        forward, backward = rng.randint(1, 5), rng.randint(0, 5)
+        tape = states[i + 1] + rng.randint(0, 2 * most)
+        options = tuple(
+            Option(
+                kind=OptionKind.SELECT,
+                held_bytes=rng.randint(states[i + 1], tape),
+                forward_seconds=forward + rng.randint(0, 1),
+                backward_seconds=backward,
+                rerun_seconds=rng.randint(0, forward),
+                forward_transient_bytes=transient(),
+                backward_transient_bytes=transient(),
+            )
+            for _ in range(rng.randint(0, 2))
+        )
+        return Stage(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            state_bytes=states[i],
+            tape_bytes=tape,
+            forward_transient_bytes=transient(),
+            backward_transient_bytes=transient(),
+            rerun_transient_bytes=transient(),
+            options=options,
+        )
+
+    return Chain(stages=tuple(stage(i) for i in range(length)), fixed_bytes=rng.randint(0, 3))
+
+
+class Search:
+    """A* over everything that the device can hold, by the rules of the machine written anew.
+
+    Persistent: what is stored stays until its stage is reversed. Otherwise anything may be forgotten at any time.
+    """
+
+    def __init__(self, chain: Chain, budget: int, persistent: bool) -> None:
+        self.chain, self.room, self.persistent = chain, budget - chain.fixed_bytes, persistent
+        self.n = chain.length
+        self.size = [s.state_bytes for s in chain.stages] + [0]
+        self.back = [[o.backward_seconds + o.rerun_seconds for o in s.choices] for s in chain.stages]
+        self.least = [
+            min(o.forward_seconds + o.backward_seconds + o.rerun_seconds for o in s.choices) for s in chain.stages
+        ]
+
+    def weight(self, working, states, tapes) -> int:
+        taped = {i for i, _ in tapes}
+        held = set(states) | taped | ({working} if working is not None else set())
+        return sum(self.size[i] for i in held if i - 1 not in taped) + sum(
+            self.chain.stages[i].choices[o].held_bytes for i, o in tapes
+        )
+
+    def ahead(self, tapes, remaining) -> float:
+        """Seconds that are left whatever is done: every stage is reversed, and taped first if it is not."""
+        taped = dict(tapes)
+        return sum(self.back[i][taped[i]] if i in taped else self.least[i] for i in range(remaining))
+
+    def least_seconds(self) -> float:
+        start = (0, frozenset(), frozenset(), self.n, 0)
+        best, queue, tick = {start: 0.0}, [(0.0, 0, start)], 0
+        done = set()
+        while queue:
+            _, _, here = heapq.heappop(queue)
+            if here in done:
+                continue
+            done.add(here)
+            if here[3] == 0:
+                return best[here]
+            for cost, there in self.steps(*here):
+                seconds = best[here] + cost
+                if seconds < best.get(there, INF):
+                    best[there] = seconds
+                    tick += 1
+                    heapq.heappush(queue, (seconds + self.ahead(there[2], there[3]), -tick, there))
+        return INF
+
+    def steps(self, working, states, tapes, remaining, reached):
+        taped = {i for i, _ in tapes}
+        at_hand = states | taped | {i + 1 for i in taped}
+        for source in at_hand | ({working} if working is not None else set()):
+            if source + 1 == working and source + 1 not in at_hand:
+                continue  # what it would make is there already, unstored
+            yield from self.run(source, states, tapes, remaining, reached, taped)
+            if source not in at_hand:  # a working state may be stored before it is left
+                yield from self.run(source, states | {source}, tapes, remaining, reached, taped)
+        yield from self.backward(working, states, tapes, remaining, reached)
+        if not self.persistent:
+            for i in states:
+                yield 0.0, (working, states - {i}, tapes, remaining, reached)
+            for tape in tapes:
+                yield 0.0, (working, states, tapes - {tape}, remaining, reached)
+
+    def run(self, w, states, tapes, remaining, reached, taped):
+        if w >= remaining:
+            return
+        stage, rerun, after = self.chain.stages[w], w < reached, max(reached, w + 1)
+        transient = stage.rerun_transient_bytes if rerun else stage.forward_transient_bytes
+        there = w + 1 in states or w + 1 in taped or w in taped
+        if w + 1 < remaining and not there and self.weight(w, states | {w + 1}, tapes) + transient <= self.room:
+            yield stage.forward_seconds, (w + 1, states, tapes, remaining, after)
+        for o, option in enumerate(stage.choices) if w not in taped else ():
+            more = tapes | {(w, o)}
+            transient = max(option.forward_transient_bytes, stage.rerun_transient_bytes if rerun else 0)
+            if self.weight(w, states, more) + transient <= self.room:
+                yield option.forward_seconds, (w + 1, states, more, remaining, after)
+
+    def backward(self, working, states, tapes, remaining, reached):
+        last = remaining - 1
+        for tape in tapes:
+            if tape[0] != last:
+                continue
+            option = self.chain.stages[last].choices[tape[1]]
+            if self.weight(working, states, tapes) + option.backward_transient_bytes <= self.room:
+                left = frozenset(i for i in states if i < last)
+                yield option.backward_seconds + option.rerun_seconds, (None, left, tapes - {tape}, last, reached)
+
+
+def table_of(chain: Chain, rounding: Rounding = Rounding.DOWN) -> ChainTable:
+    costs = ChainCosts.of(chain)
+    intervals = Intervals.of(costs.kinds, most_rows=10**6)
+    return ChainTable(costs, intervals, Grid.exactly(costs), rounding)
+
+
+def test_equal_stages_meet_the_published_times():
+    plans = table_of(equal_chain(10)).plans()
+    found = {int(plans.peak_bytes[level]): plans.seconds[level] for level in plans.steps()}
+    assert found == {3: 64, 4: 36, 5: 29, 6: 27, 7: 25, 8: 24, 9: 23, 10: 22, 11: 20}
+    assert plans.bound_seconds(2) == INF
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_plan_of_the_table_is_what_the_machine_measures(seed):
+    chain = random_chain(seed, 1 + seed % 12, most=9)
+    costs = ChainCosts.of(chain)
+    for rounding in Rounding:
+        plans = table_of(chain, rounding).plans()
+        for level in plans.steps():
+            moves = plans.moves(level)
+            outcome = simulate(chain, chain_actions(chain.length, moves))
+            total = costs.come_to(moves)
+            assert outcome.peak_bytes == plans.peak_bytes[level] == total.peak_bytes
+            assert outcome.seconds == pytest.approx(plans.seconds[level]) == pytest.approx(total.seconds)
+            assert outcome.tiers[0].left_items == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_optimal_among_persistent_schedules(seed):
+    chain = random_chain(seed, 2 + seed % 6)
+    plans = table_of(chain).plans()
+    floor, store_all = ChainPlanner(chain).floor_bytes, ChainPlanner(chain).store_all_bytes
+    rng = random.Random(seed)
+    budgets = [rng.randint(floor, store_all), (floor + store_all) // 2, store_all]
+    if chain.length < 7 or seed == 5:  # the search takes longest where memory is least
+        budgets.append(floor)
+    if chain.length < 6:
+        budgets.append(floor - 1)
+    for budget in budgets:
+        assert plans.bound_seconds(budget) == Search(chain, budget, persistent=True).least_seconds()
+
+
+def test_schedules_that_forget_are_never_slower_and_seldom_faster():
+    """The class in which a plan is optimal, counted: in how many of these cases forgetting would have been faster."""
+    cases = better = 0
+    for seed in range(40):
+        chain = random_chain(1000 + seed, 3 + seed % 2, transients=seed % 3 > 0)
+        planner = ChainPlanner(chain)
+        for budget in (planner.floor_bytes, (2 * planner.floor_bytes + planner.store_all_bytes) // 3):
+            ours = planner.best(budget).promised_seconds
+            least = Search(chain, budget, persistent=False).least_seconds()
+            assert least <= ours
+            cases, better = cases + 1, better + (least < ours)
+    assert (cases, better) == (80, 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_floor_is_exact_and_has_a_plan(seed):
+    chain = random_chain(seed, 1 + seed % 7)
+    costs = ChainCosts.of(chain)
+    intervals = Intervals.of(costs.kinds, most_rows=10**6)
+    floor = ChainFloor(costs, intervals)
+    table = table_of(chain)
+    assert table.plans().bound_seconds(floor.floor_bytes) < INF == table.plans().bound_seconds(floor.floor_bytes - 1)
+    for guide in (None, table):
+        moves = floor.moves(floor.floor_bytes, guide)
+        assert simulate(chain, chain_actions(chain.length, moves)).peak_bytes == floor.floor_bytes
+    assert costs.come_to(floor.moves(floor.floor_bytes, table)).seconds == pytest.approx(
+        table.plans().bound_seconds(floor.floor_bytes)
+    )
+
+
+def test_the_floor_is_met_by_the_exhaustive_search_over_everything():
+    for seed in range(25):
+        chain = random_chain(2000 + seed, 2 + seed % 3)
+        floor = ChainPlanner(chain).floor_bytes
+        assert Search(chain, floor, persistent=False).least_seconds() < INF
+        assert Search(chain, floor - 1, persistent=False).least_seconds() == INF
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_rounded_grid_brackets_the_exact_one(seed):
+    chain = random_chain(seed, 8, most=400)
+    costs = ChainCosts.of(chain)
+    intervals = Intervals.of(costs.kinds, most_rows=10**6)
+    exact = table_of(chain).plans()
+    grid = Grid.spread(costs, 60, 10**9)
+    low = ChainTable(costs, intervals, grid, Rounding.DOWN).plans()
+    high = ChainTable(costs, intervals, grid, Rounding.UP).plans()
+    for budget in range(costs.base_bytes, int(exact.peak_bytes.max()) + 50, 37):
+        fitting = [high.seconds[i] for i in high.steps() if high.peak_bytes[i] <= budget]
+        assert low.bound_seconds(budget) <= exact.bound_seconds(budget) <= min(fitting, default=INF)
+    for level in high.steps():
+        assert high.peak_bytes[level] <= costs.base_bytes + level * grid.unit
+
+
+def test_like_segments_share_a_row():
+    costs = ChainCosts.of(equal_chain(48))
+    intervals = Intervals.of(costs.kinds, most_rows=10**6)
+    assert len(intervals.segments) == 95  # one row a length, and one a length for the first run
+    assert Intervals.of(costs.kinds, most_rows=94) is None
+    different = Intervals.of(ChainCosts.of(random_chain(0, 20)).kinds, most_rows=10**6)
+    assert len(different.segments) == 20 * 21 // 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_coarse_chain_counts_exactly_what_its_plans_do(seed):
+    chain = random_chain(seed, 13, most=9)
+    costs = ChainCosts.of(chain)
+    coarse = coarsen(costs, groups=5)
+    intervals = Intervals.of(coarse.costs.kinds, most_rows=10**6)
+    plans = ChainTable(coarse.costs, intervals, Grid.exactly(coarse.costs), Rounding.DOWN).plans()
+    assert plans.steps()
+    for level in plans.steps():
+        outcome = simulate(chain, chain_actions(13, coarse.expand(plans.moves(level))))
+        assert outcome.peak_bytes == plans.peak_bytes[level]
+        assert outcome.seconds == pytest.approx(plans.seconds[level])
+
+
+def test_moves_are_played_with_as_few_copies_as_they_need():
+    actions = list(chain_actions(3, (Split(2), Take(0), Split(1), Take(0), Take(0))))
+    assert [a for a in actions if isinstance(a, Save)] == [Save(0)]
+    assert [a for a in actions if isinstance(a, Free)] == [Free(0)]
+    assert [a.step for a in actions if isinstance(a, Tape)] == [2, 1, 0]
+    assert simulate(equal_chain(3), actions).forward_steps == 6
+
+
+@pytest.mark.parametrize("length", [300, 2000])
+def test_long_chains_are_planned_and_say_how_well(length):
+    chain = equal_chain(length)
+    planner = ChainPlanner(chain)
+    assert planner.floor_bytes == 3
+    plan = planner.best(planner.store_all_bytes // 4)
+    assert plan.promised_peak_bytes <= planner.store_all_bytes // 4
+    assert plan.promised_seconds < 3 * length
+    assert plan.quality.startswith("within") or plan.quality == "optimal"
+
+
+def test_a_long_chain_of_stages_that_all_differ_is_planned():
+    chain = random_chain(5, 600, most=50)
+    planner = ChainPlanner(chain)
+    plan = planner.best(planner.store_all_bytes // 5)
+    outcome = simulate(chain, plan.actions())
+    assert outcome.peak_bytes == plan.promised_peak_bytes <= planner.store_all_bytes // 5
