@@ -33,7 +33,7 @@ def answer(capsys, *arguments):
 def slots(family):
     if FAMILIES[family].tiered:
         return ["--ram", "1", "--disk", "2"]
-    return [] if family == "store-all" else ["--snapshots", "3"]
+    return ["--snapshots", "3"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,6 +42,7 @@ def test_json_is_one_object_with_the_counts(capsys, family):
     assert record.keys() >= KEYS
     assert (record["family"], record["steps"]) == (family, 10)
     assert record["forward_steps"] == 10 + record["extra_forward_steps"]
+    assert record["peak_snapshots"] <= record["snapshots"] == 3
     assert all(tier["left"] == 0 for tier in record["tiers"])
 
 

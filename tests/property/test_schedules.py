@@ -7,7 +7,7 @@ from retape.core.actions import Backward, Forward, Free, Load, Save, Tape
 from retape.core.schedules import FAMILIES, Schedule, count
 from retape.core.schedules.revolve import extra_steps
 
-SINGLE = [name for name, family in FAMILIES.items() if not family.tiered and name != "store-all"]
+SINGLE = [name for name, family in FAMILIES.items() if not family.tiered]
 STEPS = st.integers(1, 150)
 COST = st.floats(0, 50, allow_nan=False).map(lambda cost: round(cost, 3))
 PROBLEMS = settings(max_examples=150, deadline=None)
@@ -21,11 +21,12 @@ def single_tier(draw):
 @st.composite
 def tiered(draw):
     ram, disk = draw(st.tuples(st.integers(0, 3), st.integers(0, 4)).filter(any))
+    family = draw(st.sampled_from(["multistage", "hierarchical"]))
     return Schedule(
-        family=draw(st.sampled_from(["multistage", "hierarchical"])),
+        family=family,
         steps=draw(st.integers(1, 60)),
-        snapshots=draw(st.none() | st.integers(1, 2)),
         ram=ram,
+        host=draw(st.none() | st.integers(0, 2)) if family == "hierarchical" else None,
         disk=disk,
         forward_cost=draw(COST),
         backward_cost=draw(COST),
@@ -37,15 +38,14 @@ def tiered(draw):
 
 
 @PROBLEMS
-@given(single_tier() | tiered() | STEPS.map(lambda steps: Schedule(family="store-all", steps=steps)))
+@given(single_tier() | tiered())
 def test_legal_inside_its_limits_and_empty_at_the_end(schedule):
     # `count` simulates with each tier's slots as its capacity: an overflow would be an IllegalAction.
     counts = count(schedule)
     assert all(tier.left_items == 0 for tier in counts.outcome.tiers)
     assert counts.outcome.backward_steps == schedule.steps
     assert counts.forward_steps >= schedule.steps
-    if schedule.snapshots is not None and not FAMILIES[schedule.family].tiered:
-        assert counts.peak_snapshots <= schedule.snapshots
+    assert counts.peak_snapshots <= schedule.limit
 
 
 @PROBLEMS

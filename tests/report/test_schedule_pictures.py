@@ -52,7 +52,7 @@ def test_a_narrow_terminal_gets_the_least_width():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_drawn(family):
     tiered = FAMILIES[family].tiered
-    few = None if tiered or family == "store-all" else 3
+    few = None if tiered else 3
     schedule = Schedule(family=family, steps=17, snapshots=few, ram=1 if tiered else None, disk=2 if tiered else None)
     assert rows(schedule)[-1].count("◀") + rows(schedule)[-1].count("·") == 17
     picture = ElementTree.fromstring(render_svg(schedule))

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _SLOTS = (
-    ("snapshots", "slots on the device, the initial state's among them"),
-    ("ram", "slots in memory (multistage, hierarchical)"),
+    ("snapshots", "slots in all, the initial state's among them"),
+    ("ram", "slots that cost nothing to write and read (multistage, hierarchical)"),
+    ("host", "slots between ram and disk (hierarchical)"),
     ("disk", "slots on disk (multistage, hierarchical)"),
 )
 _COSTS = (
@@ -27,8 +28,8 @@ _COSTS = (
     ("backward-cost", 1.0, "one step back, with the run that tapes it"),
     ("write-cost", 2.0, "one write to disk"),
     ("read-cost", 2.0, "one read from disk"),
-    ("host-write-cost", 1.0, "one write to ram, where the device is a tier of its own"),
-    ("host-read-cost", 1.0, "one read from ram, where the device is a tier of its own"),
+    ("host-write-cost", 1.0, "one write to the host"),
+    ("host-read-cost", 1.0, "one read from the host"),
 )
 
 
@@ -85,6 +86,7 @@ def _family_list() -> str:
 def _as_json(schedule: Schedule, counts: Counts) -> dict[str, object]:
     return {
         **schedule.to_dict(),
+        "snapshots": schedule.limit,
         "forward_steps": counts.forward_steps,
         "extra_forward_steps": counts.extra_forward_steps,
         "backward_steps": counts.outcome.backward_steps,

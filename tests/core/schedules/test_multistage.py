@@ -64,12 +64,12 @@ def test_two_tiers_equal_exhaustive_search_up_to_eight_steps(search, steps, ram,
 @pytest.mark.parametrize("steps", [2, 4, 6])
 @pytest.mark.parametrize("slots", [(1, 1, 1), (1, 2, 1), (1, 0, 2)])
 def test_three_tiers_equal_exhaustive_search(search, steps, slots):
-    device, ram, disk = slots
+    ram, host, disk = slots
     schedule = Schedule(
         family="hierarchical",
         steps=steps,
-        snapshots=device,
         ram=ram,
+        host=host,
         disk=disk,
         forward_cost=2,
         backward_cost=3,

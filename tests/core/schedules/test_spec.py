@@ -29,10 +29,12 @@ def revolve(**changes):
         ({"write_cost": -1}, "write_cost = -1; give a finite number >= 0"),
         ({"read_cost": "cheap"}, "read_cost = 'cheap'; give a finite number >= 0"),
         ({"read_cost": True}, "read_cost = True; give a finite number >= 0"),
-        ({"ram": 2}, "revolve stores on one tier: give snapshots, not ram or disk, or take multistage"),
+        ({"ram": 2}, "revolve stores on one tier: give snapshots, not ram, host or disk, or take multistage"),
         ({"family": "revolver"}, "There is no schedule family 'revolver'; choose one of: store-all"),
         ({"family": 7}, "There is no schedule family 7; choose one of"),
-        ({"family": "store-all"}, "store-all stores 9 tapes, but may store 3; give that many, leave snapshots out"),
+        ({"family": "multistage", "ram": 1, "disk": 1}, "snapshots = 3, but the tiers have 2 slots in all; leave snap"),
+        ({"family": "multistage", "ram": 1, "disk": 4}, "snapshots = 3, but the tiers have 5 slots in all"),
+        ({"family": "multistage", "host": 1}, "multistage has two tiers, ram and disk; leave host out, or take hier"),
         ({"family": "multistage", "snapshots": None}, "multistage has no slot for the initial state; give ram or disk"),
         ({"family": "multistage", "snapshots": None, "ram": 0, "disk": 0}, "multistage has no slot for the initial"),
         ({"family": "multistage", "snapshots": None, "ram": -1}, "ram = -1; give a whole number of slots >= 0"),
@@ -48,7 +50,7 @@ def test_bad_input_says_what_and_what_to_do(changes, message):
 def any_schedule(family, steps=12):
     if FAMILIES[family].tiered:
         return Schedule(family=family, steps=steps, ram=1, disk=2, write_cost=1.5, forward_cost=2)
-    return Schedule(family=family, steps=steps, snapshots=max(3, steps - 1) if family == "store-all" else 3)
+    return Schedule(family=family, steps=steps, snapshots=3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,8 +103,33 @@ def test_every_family_has_one_line():
 
 
 def test_tiers_carry_the_slots_and_the_costs():
-    schedule = Schedule(family="hierarchical", steps=9, snapshots=1, ram=2, disk=3, write_cost=4, read_cost=5)
-    device, ram, disk = schedule.tiers()
-    assert [tier.capacity_bytes for tier in (device, ram, disk)] == [1, 2, 3]
-    assert [tier.write_seconds(1) for tier in (device, ram, disk)] == [0, 1, 4]
-    assert [tier.read_seconds(1) for tier in (device, ram, disk)] == [0, 1, 5]
+    schedule = Schedule(family="hierarchical", steps=9, ram=1, host=2, disk=3, write_cost=4, read_cost=5)
+    tiers = schedule.tiers()
+    assert [tier.name for tier in tiers] == ["ram", "host", "disk"]
+    assert [tier.capacity_bytes for tier in tiers] == [1, 2, 3]
+    assert [tier.write_seconds(1) for tier in tiers] == [0, 1, 4]
+    assert [tier.read_seconds(1) for tier in tiers] == [0, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("given", "slots"),
+    [
+        ({"snapshots": 5}, [5, 0]),
+        ({"snapshots": 5, "disk": 3}, [2, 3]),
+        ({"snapshots": 5, "ram": 1}, [1, 4]),
+        ({"snapshots": 5, "ram": 1, "disk": 4}, [1, 4]),
+        ({"disk": 4}, [0, 4]),
+    ],
+)
+def test_snapshots_are_all_slots_of_all_tiers(given, slots):
+    schedule = Schedule(family="multistage", steps=9, **given)
+    assert [tier.capacity_bytes for tier in schedule.tiers()] == slots
+    assert schedule.limit == sum(slots)
+
+
+@pytest.mark.parametrize(
+    ("family", "snapshots", "limit"),
+    [("uniform", None, 5), ("uniform", 3, 3), ("recursive", None, 4), ("recompute-all", None, 1), ("revolve", 7, 7)],
+)
+def test_the_limit_is_what_was_asked_for_or_what_the_family_takes(family, snapshots, limit):
+    assert Schedule(family=family, steps=25, snapshots=snapshots).limit == limit

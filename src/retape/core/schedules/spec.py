@@ -20,7 +20,7 @@ from retape.core.schedules.recursive import depth, recursive
 from retape.core.schedules.revolve import revolve
 from retape.core.schedules.uniform import recompute_all, segment_bounds, store_all, uniform
 
-_COUNTS = ("snapshots", "ram", "disk")
+_COUNTS = ("snapshots", "ram", "host", "disk")
 _COSTS = ("forward_cost", "backward_cost", "write_cost", "read_cost", "host_write_cost", "host_read_cost")
 
 
@@ -39,15 +39,16 @@ class Family:
 class Schedule:
     """One schedule for a loop of equal steps.
 
-    `snapshots` counts the slots on the device, the initial state's among them. The tiered families take `ram` and
-    `disk` slots; with `snapshots`, too, the device is a tier of its own and `ram` is the host's memory. The run that tapes a
-    step is part of `backward_cost`; the device reads and writes for nothing.
+    `snapshots` counts all slots, the initial state's among them. The tiered families take the slots of each tier: `ram`,
+    which reads and writes for nothing, `host` (hierarchical alone) and `disk`; there `snapshots` may be left out. The run that
+    tapes a step is part of `backward_cost`.
     """
 
     family: str
     steps: int
     snapshots: int | None = None
     ram: int | None = None
+    host: int | None = None
     disk: int | None = None
     forward_cost: float = 1.0
     backward_cost: float = 1.0
@@ -79,7 +80,7 @@ class Schedule:
         if not find_family(self.family).tiered:
             return (Tier(name="device", capacity_bytes=_device_slots(self)),)
         slots, costs = _tier_slots(self), _tier_costs(self)
-        names = ("device", "ram", "disk") if len(slots) == 3 else ("ram", "disk")
+        names = ("ram", "disk") if self.host is None else ("ram", "host", "disk")
         return tuple(
             Tier(
                 name=name,
@@ -89,6 +90,15 @@ class Schedule:
             )
             for name, count, write, read in zip(names, slots, costs.write, costs.read, strict=True)
         )
+
+    @property
+    def limit(self) -> int:
+        """The snapshots that may be stored: those asked for, or those that the family takes when none were."""
+        if find_family(self.family).tiered:
+            return sum(_tier_slots(self))
+        if self.family == "uniform":
+            return len(segment_bounds(self.steps, self.snapshots)) - 1
+        return self.snapshots or (depth(self.steps) if self.family == "recursive" else 1)
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -119,30 +129,34 @@ def _slots(schedule: Schedule) -> int:
 
 
 def _device_slots(schedule: Schedule) -> int:
-    """What the device may store: the snapshots asked for, or all that a family needs when none were."""
+    """What the device may store: the snapshots, and the tapes where a family stores those beside them."""
     if schedule.family == "store-all":
         return schedule.steps - 1
     if schedule.family == "uniform":
         bounds = segment_bounds(schedule.steps, schedule.snapshots)
         longest = max(stop - start for start, stop in pairwise(bounds))
         return len(bounds) - 2 + longest - 1  # every start but the last, and the tapes of one segment but the last
-    if schedule.family == "recursive":
-        return schedule.snapshots or depth(schedule.steps)
-    return schedule.snapshots or 1
+    return schedule.limit
 
 
 def _tier_slots(schedule: Schedule) -> tuple[int, ...]:
-    lower = (schedule.ram or 0, schedule.disk or 0)
-    return lower if schedule.snapshots is None else (schedule.snapshots, *lower)
+    """Slots by tier; what `snapshots` leaves over goes to the first of ram and disk that has no number of its own."""
+    ram, host, disk = schedule.ram, schedule.host, schedule.disk
+    rest = (schedule.snapshots or 0) - sum(count or 0 for count in (ram, host, disk))
+    if ram is None:
+        ram, rest = max(rest, 0), 0
+    if disk is None:
+        disk = max(rest, 0)
+    return (ram, disk) if host is None else (ram, host, disk)
 
 
 def _tier_costs(schedule: Schedule) -> Costs:
-    host = schedule.snapshots is not None
+    two = schedule.host is None
     return Costs(
         forward=schedule.forward_cost,
         backward=schedule.backward_cost,
-        write=(0.0, schedule.host_write_cost, schedule.write_cost) if host else (0.0, schedule.write_cost),
-        read=(0.0, schedule.host_read_cost, schedule.read_cost) if host else (0.0, schedule.read_cost),
+        write=(0.0, schedule.write_cost) if two else (0.0, schedule.host_write_cost, schedule.write_cost),
+        read=(0.0, schedule.read_cost) if two else (0.0, schedule.host_read_cost, schedule.read_cost),
     )
 
 
@@ -170,18 +184,29 @@ def _check_cost(name: str, value: object) -> None:
 
 
 def _check_slots(schedule: Schedule, family: Family) -> None:
-    name = family.name
-    if not family.tiered and (schedule.ram is not None or schedule.disk is not None):
-        raise InvalidInput(f"{name} stores on one tier: give snapshots, not ram or disk, or take multistage.")
-    if family.needs_snapshots and schedule.snapshots is None:
-        raise InvalidInput(f"{name} needs to know how many snapshots it may store; give snapshots >= 1.")
-    if name == "store-all" and schedule.snapshots is not None and schedule.snapshots < schedule.steps - 1:
+    if family.tiered:
+        _check_tiers(schedule)
+    elif (schedule.ram, schedule.host, schedule.disk) != (None, None, None):
         raise InvalidInput(
-            f"store-all stores {schedule.steps - 1} tapes, but may store {schedule.snapshots}; "
-            "give that many, leave snapshots out, or take mixed or revolve."
+            f"{family.name} stores on one tier: give snapshots, not ram, host or disk, or take multistage."
         )
-    if family.tiered and schedule.steps > 1 and not sum(_tier_slots(schedule)):
-        raise InvalidInput(f"{name} has no slot for the initial state; give ram or disk slots, 1 or more in all.")
+    elif family.needs_snapshots and schedule.snapshots is None:
+        raise InvalidInput(f"{family.name} needs to know how many snapshots it may store; give snapshots >= 1.")
+
+
+def _check_tiers(schedule: Schedule) -> None:
+    if schedule.family == "multistage" and schedule.host is not None:
+        raise InvalidInput("multistage has two tiers, ram and disk; leave host out, or take hierarchical.")
+    slots = sum(_tier_slots(schedule))
+    if schedule.snapshots is not None and schedule.snapshots != slots:
+        raise InvalidInput(
+            f"snapshots = {schedule.snapshots}, but the tiers have {slots} slots in all; "
+            "leave snapshots out, or let it be their sum."
+        )
+    if schedule.steps > 1 and not slots:
+        raise InvalidInput(
+            f"{schedule.family} has no slot for the initial state; give ram or disk slots, 1 or more in all."
+        )
 
 
 _ALL = (
@@ -231,7 +256,7 @@ _ALL = (
     ),
     Family(
         name="hierarchical",
-        summary="two or three tiers (device, ram, disk) with write and read costs: least total cost",
+        summary="two or three tiers (ram, host, disk) with write and read costs: least total cost",
         function=_tiered,
         tiered=True,
     ),
