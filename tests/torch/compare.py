@@ -1,0 +1,158 @@
+"""One case, run plain and managed from the same state, and compared bit for bit.
+
+A case is a function of `call`, which calls a function for it: plainly, or as a region. It returns everything that has to
+be equal (gradients, buffers, states of its own generators); the global random streams are compared besides.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils import _pytree as pytree
+
+import retape
+import torch
+from retape.torch.policy import HOLD, Policy
+from retape.torch.region import run_region
+from torch import Tensor, nn
+
+Caller = Callable[..., Any]
+Case = Callable[[Caller], Any]
+
+
+def plainly(function: Caller, *args: Any, **kwargs: Any) -> Any:
+    """Plain autograd."""
+    return function(*args, **kwargs)
+
+
+def as_region(function: Caller, *args: Any, **kwargs: Any) -> Any:
+    """The drop-in, as a user calls it."""
+    return retape.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def by_values(function: Caller, *args: Any, **kwargs: Any) -> Any:
+    """The drop-in, every refilled slot compared by checksum."""
+    return retape.checkpoint(function, *args, use_reentrant=False, check="values", **kwargs)
+
+
+def to_the_end(function: Caller, *args: Any, **kwargs: Any) -> Any:
+    """The drop-in, every re-run run to its end."""
+    return retape.checkpoint(function, *args, use_reentrant=False, early_stop=False, **kwargs)
+
+
+def dropped(function: Caller, *args: Any, **kwargs: Any) -> Any:
+    """The engine's own default: slots that are inputs are held."""
+    return run_region(function, *args, keywords=kwargs)
+
+
+def some_held(function: Caller, *args: Any, **kwargs: Any) -> Any:
+    """Every second of the first slots held, the others refilled."""
+    return run_region(function, *args, keywords=kwargs, policy=Policy(held=frozenset(range(0, 12, 2))))
+
+
+def all_held(function: Caller, *args: Any, **kwargs: Any) -> Any:
+    """Every slot held."""
+    return run_region(function, *args, keywords=kwargs, policy=HOLD)
+
+
+def nested(function: Caller, *args: Any, **kwargs: Any) -> Any:
+    """A region inside a region."""
+    return as_region(lambda *a, **k: as_region(function, *a, **k), *args, **kwargs)
+
+
+WAYS = (as_region, by_values, to_the_end, dropped, some_held, all_held, nested)
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+
+
+def seed(number: int = 0) -> None:
+    """Put every global random stream to one place."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def streams() -> dict[str, Any]:
+    """Where the global random streams stand."""
+    kind, words, *rest = np.random.get_state()
+    return {"torch": torch.get_rng_state(), "random": random.getstate(), "numpy": (kind, words.tobytes(), *rest)}
+
+
+def outcome(case: Case, call: Caller) -> dict[str, Any]:
+    """What a case returns, and where it leaves the random streams."""
+    seed()
+    result = case(call)
+    return {"result": _copied(result), "streams": streams()}
+
+
+def same_as_plain(case: Case, way: Caller = as_region) -> Any:
+    """Assert that a managed run equals a plain one in every bit; returns what the plain one returned."""
+    wanted = outcome(case, plainly)
+    assert_equal(outcome(case, way), wanted)
+    return wanted["result"]
+
+
+def refuses(case: Case, error: type[BaseException], *words: str, way: Caller = as_region) -> str:
+    """Assert that a managed run raises `error` with every one of `words` in its message; returns the message."""
+    seed()
+    with pytest.raises(error) as caught:
+        case(way)
+    message = str(caught.value)
+    for word in words:
+        assert re.search(word, message), f"{word!r} is not in: {message}"
+    return message
+
+
+def right_or_refused(case: Case, error: type[BaseException], *words: str, way: Caller = as_region) -> None:
+    """Assert that a managed run equals a plain one, or raises before a wrong number escapes."""
+    wanted = outcome(case, plainly)
+    try:
+        got = outcome(case, way)
+    except error as raised:
+        for word in words:
+            assert re.search(word, str(raised)), f"{word!r} is not in: {raised}"
+    else:
+        assert_equal(got, wanted)
+
+
+def assert_equal(got: Any, wanted: Any) -> None:
+    """Two trees of tensors and other values: the same structure, types and bits."""
+    have, shape = pytree.tree_flatten_with_path(got)
+    want, wanted_shape = pytree.tree_flatten_with_path(wanted)
+    assert shape == wanted_shape
+    for (path, one), (_, other) in zip(have, want, strict=True):
+        where = pytree.keystr(path)
+        assert type(one) is type(other), where
+        if isinstance(one, Tensor):
+            assert one.dtype == other.dtype, where
+            assert torch.equal(one, other), f"{where}: differs by {_distance(one, other)}"
+        else:
+            assert one == other, where
+
+
+def results(module: nn.Module, *inputs: Tensor) -> dict[str, Any]:
+    """Gradients of parameters and inputs, and buffers."""
+    return {
+        "parameters": {name: parameter.grad for name, parameter in module.named_parameters()},
+        "inputs": [tensor.grad for tensor in inputs],
+        "buffers": dict(module.named_buffers()),
+    }
+
+
+def leaf(*shape: int) -> Tensor:
+    """A random tensor that requires a gradient."""
+    return torch.randn(*(shape or (4, 4)), requires_grad=True)
+
+
+def _copied(tree: Any) -> Any:
+    return pytree.tree_map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value, tree)
+
+
+def _distance(one: Tensor, other: Tensor) -> Any:
+    if one.shape != other.shape:
+        return f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
+    return float((one.to(torch.complex128) - other.to(torch.complex128)).abs().max())
