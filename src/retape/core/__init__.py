@@ -1,6 +1,8 @@
 """The planner, pure: problems in, plans out. Imports no framework; numpy and scipy only."""
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Offload, Prefetch, Save, Tape
+from retape.core.frontier import Frontier, FrontierPoint, frontier
+from retape.core.plan import Plan, ProblemKind, Status
 from retape.core.problem import (
     Budget,
     BudgetKind,
@@ -15,6 +17,7 @@ from retape.core.problem import (
     Tier,
 )
 from retape.core.simulate import Machine, Outcome, TierUse, simulate
+from retape.core.solve import solve
 
 __all__ = [
     "Action",
@@ -24,6 +27,8 @@ __all__ = [
     "Chain",
     "Forward",
     "Free",
+    "Frontier",
+    "FrontierPoint",
     "Graph",
     "GraphTensor",
     "Item",
@@ -35,11 +40,16 @@ __all__ = [
     "Option",
     "OptionKind",
     "Outcome",
+    "Plan",
     "Prefetch",
+    "ProblemKind",
     "Save",
     "Stage",
+    "Status",
     "Tape",
     "Tier",
     "TierUse",
+    "frontier",
     "simulate",
+    "solve",
 ]

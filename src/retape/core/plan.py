@@ -52,8 +52,9 @@ class Plan:
     """What to do, and what it promises.
 
     `choices` is the option of each stage of a chain, and `schedule_actions` all that is done to it; `schedule` names the
-    schedule of a loop, whose actions are streamed; `held` are the tensors that a graph keeps. For a graph, the promised
-    peak is the bytes held and the promised seconds are those of the re-run.
+    schedule of a loop, whose actions are streamed, and `snapshots` its slots (all that there is to say where its length is not
+    known; then no seconds are promised); `held` are the tensors that a graph keeps. For a graph, the promised peak is the
+    bytes held and the promised seconds are those of the re-run.
     """
 
     problem: ProblemKind
@@ -61,12 +62,13 @@ class Plan:
     budget_bytes: int
     floor_bytes: int
     promised_peak_bytes: int
-    promised_seconds: float
+    promised_seconds: float | None
     status: Status
     lower_bound_seconds: float | None = None
     choices: tuple[int, ...] = ()
     schedule_actions: tuple[Action, ...] = ()
     schedule: Schedule | None = None
+    snapshots: int = 0
     held: tuple[str, ...] = ()
     version: int = VERSION
 
@@ -75,19 +77,18 @@ class Plan:
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise InvalidInput(f"Plan.{name} = {count!r}; give a whole number of bytes >= 0.")
-        bounds = () if self.lower_bound_seconds is None else (self.lower_bound_seconds,)
-        for seconds in (self.promised_seconds, *bounds):
-            if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds < 0:
+        for seconds in (self.promised_seconds, self.lower_bound_seconds):
+            if seconds is not None and (not math.isfinite(seconds) or seconds < 0):
                 raise InvalidInput(f"A plan of {seconds!r} seconds; give a finite number >= 0.")
-        if (self.status is not Status.FEASIBLE) and self.lower_bound_seconds is None:
-            raise InvalidInput(f"A plan that is {self.status.value} needs a lower bound in seconds.")
+        if self.status is not Status.FEASIBLE and None in (self.promised_seconds, self.lower_bound_seconds):
+            raise InvalidInput(f"A plan that is {self.status.value} needs its seconds and a lower bound.")
 
     @property
     def gap(self) -> float | None:
         """By which share the plan may be slower than the best of its kind; None where no bound is known."""
         if self.status is Status.OPTIMAL:
             return 0.0
-        if not self.lower_bound_seconds:
+        if not self.lower_bound_seconds or self.promised_seconds is None:
             return None
         return max(0.0, self.promised_seconds / self.lower_bound_seconds - 1.0)
 
@@ -100,6 +101,11 @@ class Plan:
 
     def actions(self) -> Iterator[Action]:
         """Stream what is to be done, in the alphabet of `actions.py`. A graph's plan is its `held` tensors, and streams nothing."""
+        if self.problem is ProblemKind.LOOP and self.schedule is None:
+            raise InvalidInput(
+                "The length of this loop is not known, so neither are its actions. "
+                f"Run the online schedule with {self.snapshots} snapshots."
+            )
         return self.schedule.actions() if self.schedule is not None else iter(self.schedule_actions)
 
     def check(self, problem: Problem) -> None:
@@ -141,12 +147,12 @@ class Plan:
 
 _PLAIN = (
     *("digest", "budget_bytes", "floor_bytes", "promised_peak_bytes", "promised_seconds", "lower_bound_seconds"),
-    *("choices", "held"),
+    *("choices", "held", "snapshots"),
 )
 
 
 def _read(data: dict[str, Any]) -> Plan:
-    bound, schedule = data["lower_bound_seconds"], data["schedule"]
+    schedule = data["schedule"]
     return Plan(
         problem=text.member_of(ProblemKind, data, "problem"),
         digest=text.typed(data["digest"], str, "digest"),
@@ -155,10 +161,11 @@ def _read(data: dict[str, Any]) -> Plan:
         floor_bytes=text.typed(data["floor_bytes"], int, "floor_bytes"),
         promised_peak_bytes=text.typed(data["promised_peak_bytes"], int, "promised_peak_bytes"),
         promised_seconds=text.seconds(data["promised_seconds"], "promised_seconds"),
-        lower_bound_seconds=None if bound is None else text.seconds(bound, "lower_bound_seconds"),
+        lower_bound_seconds=text.seconds(data["lower_bound_seconds"], "lower_bound_seconds"),
         choices=tuple(text.count(item, "choices") for item in text.typed(data["choices"], list, "choices")),
         schedule_actions=tuple(text.read_action(item) for item in text.typed(data["actions"], list, "actions")),
         schedule=None if schedule is None else Schedule.from_dict(text.typed(schedule, dict, "schedule")),
+        snapshots=text.count(data["snapshots"], "snapshots"),
         held=tuple(text.typed(item, str, "held") for item in text.typed(data["held"], list, "held")),
     )
 

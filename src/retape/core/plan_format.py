@@ -94,7 +94,9 @@ def count(value: object, key: str) -> int:
     return number
 
 
-def seconds(value: object, key: str) -> float:
+def seconds(value: object, key: str) -> float | None:
+    if value is None:
+        return None
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
         bad(f"The plan's {key} is {value!r}, and must be a finite number of seconds >= 0.")
     return float(value)

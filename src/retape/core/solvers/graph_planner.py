@@ -1,0 +1,60 @@
+"""All plans of an op graph: what to hold between forward and backward, for any number of bytes."""
+
+from __future__ import annotations
+
+from retape.core.plan import Plan, ProblemKind, judge
+from retape.core.problem import Graph
+from retape.core.solvers.graph import Holding, hold_within, store_all, weigh
+from retape.core.solvers.mincut import least_held
+
+POINTS = 8
+
+
+class GraphPlanner:
+    """The floor of a graph by minimum cut, and the best holding for any budget by the exact program."""
+
+    fixed_bytes = 0
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._plain = store_all(graph)
+        self._least = weigh(graph, least_held(graph))
+        self.store_all_bytes = self._plain.held_bytes
+        self.floor_bytes = self._least.held_bytes
+
+    @property
+    def binding(self) -> str:
+        """The largest tensor that must be held."""
+        sizes = {tensor.name: tensor.bytes for tensor in self._graph.tensors}
+        return max(self._least.held, key=lambda name: sizes[name], default="")
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """A few budgets from the floor to store-all, each solved exactly."""
+        span = max(self.store_all_bytes - self.floor_bytes, 0)
+        budgets = [self.floor_bytes + span * i // POINTS for i in range(POINTS + 1)]
+        found = [self._hold(budget) for budget in budgets]
+        points = sorted({(holding.held_bytes, holding.rerun_seconds) for holding in found})
+        return tuple(point for i, point in enumerate(points) if not i or point[1] < points[i - 1][1])
+
+    def best(self, budget_bytes: int) -> Plan:
+        """The least re-run seconds within a budget that is not below the floor, and the fewest bytes for those."""
+        holding = self._hold(budget_bytes)
+        if self.store_all_bytes <= budget_bytes:  # nothing is run again, and nothing can beat that
+            holding = self._plain
+        return Plan(
+            problem=ProblemKind.GRAPH,
+            digest=self._graph.digest(),
+            budget_bytes=budget_bytes,
+            floor_bytes=self.floor_bytes,
+            promised_peak_bytes=holding.held_bytes,
+            promised_seconds=holding.rerun_seconds,
+            lower_bound_seconds=holding.bound_seconds,
+            status=judge(holding.rerun_seconds, holding.bound_seconds),
+            held=holding.held,
+        )
+
+    def _hold(self, budget_bytes: int) -> Holding:
+        holding = hold_within(self._graph, budget_bytes)
+        assert holding is not None, "the budget is below the floor"
+        return holding
