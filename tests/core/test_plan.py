@@ -1,0 +1,157 @@
+"""Plans as text: both ways, and every way in which text can fail to be a plan."""
+
+import json
+
+import pytest
+
+from retape.core import Chain, Loop, Plan, ProblemKind, Stage, Status, simulate, solve
+from retape.core.errors import InvalidInput, PlanFormatError, PlanMismatch
+from retape.core.plan import judge
+
+STAGE = Stage(forward_seconds=0.1, backward_seconds=0.2, state_bytes=3, tape_bytes=5)
+CHAIN = Chain(stages=(STAGE,) * 6, fixed_bytes=11)
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return solve(CHAIN, 0.6)
+
+
+def edited(plan: Plan, **changes: object) -> str:
+    return json.dumps({**json.loads(plan.to_json()), **changes})
+
+
+def test_chain_plans_survive_the_round_trip(plan):
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert simulate(CHAIN, again.actions()).peak_bytes == again.promised_peak_bytes <= again.budget_bytes
+
+
+def test_loop_plans_carry_their_schedule_and_not_its_actions():
+    loop = Loop(steps=1_000_000, state_bytes=8, tape_bytes=80)
+    plan = solve(loop, 500)
+    assert len(plan.to_json()) < 1000
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.schedule_actions == ()
+    assert next(plan.actions()) is not None
+
+
+def test_a_plan_of_unknown_length_has_snapshots_and_no_actions():
+    plan = solve(Loop(steps=None, state_bytes=8, tape_bytes=4), 100)
+    assert (plan.snapshots, plan.promised_seconds, plan.status) == (11, None, Status.FEASIBLE)
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(InvalidInput, match="Run the online schedule with 11 snapshots"):
+        plan.actions()
+
+
+def test_check_refuses_another_problem(plan):
+    plan.check(CHAIN)
+    other = Chain(stages=(STAGE,) * 7, fixed_bytes=11)
+    with pytest.raises(PlanMismatch, match="Solve the new problem, or load the plan that belongs to it"):
+        plan.check(other)
+    with pytest.raises(PlanMismatch, match=f"is for chain {CHAIN.digest()}, and the problem is loop"):
+        plan.check(Loop(steps=6))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, "format is 'other'"),
+        ({"version": 2}, "version 2, and this retape reads version 1. Solve the problem again, or use"),
+        ({"version": True}, "version True"),
+        ({"version": "1"}, "version '1'"),
+        ({"problem": "tree"}, "problem is 'tree'; it must be one of"),
+        ({"problem": []}, "problem is "),
+        ({"status": "perfect"}, "status is 'perfect'"),
+        ({"digest": 7}, "digest is 7, and must be of type str"),
+        ({"budget_bytes": "8GiB"}, "budget_bytes is '8GiB', and must be of type int"),
+        ({"budget_bytes": True}, "budget_bytes is True"),
+        ({"budget_bytes": -1}, "budget_bytes = -1"),
+        ({"floor_bytes": 1.5}, "floor_bytes is 1.5"),
+        ({"promised_seconds": -2}, "promised_seconds is -2, and must be a finite number"),
+        ({"promised_seconds": "1"}, "promised_seconds is '1'"),
+        ({"promised_seconds": 10**400}, "must be a finite number of seconds"),
+        ({"promised_seconds": None}, "needs its seconds and a lower bound"),
+        ({"lower_bound_seconds": None}, "needs its seconds and a lower bound"),
+        ({"choices": 3}, "choices is 3, and must be of type list"),
+        ({"choices": [0, "1"]}, "choices is '1', and must be of type int"),
+        ({"choices": [-1]}, "choices holds -1, and must not be negative"),
+        ({"actions": {}}, "actions is {}"),
+        ({"actions": [["fly", 1]]}, "unknown action \\['fly', 1\\]; it may have"),
+        ({"actions": [[["tape"], 1]]}, "unknown action"),
+        ({"actions": [["forward", 1]]}, "needs 2 values"),
+        ({"actions": [["forward", 1, None]]}, "is None, and must be of type int"),
+        ({"actions": [["save", 0, 0, "soul"]]}, "about 'soul', which is neither a state nor a tape"),
+        ({"actions": [["save", 0, 0, []]]}, "neither a state nor a tape"),
+        ({"held": [1]}, "held is 1"),
+        ({"snapshots": -3}, "snapshots holds -3"),
+        ({"schedule": 5}, "schedule is 5"),
+        ({"schedule": {"family": "revolve"}}, "cannot be meant: This is not a schedule"),
+        ({"schedule": {"family": "fast", "steps": 3}}, "There is no schedule family 'fast'"),
+        ({"extra": 1}, "unknown keys \\['extra'\\]"),
+    ],
+)
+def test_what_is_not_a_plan_says_so(plan, change, message):
+    with pytest.raises(PlanFormatError, match=message) as error:
+        Plan.from_json(edited(plan, **change))
+    assert "again" in str(error.value)  # what to do: solve, or write it, again
+
+
+def test_a_missing_key_is_named(plan):
+    data = json.loads(plan.to_json())
+    del data["digest"]
+    with pytest.raises(PlanFormatError, match="lacks \\['digest'\\]"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_text_cut_anywhere_is_refused(plan):
+    text = plan.to_json()
+    for end in range(0, len(text), 7):
+        with pytest.raises(PlanFormatError, match="not whole JSON"):
+            Plan.from_json(text[:end])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not whole JSON"),
+        ("[]", "a JSON object, not list"),
+        ("null", "a JSON object, not NoneType"),
+        ('{"a": NaN}', "contains NaN, which is not a number"),
+        ('{"a": -Infinity}', "contains -Infinity"),
+        ("[" * 100_000, "not whole JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "not whole JSON"),
+        (b"{}", "is text, not bytes"),
+    ],
+)
+def test_other_text_is_refused(text, message):
+    with pytest.raises(PlanFormatError, match=message):
+        Plan.from_json(text)
+
+
+def test_a_plan_is_validated_when_made():
+    good = {"problem": ProblemKind.GRAPH, "digest": "x", "budget_bytes": 1, "floor_bytes": 1, "promised_peak_bytes": 1}
+    with pytest.raises(InvalidInput, match="A plan of nan seconds"):
+        Plan(**good, promised_seconds=float("nan"), status=Status.FEASIBLE)
+    with pytest.raises(InvalidInput, match="A plan that is optimal needs"):
+        Plan(**good, promised_seconds=1.0, status=Status.OPTIMAL)
+    with pytest.raises(InvalidInput, match=r"Plan\.floor_bytes = -1"):
+        Plan(**{**good, "floor_bytes": -1}, promised_seconds=1.0, status=Status.FEASIBLE)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound", "quality"),
+    [(2.0, 2.0, "optimal"), (2.026, 2.0, "within 1.3 %"), (2.0, None, "feasible"), (2.0, 0.0, "feasible")],
+)
+def test_quality_is_said_in_words(seconds, bound, quality):
+    plan = Plan(
+        problem=ProblemKind.GRAPH,
+        digest="x",
+        budget_bytes=1,
+        floor_bytes=1,
+        promised_peak_bytes=1,
+        promised_seconds=seconds,
+        lower_bound_seconds=bound,
+        status=judge(seconds, bound),
+    )
+    assert plan.quality == quality
