@@ -4,11 +4,10 @@ import copy
 import types
 
 import pytest
-from compare import every_way, leaf, results, same_as_plain
-from torch.nn import functional as F
-
 import torch
+from compare import every_way, leaf, results, same_as_plain
 from torch import nn
+from torch.nn import functional as F
 
 
 def step(module, *, forwards=1, steps=2):

@@ -5,14 +5,14 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from compare import as_region, by_values, every_way, leaf, refuses, results, same_as_plain
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import retape
-import torch
 from retape.errors import RecomputeMismatch
-from torch import nn
 
 
 def drawing(draw):
@@ -144,7 +144,9 @@ def test_python_random_object():
 @pytest.mark.xfail(strict=True, reason="bug 8")
 def test_numpy_generator_object():
     same_as_plain(
-        with_generator(partial(np.random.default_rng, 0), lambda g: float(g.random()), lambda g: str(g.bit_generator.state))
+        with_generator(
+            partial(np.random.default_rng, 0), lambda g: float(g.random()), lambda g: str(g.bit_generator.state)
+        )
     )
 
 

@@ -1,11 +1,11 @@
 """Hazard 5, in plain Python: auxiliary losses, hooks, caches and counters of a region that runs twice."""
 
 import pytest
+import torch
 from compare import as_region, leaf, plainly, results, same_as_plain, seed
+from torch import nn
 
 import retape
-import torch
-from torch import nn
 
 
 class WithAuxiliary(nn.Module):

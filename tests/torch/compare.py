@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import retape
-import torch
 from retape.torch.policy import HOLD, Policy
 from retape.torch.region import run_region
-from torch import Tensor, nn
 
 Caller = Callable[..., Any]
 Case = Callable[[Caller], Any]
@@ -101,10 +101,7 @@ def refuses(case: Case, error: type[BaseException], *words: str, way: Caller = a
     seed()
     with pytest.raises(error) as caught:
         case(way)
-    message = str(caught.value)
-    for word in words:
-        assert re.search(word, message), f"{word!r} is not in: {message}"
-    return message
+    return _says(str(caught.value), words)
 
 
 def right_or_refused(case: Case, error: type[BaseException], *words: str, way: Caller = as_region) -> None:
@@ -113,8 +110,7 @@ def right_or_refused(case: Case, error: type[BaseException], *words: str, way: C
     try:
         got = outcome(case, way)
     except error as raised:
-        for word in words:
-            assert re.search(word, str(raised)), f"{word!r} is not in: {raised}"
+        _says(str(raised), words)
     else:
         assert_equal(got, wanted)
 
@@ -146,6 +142,12 @@ def results(module: nn.Module, *inputs: Tensor) -> dict[str, Any]:
 def leaf(*shape: int) -> Tensor:
     """A random tensor that requires a gradient."""
     return torch.randn(*(shape or (4, 4)), requires_grad=True)
+
+
+def _says(message: str, words: tuple[str, ...]) -> str:
+    for word in words:
+        assert re.search(word, message), f"{word!r} is not in: {message}"
+    return message
 
 
 def _copied(tree: Any) -> Any:

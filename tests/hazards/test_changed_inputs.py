@@ -1,0 +1,284 @@
+"""Hazard 6: what a region reads is changed in place between its forward and its backward. Never a wrong number."""
+
+import dataclasses
+from collections import OrderedDict, deque, namedtuple
+from functools import partial
+
+import pytest
+import torch
+from compare import as_region, by_values, every_way, leaf, outcome, plainly, refuses, right_or_refused, same_as_plain
+from torch import nn
+
+from retape.errors import RecomputeMismatch, StateChanged
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Batch:
+    mask: torch.Tensor
+
+
+def changed(use, put):
+    """A case: `put` makes the region's argument around a mask, which is doubled in place before backward."""
+
+    def case(call):
+        x, mask = leaf(), torch.randn(4, 4)
+        y = call(lambda a, held: (a * use(held)).sin(), x, put(mask))
+        mask.mul_(2)
+        y.sum().backward()
+        return x.grad
+
+    return case
+
+
+PLACES = {
+    "tensor": (lambda held: held, lambda mask: mask),
+    "list": (lambda held: held[0], lambda mask: [mask]),
+    "nested": (lambda held: held["a"][1][0], lambda mask: {"a": (1, [mask])}),
+    "namedtuple": (lambda held: held.second, lambda mask: Pair(1, mask)),
+    "dataclass": (lambda held: held.mask, Batch),
+    "ordered dict": (lambda held: held["mask"], lambda mask: OrderedDict(mask=mask)),
+    "view": (lambda held: held, lambda mask: mask[:]),
+    "deque": pytest.param(
+        lambda held: held[0], lambda mask: deque([mask]), marks=pytest.mark.xfail(strict=True, reason="bug 6")
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("use", "put"),
+    [
+        place if isinstance(place, tuple) else pytest.param(*place.values, marks=place.marks)
+        for place in PLACES.values()
+    ],
+    ids=PLACES,
+)
+def test_a_changed_argument_is_an_error_that_says_what_to_do(use, put):
+    refuses(changed(use, put), StateChanged, "changed", "tensor 1 of its|its (arguments|closure)", "modified", "clone")
+
+
+@every_way
+def test_a_changed_argument_in_every_way(way):
+    refuses(changed(*PLACES["list"]), StateChanged, "modified by an inplace", way=way)
+
+
+def test_plain_autograd_raises_there_too():
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        outcome(changed(*PLACES["tensor"]), plainly)
+
+
+def keyword(call):
+    x, mask = leaf(), torch.randn(4, 4)
+    y = call(lambda a, *, mask: (a * mask.clone()).sin(), x, mask=mask)
+    mask.mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+def closure(call):
+    x, mask = leaf(), torch.randn(4, 4)
+    y = call(lambda a: (a * mask.clone()).sin(), x)
+    mask.mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+def closure_list(call):
+    x, masks = leaf(), [torch.randn(4, 4)]
+    y = call(lambda a: (a * masks[0].clone()).sin(), x)
+    masks[0].mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+def default_argument(call):
+    x, kept = leaf(), torch.randn(4, 4)
+    y = call(lambda a, mask=kept: (a * mask.clone()).sin(), x)
+    kept.mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+def bound_by_partial(call):
+    x, mask = leaf(), torch.randn(4, 4)
+    y = call(partial(lambda a, mask: (a * mask.clone()).sin(), mask=mask), x)
+    mask.mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+class Scaled:
+    def __init__(self):
+        self.mask = torch.randn(4, 4)
+
+    def __call__(self, a):
+        return (a * self.mask.clone()).sin()
+
+    def method(self, a):
+        return self(a)
+
+
+def callable_object(call):
+    x, scaled = leaf(), Scaled()
+    y = call(scaled, x)
+    scaled.mask.mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+def bound_method(call):
+    x, scaled = leaf(), Scaled()
+    y = call(scaled.method, x)
+    scaled.mask.mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+def buffer(call):
+    x, norm = leaf(), nn.BatchNorm1d(4).eval()
+    y = call(lambda a: (a * norm.running_var.clone()).sin(), x)
+    norm.running_var.mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+CASES = [keyword, closure, closure_list, default_argument, bound_by_partial, callable_object, bound_method, buffer]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_changed_behind_a_copy_where_plain_is_right(case):
+    """The region copies what it reads, so that plain autograd is right: the re-run must not read the changed one."""
+    right_or_refused(case, StateChanged, "Region", "modified by an inplace", "clone|Change it after backward")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_changed_behind_a_copy_with_values_checked(case):
+    right_or_refused(case, StateChanged, "Region", "modified by an inplace", way=by_values)
+
+
+def weights(call):
+    linear, x = nn.Linear(4, 4), leaf()
+    y = call(lambda a: linear(a.sin()).sin(), x)
+    with torch.no_grad():
+        linear.weight.add_(1)
+    y.sum().backward()
+    return x.grad
+
+
+def test_weights_changed_before_backward():
+    refuses(
+        weights,
+        StateChanged,
+        "Region weights",
+        "parameter 'weight'|a tensor that autograd saved",
+        "modified",
+        "after backward",
+    )
+
+
+def bias(call):
+    """A bias is saved by nobody: plain is right, and a re-run would be wrong."""
+    linear, x = nn.Linear(4, 4), leaf()
+    y = call(lambda a: linear(a.sin()).sin(), x)
+    with torch.no_grad():
+        linear.bias.add_(1)
+    y.sum().backward()
+    return x.grad, linear.weight.grad
+
+
+def test_a_bias_changed_before_backward():
+    refuses(bias, StateChanged, "parameter 'bias'", "optimizer.step")
+
+
+def test_an_optimizer_step_between_two_backwards_of_one_graph():
+    def case(call):
+        linear, x = nn.Linear(4, 4), leaf()
+        optimizer = torch.optim.SGD(linear.parameters(), 0.1)
+        y = call(lambda a: linear(a.sin()).sin(), x)
+        y.sum().backward(retain_graph=True)
+        optimizer.step()
+        y.sum().backward()
+        return x.grad
+
+    refuses(case, StateChanged, "modified by an inplace")
+
+
+def test_load_state_dict_before_backward():
+    def case(call):
+        linear, x = nn.Linear(4, 4), leaf()
+        y = call(lambda a: linear(a.sin()).sin(), x)
+        linear.load_state_dict({name: value + 1 for name, value in linear.state_dict().items()})
+        y.sum().backward()
+        return x.grad
+
+    refuses(case, StateChanged, "modified by an inplace")
+
+
+@pytest.mark.xfail(strict=True, reason="bug 4")
+def test_a_tensor_in_a_list_of_a_module_changed():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.masks = [torch.randn(4, 4)]
+
+        def forward(self, a):
+            return (a * self.masks[0].clone()).sin()
+
+    def case(call):
+        model, x = Listed(), leaf()
+        y = call(model, x)
+        model.masks[0].mul_(3)
+        y.sum().backward()
+        return x.grad
+
+    right_or_refused(case, StateChanged, "masks|modified")
+
+
+def through_data(call):
+    x, mask = leaf(), torch.randn(4, 4)
+    y = call(lambda a, mask: (a * mask.clone()).sin(), x, mask)
+    mask.data.mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+def test_a_write_that_moves_no_version_is_found_by_values():
+    refuses(through_data, RecomputeMismatch, "other values", "tensor 0", "through_data", way=by_values)
+
+
+def test_an_inference_tensor_changed():
+    def case(call):
+        with torch.inference_mode():
+            mask = torch.randn(4, 4)
+        x = leaf()
+        y = call(lambda a, m: (a + m).sin(), x, mask)
+        with torch.inference_mode():
+            mask.mul_(2)
+        y.sum().backward()
+        return x.grad
+
+    refuses(case, StateChanged, "tensor 1 of its arguments", way=as_region)
+
+
+@pytest.mark.xfail(strict=True, reason="bug 14")
+def test_what_a_region_can_reach_but_does_not_read_may_change():
+    class Adversarial(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+            self.critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def generate(self, z):
+            return self.generator(z)
+
+    def case(call):
+        model, z = Adversarial(), leaf()
+        optimizer = torch.optim.Adam(model.critic.parameters(), 0.1)
+        fake = call(model.generate, z)
+        model.critic(fake.detach()).sum().backward()
+        optimizer.step()
+        model.critic(fake).sum().backward()
+        return z.grad, [parameter.grad for parameter in model.parameters()]
+
+    same_as_plain(case)

@@ -1,0 +1,222 @@
+"""Hazard 8: modes, flags and defaults that stand differently when the region runs again."""
+
+import pytest
+import torch
+from compare import by_values, every_way, leaf, refuses, results, same_as_plain
+from torch import nn
+
+from retape.errors import RetapeError
+
+
+@every_way
+def test_eval_called_between_forward_and_backward(way):
+    def case(call):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)), leaf()
+        y = call(model, x)
+        model.eval()
+        y.sum().backward()
+        return results(model, x), [module.training for module in model.modules()]
+
+    same_as_plain(case, way)
+
+
+def test_train_called_between_forward_and_backward():
+    def case(call):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval(), leaf()
+        y = call(model, x)
+        model.train()
+        y.sum().backward()
+        return results(model, x), [module.training for module in model.modules()]
+
+    same_as_plain(case)
+
+
+def between(change, undo, function):
+    """A case: a region, a change of something global, and backward under the change."""
+
+    def case(call):
+        x = leaf()
+        y = call(function, x)
+        change()
+        try:
+            y.sum().backward()
+        finally:
+            undo()
+        return x.grad
+
+    return case
+
+
+def test_default_dtype():
+    same_as_plain(
+        between(
+            lambda: torch.set_default_dtype(torch.float64),
+            lambda: torch.set_default_dtype(torch.float32),
+            lambda a: (a * torch.full((4,), 0.1)).sin(),
+        )
+    )
+
+
+def test_default_dtype_of_the_backward_is_left_as_it_was():
+    seen = []
+
+    class Seeing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            return a.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            seen.append(torch.get_default_dtype())
+            return g
+
+    def case(call):
+        return between(
+            lambda: torch.set_default_dtype(torch.float64),
+            lambda: torch.set_default_dtype(torch.float32),
+            lambda a: Seeing.apply(a).sin().cos(),
+        )(call)
+
+    same_as_plain(case)
+    assert seen == [torch.float64, torch.float64]
+
+
+def test_deterministic_flag():
+    same_as_plain(
+        between(
+            lambda: torch.use_deterministic_algorithms(True),
+            lambda: torch.use_deterministic_algorithms(False),
+            lambda a: (a * torch.are_deterministic_algorithms_enabled()).sin().cos() + a.exp(),
+        )
+    )
+
+
+def test_matmul_precision():
+    same_as_plain(
+        between(
+            lambda: torch.set_float32_matmul_precision("medium"),
+            lambda: torch.set_float32_matmul_precision("highest"),
+            lambda a: (a * len(torch.get_float32_matmul_precision())).sin(),
+        )
+    )
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_default_device():
+    same_as_plain(
+        between(
+            lambda: torch.set_default_device("meta"),
+            lambda: torch.set_default_device(None),
+            lambda a: (a * torch.full((4,), 0.1)).sin(),
+        )
+    )
+
+
+def test_default_device_of_the_forward_alone():
+    def case(call):
+        x = leaf()
+        with torch.device("cpu"):
+            y = call(lambda a: (a * torch.full((4,), 0.1)).sin(), x)
+        y.sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def test_grad_mode_inside_a_region():
+    def case(call):
+        x = leaf()
+
+        def region(a):
+            with torch.no_grad():
+                scale = a.exp()
+            return (a * scale).sin()
+
+        call(region, x).sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def test_a_forward_without_gradients_costs_nothing():
+    def case(call):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), leaf()
+        with torch.no_grad():
+            y = call(model, x)
+        with torch.inference_mode():
+            z = call(model, x.detach())
+        return y, z.requires_grad, list(model.buffers())
+
+    same_as_plain(case)
+
+
+def test_nothing_requires_a_gradient():
+    def case(call):
+        y = call(lambda a: a.sin(), torch.randn(4, 4))
+        return y, y.requires_grad
+
+    same_as_plain(case)
+
+
+def freezing(before, after):
+    def case(call):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4)
+        model[0].requires_grad_(before)
+        y = call(model, x)
+        model[0].requires_grad_(after)
+        y.sum().backward()
+        return results(model), [parameter.requires_grad for parameter in model.parameters()]
+
+    return case
+
+
+@pytest.mark.xfail(strict=True, reason="bug 20")
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)], ids=["frozen", "thawed"])
+def test_parameters_frozen_or_thawed_in_between(before, after):
+    same_as_plain(freezing(before, after))
+
+
+class Attribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, a):
+        return (a * self.scale).sin()
+
+
+def attribute_changed(call):
+    model, x = Attribute(), leaf()
+    y = call(model, x)
+    model.scale = 3.0
+    y.sum().backward()
+    return x.grad
+
+
+def hook_added(call):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), leaf()
+    y = call(model, x)
+    model[1].register_forward_hook(lambda m, i, out: out * 2)
+    y.sum().backward()
+    return x.grad
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.Tensor.sin else out
+
+
+def mode_around_the_forward(call):
+    x = leaf()
+    with Doubling():
+        y = call(lambda a: a.sin().cos(), x)
+    y.sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    "case", [attribute_changed, hook_added, mode_around_the_forward], ids=lambda case: case.__name__
+)
+def test_plain_python_that_changed_is_found_by_values(case):
+    refuses(case, RetapeError, "Region", way=by_values)

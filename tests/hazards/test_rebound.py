@@ -1,0 +1,264 @@
+"""Hazard 6, the other half: names, attributes and items that stand for another tensor when the region runs again."""
+
+import types
+from collections import OrderedDict
+from functools import partial
+
+import pytest
+import torch
+from compare import as_region, by_values, leaf, results, right_or_refused, same_as_plain
+from torch import nn
+
+from retape.errors import RetapeError
+
+
+def test_a_lambda_in_a_loop_closes_over_each_layer():
+    def case(call):
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        x = h = leaf()
+        for layer in layers:
+            h = call(lambda a: layer(a).sin(), h)  # noqa: B023 - the hazard itself
+        h.sum().backward()
+        return results(layers, x)
+
+    same_as_plain(case)
+
+
+def test_a_lambda_in_a_loop_closes_over_each_tensor():
+    def case(call):
+        x = h = leaf()
+        for number in range(4):
+            mask = torch.randn(4, 4) + number
+            h = call(lambda a: (a * mask).sin(), h)  # noqa: B023 - the hazard itself
+        h.sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def test_a_function_inside_the_closure_of_a_function():
+    def case(call):
+        x = h = leaf()
+        for number in range(3):
+            scale = number + 2.0
+            inner = lambda a: a * scale  # noqa: B023, E731 - the hazard itself
+            h = call(lambda a: inner(a).sin(), h)  # noqa: B023 - the hazard itself
+        h.sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def test_a_partial_of_a_lambda_in_a_loop():
+    def case(call):
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        x = h = leaf()
+        for layer in layers:
+            h = call(partial(lambda a, scale: (layer(a) * scale).sin(), scale=2), h)  # noqa: B023 - the hazard itself
+        h.sum().backward()
+        return results(layers, x)
+
+    same_as_plain(case)
+
+
+def test_a_recursive_function():
+    def case(call):
+        x = leaf()
+
+        def power(a, n):
+            return a if n == 0 else power(a, n - 1).sin()
+
+        call(power, x, 4).sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def list_in_closure(call):
+    x, masks = leaf(), [torch.randn(4, 4)]
+    y = call(lambda a: (a * masks[-1]).sin(), x)
+    masks.append(torch.randn(4, 4))
+    y.sum().backward()
+    return x.grad
+
+
+def dict_in_closure(call):
+    x, masks = leaf(), {"m": torch.randn(4, 4)}
+    y = call(lambda a: (a * masks["m"]).sin(), x)
+    masks["m"] = torch.randn(4, 4)
+    y.sum().backward()
+    return x.grad
+
+
+def modules_in_a_list_in_closure(call):
+    x, layers = leaf(), [nn.Linear(4, 4)]
+    y = call(lambda a: layers[-1](a).sin(), x)
+    layers.append(nn.Linear(4, 4))
+    y.sum().backward()
+    return x.grad
+
+
+def namespace_argument(call):
+    x, held = leaf(), types.SimpleNamespace(h=torch.randn(4, 4))
+    y = call(lambda a, held: (a * held.h).sin(), x, held)
+    held.h = torch.randn(4, 4)
+    y.sum().backward()
+    return x.grad
+
+
+def ordered_dict_argument(call):
+    x, batch = leaf(), OrderedDict(m=torch.randn(4, 4))
+    y = call(lambda a, batch: (a * batch["m"]).sin(), x, batch)
+    batch["m"] = torch.randn(4, 4)
+    y.sum().backward()
+    return x.grad
+
+
+class Scaled:
+    def __init__(self):
+        self.mask = torch.randn(4, 4)
+
+    def __call__(self, a):
+        return (a * self.mask).sin()
+
+
+def callable_object(call):
+    x, scaled = leaf(), Scaled()
+    y = call(scaled, x)
+    scaled.mask = torch.randn(4, 4)
+    y.sum().backward()
+    return x.grad
+
+
+def recurrent_object(call):
+    """State that the region itself binds anew, as recurrent wrappers do."""
+    x, scaled = leaf(), Scaled()
+
+    def step(a):
+        scaled.mask = scaled.mask * 1.5
+        return scaled(a)
+
+    y = call(step, call(step, x))
+    y.sum().backward()
+    return x.grad
+
+
+def parameter_of_a_module(call):
+    linear, x = nn.Linear(4, 4), leaf()
+    y = call(lambda a: linear(a.sin()).sin(), x)
+    weight, linear.weight = linear.weight, nn.Parameter(torch.randn(4, 4))
+    y.sum().backward()
+    return x.grad, weight.grad, linear.weight.grad
+
+
+REBOUND = [
+    list_in_closure,
+    dict_in_closure,
+    modules_in_a_list_in_closure,
+    namespace_argument,
+    ordered_dict_argument,
+    callable_object,
+    recurrent_object,
+]
+
+
+@pytest.mark.xfail(strict=True, reason="bug 6")
+@pytest.mark.parametrize("case", REBOUND, ids=lambda case: case.__name__)
+def test_rebound_is_right_or_refused(case):
+    right_or_refused(case, RetapeError, "Region")
+
+
+@pytest.mark.parametrize("case", REBOUND, ids=lambda case: case.__name__)
+def test_rebound_is_right_or_refused_with_values_checked(case):
+    right_or_refused(case, RetapeError, "Region", way=by_values)
+
+
+@pytest.mark.xfail(strict=True, reason="bug 5")
+def test_a_parameter_bound_anew():
+    right_or_refused(parameter_of_a_module, RetapeError, "Region")
+
+
+def test_list_and_dict_arguments_changed_by_caller_and_region():
+    def case(call):
+        x = leaf()
+        batch = {"a": x * 1, "more": [torch.randn(4, 4)]}
+        y = call(lambda b: (b.pop("a") * b["more"].pop()).sin(), batch)
+        batch["more"].append("something else")
+        y.sum().backward()
+        return x.grad, len(batch)
+
+    same_as_plain(case)
+
+
+class Mutable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mask = torch.randn(4, 4)
+
+    def forward(self, a):
+        return (a * self.mask).sin()
+
+
+@pytest.mark.parametrize("way", [as_region, by_values])
+def test_an_attribute_of_a_module_bound_anew(way):
+    def case(call):
+        model, x = Mutable(), leaf()
+        y = call(model, x)
+        model.mask = torch.randn(4, 4)
+        later = model.mask
+        y.sum().backward()
+        return x.grad, model.mask is later
+
+    same_as_plain(case, way)
+
+
+def functional(weights_of):
+    def case(call):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+
+            def forward(self, a):
+                return call(self.inner, a)
+
+        model, x = Model(), leaf()
+        own = list(model.parameters())
+        weights = {name: weights_of(parameter) for name, parameter in model.named_parameters()}
+        torch.func.functional_call(model, weights, (x,)).sum().backward()
+        kept = [one is other for one, other in zip(model.parameters(), own, strict=True)]
+        return results(model, x), [w.grad for w in weights.values() if w.is_leaf], kept
+
+    return case
+
+
+@pytest.mark.xfail(strict=True, reason="bug 5")
+@pytest.mark.parametrize(
+    "weights_of",
+    [lambda p: nn.Parameter(torch.randn_like(p)), lambda p: p * 2 + 1, lambda p: torch.randn_like(p).requires_grad_()],
+    ids=["parameters", "fast weights", "leaves"],
+)
+def test_functional_call_around_a_region(weights_of):
+    same_as_plain(functional(weights_of))
+
+
+LAYER = None
+
+
+def late_global(call):
+    global LAYER  # noqa: PLW0603 - the hazard itself: a script's loop variable
+    x = h = leaf()
+    for layer in [nn.Linear(4, 4) for _ in range(3)]:
+        LAYER = layer
+        h = call(lambda a: LAYER(a).sin(), h)  # noqa: B023 - the hazard itself
+    h.sum().backward()
+    return x.grad
+
+
+@pytest.mark.xfail(strict=True, reason="bug 6")
+def test_a_global_loop_variable():
+    right_or_refused(late_global, RetapeError, "Region")
+
+
+def test_a_global_loop_variable_with_values_checked():
+    right_or_refused(late_global, RetapeError, "Region", way=by_values)
