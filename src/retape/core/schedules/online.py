@@ -108,9 +108,7 @@ class _Stored:
         # Running sums over the closed segments, so that a store costs no more than what lies after the state it drops:
         self._kept = [0]  # [i]: segments before i, each with the slots it has now
         self._eased = [0]  # [i]: segments 1 to i, each with one slot more
-        self._drops = [
-            (_NEVER, 0)
-        ]  # [i]: least cost (`_eased` of all still to add) and minus the index of a drop up to i
+        self._drops = [(_NEVER, 0)]  # [i]: least cost (`_eased` of all still to add) and index of a drop up to i
         self._horizon = 1  # the longest run for which the anchors are optimal
         self._anchors: list[int] = []
         self._look_ahead(1)
@@ -130,7 +128,7 @@ class _Stored:
         if here >= self._horizon:
             self._look_ahead(here)
         if len(self._positions) < self._snapshots:
-            self._append(here)
+            self._extend([here])
             return None
         index = self._cheapest(here - self._positions[-1])[1]
         dropped = self._positions[index]
@@ -154,28 +152,29 @@ class _Stored:
         last = count - 1
         if last:
             del self._eased[last:], self._drops[last:]
-        for state in later:
-            self._append(state)
+        self._extend(later)
 
-    def _append(self, here: int) -> None:
-        """Close the last segment at `here`, and note what it would cost to do without the state it starts from."""
-        index = len(self._positions) - 1
-        slots = self._snapshots - index
-        start = self._positions[index]
-        if index:
-            joined = self._kept[index - 1] + _cost(here - self._positions[index - 1], slots + 1)
-            eased = self._eased[index - 1] + _cost(here - start, slots + 1)
-            drop = self._drops[index - 1]
-            self._eased.append(eased)
-            self._drops.append(drop if start in self._anchored else min(drop, (joined - eased, -index)))
-        self._kept.append(self._kept[index] + _cost(here - start, slots))
-        self._positions.append(here)
+    def _extend(self, states: list[int]) -> None:
+        """Close the last segment at each state in turn, and note what it would cost to do without the state it starts from."""
+        positions, kept, eased, drops = self._positions, self._kept, self._eased, self._drops
+        for here in states:
+            index = len(positions) - 1
+            slots = self._snapshots - index
+            start = positions[index]
+            if index:
+                eased.append(eased[-1] + _cost(here - start, slots + 1))
+                cost = kept[index - 1] + _cost(here - positions[index - 1], slots + 1) - eased[-1]
+                # The latest of equals goes: less has to be summed again.
+                better = cost <= drops[-1][0] and start not in self._anchored
+                drops.append((cost, index) if better else drops[-1])
+            kept.append(kept[index] + _cost(here - start, slots))
+            positions.append(here)
 
     def _cheapest(self, gap: int) -> tuple[int, int]:
         """The least cost with the state `gap` steps after the last one in the slot of another, and that one's index."""
         last = len(self._positions) - 1
-        rest, negated = self._drops[-1]
-        inner = (rest + self._eased[-1] + _cost(gap, 2), -negated)
+        rest, index = self._drops[-1]
+        inner = (rest + self._eased[-1] + _cost(gap, 2), index)
         if self._positions[last] in self._anchored:
             return inner
         here = self._positions[last] + gap
