@@ -7,7 +7,7 @@ import pytest
 from retape.core.actions import Forward, Free, Save
 from retape.core.schedules import Schedule, count
 from retape.core.schedules.online import forward_phase, online, reverse_phase
-from retape.core.schedules.revolve import extra_steps
+from retape.core.schedules.revolve import binomial, extra_steps, repetitions
 from retape.core.simulate import Machine, simulate
 
 
@@ -132,3 +132,40 @@ def drive(machine, steps, snapshots):
 def test_one_snapshot_is_recompute_all():
     schedule = Schedule(family="online", steps=12, snapshots=1)
     assert simulate(schedule.loop(), schedule.actions(), tiers=schedule.tiers()).rerun_steps == 66
+
+
+class EveryStep:
+    """The same rule, asked at every step and summed from scratch each time: no search, no running sums."""
+
+    def __init__(self, snapshots):
+        self.snapshots, self.stored = snapshots, [0]
+
+    def visit(self, here):
+        anchors, must = self.anchors(here), here in self.anchors(here)
+        if len(self.stored) < self.snapshots:
+            self.stored += [here] if must else []
+            return
+        spare = [index for index in range(1, self.snapshots) if self.stored[index] not in anchors]
+        if not spare:
+            return
+        options = {index: [*self.stored[:index], *self.stored[index + 1 :], here] for index in spare}
+        best = min(spare, key=lambda index: (closed_cost(options[index], self.snapshots), -index))
+        gap = here - self.stored[-1]
+        staying = closed_cost(self.stored, self.snapshots) + gap + extra_steps(gap, 1)
+        if must or closed_cost(options[best], self.snapshots) < staying:
+            self.stored = options[best]
+
+    def anchors(self, here):
+        repeats = repetitions(here + 1, self.snapshots)
+        segments = [binomial(self.snapshots - index, repeats - 1) for index in range(self.snapshots - 1)]
+        return {sum(segments[:index]) for index in range(self.snapshots)}
+
+
+@pytest.mark.parametrize("snapshots", [2, 3, 5, 8, 13])
+def test_skipping_to_the_next_store_misses_none(snapshots):
+    slow = EveryStep(snapshots)
+    for span, stored in forward_trace(snapshots, 400)[0]:
+        assert slow.stored == stored
+        for here in range(span.start + 1, span.stop + 1):
+            assert slow.stored == stored
+            slow.visit(here)

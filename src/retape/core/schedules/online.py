@@ -179,7 +179,7 @@ class _Stored:
             return inner
         here = self._positions[last] + gap
         joined = self._kept[last - 1] + _cost(here - self._positions[last - 1], 2)
-        return min(inner, (joined, last))
+        return (joined, last) if joined <= inner[0] else inner
 
     def _staying(self, gap: int) -> int:
         return self._kept[-1] + _cost(gap, 1)
