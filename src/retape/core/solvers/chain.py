@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retape.core.schedules.chain import Move, Split, Take
-from retape.core.solvers.costs import ChainCosts, Floats, Ints, OptionCost
+from retape.core.solvers.costs import ChainCosts, Floats, Ints
 from retape.core.solvers.intervals import Intervals
 
 EXACT_LEVELS = 20_000  # a grid this fine, or finer, is worth having if it is exact
@@ -80,12 +80,32 @@ def most_bytes(costs: ChainCosts) -> int:
     return costs.taken_bytes(tuple(min(options, key=lambda o: (o.seconds, o.held_bytes)) for options in costs.options))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ways:
+    """Ways to begin one segment, as columns: each leaves one segment to do with less memory, and a cut another with the same.
+
+    `level` and `bytes` are what a way takes from the first of the two, `need` is its own peak, `move` its code in the table.
+    """
+
+    move: Ints
+    level: Ints
+    bytes: Ints
+    need: Ints
+    first: Ints
+    second: Ints
+
+    def __add__(self, other: _Ways) -> _Ways:
+        names = ("move", "level", "bytes", "need", "first", "second")
+        return _Ways(**{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names})
+
+
 class ChainTable:
     """Least seconds, the move that reaches them and its true peak, for every row of segments and every level."""
 
     def __init__(self, costs: ChainCosts, intervals: Intervals, grid: Grid, rounding: Rounding) -> None:
         self.costs, self.intervals, self.grid, self.rounding = costs, intervals, grid, rounding
-        shape = len(intervals.segments), grid.top + 1
+        self._nothing = len(intervals.segments)  # the row of the empty segment: no seconds, no bytes
+        shape = self._nothing + 1, grid.top + 1
         self.seconds: Floats = np.full(shape, np.inf)
         self._beyond: Floats = np.full(shape, np.inf)  # the same, with the segment's input kept as well
         self.peak: Ints = np.zeros(shape, dtype=np.int64)
@@ -94,35 +114,64 @@ class ChainTable:
         self._states = grid.levels(costs.state_bytes, rounding)
         self._columns = np.arange(shape[1])
         # Two workspaces for all rows: fresh ones of this size would cost more than the arithmetic.
-        self._total, self._other = np.empty((2, costs.length, shape[1]))
+        most = costs.length + max(len(options) for options in costs.options)
+        self._total, self._other = np.empty((2, most, shape[1]))
+        self.seconds[self._nothing] = 0.0
         for row, (start, stop) in enumerate(intervals.segments):
             self._fill(row, start, stop)
 
     def _fill(self, row: int, start: int, stop: int) -> None:
+        ways = self._takes(start, stop)  # first: on a tie, what runs nothing twice
+        count = len(ways.move)
         if stop - start > 1:
-            self._try_cuts(row, start, stop)
-        for option in self.costs.options[start]:
-            self._try_option(row, start, stop, option)
-        seconds = self.seconds[row]
-        self._finite[row] = int(np.isinf(seconds).sum())
+            ways = ways + self._cuts(start, stop, self._total[count:], self._other)
+        total = self._total[: len(ways.move)]
+        pick = total.argmin(axis=0)
+        self.seconds[row] = total[pick, self._columns]
+        self._move[row] = ways.move[pick]
+        self.peak[row] = self._peak_of(ways, pick)
+        self._finite[row] = int(np.isinf(self.seconds[row]).sum())
         state = int(self._states[start])
-        if state < len(seconds):
-            self._beyond[row, state:] = seconds[: len(seconds) - state]
+        if state <= self.grid.top:
+            self._beyond[row, state:] = self.seconds[row, : self.grid.top + 1 - state]
 
-    def _try_cuts(self, row: int, start: int, stop: int) -> None:
+    def _takes(self, start: int, stop: int) -> _Ways:
+        """Each option of the first stage; their seconds go on top of the workspace."""
+        options = self.costs.options[start]
+        rest = int(self.intervals.row[start + 1, stop]) if stop - start > 1 else self._nothing
+        work = np.array([option.work_bytes[stop == self.costs.length] for option in options], dtype=np.int64)
+        held = np.array([option.held_bytes for option in options], dtype=np.int64)
+        level = self.grid.levels(held, self.rounding)
+        least = np.maximum(self.grid.levels(work, self.rounding), level)
+        for line, option, skip, shift in zip(self._total, options, least.tolist(), level.tolist(), strict=False):
+            line[:skip] = np.inf
+            if skip <= self.grid.top:
+                later = self.seconds[rest, skip - shift : self.grid.top + 1 - shift]
+                np.add(later, option.seconds, out=line[skip:])
+        rows = np.full(len(options), rest)
+        move = np.array([-1 - option.index for option in options])
+        nothing = np.full(len(options), self._nothing)
+        return _Ways(move=move, level=level, bytes=held, need=work, first=rows, second=nothing)
+
+    def _cuts(self, start: int, stop: int, total: Floats, other: Floats) -> _Ways:
+        """Each cut of the segment; their seconds go into `total`."""
         head = self.intervals.row[start, start + 1 : stop]
         tail = self.intervals.row[start + 1 : stop, stop]
         needs = self.costs.advance_bytes(start, stop, stop == self.costs.length)
-        total, other = self._total[: len(head)], self._other[: len(head)]
+        total, other = total[: len(head)], other[: len(head)]
         np.take(self.seconds, head, axis=0, out=total, mode="clip")
         np.take(self._beyond, tail, axis=0, out=other, mode="clip")
         total += other
         total += (self.costs.forward[start + 1 : stop] - self.costs.forward[start])[:, None]
         self._forbid(total, needs, np.maximum(self._finite[head], self._finite[tail]))
-        cut = total.argmin(axis=0)
-        self.seconds[row] = total[cut, self._columns]
-        self._move[row] = cut + 1
-        self.peak[row] = self._split_peak(start, cut, needs[cut], head[cut], tail[cut])
+        return _Ways(
+            move=np.arange(1, stop - start),
+            level=self._states[start + 1 : stop],
+            bytes=self.costs.state_bytes[start + 1 : stop],
+            need=needs,
+            first=tail.astype(np.int64),
+            second=head.astype(np.int64),
+        )
 
     def _forbid(self, total: Floats, needs: Ints, finite: Ints) -> None:
         """Where running ahead needs more than the segments on both sides of the cut do, it decides."""
@@ -130,32 +179,12 @@ class ChainTable:
         for cut in np.flatnonzero(least > finite):
             total[cut, : least[cut]] = np.inf
 
-    def _split_peak(
-        self, start: int, cut: Ints, needs: Ints, head: npt.NDArray[np.int32], tail: npt.NDArray[np.int32]
-    ) -> Ints:
-        middle = start + 1 + cut
-        beyond = np.maximum(self._columns - self._states[middle], 0)
-        peak: Ints = self.peak[tail, beyond] + self.costs.state_bytes[middle]
-        np.maximum(peak, needs, out=peak)
-        np.maximum(peak, self.peak[head, self._columns], out=peak)
+    def _peak_of(self, ways: _Ways, pick: npt.NDArray[np.intp]) -> Ints:
+        left = np.maximum(self._columns - ways.level[pick], 0)
+        peak: Ints = self.peak[ways.first[pick], left] + ways.bytes[pick]
+        np.maximum(peak, ways.need[pick], out=peak)
+        np.maximum(peak, self.peak[ways.second[pick], self._columns], out=peak)
         return peak
-
-    def _try_option(self, row: int, start: int, stop: int, option: OptionCost) -> None:
-        work = option.work_bytes[stop == self.costs.length]
-        held = self.grid.level(option.held_bytes, self.rounding)
-        least = max(self.grid.level(work, self.rounding), held)
-        if least > self.grid.top:
-            return
-        total: Floats = np.full(self.grid.top + 1 - least, option.seconds)
-        peak = np.full(total.shape, option.held_bytes, dtype=np.int64)
-        if stop - start > 1:
-            rest = self.intervals.row[start + 1, stop]
-            total += self.seconds[rest, least - held : self.grid.top + 1 - held]
-            peak += self.peak[rest, least - held : self.grid.top + 1 - held]
-        better = total <= self.seconds[row, least:]  # on a tie, what runs nothing twice
-        np.copyto(self.seconds[row, least:], total, where=better)
-        np.copyto(self.peak[row, least:], np.maximum(peak, work), where=better)
-        self._move[row, least:][better] = -1 - option.index
 
     def plans(self) -> ChainPlans:
         """What a planner keeps of the table: the moves, and what the whole chain comes to."""
