@@ -94,7 +94,6 @@ def test_moving_average_two_forwards_before_one_backward():
     same_as_plain(step(Exponential(), forwards=3))
 
 
-@pytest.mark.xfail(strict=True, reason="bug 13")
 def test_moving_average_that_starts_to_move_later():
     same_as_plain(step(Exponential(every=3), steps=7))
 
@@ -112,7 +111,6 @@ class Switched(nn.Module):
         return F.batch_norm(a, self.mean, self.var, training=self.moving).sin()
 
 
-@pytest.mark.xfail(strict=True, reason="bug 13")
 def test_batch_norm_switched_on_by_an_attribute():
     def case(call):
         model, x = Switched(), leaf()
@@ -172,7 +170,6 @@ class Within(nn.Module):
         return (a * self.amax()).sin()
 
 
-@pytest.mark.xfail(strict=True, reason="bug 4")
 @pytest.mark.parametrize("kind", ["list", "dict", "object"])
 def test_tensor_inside_a_container_of_a_module(kind):
     def case(call):
@@ -196,7 +193,6 @@ class Replaced(nn.Module):
         return (a * self.history["amax"]).sin()
 
 
-@pytest.mark.xfail(strict=True, reason="bug 4")
 def test_tensor_replaced_inside_a_dict_of_a_module():
     def case(call):
         model, x = Replaced(), leaf()
@@ -219,7 +215,6 @@ class Overlapping(nn.Module):
         return (a * self.mean).sin()
 
 
-@pytest.mark.xfail(strict=True, reason="bug 2")
 def test_buffers_that_share_a_storage():
     def case(call):
         model, x = Overlapping(), leaf()
@@ -239,7 +234,6 @@ class Counter(nn.Module):
         return (a * self.shared.clone()).sin()
 
 
-@pytest.mark.xfail(strict=True, reason="bug 2")
 def test_one_buffer_in_two_modules():
     def case(call):
         buffer = torch.ones(4)

@@ -40,20 +40,11 @@ PLACES = {
     "dataclass": (lambda held: held.mask, Batch),
     "ordered dict": (lambda held: held["mask"], lambda mask: OrderedDict(mask=mask)),
     "view": (lambda held: held, lambda mask: mask[:]),
-    "deque": pytest.param(
-        lambda held: held[0], lambda mask: deque([mask]), marks=pytest.mark.xfail(strict=True, reason="bug 6")
-    ),
+    "deque": (lambda held: held[0], lambda mask: deque([mask])),
 }
 
 
-@pytest.mark.parametrize(
-    ("use", "put"),
-    [
-        place if isinstance(place, tuple) else pytest.param(*place.values, marks=place.marks)
-        for place in PLACES.values()
-    ],
-    ids=PLACES,
-)
+@pytest.mark.parametrize(("use", "put"), PLACES.values(), ids=PLACES)
 def test_a_changed_argument_is_an_error_that_says_what_to_do(use, put):
     refuses(changed(use, put), StateChanged, "changed", "tensor 1 of its|its (arguments|closure)", "modified", "clone")
 
@@ -215,7 +206,6 @@ def test_load_state_dict_before_backward():
     refuses(case, StateChanged, "modified by an inplace")
 
 
-@pytest.mark.xfail(strict=True, reason="bug 4")
 def test_a_tensor_in_a_list_of_a_module_changed():
     class Listed(nn.Module):
         def __init__(self):
@@ -261,7 +251,6 @@ def test_an_inference_tensor_changed():
     refuses(case, StateChanged, "tensor 1 of its arguments", way=as_region)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 14")
 def test_what_a_region_can_reach_but_does_not_read_may_change():
     class Adversarial(nn.Module):
         def __init__(self):

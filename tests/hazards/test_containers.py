@@ -142,7 +142,6 @@ def test_integers_complex_numbers_and_nothing_at_all():
     same_as_plain(case)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 15")
 @pytest.mark.parametrize("place", ["argument", "closure"])
 def test_sparse_tensors(place):
     def case(call):
@@ -213,7 +212,6 @@ def test_odd_callables(function_of):
     same_as_plain(case)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 16")
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_modules():
     def case(call):
@@ -224,7 +222,6 @@ def test_lazy_modules():
     same_as_plain(case)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 21")
 def test_an_embedding_that_renormalises_its_weight():
     def case(call):
         table, index = nn.Embedding(10, 4, max_norm=0.5), torch.tensor([1, 2, 3])

@@ -8,10 +8,7 @@ from torch.nn import functional as F
 
 import retape
 
-bug_1 = pytest.mark.xfail(strict=True, reason="bug 1")
 
-
-@bug_1
 @every_way
 def test_relu_in_place_first(way):
     def case(call):
@@ -22,7 +19,6 @@ def test_relu_in_place_first(way):
     same_as_plain(case, way)
 
 
-@bug_1
 def test_the_changed_input_is_used_again_outside():
     def case(call):
         x = leaf()
@@ -34,7 +30,6 @@ def test_the_changed_input_is_used_again_outside():
     same_as_plain(case)
 
 
-@bug_1
 def test_an_input_that_was_changed_before_the_region_too():
     def case(call):
         x = leaf()
@@ -45,7 +40,6 @@ def test_an_input_that_was_changed_before_the_region_too():
     same_as_plain(case)
 
 
-@bug_1
 def test_a_view_of_the_input_changed():
     def case(call):
         x = leaf()
@@ -61,7 +55,6 @@ def test_a_view_of_the_input_changed():
     same_as_plain(case)
 
 
-@bug_1
 def test_an_input_that_is_a_view_changed():
     def case(call):
         x = leaf(4, 8)
@@ -73,7 +66,6 @@ def test_an_input_that_is_a_view_changed():
     same_as_plain(case)
 
 
-@pytest.mark.xfail(strict=True, reason="bugs 1 and 2")
 def test_the_same_tensor_given_twice_and_changed_through_one():
     def case(call):
         x = leaf()
@@ -89,7 +81,6 @@ def test_the_same_tensor_given_twice_and_changed_through_one():
     same_as_plain(case)
 
 
-@pytest.mark.xfail(strict=True, reason="bugs 1 and 2")
 def test_a_tensor_and_its_view_changed_through_one():
     def case(call):
         x = leaf()
@@ -189,7 +180,6 @@ def test_an_output_that_is_a_view_of_the_input():
     same_as_plain(case)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 3")
 def test_a_tensor_of_the_closure_changed_by_the_region():
     def case(call):
         x, counts = leaf(), torch.ones(4)
@@ -215,7 +205,6 @@ def networks():
     )
 
 
-@pytest.mark.xfail(strict=True, reason="bug 1")
 @pytest.mark.parametrize("segments", [1, 2, 3, 6])
 def test_in_place_layers_in_segments(segments):
     def case(call):
@@ -231,7 +220,6 @@ def segmented(network, segments, x):
     return retape.checkpoint_sequential(network, segments, x, use_reentrant=False)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 13")
 def test_a_kind_that_is_learnt_behind_a_decorator():
     def decorated(function):
         def wrapper(*args):

@@ -63,7 +63,6 @@ def test_numpy_global(way):
     same_as_plain(drawing(lambda a: float(np.random.rand())), way)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 24")
 def test_numpy_normal_given_out_of_hand():
     same_as_plain(drawing(lambda a: float(np.random.rand())))  # leaves the words where randn() leaves them below
 
@@ -125,7 +124,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize(
     "inside",
-    ["attribute", pytest.param("dict", marks=pytest.mark.xfail(strict=True, reason="bug 4"))],
+    ["attribute", "dict"],
 )
 def test_generator_that_a_module_holds(inside):
     def case(call):
@@ -136,12 +135,10 @@ def test_generator_that_a_module_holds(inside):
     same_as_plain(case)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 8")
 def test_python_random_object():
     same_as_plain(with_generator(partial(random.Random, 0), lambda g: g.random(), lambda g: g.getstate()))
 
 
-@pytest.mark.xfail(strict=True, reason="bug 8")
 def test_numpy_generator_object():
     same_as_plain(
         with_generator(
@@ -150,14 +147,12 @@ def test_numpy_generator_object():
     )
 
 
-@pytest.mark.xfail(strict=True, reason="bug 8")
 def test_numpy_random_state_object():
     same_as_plain(
         with_generator(partial(np.random.RandomState, 0), lambda g: float(g.rand()), lambda g: str(g.get_state()))
     )
 
 
-@pytest.mark.xfail(strict=True, reason="bug 7")
 def test_fork_rng_inside_a_region_hides_the_draw():
     def draw(a):
         with torch.random.fork_rng():
@@ -166,7 +161,6 @@ def test_fork_rng_inside_a_region_hides_the_draw():
     same_as_plain(drawing(draw))
 
 
-@pytest.mark.xfail(strict=True, reason="bug 7")
 def test_a_seed_set_to_where_the_stream_stood_already():
     def case(call):
         x = leaf()

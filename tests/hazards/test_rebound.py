@@ -162,7 +162,6 @@ REBOUND = [
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="bug 6")
 @pytest.mark.parametrize("case", REBOUND, ids=lambda case: case.__name__)
 def test_rebound_is_right_or_refused(case):
     right_or_refused(case, RetapeError, "Region")
@@ -173,7 +172,6 @@ def test_rebound_is_right_or_refused_with_values_checked(case):
     right_or_refused(case, RetapeError, "Region", way=by_values)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 5")
 def test_a_parameter_bound_anew():
     right_or_refused(parameter_of_a_module, RetapeError, "Region")
 
@@ -232,7 +230,6 @@ def functional(weights_of):
     return case
 
 
-@pytest.mark.xfail(strict=True, reason="bug 5")
 @pytest.mark.parametrize(
     "weights_of",
     [lambda p: nn.Parameter(torch.randn_like(p)), lambda p: p * 2 + 1, lambda p: torch.randn_like(p).requires_grad_()],
@@ -255,7 +252,6 @@ def late_global(call):
     return x.grad
 
 
-@pytest.mark.xfail(strict=True, reason="bug 6")
 def test_a_global_loop_variable():
     right_or_refused(late_global, RetapeError, "Region")
 

@@ -1,0 +1,276 @@
+"""Hazard 14: graphs that are used twice, differentiated twice, or looked into."""
+
+import pytest
+import torch
+from compare import as_region, by_values, every_way, leaf, results, same_as_plain
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import retape
+
+
+@every_way
+def test_retain_graph_twice(way):
+    def case(call):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 4), nn.Tanh()), leaf()
+        y = call(model, x).sum()
+        y.backward(retain_graph=True)
+        y.backward(retain_graph=True)
+        y.backward()
+        return results(model, x)
+
+    same_as_plain(case, way)
+
+
+@every_way
+def test_double_backward(way):
+    def case(call):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), leaf()
+        (gradient,) = torch.autograd.grad(call(model, x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return results(model, x)
+
+    same_as_plain(case, way)
+
+
+def test_triple_backward():
+    def case(call):
+        x = leaf()
+        g = call(lambda a: a.sin().exp(), x).sum()
+        for _ in range(3):
+            (g,) = torch.autograd.grad(g.sum(), x, create_graph=True)
+        return g
+
+    same_as_plain(case)
+
+
+def test_gradient_penalty_through_two_regions():
+    def case(call):
+        critic, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 1)]), leaf()
+        h = call(lambda a: critic[0](a).tanh(), x)
+        score = call(lambda a: critic[1](a).sigmoid(), h)
+        (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        ((gradient.norm(dim=1) - 1).square().mean() + score.mean()).backward()
+        return results(critic, x)
+
+    same_as_plain(case)
+
+
+@every_way
+def test_grad_inside_a_region(way):
+    def case(call):
+        linear, x = nn.Linear(4, 4), leaf()
+
+        def force(a):
+            (gradient,) = torch.autograd.grad(linear(a).sin().sum(), a, create_graph=True)
+            return (gradient * a).sin()
+
+        call(force, x).sum().backward()
+        return results(linear, x)
+
+    same_as_plain(case, way)
+
+
+def test_grad_inside_a_region_that_counts_first():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, a):
+            self.count.add_(1)
+            (gradient,) = torch.autograd.grad(self.linear(a).sin().sum(), a, create_graph=True)
+            return gradient.sin() * self.count.clone()
+
+    def case(call):
+        model, x = Counting(), leaf()
+        call(model, x).sum().backward()
+        return results(model, x)
+
+    same_as_plain(case)
+
+
+class Product(torch.autograd.Function):
+    """Reads its saved tensors twice, and keeps one on ctx where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        out = a * b
+        ctx.save_for_backward(a, b, out)
+        ctx.side = a.detach() * 2
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        a, _, out = ctx.saved_tensors
+        _, b, _ = ctx.saved_tensors
+        return g * b + 0 * ctx.side, g * a + 0 * out
+
+
+@every_way
+def test_a_custom_function(way):
+    def case(call):
+        x, w = leaf(), leaf()
+        call(lambda a: Product.apply(a.sin(), w).cos(), x).sum().backward()
+        return x.grad, w.grad
+
+    same_as_plain(case, way)
+
+
+class Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        ctx.set_materialize_grads(False)
+        return a.sin(), a.cos()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        (a,) = ctx.saved_tensors
+        total = torch.zeros_like(a)
+        total = total + first * a.cos() if first is not None else total
+        return total - second * a.sin() if second is not None else total
+
+
+def test_a_custom_function_with_an_unused_output():
+    def case(call):
+        x = leaf()
+        y, _ = call(lambda a: Two.apply(a.exp()), x)
+        y.sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def test_a_custom_function_that_runs_a_region_in_its_backward():
+    class Reentrant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, call):
+            ctx.save_for_backward(a)
+            ctx.call = call
+            return a.sin().exp().detach()
+
+        @staticmethod
+        def backward(ctx, g):
+            with torch.enable_grad():
+                a = ctx.saved_tensors[0].detach().requires_grad_()
+                out = ctx.call(lambda t: t.sin().exp(), a)
+            return torch.autograd.grad(out, a, g)[0], None
+
+    def case(call):
+        x = leaf()
+        call(lambda a: Reentrant.apply(a.cos(), call).tanh(), x).sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def test_saved_tensors_read_through_the_node():
+    def case(call):
+        x = leaf()
+        y = call(lambda a: a.exp().sin(), x)
+        read = y.grad_fn._saved_self, y.grad_fn._saved_self
+        y.sum().backward()
+        return x.grad, read
+
+    same_as_plain(case)
+
+
+def test_hooks_that_move_saved_tensors_around_a_region():
+    def case(call):
+        x = leaf()
+        h = (x * 1).add_(1)
+        with save_on_cpu():
+            y = call(lambda a: a.sin().exp(), h).cos()
+        y.sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def test_hooks_that_change_saved_tensors_inside_a_region():
+    def case(call):
+        x = leaf()
+
+        def region(a):
+            h = a.sin()
+            with saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+                h = h.exp()
+            with save_on_cpu():
+                h = h.sin()
+            return h.cos()
+
+        call(region, x).sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def test_a_graph_that_was_freed_says_so():
+    x = leaf()
+    y = as_region(lambda a: a.sin().exp(), x).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+@pytest.mark.parametrize("way", [as_region, by_values])
+def test_deeply_nested_regions(way):
+    def case(call):
+        model, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), leaf()
+
+        def level(a, depth):
+            inner = model[depth](a).tanh()
+            return inner if depth == 3 else call(level, inner, depth + 1).sin() * inner
+
+        call(level, x, 0).sum().backward()
+        return results(model, x)
+
+    same_as_plain(case, way)
+
+
+def test_nested_regions_backward_twice():
+    def case(call):
+        model, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), leaf()
+        y = call(lambda a: call(lambda b: model[1](b).tanh(), model[0](a).sin()).exp(), x).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+        return results(model, x)
+
+    same_as_plain(case)
+
+
+def test_gradient_accumulation_and_two_losses():
+    def case(call):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh()), leaf()
+        for _ in range(3):
+            first, second = call(model, x), call(model, x * 2)
+            (first.sum() + (first * second).sum()).backward()
+        return results(model, x)
+
+    same_as_plain(case)
+
+
+def test_anomaly_mode():
+    def case(call):
+        x = leaf()
+        with torch.autograd.set_detect_anomaly(True):
+            call(lambda a: a.sin().exp(), x).sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+def test_drop_in_use_reentrant_true_gets_the_same_engine():
+    def case(call):
+        x = torch.randn(4, 4)
+        linear = nn.Linear(4, 4)
+        y = call(lambda a: linear(a).sin(), x)
+        torch.autograd.grad(y.sum(), linear.parameters(), retain_graph=True)
+        y.sum().backward()
+        return results(linear)
+
+    same_as_plain(case, lambda f, *a: retape.checkpoint(f, *a, use_reentrant=True))
