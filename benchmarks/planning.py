@@ -12,11 +12,11 @@ import os
 import platform
 import random
 import time
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
 from retape.core import Chain, Graph, GraphTensor, Loop, Op, Option, OptionKind, Stage, frontier, solve
-from retape.core.planner import planner_of
 from retape.core.solvers.chain import ChainTable, Grid, Rounding, most_bytes
 from retape.core.solvers.costs import ChainCosts
 from retape.core.solvers.intervals import Intervals
@@ -93,7 +93,6 @@ def chain_table(rng):
 
 
 def whole_solve(chain):
-    planner_of.__globals__["_remembered"].cache_clear()
     first, seconds = timed(lambda: solve(chain, SHARES[0]))
     plans = [first, *(solve(chain, share) for share in SHARES[1:])]
     return {
@@ -107,7 +106,6 @@ def whole_solve(chain):
 
 
 def graph_program(graph):
-    planner_of.__globals__["_remembered"].cache_clear()
     plan, seconds = timed(lambda: solve(graph, 0.5))
     return {
         "ops": len(graph.ops),
@@ -132,23 +130,33 @@ def measure(seed):
     }
 
 
+def processor():
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write the record here, too")
+    here = Path(__file__).parent / "results"
+    parser.add_argument("--out", type=Path, default=here / f"planning_cpu_{date.today().isoformat()}.json")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     record = {
-        "benchmark": "planning",
+        "theme": "planning",
+        "date": date.today().isoformat(),
+        "device": {"kind": "cpu", "processor": processor(), "cores": os.cpu_count()},
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("retape", "numpy", "scipy")}},
         "command": f"python -m benchmarks.planning --seed {asked.seed}",
         "seed": asked.seed,
-        "device": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("retape", "numpy", "scipy")}},
+        "timing": "one run each, wall clock",
         "results": measure(asked.seed),
     }
     text = json.dumps(record, indent=2)
     print(text)
-    if asked.out:
-        asked.out.write_text(text + "\n")
+    asked.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

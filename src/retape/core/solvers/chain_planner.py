@@ -15,6 +15,7 @@ from retape.core.plan import Plan, ProblemKind, judge
 from retape.core.problem import Chain
 from retape.core.schedules.chain import Move, Take, chain_actions, walk
 from retape.core.simulate import simulate
+from retape.core.solvers.bound import HeldTapesBound
 from retape.core.solvers.chain import CELLS, EXACT_LEVELS, FINE_LEVELS, ChainPlans, ChainTable, Grid, Rounding
 from retape.core.solvers.coarse import CoarseChain, coarsen
 from retape.core.solvers.costs import ChainCosts
@@ -45,6 +46,7 @@ class ChainPlanner:
         self._chain = chain
         self._costs = ChainCosts.of(chain)
         self.fixed_bytes = chain.fixed_bytes
+        self._held = HeldTapesBound.of(self._costs)
         self._bounds: tuple[ChainPlans, ...] = ()
         self._plain = self._measured((Take(0),) * chain.length)
         self.store_all_bytes = self._plain.peak_bytes
@@ -83,7 +85,8 @@ class ChainPlanner:
         )
 
     def _bound_seconds(self, budget_bytes: int) -> float:
-        return max(self._costs.fastest_seconds(), *(plans.bound_seconds(budget_bytes) for plans in self._bounds), 0.0)
+        held = self._held.bound_seconds(budget_bytes)
+        return max([held, *(plans.bound_seconds(budget_bytes) for plans in self._bounds)])
 
     def _measured(self, moves: tuple[Move, ...]) -> Candidate:
         total = self._costs.come_to(moves)
@@ -121,7 +124,7 @@ class ChainPlanner:
             yield Candidate(peak_bytes=peak, seconds=seconds, moves=partial(plans.moves, label))
 
     def _coarse(self, coarse: CoarseChain) -> Iterator[Candidate]:
-        """The same program on groups of stages; no bound, for their borders are our choice."""
+        """The same program on groups of stages; it gives no bound, for their borders are our choice."""
         intervals = Intervals.of(coarse.costs.kinds, most_rows=MOST_ROWS)
         assert intervals is not None, "so few groups always fit"
         floor = ChainFloor(coarse.costs, intervals)

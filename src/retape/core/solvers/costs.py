@@ -109,10 +109,6 @@ class ChainCosts:
                 peak, stage = outer[start] + need, where
         return Total(peak_bytes=peak, peak_stage=stage, seconds=seconds)
 
-    def fastest_seconds(self) -> float:
-        """What no schedule of the chain can pass below: every stage taped once, as its fastest option."""
-        return sum(min(option.seconds for option in options) for options in self.options)
-
     def taken_bytes(self, chosen: tuple[OptionCost, ...]) -> int:
         """The peak of a schedule that runs nothing ahead: every stage taped at once, as `chosen`."""
         need = 0
