@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -160,10 +161,21 @@ def _differentiate(case, model, losses):
     return {}
 
 
+@contextmanager
+def _strict():
+    """Memory that nobody filled is NaN, so that reading it shows; torch's warnings are the same in every run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 def failure(case: Case) -> str | None:
     """What differs between plain autograd and the managed run; None where nothing does. Refused if plain raises."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of retain_graph and complex casts, the same in both runs
+    with _strict():
         model = _Model(case)
         try:
             plain = results(case, model, Mode.PLAIN)

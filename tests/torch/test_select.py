@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import seed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,7 +14,13 @@ from retape.torch.policy import Check, Policy
 from retape.torch.region import Region, run_region
 from retape.torch.select import Step, plan_recipe
 
-from compare import seed
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan():
+    """An op that is skipped leaves memory that nobody filled: make sure that reading it shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Ops(TorchDispatchMode):
@@ -128,6 +135,7 @@ def complex_view(x):
     return torch.view_as_real(z * z.exp()).view(4, 8)
 
 
+@pytest.mark.xfail(strict=True, reason="bug 7: the answer has the slot's dtype")
 def test_a_slot_that_is_a_view_of_another_dtype():
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
     plain = gradients(complex_view, [x])
@@ -230,7 +238,13 @@ def test_a_write_that_dispatch_cannot_see_makes_a_region_opaque():
         assert equal(gradients(function, [x], Policy(held=held)), plain)
 
 
-@pytest.mark.parametrize("read", ["item", "tolist", "numpy", "array"])
+unseen = pytest.mark.xfail(strict=True, reason="bug 8: an op that Python reads without dispatch is skipped")
+
+
+@pytest.mark.parametrize(
+    "read",
+    ["item", *[pytest.param(name, marks=unseen) for name in ("tolist", "numpy", "array")]],
+)
 def test_a_value_that_python_reads_is_a_true_one(read):
     """Held slots let a recipe skip ops; one whose values Python reads must run, even if tensors use it too."""
     readers = {
@@ -243,9 +257,9 @@ def test_a_value_that_python_reads_is_a_true_one(read):
     def function(x):
         total = (x.detach() * 3).sum()
         scale = readers[read](total)
-        return ((x.sin() + total).exp() * scale).tanh()
+        return ((x.sin() + total).exp() * scale * 0.1).tanh()
 
-    x = torch.linspace(-1, 1, 8).requires_grad_()
+    x = torch.linspace(-1, 2, 8).requires_grad_()
     plain = gradients(function, [x])
     trace = traced(function, x * 1)
     for held in subsets(len(trace.slots)):
