@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from retape.core.errors import InvalidInput
 from retape.torch.checkpoint import checkpoint
-from torch import nn
 
 
 def enable(model: nn.Module, *, check: str = "metadata") -> nn.Module:

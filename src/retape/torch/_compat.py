@@ -9,24 +9,28 @@ from __future__ import annotations
 import ctypes
 import inspect
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils import checkpoint as torch_checkpoint
-
 import torch
+from torch.utils import checkpoint as torch_checkpoint
 
 PolicyFunction = Callable[..., Any]
 
 # torch's own functions, taken before anyone can put retape's in their place.
 TORCH_CHECKPOINT = torch_checkpoint.checkpoint
-_PYTHON_STATE_WORDS = 625  # CPython's Mersenne twister: 624 words of state and an index
 
 
 def saved_tensor_hooks_active() -> bool:
     """Whether somebody's saved-tensor hooks are in force around the caller."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+# The context manager around these costs more than they do.
+push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def graph_task() -> int:
@@ -37,6 +41,27 @@ def graph_task() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward pass that runs in this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def untyped_storage(tensor: torch.Tensor) -> Any:
+    """A tensor's storage, asked for without any torch-function mode noticing."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
+
+
+def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Write to a tensor without moving its version: for values that are put back before anyone else looks."""
+    with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
+        tensor.detach().copy_(value)
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether a module or function is the result of torch.compile."""
+    return (
+        type(value).__name__ == "OptimizedModule"
+        or getattr(value, "_compiled_call_impl", None) is not None
+        or hasattr(value, "_torchdynamo_orig_callable")
+    )
 
 
 def functorch_transform() -> str | None:
@@ -114,6 +139,12 @@ def debug_setting() -> bool | None:
     return getattr(torch_checkpoint, "_checkpoint_debug_enabled", None)
 
 
+def fsdp_in_use() -> bool:
+    """Whether this process has sharded anything, asked without importing it."""
+    state_module = sys.modules.get("torch.distributed._composable_state")
+    return state_module is not None and len(state_module._module_state_mapping) > 0
+
+
 def fsdp_parameters() -> Iterator[Any]:
     """Every FSDP2 parameter of this process; empty unless `fully_shard` has been used."""
     state_module = sys.modules.get("torch.distributed._composable_state")
@@ -125,50 +156,58 @@ def fsdp_parameters() -> Iterator[Any]:
         yield from getattr(group, "fsdp_params", ())
 
 
-def python_random_bytes() -> bytes | None:
-    """The state words of Python's global generator, or None where its layout is not the known one.
+def python_random_words() -> Any:
+    """A view of the state words of Python's global generator (`.raw` reads them), or None where its layout is not the known one.
 
     `random.getstate()` builds 625 ints; comparing raw words is ten times cheaper, and enough to see whether it moved.
     """
-    if _PYTHON_OFFSET is None:
-        return None
-    return ctypes.string_at(id(random._inst) + _PYTHON_OFFSET, _PYTHON_STATE_WORDS * 4)
-
-
-def numpy_random_bytes() -> bytes | None:
-    """The state words of numpy's global generator, or None where it is not the Mersenne twister that numpy starts with."""
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return None
-    generator = numpy_random.mtrand._rand._bit_generator
-    if type(generator).__name__ != "MT19937":
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, 2500)
-
-
-def _find_python_state() -> int | None:
-    """Where in the generator object the index stands; the words follow it."""
     if sys.implementation.name != "cpython":
         return None
     words = random.getstate()[1]
     wanted = b"".join(int(word).to_bytes(4, sys.byteorder) for word in (words[-1], *words[:-1]))
     instance = random._inst
     offset = ctypes.string_at(id(instance), sys.getsizeof(instance)).find(wanted)
-    return offset if offset >= 0 else None
+    return None if offset < 0 else _Words.from_address(id(instance) + offset)
 
 
-_PYTHON_OFFSET = _find_python_state()
+def numpy_generator() -> Any:
+    """The bit generator behind numpy's global functions."""
+    return sys.modules["numpy.random"].mtrand._rand._bit_generator
+
+
+def numpy_random_words(generator: Any) -> Any:
+    """A view of the state words of numpy's Mersenne twister, or None if the bit generator is of another kind."""
+    return _Words.from_address(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else None
+
+
+def numpy_spare_words() -> Any:
+    """A view of the spare normal number of numpy's global generator (a flag and a double), or None where it is not found."""
+    numpy_random = sys.modules["numpy.random"]
+    probe = numpy_random.RandomState()
+    probe.set_state((*probe.get_state()[:3], 1, _A_SPARE))
+    memory = ctypes.string_at(id(probe), type(probe).__basicsize__)
+    offset = memory.find(struct.pack("=ixxxxd", 1, _A_SPARE))
+    return None if offset < 0 else (ctypes.c_char * 16).from_address(id(numpy_random.mtrand._rand) + offset)
+
+
+_A_SPARE = 0.123456789
+_Words = ctypes.c_char * (
+    625 * 4
+)  # both twisters: 624 words of state and an index; Python's index comes first, numpy's last
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The torch-function modes around the caller, outermost first; the default device is one."""
+    count = torch._C._len_torch_function_stack()
+    return tuple(torch._C._get_function_stack_at(i) for i in range(count)) if count else ()
+
+
 _selective_context = _selective_context_maker()
 _SAVED = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.CheckpointPolicy.PREFER_SAVE)
 _COMPILED_CODE = _compiled_code_operator()
 # Ops that hooks and subclasses insert in one run and not in the other; they are run and not counted.
 IGNORED_OPS = frozenset(torch_checkpoint.SAC_IGNORED_OPS)
 detach_below_autograd: Callable[[torch.Tensor], torch.Tensor] = torch_checkpoint._detach_helper
-
-
-def default_device() -> torch.device | None:
-    """The device that `torch.set_default_device` or a `with torch.device(...)` chose, or None where nobody chose one."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
 def _deterministic() -> tuple[bool, bool]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-import torch
 from retape.core.errors import InvalidInput
 from retape.torch import _compat
 from retape.torch.debug import debug_contexts
 from retape.torch.policy import DROP_IN, Check, Inputs, Policy
 from retape.torch.region import Contexts, run_region
 from retape.torch.select import select_contexts
-from torch import nn
 
+_FIRST = Policy(reuse_inputs=False)
 _SEGMENT = Policy(inputs=Inputs.SEGMENT, reuse_inputs=False)
 
 
@@ -91,7 +92,7 @@ def checkpoint_sequential(
             input = step(input)
             continue
         starts_segment = index % size == 0
-        input = run_region(step, input, policy=DROP_IN if starts_segment else _SEGMENT)
+        input = run_region(step, input, policy=_FIRST if starts_segment else _SEGMENT)
     return input
 
 

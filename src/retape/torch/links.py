@@ -11,14 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-import torch
 from retape.core.errors import StateChanged
 from retape.torch import _compat
 from retape.torch.policy import Inputs
 from retape.torch.watch import hold, version_of
-from torch import Tensor
 
 if TYPE_CHECKING:
     from retape.torch.region import Region
@@ -29,7 +29,11 @@ class Held(Protocol):
 
     holds_here: bool
 
-    def load(self, region: str) -> list[Tensor]: ...
+    def present(self) -> list[Tensor | None]:
+        """Those that are held right here; a write to them since is this region's to notice."""
+
+    def load(self, region: Region, skip: frozenset[int]) -> list[Tensor]:
+        """All of them, but for those that the region changes itself (`skip`), of which it has copies."""
 
 
 class HeldHere:
@@ -38,11 +42,20 @@ class HeldHere:
     holds_here = True
 
     def __init__(self, tensors: list[Tensor], *, inputs: Inputs, total: Callable[[Tensor], int] | None) -> None:
-        self._held: list[Tensor | Link] = [_link(t, inputs, total) or hold(t) for t in tensors]
-        self.holds_here = not any(isinstance(held, Link) for held in self._held)
+        if inputs is Inputs.HOLD:
+            self._held: list[Any] = [t if t.grad_fn is None else t.detach() for t in tensors]
+        else:
+            self._held = [_link(t, inputs, total) or hold(t) for t in tensors]
+            self.holds_here = not any(isinstance(held, Link) for held in self._held)
 
-    def load(self, region: str) -> list[Tensor]:
-        return [held.load(region) if isinstance(held, Link) else held for held in self._held]
+    def present(self) -> list[Tensor | None]:
+        return self._held if self.holds_here else [None if type(held) is Link else held for held in self._held]
+
+    def load(self, region: Region, skip: frozenset[int]) -> list[Tensor]:
+        if self.holds_here:
+            return self._held
+        made: dict[int, list[Tensor]] = {}  # a region that made several of them is run again once
+        return [held.load(region, made) if type(held) is Link else held for held in self._held]
 
 
 class Link:
@@ -57,11 +70,14 @@ class Link:
         self._total = total
         self._wanted = total(tensor) if total else None
 
-    def load(self, region: str) -> Tensor:
-        tensor = self._maker.refill_outputs(tape=self._tape)[self._index].detach()
+    def load(self, region: Region, made: dict[int, list[Tensor]]) -> Tensor:
+        outputs = made.get(id(self._maker))
+        if outputs is None:
+            outputs = made[id(self._maker)] = self._maker.refill_outputs(tape=self._tape)
+        tensor = outputs[self._index].detach()
         if self._total is not None and self._total(tensor) != self._wanted:
             raise StateChanged(
-                f"Region {region}: its input, made again by region {self._maker.name}, has other values than at first."
+                f"Region {region.name}: its input, made again by region {self._maker.name}, has other values than at first."
             )
         return tensor
 
@@ -72,15 +88,22 @@ class SavedInNode:
     holds_here = False
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._count = len(tensors)
-        self._node = _SaveInputs.apply(torch.empty((0,), requires_grad=True), *tensors).grad_fn
+        # A node each, so that an input that the region changes itself, and has a copy of, need not be asked for.
+        anchor = torch.empty((0,), requires_grad=True)
+        self._nodes = [_SaveInputs.apply(anchor, tensor).grad_fn for tensor in tensors]
 
-    def load(self, region: str) -> list[Tensor]:
-        return list(self._node.saved_tensors)
+    def present(self) -> list[Tensor | None]:
+        return [None] * len(self._nodes)
+
+    def load(self, region: Region, skip: frozenset[int]) -> list[Tensor]:
+        return [_NOT_LOADED if i in skip else node.saved_tensors[0] for i, node in enumerate(self._nodes)]
+
+
+_NOT_LOADED = torch.empty(0)
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Computes nothing; its node saves the inputs of a region."""
+    """Computes nothing; its node saves an input of a region."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -104,14 +127,12 @@ def tensors_of(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
-def register_outputs(region: Region, outputs: Any) -> list[tuple[Any, bool]]:
+def register_outputs(region: Region, outputs: Any) -> None:
     """Remember who made these tensors for as long as they live."""
-    tensors = tensors_of(outputs)
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors_of(outputs)):
         key = id(tensor)
         reference = weakref.ref(tensor, partial(_forget, key))
         _MAKERS[key] = (reference, weakref.ref(region), index, version_of(tensor))
-    return [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
 
 
 def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
@@ -122,20 +143,18 @@ def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
 
 def _link(tensor: Tensor, inputs: Inputs, total: Callable[[Tensor], int] | None) -> Link | None:
     """A link to the region that made `tensor`, if one did and nobody has written to it since."""
-    if inputs is Inputs.HOLD:
-        return None
     reference, maker, index, version = _MAKERS.get(id(tensor), (None, None, 0, None))
     if reference is None or maker is None or reference() is not tensor or version_of(tensor) != version:
         return None
     region = maker()
-    if region is None:
+    if region is None or not region.repeatable:
         return None
     return Link(region, index, tape=inputs is Inputs.SEGMENT, total=total, tensor=tensor)
 
 
 # --- which regions were refilled in which backward pass -----------------------------------------------------------
 
-_REFILLED: OrderedDict[int, weakref.WeakSet[Region]] = OrderedDict()
+_REFILLED: OrderedDict[int, dict[int, weakref.ref[Region]]] = OrderedDict()
 _MOST_TASKS = 64
 
 
@@ -148,17 +167,20 @@ def refilled(region: Region, task: int) -> None:
         return
     regions = _REFILLED.get(task)
     if regions is None:
-        regions = _REFILLED[task] = weakref.WeakSet()
-        _compat.at_end_of_backward(lambda: _release(task))
-        while len(_REFILLED) > _MOST_TASKS:  # passes that ended in an exception never called back
+        regions = _REFILLED[task] = {}
+        _compat.at_end_of_backward(partial(_release, task))
+        if len(_REFILLED) > _MOST_TASKS:  # passes that ended in an exception never called back
             _REFILLED.popitem(last=False)
-    for other in list(regions):
-        if other is not region and other.release():
-            regions.discard(other)
-    regions.add(region)
+    for key, reference in list(regions.items()) if regions else ():
+        other = reference()
+        if other is None or (other is not region and other.release()):
+            del regions[key]
+    regions[id(region)] = weakref.ref(region)
 
 
 def _release(task: int) -> None:
     """At the end of a backward pass nothing that it refilled stays, or a partial backward would leave its tape behind."""
-    for region in list(_REFILLED.pop(task, ())):
-        region.release(all_slots=True)
+    for reference in _REFILLED.pop(task, {}).values():
+        region = reference()
+        if region is not None:
+            region.release(all_slots=True)

@@ -45,7 +45,8 @@ class Policy:
 
     With `reuse_inputs` a slot that is an input of the region, held anyway, is never refilled by a re-run. The drop-in
     leaves it off, because PyTorch's checkpoint runs its function again even then, and code may count on that.
-    A `recipe` says which ops a re-run need not run, given what is held.
+    A `recipe` says which ops a re-run need not run, given what is held. Only the outputs of a `linkable` region can be dropped
+    by the one that takes them.
     """
 
     hold_all: bool = False
@@ -53,11 +54,12 @@ class Policy:
     inputs: Inputs = Inputs.HOLD
     reuse_inputs: bool = True
     recipe: Recipe | None = None
+    linkable: bool = True
 
     def holds(self, index: int) -> bool:
         return self.hold_all or index in self.held
 
 
 DROP = Policy()
-DROP_IN = Policy(reuse_inputs=False)
+DROP_IN = Policy(reuse_inputs=False, linkable=False)
 HOLD = Policy(hold_all=True)

@@ -1,31 +1,31 @@
 """What a call reads: its tensors at any depth, the modules and closures behind it, and how to call it once more.
 
 `capture_call` walks a function and its arguments once. The result can be called again as if at the first time: containers
-are rebuilt, closure variables are the ones of then, tensors are held detached. What the walk found is version-checked
-before that. Values of Python globals and attributes of ordinary objects are not followed.
+of arguments are rebuilt, closure variables and globals are the ones of then, and what modules, lists and dicts held then can
+be put back (`holders.py`). The tensors that it found are version-checked before that (`watch.py`). Ordinary objects are
+followed a little way, and for their tensors alone.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import random
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from retape.torch import _compat
+from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, Holder, HookHolder, ListHolder, tracked
 
 _MOST_DEPTH = 8
-
-
-class Entry(NamedTuple):
-    """A tensor that a module holds: which dict, under which key."""
-
-    holder: dict[str, Any]
-    key: str
-    tensor: Tensor
+_MOST_ITEMS = 256
 
 
 class Leaf:
@@ -43,14 +43,18 @@ class Call:
     __slots__ = (
         "_seen",
         "arguments",
-        "entries",
+        "codes",
         "extras",
         "function",
         "generators",
+        "holders",
         "keywords",
         "modules",
+        "places",
         "plain",
+        "renormalised",
         "roots",
+        "state",
         "tensors",
     )
 
@@ -60,14 +64,18 @@ class Call:
         self.keywords: dict[str, Any] = {}
         self.plain = True  # every argument is a tensor or no container: nothing to rebuild
         self.tensors: list[Tensor] = []  # of the arguments, in order
-        self.extras: list[Tensor] = []  # of closures and defaults
+        self.extras: list[Tensor] = []  # of closures, defaults and globals
         self.roots: list[nn.Module] = []
         self.modules: list[nn.Module] = []
-        self.entries: list[Entry] = []
-        self.generators: list[torch.Generator] = []
+        self.holders: list[Holder] = []
+        self.places: list[tuple[Any, Any]] = []  # where holders hold their tensors: which container, which key
+        self.state: list[Tensor] = []  # those tensors
+        self.generators: list[Any] = []
+        self.codes: list[Any] = []  # of functions met, to tell apart what one wrapper wraps
+        self.renormalised: set[int] = set()  # parameters that their own module writes to in its forward
         self._seen: set[int] = set()
 
-    # --- the walk ----------------------------------------------------------------------------------------------
+    # --- arguments ----------------------------------------------------------------------------------------------
 
     def take(self, value: Any, depth: int = 0) -> Any:
         """Note what an argument holds; return what stands for it when the call is rebuilt."""
@@ -75,66 +83,123 @@ class Call:
             self.tensors.append(value)
             return Leaf(len(self.tensors) - 1)
         kind = type(value)
-        if kind in _ATOMS or depth > _MOST_DEPTH:
+        if kind in ATOMS or depth > _MOST_DEPTH:
             return value
-        if kind in (list, tuple):
+        if kind is list or kind is tuple:
             return kind([self.take(item, depth + 1) for item in value])
         if kind is dict:
             return {key: self.take(item, depth + 1) for key, item in value.items()}
-        return self._take_other(value, depth)
-
-    def _take_other(self, value: Any, depth: int) -> Any:
+        if kind in _COPIED:
+            twin = copy.copy(value)
+            _refill(twin, [(key, self.take(item, depth + 1)) for key, item in _items(value)])
+            return twin
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*[self.take(item, depth + 1) for item in value])
-        if isinstance(value, (list, dict)):
-            return self._take_container(value, depth)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {name: self.take(field, depth + 1) for name, field in _fields_of(value)}
-            return _Rebuilt(value, fields)
+            return kind(*[self.take(item, depth + 1) for item in value])
+        if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
+            return _Rebuilt(value, {name: self.take(field, depth + 1) for name, field in _fields_of(value)})
         self.meet(value, depth)
         return value
 
-    def _take_container(self, value: Any, depth: int) -> Any:
-        """A subclass of list or dict, such as a model's output class: its tensors count, the object is passed as it is."""
-        for item in value.values() if isinstance(value, dict) else value:
-            self.meet(item, depth + 1)
-        return value
+    # --- everything else ------------------------------------------------------------------------------------------
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether a parameter has no shape yet: the first call of a lazy module makes it."""
+        return any(map(is_lazy, self.state))
 
     def meet(self, value: Any, depth: int = 0) -> None:
         """Note what the function can reach through `value`, other than through its arguments."""
-        if type(value) in _ATOMS or depth > _MOST_DEPTH or id(value) in self._seen:
+        if type(value) in ATOMS or depth > _MOST_DEPTH or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             self.extras.append(value)
         elif isinstance(value, nn.Module):
             self.roots.append(value)
-            self._meet_module(value)
-        elif type(value) is torch.Generator:
+            self._meet_modules(value)
+        elif is_generator(value):
             self.generators.append(value)
+        elif isinstance(value, (dict, list, deque)):
+            self._meet_container(value, depth)
         else:
+            if isinstance(value, types.FunctionType):
+                self.codes.append(value.__code__)
             for inner in _reachable(value, depth):
                 self.meet(inner, depth + 1)
+            if depth <= 2 and hasattr(value, "__dict__") and not isinstance(value, _NOT_FOLLOWED):
+                self._meet_fields(value.__dict__, value.__dict__.keys(), depth, only_tensors=True)
 
-    def _meet_module(self, root: nn.Module) -> None:
+    def _meet_modules(self, root: nn.Module) -> None:
         stack = [root]
         while stack:
             module = stack.pop()
             self._seen.add(id(module))
             self.modules.append(module)
             fields = module.__dict__
-            for holder in (fields["_parameters"], fields["_buffers"], fields):
-                for key, value in holder.items():
-                    kind = type(value)
-                    if kind in _NO_TENSORS:
-                        continue
-                    if kind is nn.Parameter or isinstance(value, Tensor):
-                        self.entries.append(Entry(holder, key, value))
-                    elif kind is torch.Generator:
-                        self.generators.append(value)
+            if "_parameters" not in fields:  # a scripted module keeps everything elsewhere
+                self.extras += [*module.parameters(), *module.buffers()]
+                continue
+            holder = self._meet_fields(fields, fields.keys() - OWN_FIELDS, 1)
+            holder.then["training"] = fields["training"]
+            if fields["_buffers"]:
+                self._meet_fields(fields["_buffers"], fields["_buffers"], 1)
+            self.holders += (HookHolder(fields["_forward_pre_hooks"]), HookHolder(fields["_forward_hooks"]))
+            if fields["_parameters"]:
+                self._meet_parameters(fields["_parameters"])
+                if fields.get("max_norm") is not None:  # an embedding that scales its rows as it looks them up
+                    self.renormalised.update(map(id, fields["_parameters"].values()))
             for child in fields["_modules"].values():
                 if child is not None and id(child) not in self._seen:
                     stack.append(child)
+
+    def _meet_parameters(self, parameters: dict[str, Any]) -> None:
+        if not _compat.fsdp_in_use():
+            self._meet_fields(parameters, parameters, 1)
+            return
+        # FSDP itself exchanges sharded for gathered parameters, in the forward and again in the re-run.
+        for key, parameter in parameters.items():
+            if parameter is not None:
+                self._place(parameters, key, parameter)
+
+    def _meet_fields(
+        self, container: dict[Any, Any], keys: Iterable[Any], depth: int, *, only_tensors: bool = False
+    ) -> DictHolder:
+        """Remember what a dict holds under `keys`, and follow its containers."""
+        holder = DictHolder(container)
+        for key in keys:
+            value = container[key]
+            kind = type(value)
+            if kind is nn.Parameter or kind is Tensor or (kind not in ATOMS and isinstance(value, Tensor)):
+                self._place(container, key, value)
+                holder.then[key] = tracked(value)
+            elif kind in ATOMS or kind is types.FunctionType:
+                if not only_tensors:  # a setting
+                    holder.then[key] = value
+            elif not isinstance(value, nn.Module) or only_tensors:
+                self.meet(value, depth + 1)
+        self.holders.append(holder)
+        return holder
+
+    def _meet_container(self, value: Any, depth: int) -> None:
+        if len(value) > _MOST_ITEMS:  # a data set, a vocabulary: nothing that a forward writes to
+            return
+        if type(value) is list or type(value) is deque:
+            self.holders.append(ListHolder(value))
+            for index, item in enumerate(value):
+                if isinstance(item, Tensor):
+                    self._place(value, index, item)
+                else:
+                    self.meet(item, depth + 1)
+        elif type(value) in _COPIED or (isinstance(value, dict) and type(value).__setitem__ is dict.__setitem__):
+            self._meet_fields(value, list(value), depth, only_tensors=True)
+        else:
+            for item in value.values() if isinstance(value, dict) else value:
+                self.meet(item, depth + 1)
+
+    def _place(self, container: Any, key: Any, tensor: Tensor) -> None:
+        self._seen.add(id(tensor))
+        self.places.append((container, key))
+        self.state.append(tensor)
 
     # --- the call, once more ------------------------------------------------------------------------------------
 
@@ -151,38 +216,6 @@ class Call:
         )
 
 
-def _reachable(value: Any, depth: int) -> Iterable[Any]:
-    """What stands directly behind a container, a function or a method; of other objects only those near the call."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return value
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, types.FunctionType):
-        return _behind_function(value)
-    if isinstance(value, types.MethodType):
-        return (value.__self__, value.__func__)
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
-    if depth <= 2 and not isinstance(value, (type, types.ModuleType)):
-        return list(getattr(value, "__dict__", _EMPTY).values())
-    return ()
-
-
-def _behind_function(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            continue
-    yield function.__defaults__
-    yield function.__kwdefaults__
-    names = function.__globals__
-    for name in function.__code__.co_names:
-        value = names.get(name)
-        if isinstance(value, (nn.Module, Tensor, torch.Generator)):
-            yield value
-
-
 class _Rebuilt:
     """A dataclass whose fields are taken one by one."""
 
@@ -193,12 +226,56 @@ class _Rebuilt:
         self.fields = fields
 
 
-_ATOMS = frozenset(
-    {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
-)
-# What most fields of a module are; telling by type is far cheaper than asking isinstance of a tensor class.
-_NO_TENSORS = _ATOMS | {dict, OrderedDict, set, list, tuple}
-_EMPTY: dict[str, Any] = {}
+# Objects whose attributes say nothing about what a forward reads.
+_NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial, torch.optim.Optimizer)
+# Globals that hold no state: most of what a function names.
+_NEVER_READ = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type}
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value draws random numbers: torch's, Python's or numpy's generator objects."""
+    kind = type(value)
+    if kind is torch.Generator or isinstance(value, random.Random):
+        return True
+    return str(getattr(kind, "__module__", "")).startswith("numpy.random") and kind.__name__ in (
+        "Generator",
+        "RandomState",
+    )
+
+
+def _reachable(value: Any, depth: int) -> Iterable[Any]:
+    """What stands directly behind a tuple, a set, a function or a method."""
+    if isinstance(value, types.FunctionType):
+        return _behind_function(value)
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, (tuple, set, frozenset)) and len(value) <= _MOST_ITEMS:
+        return value
+    return ()
+
+
+def _behind_function(function: types.FunctionType) -> list[Any]:
+    found: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # a variable that has no value yet
+            continue
+    if function.__defaults__:
+        found.extend(function.__defaults__)
+    if function.__kwdefaults__:
+        found.extend(function.__kwdefaults__.values())
+    names = function.__globals__
+    found.extend(
+        [
+            names[name]
+            for name in function.__code__.co_names
+            if type(names.get(name)) not in _NEVER_READ and name in names
+        ]
+    )
+    return found
 
 
 def _fields_of(value: Any) -> list[tuple[str, Any]]:
@@ -221,11 +298,11 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     call = Call()
     call.arguments = tuple([call.take(value) for value in arguments])
     call.keywords = {key: call.take(value) for key, value in keywords.items()} if keywords else {}
-    call.plain = not any(
-        isinstance(a, (list, tuple, dict, _Rebuilt)) for a in (*call.arguments, *call.keywords.values())
-    )
+    for value in (*call.arguments, *call.keywords.values()):
+        if type(value) is not Leaf and isinstance(value, (list, tuple, dict, deque, _Rebuilt)):
+            call.plain = False
     call.meet(function)
-    call.function = _with_closure_of_now(function)
+    call.function = _as_of_now(function) if type(function) is types.FunctionType else function
     return call
 
 
@@ -233,7 +310,7 @@ def _put_back(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind is Leaf:
         return tensors[value.index]
-    if kind in (list, tuple):
+    if kind is list or kind is tuple:
         return kind([_put_back(item, tensors) for item in value])
     if kind is dict:
         return {key: _put_back(item, tensors) for key, item in value.items()}
@@ -242,49 +319,75 @@ def _put_back(value: Any, tensors: list[Tensor]) -> Any:
         for name, field in value.fields.items():
             object.__setattr__(twin, name, _put_back(field, tensors))
         return twin
+    if kind in _COPIED:
+        twin = copy.copy(value)
+        _refill(twin, [(key, _put_back(item, tensors)) for key, item in _items(value)])
+        return twin
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*[_put_back(item, tensors) for item in value])
     return value
 
 
-def _with_closure_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function over cells of its own, so that a variable bound anew later does not reach the re-run.
+# Containers of the standard library that are rebuilt by copying: a copy keeps their factory, their length limit.
+_COPIED = frozenset({OrderedDict, defaultdict, deque})
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(enumerate(container)) if isinstance(container, deque) else list(container.items())
+
+
+def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
+    for key, item in items:
+        container[key] = item
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function's twin: a few names as they were, the rest as they are."""
+
+    __slots__ = ("_real",)
+
+    def __init__(self, pinned: dict[str, Any], real: dict[str, Any]) -> None:
+        super().__init__(pinned)
+        self._real = real
+        self["__builtins__"] = real.get("__builtins__", __builtins__)
+
+    def __missing__(self, name: str) -> Any:
+        return self._real[name]
+
+
+def _as_of_now(function: types.FunctionType, depth: int = 0) -> types.FunctionType:
+    """The same function over variables of its own, so that one bound anew later does not reach the re-run.
 
     A lambda in a loop closes over the loop's variable, not over its value: run again after the loop it would see the last.
     """
-    if type(function) is not types.FunctionType or not function.__closure__:
+    names = function.__globals__
+    pinned = {
+        name: names[name]
+        for name in function.__code__.co_names
+        if name in names and type(names[name]) not in _NEVER_READ
+    }
+    if not pinned and not function.__closure__:
         return function
-    cells = []
-    for cell in function.__closure__:
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            return function
-        if (
-            type(content) is types.FunctionType
-            and content is not function
-            and content.__closure__
-            and not _refers_to_itself(content)
-        ):
-            content = _with_closure_of_now(content)
-        cells.append(types.CellType(content))
-    twin = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-    )
+    cells = _cells_of_now(function, depth)
+    if cells is None:
+        return function
+    space = _Globals(pinned, names) if pinned and type(names) is dict else names
+    twin = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
     twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__dict__.update(function.__dict__)
+    twin.__qualname__ = function.__qualname__
+    if function.__dict__:
+        twin.__dict__.update(function.__dict__)
     return twin
 
 
-def _refers_to_itself(function: types.FunctionType, depth: int = 0) -> bool:
-    """Whether following closures leads back to where it began, or too deep to tell."""
-    if depth > 4:
-        return True
+def _cells_of_now(function: types.FunctionType, depth: int) -> tuple[Any, ...] | None:
+    cells = []
     for cell in function.__closure__ or ():
         try:
             content = cell.cell_contents
-        except ValueError:
-            return True
-        if type(content) is types.FunctionType and (content is function or _refers_to_itself(content, depth + 1)):
-            return True
-    return False
+        except ValueError:  # a variable that has no value yet: the function itself, perhaps
+            return None
+        if type(content) is types.FunctionType and content is not function and depth < 4:
+            content = _as_of_now(content, depth + 1)
+        cells.append(types.CellType(content))
+    return tuple(cells)

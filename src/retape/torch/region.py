@@ -23,21 +23,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch.autograd.graph import saved_tensors_hooks
-
 import torch
+from torch import Tensor
+
 from retape.core.errors import RegionError, StateChanged, UnsupportedTransform
-from retape.torch import _compat, links, state
+from retape.torch import _compat, links, runs, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_metadata, different_number, different_values
 from retape.torch.policy import DROP, Check, Policy
-from retape.torch.reads import capture_call
-from retape.torch.runs import Run, Stop, current_run, entered, is_plain
+from retape.torch.reads import Call, capture_call
+from retape.torch.runs import Run, Stop, current_runs, is_plain
 from retape.torch.select import Diverged, Replay
 from retape.torch.trace import Recorder, RegionTrace
-from retape.torch.watch import Watch, hold, version_of
-from torch import Tensor
+from retape.torch.watch import AsBefore, Guard, Watch, hold, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -46,17 +45,20 @@ _RERUN = threading.RLock()
 
 
 class Slot:
-    """One tensor that autograd saved. `value` is None while it is dropped; `version` is None for a refilled one."""
+    """One tensor that autograd saved. `value` is None while it is dropped; `refilled` says that a re-run put it there.
 
-    __slots__ = ("__weakref__", "consumed", "index", "metadata", "region", "total", "value", "version")
+    `metadata` is its shape, dtype and device, and with `check="values"` its checksum.
+    """
 
-    def __init__(self, region: Region, index: int) -> None:
+    __slots__ = ("__weakref__", "consumed", "index", "metadata", "refilled", "region", "value", "version")
+
+    def __init__(self, region: Region, index: int, metadata: tuple[Any, ...] | None) -> None:
         self.region = region
         self.index = index
+        self.metadata = metadata
         self.value: Tensor | None = None
         self.version: Any = None
-        self.metadata: tuple[Any, ...] | None = None
-        self.total: int | None = None
+        self.refilled = False
         self.consumed = False
 
 
@@ -73,26 +75,29 @@ class Region:
         check: Check = Check.METADATA,
         early_stop: bool = True,
         contexts: Contexts | None = None,
+        captured: Call | None = None,
     ) -> None:
-        self.name = name_of(function)
         self.policy = policy
         self.check = check
         self.early_stop = early_stop
         self.reruns = 0
         self.kept: list[Any] = []
-        self.outputs: list[tuple[Any, bool]] = []
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
-        self._call = capture_call(function, arguments, keywords)
-        self._watch = Watch(self._call)
+        self._call = call = captured or capture_call(function, arguments, keywords)
+        self._arguments = {id(tensor) for tensor in call.tensors}
+        self._watch = Watch(call)
+        self._own = {id(tensor) for tensor in call.state}
         self._ambient = state.capture()
-        self._draws = state.streams(tuple(self._call.generators))
+        self._draws = state.streams(call.generators)
         self._running = True
+        self._backward_inside = False  # the function asks for gradients itself
         self._diverged = False
-        self._needs_grad = [tensor.requires_grad for tensor in self._call.tensors]
-        self._arguments = {id(tensor) for tensor in self._call.tensors}
-        self._entries = {id(entry.tensor) for entry in self._call.entries}
         self._inputs = self._hold_inputs()
+
+    @property
+    def name(self) -> str:
+        return name_of(self._call.function)
 
     # --- the first run -----------------------------------------------------------------------------------------
 
@@ -104,45 +109,64 @@ class Region:
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run the function for the first time."""
-        tensors = self._call.tensors
-        self._call.tensors = []
-        outer = self._contexts[0] if self._contexts else nullcontext()
-        with saved_tensors_hooks(self._pack, _unpack), entered(Run(self, rerun=False)):
-            outputs = _run_within(outer, function, arguments, keywords)
+        tensors, self._call.tensors = self._call.tensors, []
+        running = runs.enter(Run(self, rerun=False))
+        _compat.push_hooks(self._pack, _unpack)
+        try:
+            outputs = (
+                function(*arguments, **keywords)
+                if self._contexts is None
+                else self._run_within(function, arguments, keywords)
+            )
+        finally:
+            _compat.pop_hooks()
+            running.pop()
         self._draws = state.drawn(self._draws)
-        self._watch.settle(tensors, self.name)
+        self._watch.settle(tensors, self)
         self._running = False
-        self._arguments.clear()
-        self._entries.clear()
-        self.outputs = links.register_outputs(self, outputs)
+        if self.policy.linkable:
+            links.register_outputs(self, outputs)
         return outputs
 
-    def _pack(self, tensor: Tensor) -> Slot:
-        slot = Slot(self, len(self._slots))
-        self._slots.append(weakref.ref(slot))
-        if self.check is not Check.OFF:
-            slot.metadata = (tensor.shape, tensor.dtype, tensor.device)
-        if self._is_ours(tensor) or self.policy.holds(slot.index):
-            slot.value = hold(tensor)
-            slot.version = version_of(tensor)  # Rule 3
-        elif self.check is Check.VALUES:
-            slot.total = checksum(tensor)
-        return slot
+    def _run_within(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        assert self._contexts is not None
+        with self._contexts[0]:
+            return function(*arguments, **keywords)
+        raise RegionError(
+            f"Region {self.name}: context_fn suppressed an exception of the function, which leaves the region without a result. "
+            "Let the exception through."
+        )
 
-    def _is_ours(self, tensor: Tensor) -> bool:
-        """Whether the tensor costs nothing to hold: a parameter, a buffer or an input that is held anyway, or a view of one."""
+    def _pack(self, tensor: Tensor) -> Slot:
+        # Called for every tensor that autograd saves: what can be told without a call is.
+        slots, check, policy = self._slots, self.check, self.policy
+        index = len(slots)
+        slot = Slot(self, index, None if check is Check.OFF else (tensor.shape, tensor.dtype, tensor.device))
+        slots.append(weakref.ref(slot))
         base = tensor._base
         if base is None:
             base = tensor
         if id(base) in self._arguments:
-            return self.policy.reuse_inputs and self._inputs.holds_here
-        return id(base) in self._entries or (base.requires_grad and base.is_leaf)
+            costs_nothing = policy.reuse_inputs and self._inputs.holds_here
+        else:  # a parameter or a buffer, or a view of one
+            costs_nothing = id(base) in self._own or (base.requires_grad and base.is_leaf)
+        if costs_nothing or policy.hold_all or index in policy.held:
+            slot.value = hold(tensor)
+            slot.version = version_of(tensor)  # Rule 3
+        elif check is Check.VALUES:
+            slot.metadata = (tensor.shape, tensor.dtype, tensor.device, checksum(tensor))
+        return slot
 
     # --- the re-run ---------------------------------------------------------------------------------------------
 
-    def missing(self) -> list[Slot]:
-        """The slots that backward may still ask for and that hold nothing, in the order they were saved."""
-        return [slot for slot in (reference() for reference in self._slots) if slot is not None and slot.value is None]
+    def missing(self) -> dict[int, Slot]:
+        """The slots that backward may still ask for and that hold nothing, by number, in the order they were saved."""
+        found = {}
+        for reference in self._slots:
+            slot = reference()
+            if slot is not None and slot.value is None:
+                found[slot.index] = slot
+        return found
 
     def refill(self, wanted: Slot) -> Tensor:
         """Run again and return what `wanted` held; the other missing slots are refilled on the way."""
@@ -152,8 +176,7 @@ class Region:
             task = _compat.graph_task()
             links.refilled(self, task)
             # Outside a backward pass nobody consumes the other slots, so they are not filled.
-            targets = self.missing() if task >= 0 else [wanted]
-            self._rerun(targets, self.early_stop)
+            self._rerun(self.missing() if task >= 0 else {wanted.index: wanted}, self.early_stop)
             value = wanted.value
             if value is None:
                 raise self._explained(different_number(self.name, len(self._slots), wanted.index, "fewer"))
@@ -165,41 +188,46 @@ class Region:
         """Run again to the end and return the tensors of the output; with `tape` the missing slots are refilled too."""
         with _RERUN:
             links.refilled(self, _compat.graph_task())
-            targets = self.missing() if tape else []
+            targets = self.missing() if tape else {}
             return links.tensors_of(self._rerun(targets, early_stop=False))
 
     def trace(self) -> RegionTrace:
         """Run again to the end and write down what happens, op by op; nothing is refilled."""
         with _RERUN:
             recorder = Recorder()
-            filler = _Filler(self, [], early_stop=False, recorder=recorder)
-            outputs = self._attempt(filler, recorder)
+            held = self._inputs.load(self, self._watch.changed)
+            outputs = self._attempt(_Filler(self, {}, False, recorder), held, recorder)
             return recorder.trace(links.tensors_of(outputs))
 
-    def _rerun(self, targets: list[Slot], early_stop: bool) -> Any:
+    def _rerun(self, targets: dict[int, Slot], early_stop: bool) -> Any:
+        suspects = self._watch.check(self._inputs.present(), self)
+        held = self._inputs.load(self, self._watch.changed)
+        if suspects:
+            if self.is_compiled:
+                raise self._watch.has_changed(self, self._watch.index_of(suspects[0]))
+            guard = Guard(self, self._watch, suspects)
+            return self._attempt(_Filler(self, targets, early_stop, guard), held, guard)
         recipe = self.policy.recipe
         if recipe is not None and early_stop and not self._diverged:
             try:
-                return self._attempt(_Filler(self, targets, early_stop), Replay(recipe, self))
+                return self._attempt(_Filler(self, targets, early_stop), held, Replay(recipe, self))
             except Diverged:
                 self._diverged = True
-        return self._attempt(_Filler(self, targets, early_stop), nullcontext())
+        return self._attempt(_Filler(self, targets, early_stop), held, None)
 
-    def _attempt(self, filler: _Filler, mode: AbstractContextManager[Any]) -> Any:
+    def _attempt(self, filler: _Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
         """One re-run under `mode`; None if it was stopped."""
-        args, keywords = self._arguments_again()
         self.reruns += 1
-        inner = self._contexts[1] if self._contexts else nullcontext()
+        running = runs.enter(Run(self, rerun=True))
         try:
-            with (
-                state.replay(self._ambient, self._draws),
-                self._watch.as_before(),
-                entered(Run(self, rerun=True)),
-                inner,
-                mode,
-                saved_tensors_hooks(filler.pack, filler.unpack),
-            ):
-                return self._call.function(*args, **keywords)
+            with state.Replay(self._ambient, self._draws), AsBefore(self._watch) as before:
+                args, keywords = self._call.rebuild(before.arguments(held))
+                if self._backward_inside:
+                    before.keep_gradients()
+                if self._contexts is None and mode is None:
+                    return self._hooked(filler, args, keywords)
+                with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext():
+                    return self._hooked(filler, args, keywords)
         except Stop as stop:
             if stop.filler is not filler:
                 filler.undo()
@@ -209,17 +237,29 @@ class Region:
             filler.undo()
             raise self._explained(error) from error
         except BaseException:
+            if filler.done:  # the stop, in the clothes that user code gave it
+                return None
             filler.undo()
             raise
+        finally:
+            running.pop()
 
-    def _arguments_again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        held = self._inputs.load(self.name)
-        self._watch.check(held, self.name)
-        tensors = [
-            self._watch.argument(index, tensor, needs_grad)
-            for index, (tensor, needs_grad) in enumerate(zip(held, self._needs_grad, strict=True))
-        ]
-        return self._call.rebuild(tensors)
+    @property
+    def repeatable(self) -> bool:
+        """Whether it can be run again more than once: what a selective context holds is given away in the first re-run."""
+        return self._contexts is None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the function, or a module behind it, is compiled: a dispatch mode around it would silently make it eager."""
+        return any(_compat.is_compiled(part) for part in (self._call.function, *self._call.modules))
+
+    def _hooked(self, filler: _Filler, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        _compat.push_hooks(filler.pack, _as_it_is)
+        try:
+            return self._call.function(*args, **keywords)
+        finally:
+            _compat.pop_hooks()
 
     def held_values(self) -> dict[int, Tensor]:
         """The slots that hold something now, by number; a write to one since is an error."""
@@ -245,7 +285,7 @@ class Region:
         waiting = False
         for reference in self._slots:
             slot = reference()
-            if slot is None or slot.version is not None or slot.value is None:
+            if slot is None or not slot.refilled or slot.value is None:
                 continue
             if slot.consumed or all_slots:
                 slot.value = None
@@ -259,53 +299,62 @@ class Region:
         for reference in self._slots:
             slot = reference()
             if slot is not None and slot.value is not None and self.policy.holds(slot.index):
-                slot.value, slot.version, dropped = None, None, dropped + 1
+                slot.value, dropped = None, dropped + 1
         return dropped
 
 
 class _Filler:
     """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
 
-    def __init__(self, region: Region, targets: list[Slot], early_stop: bool, recorder: Recorder | None = None) -> None:
+    __slots__ = ("_early_stop", "_filled", "_last", "_next", "_observer", "_region", "_targets", "done")
+
+    def __init__(
+        self, region: Region, targets: dict[int, Slot], early_stop: bool, observer: Guard | Recorder | None = None
+    ) -> None:
         self._region = region
-        self._recorder = recorder
-        self._targets = {slot.index: slot for slot in targets}
-        self._last = max(self._targets, default=-1)
+        self._observer = observer
+        self._targets = targets
+        self._last = next(reversed(targets), -1)
         self._early_stop = early_stop
         self._next = 0
         self._filled: list[Slot] = []
-        self._done = False
+        self.done = False
 
     def pack(self, tensor: Tensor) -> Any:
         index = self._next
-        self._next += 1
-        if self._done and self._early_stop:
+        self._next = index + 1
+        if self.done:
             raise Stop(self)  # user code swallowed the first one (Rule 2)
+        if self._observer is not None:
+            self._observer.saw_slot(tensor)
+        plain = tensor.detach() if tensor.requires_grad else tensor
         slot = self._targets.get(index)
-        if self._recorder is not None:
-            self._recorder.saw_slot(tensor)
         if slot is not None:
-            self._fill(slot, tensor)
-        elif index >= self._region.slot_count and not self._region._running and self._region.check is not Check.OFF:
-            raise different_number(self._region.name, self._region.slot_count, index + 1, "more")
-        if index >= self._last and self._early_stop:
-            self._done = True
+            wanted = slot.metadata
+            if wanted is not None and wanted != (tensor.shape, tensor.dtype, tensor.device):
+                self._compare(slot, wanted, tensor)
+            slot.value = plain
+            slot.version = plain._version if type(plain) is Tensor else version_of(plain)
+            slot.refilled, slot.consumed = True, False
+            self._filled.append(slot)
+        elif index >= self._region.slot_count:
+            self._one_too_many(index)
+        if self._early_stop and index >= self._last:
+            self.done = True
             raise Stop(self)
-        return tensor.detach() if tensor.requires_grad else tensor
+        return plain
 
-    def unpack(self, tensor: Tensor) -> Tensor:
-        # The function runs a backward pass of its own inside the re-run.
-        return tensor
-
-    def _fill(self, slot: Slot, tensor: Tensor) -> None:
+    def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
         metadata = (tensor.shape, tensor.dtype, tensor.device)
-        if slot.metadata is not None and slot.metadata != metadata:
-            raise different_metadata(self._region.name, slot.index, slot.metadata, metadata)
-        if slot.total is not None and checksum(tensor) != slot.total:
+        if wanted[:3] != metadata:
+            raise different_metadata(self._region.name, slot.index, wanted[:3], metadata)
+        if checksum(tensor) != wanted[3]:
             raise different_values(self._region.name, slot.index)
-        slot.value = tensor.detach() if tensor.requires_grad else tensor
-        slot.consumed = False
-        self._filled.append(slot)
+
+    def _one_too_many(self, index: int) -> None:
+        # While the first run has not ended (the function calls backward itself) nobody knows how many there will be.
+        if not self._region._running and self._region.check is not Check.OFF:
+            raise different_number(self._region.name, self._region.slot_count, index + 1, "more")
 
     def undo(self) -> None:
         for slot in self._filled:
@@ -314,14 +363,19 @@ class _Filler:
 
 def _unpack(slot: Slot) -> Tensor:
     value = slot.value
-    value = slot.region.refill(slot) if value is None else _checked(slot, value)
+    region = slot.region
+    if region._running:
+        region._backward_inside = True
+    if value is None:
+        value = region.refill(slot)
+    _checked(slot, value)
     slot.consumed = True
     return value
 
 
 def _checked(slot: Slot, value: Tensor) -> Tensor:
     """What a slot holds, if nobody has written to it since (Rule 3)."""
-    if slot.version is not None and version_of(value) != slot.version:
+    if slot.version != version_of(value):
         raise StateChanged(
             f"Region {slot.region.name}: a tensor that autograd saved (number {slot.index}, shape {tuple(value.shape)}) has been "
             "modified by an inplace operation after it was saved, so its gradients would be wrong. Change a copy of it (.clone()), "
@@ -330,17 +384,9 @@ def _checked(slot: Slot, value: Tensor) -> Tensor:
     return value
 
 
-def _run_within(
-    context: AbstractContextManager[Any],
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-) -> Any:
-    with context:
-        return function(*arguments, **keywords)
-    raise RegionError(
-        "context_fn suppressed an exception of the region's function; a region without a result cannot go on. Let the exception through."
-    )
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """Unpack in a re-run: the function runs a backward pass of its own."""
+    return tensor
 
 
 def run_region(
@@ -357,7 +403,19 @@ def run_region(
     if not torch.is_grad_enabled() or is_plain():
         return function(*arguments, **keywords)
     refuse_transforms(function)
-    region = Region(function, arguments, keywords, policy=policy, check=check, early_stop=early_stop, contexts=contexts)
+    call = capture_call(function, arguments, keywords)
+    if call.is_lazy:
+        return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
+    region = Region(
+        function,
+        arguments,
+        keywords,
+        policy=policy,
+        check=check,
+        early_stop=early_stop,
+        contexts=contexts,
+        captured=call,
+    )
     return region.run(function, arguments, keywords)
 
 
@@ -393,11 +451,11 @@ def keep(value: Any) -> Any:
 
     For what must not be decided twice: routing indices, a branch, an `.item()`. Outside a region it returns `value`.
     """
-    run = current_run()
-    return value if run is None else run.keep(value)
+    for run in current_runs():  # each level records it; in a re-run the outermost one answers
+        value = run.keep(value)
+    return value
 
 
 def recomputing() -> bool:
-    """Whether the caller runs inside a re-run; for effects on plain Python objects, which no re-run can undo."""
-    run = current_run()
-    return run is not None and run.rerun
+    """Whether the caller runs inside a re-run; for effects on plain Python objects that no re-run can undo."""
+    return any(run.rerun for run in current_runs())

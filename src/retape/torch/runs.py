@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from retape.core.errors import RecomputeMismatch, StateChanged
 from retape.torch.watch import hold, version_of
-from torch import Tensor
 
 if TYPE_CHECKING:
     from retape.torch.region import Region
@@ -36,9 +38,7 @@ class Run:
     def keep(self, value: Any) -> Any:
         recorded = self.region.kept
         if not self.rerun:
-            recorded.append(
-                (hold(value), version_of(value), value.requires_grad) if isinstance(value, Tensor) else value
-            )
+            recorded.append(pytree.tree_map_only(Tensor, _Kept, value))
             return value
         if self._cursor >= len(recorded):
             raise RecomputeMismatch(
@@ -46,17 +46,26 @@ class Run:
                 "Keep the value that decides how often it is called, too."
             )
         self._cursor += 1
-        return self._recorded(recorded[self._cursor - 1])
+        return pytree.tree_map_only(_Kept, lambda kept: kept.again(self.region), recorded[self._cursor - 1])
 
-    def _recorded(self, entry: Any) -> Any:
-        if not (isinstance(entry, tuple) and len(entry) == 3 and isinstance(entry[0], Tensor)):
-            return entry
-        tensor, version, needs_grad = entry
-        if version_of(tensor) != version:
+
+class _Kept:
+    """A tensor that was given to `keep`, without its history."""
+
+    __slots__ = ("_needs_grad", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = hold(tensor)
+        self._version = version_of(tensor)
+        self._needs_grad = tensor.requires_grad
+
+    def again(self, region: Region) -> Tensor:
+        if version_of(self._tensor) != self._version:
             raise StateChanged(
-                f"Region {self.region.name}: a tensor given to retape.keep was changed in place afterwards. Keep a copy (.clone())."
+                f"Region {region.name}: a tensor given to retape.keep has been modified by an inplace operation afterwards. "
+                "Keep a copy (.clone())."
             )
-        return tensor.detach().requires_grad_(needs_grad)
+        return self._tensor.detach().requires_grad_(self._needs_grad)
 
 
 class _Thread(threading.local):
@@ -68,18 +77,16 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def current_run() -> Run | None:
-    return _THREAD.runs[-1] if _THREAD.runs else None
+def current_runs() -> list[Run]:
+    """The runs that the caller is inside of, outermost first."""
+    return _THREAD.runs
 
 
-@contextmanager
-def entered(run: Run) -> Iterator[None]:
-    """Make `run` the current one of this thread."""
-    _THREAD.runs.append(run)
-    try:
-        yield
-    finally:
-        _THREAD.runs.pop()
+def enter(run: Run) -> list[Run]:
+    """Make `run` the current one of this thread; pop the list that is returned when it is over."""
+    runs = _THREAD.runs
+    runs.append(run)
+    return runs
 
 
 def is_plain() -> bool:

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch
 from retape.core.errors import RecomputeMismatch, StateChanged
 from retape.torch import _compat
 from retape.torch.state import GeneratorStream
 from retape.torch.trace import RegionTrace, TracedOp
 from retape.torch.watch import version_of
-from torch import Tensor
 
 if TYPE_CHECKING:
     from retape.torch.region import Region
@@ -136,11 +136,12 @@ class Replay(TorchDispatchMode):
         value = self._values.get(slot)
         if value is None:
             raise Diverged
-        _, shape, stride, offset, _, _ = result
+        _, shape, stride, offset, dtype, device = result
         alias = _compat.detach_below_autograd(value)
-        if alias.shape == shape and alias.stride() == stride and alias.storage_offset() == offset:
+        plain = alias.dtype == dtype and not alias.is_conj() and not alias.is_neg()
+        if plain and alias.shape == shape and alias.stride() == stride and alias.storage_offset() == offset:
             return alias
-        return alias.as_strided(shape, stride, offset)
+        return torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), offset, shape, stride)
 
 
 # --- through PyTorch's context_fn: a policy per op --------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Everything a re-run must see again beside its inputs: random streams, autocast, flags. One `capture`, one `replay`.
+"""Everything a re-run must see again beside its inputs: random streams, autocast, flags. One `capture`, one `Replay`.
 
 What a function reads through its arguments, closure and modules (tensors, training flags) is in `reads.py`.
-A stream is kept only if the first run drew from it: `drawn` compares where it stood before and after. The tokens are the
-streams' whole states, so comparing and restoring need no second copy.
+A stream is kept only if the first run moved it: `drawn` compares where it stood before and after. torch's own are kept in any
+case, in one copy that regions share until it moves. The tokens are the streams' whole states.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
 from retape.torch import _compat
 
 Token = Any
@@ -31,58 +31,106 @@ class Stream(Protocol):
 class GeneratorStream:
     """A torch.Generator, of the CPU or of a device."""
 
-    __slots__ = ("generator",)
+    __slots__ = ("_last", "generator")
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
+        self._last = b""
 
     def peek(self) -> Token:
-        return self.generator.get_state().numpy().tobytes()
+        token = self.generator.get_state().numpy().tobytes()
+        if token == self._last:  # regions that draw nothing share one copy
+            return self._last
+        self._last = token
+        return token
 
     def seek(self, token: Token) -> None:
         self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
 
 
-class PythonStream:
-    """Python's `random`."""
+class ObjectStream:
+    """A random.Random, or one of numpy's generator objects."""
 
-    __slots__ = ()
+    __slots__ = ("_get", "_put")
+
+    def __init__(self, generator: Any) -> None:
+        source = getattr(generator, "bit_generator", None)  # numpy's Generator
+        if source is not None:
+            self._get = lambda: _OtherState(source.state)
+            self._put = lambda token: setattr(source, "state", token.state)
+        elif hasattr(generator, "getstate"):
+            self._get, self._put = generator.getstate, generator.setstate
+        else:
+            self._get = lambda: _OtherState(generator.get_state(legacy=False))
+            self._put = lambda token: generator.set_state(token.state)
 
     def peek(self) -> Token:
-        words = _compat.python_random_bytes()
-        return random.getstate() if words is None else (words, random._inst.gauss_next)  # type: ignore[attr-defined]
+        return self._get()
 
     def seek(self, token: Token) -> None:
-        if isinstance(token[0], bytes):
-            index, *words = struct.unpack(f"={len(token[0]) // 4}I", token[0])
+        self._put(token)
+
+
+class PythonStream:
+    """Python's `random`. Its token is the raw state words and the spare normal number, or `getstate()` where those cannot be read."""
+
+    __slots__ = ("_instance", "_words")
+
+    def __init__(self) -> None:
+        self._words = _compat.python_random_words()
+        self._instance: Any = random._inst
+
+    def peek(self) -> Token:
+        return random.getstate() if self._words is None else (self._words.raw, self._instance.gauss_next)
+
+    def seek(self, token: Token) -> None:
+        if self._words is not None:
+            index, *words = struct.unpack("=625I", token[0])
             token = (3, (*words, index), token[1])
         random.setstate(token)
 
 
 class NumpyStream:
-    """numpy's global generator. Its full state is dear to copy, so one copy is shared until the generator moves.
+    """numpy's global generator: its state words, and the second number that its legacy normal generator keeps in hand."""
 
-    The legacy normal generator keeps a second number in hand, which it can give out without moving the state words:
-    while it has one, words that stand still prove nothing, and the full state is read again.
-    """
-
-    __slots__ = ("_shared",)
+    __slots__ = ("_generator", "_spare", "_words")
 
     def __init__(self) -> None:
-        self._shared: tuple[bytes, tuple[Any, ...]] | None = None
+        self._generator: Any = None
+        self._words: Any = None
+        self._spare: Any = None
 
     def peek(self) -> Token:
-        words = _compat.numpy_random_bytes()
-        shared = self._shared
-        if words is not None and shared is not None and shared[0] == words and not shared[1][3]:
-            return shared[1][2:], words, shared[1]
-        state = sys.modules["numpy.random"].get_state()
-        words = words if words is not None else state[1].tobytes()
-        self._shared = (words, state)
-        return state[2:], words, state
+        generator = _compat.numpy_generator()
+        if generator is not self._generator:
+            self._generator = generator
+            self._words, self._spare = _compat.numpy_random_words(generator), _compat.numpy_spare_words()
+        if self._words is None or self._spare is None:
+            return _OtherState(sys.modules["numpy.random"].get_state(legacy=False))
+        return self._words.raw, self._spare.raw
 
     def seek(self, token: Token) -> None:
-        sys.modules["numpy.random"].set_state(token[2])
+        numpy_random = sys.modules["numpy.random"]
+        if isinstance(token, _OtherState):
+            numpy_random.set_state(token.state)
+            return
+        words = sys.modules["numpy"].frombuffer(token[0], dtype="uint32")
+        has_spare, spare = struct.unpack("=ixxxxd", token[1])
+        numpy_random.set_state(("MT19937", words[:624], int(words[624]), has_spare, spare))
+
+
+class _OtherState:
+    """The state of a bit generator that is not numpy's usual one, comparable by what it prints."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OtherState) and repr(self.state) == repr(other.state)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 _CPU = GeneratorStream(torch.default_generator)
@@ -90,81 +138,112 @@ _PYTHON = PythonStream()
 _NUMPY = NumpyStream()
 
 
-def _same(before: Token, after: Token) -> bool:
-    # numpy's third entry is an array and has no plain truth value; the first two say it all.
-    return bool(before[:2] == after[:2]) if isinstance(before, tuple) else bool(before == after)
+class Draws(NamedTuple):
+    """Random streams, and where each stood."""
+
+    streams: tuple[Stream, ...]
+    tokens: list[Token]
+
+    def seek(self) -> None:
+        for stream, token in zip(self.streams, self.tokens, strict=True):
+            stream.seek(token)
 
 
-Draws = tuple[tuple[Stream, Token], ...]
+NONE_DRAWN = Draws((), [])
 
 
-def streams(generators: tuple[torch.Generator, ...]) -> Draws:
+def streams(generators: Sequence[Any]) -> Draws:
     """Where every random stream stands that the caller could draw from."""
-    found: list[Stream] = [_CPU, _PYTHON]
-    if "numpy.random" in sys.modules:
-        found.append(_NUMPY)
-    found += [GeneratorStream(torch.cuda.default_generators[i]) for i in _compat.cuda_devices_in_use()]
-    found += [GeneratorStream(generator) for generator in generators]
-    return tuple((stream, stream.peek()) for stream in found)
+    found: tuple[Stream, ...] = _WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY
+    devices = _compat.cuda_devices_in_use()
+    if devices or generators:
+        others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
+        found = (*found, *[GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others])
+    return Draws(found, [stream.peek() for stream in found])
+
+
+_WITH_NUMPY = (_CPU, _PYTHON, _NUMPY)
+_WITHOUT_NUMPY = (_CPU, _PYTHON)
 
 
 def drawn(before: Draws) -> Draws:
-    """Those of `before` that have moved since."""
-    return tuple((stream, token) for stream, token in before if not _same(token, stream.peek()))
+    """Those of `before` that have moved since, and torch's own: `torch.random.fork_rng` draws and puts them back."""
+    moved = [
+        i
+        for i, stream in enumerate(before.streams)
+        if type(stream) is GeneratorStream or stream.peek() != before.tokens[i]
+    ]
+    return Draws(tuple(before.streams[i] for i in moved), [before.tokens[i] for i in moved])
 
 
-@contextmanager
-def rewound(draws: Draws) -> Iterator[None]:
-    """Put streams back to where they stood, and afterwards where they stand now."""
-    now = [(stream, stream.peek()) for stream, _ in draws]
-    try:
-        for stream, token in draws:
-            stream.seek(token)
-        yield
-    finally:
-        for stream, token in now:
-            stream.seek(token)
-
-
-@dataclass(frozen=True, slots=True)
-class Ambient:
-    """What surrounds a call: PyTorch's settings, autocast for each device type, the default device, the current CUDA device."""
+class Ambient(NamedTuple):
+    """What surrounds a call: PyTorch's settings, autocast for each device type, torch-function modes, the current CUDA device."""
 
     settings: tuple[Any, ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    default_device: torch.device | None
+    function_modes: tuple[Any, ...]
     cuda_device: int | None
 
 
 def capture() -> Ambient:
     """What surrounds the caller now."""
-    types = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    return Ambient(
-        tuple([get() for _, get, _ in _compat.SETTINGS]),
-        tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]),
-        _compat.default_device(),
-        torch.cuda.current_device() if len(types) > 1 else None,
-    )
+    settings = tuple([get() for get in _GETTERS])
+    cpu = ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    if not torch.cuda.is_initialized():
+        return Ambient(settings, (cpu,), _compat.function_modes(), None)
+    cuda = ("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+    return Ambient(settings, (cpu, cuda), _compat.function_modes(), torch.cuda.current_device())
+
+
+_GETTERS = tuple(get for _, get, _ in _compat.SETTINGS)
+
+
+class Replay:
+    """Surrounds a re-run with what surrounded the first run; afterwards all is as it was."""
+
+    __slots__ = ("_ambient", "_around", "_draws", "_grad", "_stood")
+
+    def __init__(self, ambient: Ambient, draws: Draws) -> None:
+        self._ambient = ambient
+        self._draws = draws
+        self._stood = NONE_DRAWN
+        self._around: Any = None
+        self._grad = True
+
+    def __enter__(self) -> None:
+        now = capture()
+        self._grad = torch.is_grad_enabled()
+        if now != self._ambient or any(on for _, on, _ in now.autocast):
+            self._around = _as_then(self._ambient, now)
+            self._around.__enter__()
+        self._stood = Draws(self._draws.streams, [stream.peek() for stream in self._draws.streams])
+        if self._stood.tokens != self._draws.tokens:
+            self._draws.seek()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        if [stream.peek() for stream in self._stood.streams] != self._stood.tokens:
+            self._stood.seek()
+        if self._around is not None:
+            self._around.__exit__(*error)
 
 
 @contextmanager
-def replay(ambient: Ambient, draws: Draws) -> Iterator[None]:
-    """Surround a re-run with what surrounded the first run; afterwards all is as it was."""
-    now = capture()
+def _as_then(ambient: Ambient, now: Ambient) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(rewound(draws))
         stack.callback(_put_settings, ambient.settings, now.settings)
         _put_settings(now.settings, ambient.settings)
-        if ambient.cuda_device is not None:
+        if ambient.cuda_device != now.cuda_device and ambient.cuda_device is not None:
             stack.enter_context(torch.cuda.device(ambient.cuda_device))
-        if ambient.default_device != now.default_device:
-            stack.enter_context(ambient.default_device or torch.device("cpu"))
+        for mode in ambient.function_modes:  # `torch.set_default_device` is one of them
+            if mode not in now.function_modes:
+                stack.enter_context(mode)
         for kind, enabled, dtype in ambient.autocast:
             # Without the weight cache: a cast that lives in the cache belongs to another graph than the re-run's, and one
             # that the re-run left there would be found by code outside.
             if enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
-        stack.enter_context(torch.enable_grad())
         yield
 
 

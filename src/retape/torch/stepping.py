@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from retape.core.errors import InvalidInput
 from torch import Tensor, nn
+
+from retape.core.errors import InvalidInput
 
 StepFunction = Callable[[nn.Module, Any], Tensor]
 

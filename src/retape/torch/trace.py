@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch
-from retape.torch._compat import IGNORED_OPS
-from torch import Tensor
+from retape.torch._compat import IGNORED_OPS, untyped_storage
 
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
@@ -46,10 +47,16 @@ class RegionTrace:
     slots: tuple[int, ...]
     slot_bytes: tuple[int, ...]
     outputs: frozenset[int]
+    exposed: bool
 
     @property
     def opaque(self) -> bool:
-        """Whether something that dispatch cannot see has written: memory that was never visibly filled is read or saved."""
+        """Whether something that dispatch cannot see may have read or written.
+
+        Memory was handed to Python (`.numpy()`, `.data_ptr()`), or memory that was never visibly filled is read or saved.
+        """
+        if self.exposed:
+            return True
         blank: set[int] = set()
         for op in self.ops:
             blank.difference_update(op.writes)
@@ -58,6 +65,36 @@ class RegionTrace:
             if op.uninitialised:
                 blank.update(op.makes)
         return bool(blank.intersection(self.slots) or blank & self.outputs)
+
+
+class _Exposure(TorchFunctionMode):
+    """Notices calls that hand a tensor's memory or values to Python, which no op shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _EXPOSING or func is _CUDA_ARRAY:
+            self.seen = True
+        return func(*args, **(kwargs or {}))
+
+
+_EXPOSING = frozenset(
+    {
+        "tolist",
+        "numpy",
+        "__array__",
+        "data_ptr",
+        "const_data_ptr",
+        "mutable_data_ptr",
+        "__dlpack__",
+        "untyped_storage",
+        "storage",
+        "apply_",
+    }
+)
+_CUDA_ARRAY = Tensor.__cuda_array_interface__.__get__
 
 
 class Recorder(TorchDispatchMode):
@@ -69,13 +106,22 @@ class Recorder(TorchDispatchMode):
         self.ops: list[TracedOp] = []
         self.slots: list[int] = []
         self.slot_bytes: list[int] = []
+        self._exposure = _Exposure()
+
+    def __enter__(self) -> Any:
+        self._exposure.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._exposure.__exit__(*error)
 
     def number(self, tensor: Tensor) -> int:
-        return self._numbers.setdefault(StorageWeakRef(tensor.untyped_storage()), len(self._numbers))
+        return self._numbers.setdefault(StorageWeakRef(untyped_storage(tensor)), len(self._numbers))
 
     def saw_slot(self, tensor: Tensor) -> None:
         self.slots.append(self.number(tensor))
-        self.slot_bytes.append(tensor.untyped_storage().nbytes())
+        self.slot_bytes.append(untyped_storage(tensor).nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -119,5 +165,6 @@ class Recorder(TorchDispatchMode):
             ops=tuple(self.ops),
             slots=tuple(self.slots),
             slot_bytes=tuple(self.slot_bytes),
+            exposed=self._exposure.seen,
             outputs=frozenset(self.number(tensor) for tensor in outputs),
         )

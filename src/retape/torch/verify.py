@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from retape.torch import state
 from retape.torch.runs import plain
 from retape.torch.stepping import StepFunction, default_step, scalar_loss
-from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def _as_found(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Yield a function that puts gradients, buffers and streams back to the start; at the end they are as they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    draws = state.streams(())
+    draws = state.streams([])
 
     def rewind() -> None:
         for parameter, _ in gradients:
@@ -89,8 +90,7 @@ def _as_found(model: nn.Module) -> Iterator[Callable[[], None]]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        for stream, token in draws:
-            stream.seek(token)
+        draws.seek()
 
     try:
         yield rewind
@@ -106,8 +106,9 @@ def _results(model: nn.Module) -> dict[str, Any]:
         found[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.detach().clone()
     for name, buffer in model.named_buffers():
         found[f"buffer {name}"] = buffer.detach().clone()
-    for number, (stream, token) in enumerate(state.streams(())):
-        found[f"random stream {number} ({type(stream).__name__})"] = token[:2] if isinstance(token, tuple) else token
+    draws = state.streams([])
+    for number, (stream, token) in enumerate(zip(draws.streams, draws.tokens, strict=True)):
+        found[f"random stream {number} ({type(stream).__name__})"] = token
     return found
 
 

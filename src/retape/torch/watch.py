@@ -1,25 +1,35 @@
 """Watches what a call reads: has it changed since, and does the call itself change it?
 
-Versions show almost every change. BatchNorm's kernels write their statistics without one, so on the first call of a kind
-(the same modules with the same training flags, or the same code) everything that could change is copied and compared by
-value; from then on only what the kind is known to change is copied beforehand. Those copies are what a re-run sees.
+Versions show almost every change. BatchNorm's kernels write their statistics without one, so on the first call of a kind (the
+same modules with the same switches, or the same code) whatever could change is copied and compared by value; from then on what
+the kind is known to change is copied beforehand, and what is small in any case. Those copies are what a re-run sees.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from retape.core.errors import StateChanged
 from retape.torch import _compat
 from retape.torch.checksum import checksum
-from retape.torch.reads import Call, Entry
-from torch import Tensor, nn
+from retape.torch.copies import Copies, copyable
+from retape.torch.reads import Call
 
-_PLAIN = (Tensor, nn.Parameter)
+if TYPE_CHECKING:
+    from retape.torch.region import Region
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_NO_TWINS: dict[int, Tensor] = {}
+_NOTHING: frozenset[int] = frozenset()
+_ELSEWHERE = torch.empty(0)
+_SMALL_BYTES = 64 * 1024
+_ANY_SIZE = 1 << 62
 _KINDS: weakref.WeakKeyDictionary[Any, dict[Any, frozenset[int]]] = weakref.WeakKeyDictionary()
 
 
@@ -38,211 +48,276 @@ def version_of(tensor: Tensor) -> Any:
     return (tensor._version, *[version_of(getattr(tensor, name)) for name in inner()[0]])
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    # The type first: isinstance of a Parameter is ten times dearer.
-    return type(tensor) is nn.Parameter or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter))
-
-
 def hold(tensor: Tensor) -> Tensor:
     """The tensor without its history: holding that could close a cycle through the graph. A leaf has none."""
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
+def fresh(tensor: Tensor, needs_grad: bool) -> Tensor:
+    """A leaf with the same values, for a graph of its own."""
+    return tensor.detach().requires_grad_(needs_grad)
+
+
 class Watch:
     """The versions of what a call reads, and copies of what it changes. Made before the call, `settle`d after it."""
 
-    __slots__ = ("_after", "_before", "_call", "_copies", "_fsdp", "_kind", "_known", "_needs_grad", "changed", "flags")
+    __slots__ = (
+        "_after",
+        "_before",
+        "_call",
+        "_copies",
+        "_fsdp",
+        "_kind",
+        "_known",
+        "_needs_grad",
+        "_plain",
+        "arguments_need_grad",
+        "changed",
+    )
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self.flags = [module.training for module in call.modules]
-        self._fsdp = _sharded_twins(call.entries)
-        self._needs_grad = [entry.tensor.requires_grad for entry in call.entries]
-        self._kind = _kind_of(call, self.flags)
-        self._known = _KINDS.setdefault(self._kind[0], {}).get(self._kind[1])
-        watched = self._watched(call.tensors)
-        self._before = [self._version(i, t) for i, t in enumerate(watched)]
-        self._copies = self._copy(watched)
-        self._after = self._before
-        self.changed: frozenset[int] = frozenset()
-        call.entries = [Entry(e.holder, e.key, hold(e.tensor)) for e in call.entries]
-        call.extras = [hold(t) for t in call.extras]
+        self._fsdp = _sharded_twins(call.state) if _compat.fsdp_in_use() else None
+        self._kind = _kind_of(call)
+        kinds = _KINDS.get(self._kind[0])
+        self._known = kinds.get(self._kind[1]) if kinds is not None else None
+        watched = call.tensors + call.extras + call.state
+        self._plain = _PLAIN.issuperset(map(type, watched)) and not self._fsdp
+        self._before = self._versions(watched)
+        self._after: list[Any] | None = None
+        worth = self._worth_copying(watched)
+        self._copies: Copies | None = Copies(watched, worth) if worth else None
+        self.arguments_need_grad = [tensor.requires_grad for tensor in call.tensors]
+        self._needs_grad = [tensor.requires_grad if tensor.grad_fn is None else None for tensor in call.state]
+        self.changed: frozenset[int] = _NOTHING
+        call.state = [hold(tensor) for tensor in call.state]
+        call.extras = [hold(tensor) for tensor in call.extras] if call.extras else []
 
-    def _watched(self, arguments: list[Tensor]) -> list[Tensor]:
-        return [*arguments, *self._call.extras, *[entry.tensor for entry in self._call.entries]]
+    def _versions(self, tensors: list[Tensor]) -> list[Any]:
+        if self._plain:
+            try:
+                return [tensor._version for tensor in tensors]
+            except RuntimeError:  # an inference tensor has no version
+                self._plain = False
+        twins = self._fsdp or _NO_TWINS
+        return [version_of(twins.get(id(tensor), tensor)) for tensor in tensors]
 
-    def _version(self, index: int, tensor: Tensor) -> Any:
-        twin = self._fsdp.get(id(tensor)) if self._fsdp else None
-        return version_of(tensor) if twin is None else version_of(twin)
-
-    def _copy(self, watched: list[Tensor]) -> dict[int, Tensor]:
-        if self._known is not None:
-            return {index: watched[index].detach().clone() for index in self._known}
-        first = len(watched) - len(self._call.entries)
-        parameters = {first + i for i, entry in enumerate(self._call.entries) if _is_parameter(entry.tensor)}
-        return {
-            index: tensor.detach().clone()
+    def _worth_copying(self, watched: list[Tensor]) -> list[int]:
+        """What may have to be put back: what this kind is known to change, what is small, and in its first call all but parameters."""
+        known = self._known
+        most = _ANY_SIZE if known is None else _SMALL_BYTES
+        return [
+            index
             for index, tensor in enumerate(watched)
-            if index not in parameters and type(tensor) in _PLAIN and not (tensor.is_leaf and tensor.requires_grad)
-        }
+            if (known is not None and index in known)
+            or (
+                type(tensor) is Tensor
+                and not (tensor.requires_grad and tensor.is_leaf)
+                and copyable(tensor)
+                and tensor.nbytes <= most
+            )
+            or (known is None and id(tensor) in self._call.renormalised)
+        ]
 
-    def settle(self, arguments: list[Tensor], region: str) -> None:
+    def settle(self, arguments: list[Tensor], region: Region) -> None:
         """After the call: learn what it changed, and let go of the copies of what it did not."""
-        watched = self._watched(arguments)
-        self._after = [self._version(i, t) for i, t in enumerate(watched)]
-        changed = {i for i, (then, now) in enumerate(zip(self._before, self._after, strict=True)) if then != now}
+        watched = arguments + self._call.extras + self._call.state
+        after = self._versions(watched)
+        self._after = after
+        copies, self._copies = self._copies, None
+        if self._known is _NOTHING and after == self._before:
+            return
+        changed = {i for i, (then, now) in enumerate(zip(self._before, after, strict=True)) if then != now}
         if self._known is None:
-            changed |= {i for i, copy in self._copies.items() if i not in changed and not _equal_bits(copy, watched[i])}
+            changed.update(copies.different(watched) if copies else ())
         else:
             changed |= self._known
-        missing = changed - self._copies.keys()
-        if missing or self._known is None:
-            _KINDS[self._kind[0]][self._kind[1]] = frozenset(changed - self._parameters(missing, watched))
-        if missing:
+        if not changed <= (self._known or _NOTHING) or self._known is None:
+            _KINDS.setdefault(self._kind[0], {})[self._kind[1]] = frozenset(changed) or _NOTHING
+        if not changed:
+            return
+        lost = changed - copies.indices if copies else changed
+        if lost:
             raise StateChanged(
-                f"Region {region} changed {self.describe(min(missing))} in place, which it had not done when it was first seen, "
+                f"Region {region.name} changed {self.describe(min(lost))} in place, which it had not done when it was first seen, "
                 "so its value before the region is lost. Run the step again: from now on it is copied beforehand."
             )
-        self._copies = {i: self._copies[i] for i in changed}
-        self.changed = frozenset(changed)
+        assert copies is not None
+        self._copies = copies.only(changed)
+        self.changed = self._copies.indices
 
-    def _parameters(self, indices: set[int], watched: list[Tensor]) -> set[int]:
-        # A parameter is too large to copy in every call; a region that writes to its own parameters stays an error.
-        return {i for i in indices if _is_parameter(watched[i])}
+    def check(self, arguments: list[Tensor | None], region: Region) -> list[Tensor]:
+        """What was written to since the call, other than what the call itself changes; a re-run must not read it.
 
-    def check(self, arguments: list[Tensor], region: str) -> None:
-        """Raise StateChanged if something that a re-run would read was written to since the call."""
-        for index, tensor in enumerate([*arguments, *self._watched([])]):
-            if index in self.changed:
-                continue
-            if self._version(index, tensor) != self._after[index]:
-                raise StateChanged(
-                    f"Region {region} must be run again for backward, but {self.describe(index)} has been modified by an inplace "
-                    "operation after its forward, so that its gradients would be wrong. Change it after backward (optimizer.step() "
-                    "too), or give the region a copy (.clone())."
-                )
+        Arguments that are not held here (None) are somebody else's to check.
+        """
+        if self._after is None:  # the call has not ended: it asks for its own gradients
+            return []
+        held = [tensor if tensor is not None else _ELSEWHERE for tensor in arguments]
+        watched = held + self._call.extras + self._call.state
+        now = self._versions(watched)
+        if now == self._after:
+            return []
+        pairs = enumerate(zip(self._after, now, strict=True))
+        suspects = [
+            i
+            for i, (then, version) in pairs
+            if then != version and i not in self.changed and watched[i] is not _ELSEWHERE
+        ]
+        for index in suspects:
+            if index < len(arguments):
+                raise self.has_changed(region, index)
+        return [watched[index] for index in suspects]
 
-    def argument(self, index: int, held: Tensor, needs_grad: bool) -> Tensor:
-        """Argument `index` as it was before the call, fit to be handed to a re-run."""
-        copy = self._copies.get(index)
-        if copy is None:
-            return (
-                held if held.is_leaf and held.requires_grad == needs_grad else held.detach().requires_grad_(needs_grad)
-            )
-        # Not a leaf, because autograd refuses to change a leaf in place.
-        return copy.requires_grad_(needs_grad).clone() if needs_grad else copy.clone()
+    def has_changed(self, region: Region, index: int) -> StateChanged:
+        return StateChanged(
+            f"Region {region.name} must be run again for backward, but {self.describe(index)} has been modified by an inplace operation "
+            "after its forward, so that its gradients would be wrong. Change it after backward (optimizer.step() too), or give the "
+            "region a copy (.clone())."
+        )
+
+    def index_of(self, tensor: Tensor) -> int:
+        """The number of a tensor of closures or modules."""
+        watched = self._call.extras + self._call.state
+        first = len(self._before) - len(watched)
+        return first + next(index for index, other in enumerate(watched) if other is tensor)
 
     @property
     def copied_bytes(self) -> int:
-        return sum(copy.nbytes for copy in self._copies.values())
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Let the modules hold what they held before the call; afterwards what they hold now, whatever a re-run put there."""
-        restore = [(holder, dict(holder)) for holder in _holders(self._call.modules)]
-        flags = [(module, module.training) for module in self._call.modules]
-        try:
-            self._swap_in()
-            for module, flag in zip(self._call.modules, self.flags, strict=True):
-                if module.training is not flag:
-                    module.training = flag
-            yield
-        finally:
-            for module, now in flags:
-                if module.training is not now:
-                    module.training = now
-            for holder, kept in restore:
-                _restore(holder, kept)
-
-    def _swap_in(self) -> None:
-        first = len(self._before) - len(self._call.entries)
-        for number, entry in enumerate(self._call.entries):
-            copy = self._copies.get(first + number)
-            if copy is not None:
-                entry.holder[entry.key] = copy.clone()
-            elif not _is_parameter(entry.tensor) and not _same_tensor(entry.holder.get(entry.key), entry.tensor):
-                entry.holder[entry.key] = entry.tensor.detach().requires_grad_(self._needs_grad[number])
+        return self._copies.nbytes if self._copies else 0
 
     def describe(self, index: int) -> str:
         """What tensor number `index` is, in the user's words."""
-        arguments = len(self._before) - len(self._call.entries) - len(self._call.extras)
+        arguments = len(self._before) - len(self._call.state) - len(self._call.extras)
         if index < arguments:
             return f"tensor {index} of its arguments"
         if index < arguments + len(self._call.extras):
             return f"tensor {index - arguments} of its closure"
-        return _entry_name(self._call, self._call.entries[index - arguments - len(self._call.extras)])
+        return _place_name(self._call, *self._call.places[index - arguments - len(self._call.extras)])
 
 
-def _kind_of(call: Call, flags: list[bool]) -> tuple[Any, Any]:
-    code = getattr(call.function, "__code__", None) or getattr(
-        getattr(call.function, "__func__", None), "__code__", None
-    )
-    shape = (len(call.tensors), len(call.extras), len(call.entries), tuple(flags))
+class AsBefore:
+    """While it is entered, everything a region reads is as it was before the region first ran; afterwards as it is now."""
+
+    __slots__ = ("_copies", "_grads", "_hook_counts", "_needs_grad", "_overwritten", "_watch")
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._copies: dict[int, Tensor] = {}
+        self._overwritten: list[tuple[Tensor, Tensor]] = []
+        self._needs_grad: list[Tensor] = []
+        self._grads: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+        self._hook_counts: list[int] = []
+
+    def __enter__(self) -> AsBefore:
+        call, watch = self._watch._call, self._watch
+        for holder in call.holders:
+            holder.enter()
+        for tensor, needed in zip(call.state, watch._needs_grad, strict=True):
+            if needed is not None and tensor.requires_grad is not needed:
+                tensor.requires_grad_(needed)
+                self._needs_grad.append(tensor)
+        if watch._copies is not None:
+            self._put_copies(call, watch._copies)
+        self._hook_counts = [len(tensor._backward_hooks or ()) for tensor in call.state]
+        return self
+
+    def _put_copies(self, call: Call, copies: Copies) -> None:
+        first = len(self._watch._before) - len(call.state)
+        extras = first - len(call.extras)
+        needs_grad = dict(enumerate(self._watch.arguments_need_grad))
+        needs_grad.update({first + i: bool(needed) for i, needed in enumerate(self._watch._needs_grad)})
+        self._copies = copies.rebuild(needs_grad)
+        for index, copy in self._copies.items():
+            if index >= first:
+                container, key = call.places[index - first]
+                container[key] = copy
+            elif index >= extras:
+                # Nobody knows who holds a closure's tensor, so its own memory is lent to the re-run.
+                tensor = call.extras[index - extras]
+                self._overwritten.append((tensor, tensor.detach().clone()))
+                _compat.write_unseen(tensor, copy)
+
+    def arguments(self, held: list[Tensor]) -> list[Tensor]:
+        """The tensor arguments as they were before the call, fit to be handed to a re-run."""
+        copies = self._copies
+        pairs = enumerate(zip(held, self._watch.arguments_need_grad, strict=True))
+        return [
+            copies[i]
+            if i in copies
+            else (tensor if not needed or type(tensor) is nn.Parameter else fresh(tensor, True))
+            for i, (tensor, needed) in pairs
+        ]
+
+    def keep_gradients(self) -> None:
+        """Also put `.grad` back afterwards: the region runs a backward pass of its own."""
+        leaves = [tensor for tensor in self._watch._call.state if tensor.requires_grad and tensor.is_leaf]
+        self._grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
+
+    def __exit__(self, *error: Any) -> None:
+        for tensor, value in reversed(self._overwritten):
+            _compat.write_unseen(tensor, value)
+        for tensor in self._needs_grad:
+            tensor.requires_grad_(not tensor.requires_grad)
+        for leaf, gradient, before in self._grads:
+            leaf.grad = gradient
+            if gradient is not None and before is not None:
+                _compat.write_unseen(gradient, before)
+        for tensor, count in zip(self._watch._call.state, self._hook_counts, strict=False):
+            hooks = tensor._backward_hooks
+            while hooks and len(hooks) > count:  # registered once more by the re-run
+                hooks.popitem()
+        for holder in self._watch._call.holders:
+            holder.leave()
+
+
+class Guard(TorchDispatchMode):
+    """Lets a re-run go on as long as it reads none of the tensors that were changed since the forward."""
+
+    def __init__(self, region: Region, watch: Watch, suspects: list[Tensor]) -> None:
+        super().__init__()
+        self._region = region
+        self._watch = watch
+        self._suspects = {tensor.untyped_storage()._cdata: tensor for tensor in suspects}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.saw_slot(leaf)
+        return func(*args, **(kwargs or {}))
+
+    def saw_slot(self, tensor: Tensor) -> None:
+        suspect = self._suspects.get(tensor.untyped_storage()._cdata)
+        if suspect is not None:
+            raise self._watch.has_changed(self._region, self._watch.index_of(suspect))
+
+
+def _kind_of(call: Call) -> tuple[Any, Any]:
+    """What tells first calls apart: the modules and their switches, or the code. Counters change in every call, and do not count."""
+    code = getattr(call.function, "__code__", None)
+    flags = tuple([switch for holder in call.holders for switch in holder.switches()])
+    shape = (len(call.tensors), len(call.extras), len(call.state), flags, *call.codes)
     if call.roots:
-        return call.roots[0], (code, tuple(id(root) for root in call.roots[1:]), shape)
-    return code if code is not None else type(call.function), shape
+        return call.roots[0], (code, tuple([id(root) for root in call.roots[1:]]), shape)
+    return code if code is not None else call.function, shape
 
 
-def _sharded_twins(entries: list[Entry]) -> dict[int, Tensor]:
+def _sharded_twins(tensors: list[Tensor]) -> dict[int, Tensor]:
     """FSDP2 keeps an unsharded parameter's identity and version while its value changes: the sharded one's version counts."""
-    twins = {}
-    for parameter in _compat.fsdp_parameters():
-        unsharded = getattr(parameter, "_unsharded_param", None)
-        if unsharded is not None:
-            twins[id(unsharded)] = parameter.sharded_param
-    return {id(e.tensor): twins[id(e.tensor)] for e in entries if id(e.tensor) in twins} if twins else {}
+    wanted = {id(tensor) for tensor in tensors}
+    pairs = [(getattr(p, "_unsharded_param", None), p.sharded_param) for p in _compat.fsdp_parameters()]
+    return {id(unsharded): sharded for unsharded, sharded in pairs if id(unsharded) in wanted}
 
 
-def _equal_bits(copy: Tensor, tensor: Tensor) -> bool:
-    if copy.shape != tensor.shape or copy.device.type == "meta":
-        return copy.shape == tensor.shape
-    if torch.equal(copy, tensor):
-        return True
-    return bool(((copy == tensor) | (copy.isnan() & tensor.isnan())).all())
-
-
-def _same_tensor(held: Any, tensor: Tensor) -> bool:
-    """Whether a module still holds the tensor that was read: itself, or the one that a detached alias stands for."""
-    if held is tensor:
-        return True
-    return (
-        isinstance(held, Tensor)
-        and type(held) in _PLAIN
-        and held.data_ptr() == tensor.data_ptr()
-        and held.shape == tensor.shape
-    )
-
-
-def _holders(modules: list[nn.Module]) -> Iterator[dict[str, Any]]:
-    for module in modules:
-        yield module.__dict__["_buffers"]
-        yield module.__dict__
-
-
-def _restore(holder: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Undo what happened to the tensors of a dict; other values are plain Python, and stay."""
-    for key in [*kept, *[key for key in holder if key not in kept]]:
-        old, new = kept.get(key, _ABSENT), holder.get(key, _ABSENT)
-        if old is new or not (isinstance(old, Tensor) or isinstance(new, Tensor)):
-            continue
-        if old is _ABSENT:
-            del holder[key]
-        else:
-            holder[key] = old
-
-
-_ABSENT = object()
-
-
-def _entry_name(call: Call, entry: Entry) -> str:
+def _place_name(call: Call, place: Any, key: Any) -> str:
     for root in call.roots:
         for path, module in root.named_modules():
             fields = module.__dict__
             for kind, holder in (
-                ("parameter", fields["_parameters"]),
-                ("buffer", fields["_buffers"]),
+                ("parameter", fields.get("_parameters")),
+                ("buffer", fields.get("_buffers")),
                 ("attribute", fields),
             ):
-                if holder is entry.holder:
-                    return f"{kind} '{path}.{entry.key}'" if path else f"{kind} '{entry.key}'"
-    return f"tensor '{entry.key}'"
+                if holder is place:
+                    return f"{kind} '{path}.{key}'" if path else f"{kind} '{key}'"
+    return f"tensor {key!r} of a {type(place).__name__}"

@@ -1,0 +1,160 @@
+"""Containers that a region can reach (a module's fields, a list in a closure), and what they held when it first ran.
+
+A re-run sees the contents of then; afterwards they are the contents of now, whatever the re-run put there. Tensors and plain
+values count; other objects are left as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Values that are what they are: nothing can be reached through them, and binding another one is the only way to change them.
+ATOMS = frozenset(
+    {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
+)
+OWN_FIELDS = frozenset(nn.Module().__dict__)
+_ABSENT = object()
+
+
+def tracked(tensor: Tensor) -> Tensor:
+    """A tensor as it stands in a re-run: itself, or without its history, which could close a cycle through the graph."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class DictHolder:
+    """A dict, and what some of its keys held.
+
+    A whole number is most often a counter. The re-run counts from where the first run did, so that what depends on it is
+    the same, and afterwards the count has gone on: effects on plain Python values stay, as they do with PyTorch's checkpoint.
+    """
+
+    __slots__ = ("_count", "_kept", "container", "then")
+
+    def __init__(self, container: dict[Any, Any]) -> None:
+        self.container = container
+        self.then: dict[Any, Any] = {}
+        self._count = len(container)
+        self._kept: dict[Any, Any] | None = None
+
+    def switches(self) -> list[bool]:
+        return [value for value in self.then.values() if value is True or value is False]
+
+    def enter(self) -> None:
+        container = self.container
+        self._kept = dict(container)
+        if len(container) > self._count:  # a dict keeps its order: what came since stands at the end
+            for key in list(container)[self._count :]:
+                if key not in self.then and isinstance(container[key], Tensor):
+                    del container[key]
+        for key, value in self.then.items():
+            now = container.get(key, _ABSENT)
+            if now is not value and not _same(now, value):
+                container[key] = value
+
+    def leave(self) -> None:
+        kept, self._kept = self._kept, None
+        container = self.container
+        if kept is None or (len(kept) == len(container) and all(map(operator.is_, container.values(), kept.values()))):
+            return
+        for key in [*kept, *[key for key in container if key not in kept]]:
+            old, new = kept.get(key, _ABSENT), container.get(key, _ABSENT)
+            if old is new:
+                continue
+            if key in self.then or isinstance(old, Tensor) or isinstance(new, Tensor):
+                self._put(key, old, new)
+
+    def _put(self, key: Any, old: Any, new: Any) -> None:
+        then = self.then.get(key)
+        if type(old) is int and type(new) is int and type(then) is int:
+            self.container[key] = old + new - then
+        elif old is _ABSENT:
+            del self.container[key]
+        else:
+            self.container[key] = old
+
+
+class ListHolder:
+    """A list or deque, and what it held."""
+
+    __slots__ = ("_kept", "container", "then")
+
+    def __init__(self, container: list[Any] | deque[Any]) -> None:
+        self.container = container
+        self.then = [tracked(item) if isinstance(item, Tensor) else item for item in container]
+        self._kept: list[Any] | None = None
+
+    def switches(self) -> tuple[bool, ...]:
+        return ()
+
+    def enter(self) -> None:
+        self._kept = list(self.container)
+        self._put(self.then, _same)
+
+    def leave(self) -> None:
+        if self._kept is not None:
+            self._put(self._kept, operator.is_)
+            self._kept = None
+
+    def _put(self, items: list[Any], same: Callable[[Any, Any], bool]) -> None:
+        if len(self.container) == len(items) and all(map(same, self.container, items)):
+            return
+        if any(
+            isinstance(item, Tensor) for item in (*self.container, *items)
+        ):  # a list of plain values is the user's own
+            self.container.clear()
+            self.container.extend(items)
+
+
+class HookHolder:
+    """The forward hooks of a module, which are part of what it computes."""
+
+    __slots__ = ("_kept", "_then", "container")
+
+    def __init__(self, container: dict[int, Any]) -> None:
+        self.container = container
+        self._then = dict(container) if container else _NO_HOOKS
+        self._kept: dict[int, Any] | None = None
+
+    def switches(self) -> tuple[bool, ...]:
+        return ()
+
+    def enter(self) -> None:
+        if self.container or self._then:
+            self._kept = dict(self.container)
+            self._put(self._then)
+
+    def leave(self) -> None:
+        if self._kept is not None:
+            self._put(self._kept)
+            self._kept = None
+
+    def _put(self, hooks: dict[int, Any]) -> None:
+        if self.container.keys() != hooks.keys():
+            self.container.clear()
+            self.container.update(hooks)
+
+
+_NO_HOOKS: dict[int, Any] = {}
+Holder = DictHolder | ListHolder | HookHolder
+
+
+def _same(now: Any, then: Any) -> bool:
+    """Whether a container still holds what it held: the object itself, or the tensor that a detached alias stands for."""
+    if now is then:
+        return True
+    if isinstance(now, Tensor) and isinstance(then, Tensor):
+        strided = now.layout is torch.strided and then.layout is torch.strided
+        return (
+            strided
+            and type(now) is type(then)
+            and now.data_ptr() == then.data_ptr()
+            and now.shape == then.shape
+            and now.numel() > 0
+        )
+    return type(now) is type(then) and type(now) in ATOMS and bool(now == then)
