@@ -21,11 +21,12 @@ from retape.core.solvers.coarse import CoarseChain, coarsen
 from retape.core.solvers.costs import ChainCosts
 from retape.core.solvers.floor import ChainFloor
 from retape.core.solvers.intervals import Intervals
-from retape.core.solvers.options import option_plans
+from retape.core.solvers.options import MOST_LABELS, option_plans
 
 MOST_ROWS = 12_000
 MOST_CUTS = 500_000  # of one table: about 140 stages that all differ
 LEAST_LEVELS = 500
+LABELS = 2_000_000  # of all stages together
 BISECTIONS = 12
 EQUAL = 1e-9  # seconds this near are the same: sums in another order
 
@@ -119,7 +120,7 @@ class ChainPlanner:
         yield from self._options()
 
     def _options(self) -> Iterator[Candidate]:
-        plans = option_plans(self._costs)
+        plans = option_plans(self._costs, most_labels=min(MOST_LABELS, max(64, LABELS // self._costs.length)))
         for label, (peak, seconds) in enumerate(zip(plans.peak_bytes.tolist(), plans.seconds.tolist(), strict=True)):
             yield Candidate(peak_bytes=peak, seconds=seconds, moves=partial(plans.moves, label))
 
