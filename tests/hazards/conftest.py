@@ -1,0 +1,9 @@
+"""Every test starts from the same random streams."""
+
+import pytest
+from compare import seed
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    seed()

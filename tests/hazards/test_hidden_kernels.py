@@ -1,0 +1,82 @@
+"""Hazard 18: kernels that dispatch cannot see (numpy here, Triton elsewhere) and re-runs that answer or skip ops."""
+
+import itertools
+
+import pytest
+import torch
+from compare import every_way, leaf, same_as_plain
+
+from retape.torch.policy import Policy
+from retape.torch.region import Region
+from retape.torch.select import plan_recipe
+
+
+def into_empty(a):
+    b = torch.empty_like(a)
+    b.numpy()[:] = a.detach().numpy() * 2
+    return ((a * b).sin() * b).exp()
+
+
+def into_zeros(a):
+    b = torch.zeros_like(a)
+    b.numpy()[:] += a.detach().numpy()
+    return ((a * b).sin() * b).exp()
+
+
+def into_a_clone(a):
+    b = a.detach().clone()
+    b.numpy()[:] *= 2
+    return ((a * b).sin() * b).exp()
+
+
+def into_a_result(a):
+    h = a.sin().detach()
+    h.numpy()[:] += 1
+    return (a * h.cos() * h).exp()
+
+
+def into_a_view_of_empty(a):
+    b = torch.empty(2, *a.shape)
+    b[1].numpy()[:] = a.detach().numpy()
+    b[0].copy_(a.detach())
+    return (b.sum(0) * a).sin()
+
+
+HIDDEN = [into_empty, into_zeros, into_a_clone, into_a_result, into_a_view_of_empty]
+hidden = pytest.mark.parametrize("function", HIDDEN, ids=lambda function: function.__name__)
+
+
+@hidden
+@every_way
+def test_a_hidden_write_in_a_region(function, way):
+    def case(call):
+        x = leaf()
+        call(function, x).sum().backward()
+        return x.grad
+
+    same_as_plain(case, way)
+
+
+def planned(function, x, trace, held):
+    policy = Policy(held=frozenset(held), recipe=plan_recipe(trace, frozenset(held)))
+    return Region(function, (x,), {}, policy=policy).run(function, (x,), {})
+
+
+@hidden
+def test_a_hidden_write_whatever_a_plan_holds(function):
+    x = leaf()
+    function(x).sum().backward()
+    wanted = x.grad
+    region = Region(function, (x,), {})
+    kept_alive = region.run(function, (x,), {})
+    trace = region.trace()
+    for held in every_subset(range(len(trace.slots))):
+        x.grad = None
+        planned(function, x, trace, held).sum().backward()
+        assert torch.equal(x.grad, wanted), f"holding {held}"
+    del kept_alive
+
+
+def every_subset(numbers):
+    numbers = list(numbers)
+    return itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in range(len(numbers) + 1))
