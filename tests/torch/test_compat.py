@@ -1,0 +1,287 @@
+"""A canary for each private interface in `_compat`: when a release moves one, the test that fails has its name."""
+
+import ast
+import inspect
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+
+from retape.torch import _compat
+
+
+def identity(value):
+    return value
+
+
+def names_of(module):
+    """The public names that a module defines at its top, as opposed to what it imports."""
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_every_name_has_a_canary():
+    names = {name for name in names_of(_compat) if not name.startswith("_")} - {"PolicyFunction"}
+    missing = sorted(name for name in names if f"test_{name.lower()}" not in globals())
+    assert not missing, f"no canary for {missing}"
+
+
+def test_torch_checkpoint():
+    x = torch.randn(3, requires_grad=True)
+    _compat.TORCH_CHECKPOINT(torch.sin, x, use_reentrant=False).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    assert _compat.TORCH_CHECKPOINT.__module__ == "torch.utils.checkpoint"
+
+
+def test_saved_tensor_hooks_active():
+    assert not _compat.saved_tensor_hooks_active()
+    with saved_tensors_hooks(identity, identity):
+        assert _compat.saved_tensor_hooks_active()
+    assert not _compat.saved_tensor_hooks_active()
+
+
+def test_push_hooks():
+    seen, x = [], torch.randn(3, requires_grad=True)
+    _compat.push_hooks(lambda t: seen.append(t.shape) or t, identity)
+    try:
+        y = x.sin()
+    finally:
+        _compat.pop_hooks()
+    x.sin()
+    y.sum().backward()
+    assert seen == [(3,)]
+
+
+def test_pop_hooks():
+    _compat.push_hooks(identity, identity)
+    _compat.pop_hooks()
+    assert not _compat.saved_tensor_hooks_active()
+
+
+def in_backward(action):
+    """Run something inside a backward pass; returns what it returned."""
+    found = []
+    x = torch.randn(3, requires_grad=True)
+    x.register_hook(lambda g: found.append(action()))
+    x.sum().backward()
+    return found[0]
+
+
+def test_graph_task():
+    assert _compat.graph_task() == -1
+    first, second = in_backward(_compat.graph_task), in_backward(_compat.graph_task)
+    assert 0 <= first < second
+
+
+def test_at_end_of_backward():
+    order = []
+    in_backward(lambda: (_compat.at_end_of_backward(lambda: order.append("end")), order.append("hook")))
+    assert order == ["hook", "end"]
+
+
+def test_untyped_storage():
+    class Counting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError("a mode noticed")
+
+    tensor = torch.randn(3)
+    with Counting():
+        storage = _compat.untyped_storage(tensor)
+    assert storage.data_ptr() == tensor.data_ptr()
+
+
+def test_unobserved():
+    class Refusing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError("a mode noticed")
+
+    with Refusing():
+        with _compat.unobserved():
+            torch.ones(3).sin()
+        with pytest.raises(AssertionError, match="noticed"):
+            torch.ones(3)
+    with _compat.unobserved():
+        torch.ones(3)
+
+
+def test_write_unseen():
+    tensor = torch.zeros(3)
+    version = tensor._version
+    _compat.write_unseen(tensor, torch.ones(3))
+    assert tensor.tolist() == [1, 1, 1]
+    assert tensor._version == version
+
+
+def test_is_compiled():
+    assert not _compat.is_compiled(torch.sin)
+    assert not _compat.is_compiled(torch.nn.Linear(2, 2))
+    assert _compat.is_compiled(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert _compat.is_compiled(torch.compile(lambda a: a, backend="eager"))
+
+
+def test_functorch_transform():
+    seen = []
+    assert _compat.functorch_transform() is None
+    torch.func.grad(lambda a: seen.append(_compat.functorch_transform()) or a.sum())(torch.randn(3))
+    torch.func.vmap(lambda a: seen.append(_compat.functorch_transform()) or a)(torch.randn(3))
+    assert seen == ["grad", "vmap"]
+    assert _compat.functorch_transform() is None
+
+
+def test_forward_mode_active():
+    assert not _compat.forward_mode_active()
+    with forward_ad.dual_level():
+        assert _compat.forward_mode_active()
+
+
+def test_cuda_devices_in_use():
+    if not torch.cuda.is_initialized():
+        assert _compat.cuda_devices_in_use() == ()
+    else:
+        assert torch.cuda.current_device() in _compat.cuda_devices_in_use()
+
+
+def saving(ctx, func, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if func is torch.ops.aten.sin.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_selective_policy():
+    first, again = create_selective_checkpoint_contexts(saving)
+    policy = _compat.selective_policy(first)
+    assert callable(policy)
+    assert _compat.selective_policy(again) is None
+
+
+def test_is_selective_replay():
+    first, again = create_selective_checkpoint_contexts(saving)
+    assert _compat.is_selective_replay(again)
+    assert not _compat.is_selective_replay(first)
+
+
+def test_policy_saves():
+    x = torch.randn(3)
+    assert _compat.policy_saves(saving, torch.ops.aten.sin.default, (x,), {}, x.sin())
+    assert not _compat.policy_saves(saving, torch.ops.aten.cos.default, (x,), {}, x.cos())
+    assert _compat.policy_saves(lambda *a, **k: True, torch.ops.aten.cos.default, (x,), {}, x)
+
+
+def test_selective_key():
+    op = torch.ops.aten.sin.default
+    assert _compat.selective_key(op, (torch.randn(3),)) is op
+
+
+def test_selective_mutation_allowed():
+    for allowed in (True, False):
+        _, again = create_selective_checkpoint_contexts(saving, allow_cache_entry_mutation=allowed)
+        assert _compat.selective_mutation_allowed(again) is allowed
+
+
+def test_early_stop_setting():
+    assert _compat.early_stop_setting() is None
+    with set_checkpoint_early_stop(False):
+        assert _compat.early_stop_setting() is False
+
+
+def test_debug_setting():
+    assert _compat.debug_setting() is None
+    with set_checkpoint_debug_enabled(True):
+        assert _compat.debug_setting() is True
+
+
+def test_fsdp_in_use():
+    assert _compat.fsdp_in_use() in (True, False)
+    import torch.distributed._composable_state as composable
+
+    assert hasattr(composable, "_module_state_mapping")
+
+
+def test_fsdp_parameters():
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    assert list(_compat.fsdp_parameters()) == []
+    source = _fsdp_param.FSDPParam
+    assert "sharded_param" in source.__annotations__ or hasattr(source, "to_sharded")
+
+
+def test_python_random_words():
+    words = _compat.python_random_words()
+    if words is None:
+        pytest.skip("not CPython's layout: the public state is used instead")
+    before = words.raw
+    random.random()
+    assert words.raw != before
+    index, *state = struct.unpack("=625I", words.raw)
+    assert (*state, index) == random.getstate()[1]
+
+
+def test_numpy_generator():
+    assert _compat.numpy_generator() is np.random.get_bit_generator()
+
+
+def test_numpy_random_words():
+    words = _compat.numpy_random_words(_compat.numpy_generator())
+    before = words.raw
+    np.random.rand()
+    assert words.raw != before
+    numbers = np.frombuffer(words.raw, dtype=np.uint32)
+    assert (numbers[:624] == np.random.get_state()[1]).all()
+    assert numbers[624] == np.random.get_state()[2]
+    assert _compat.numpy_random_words(np.random.PCG64()) is None
+
+
+def test_numpy_spare_words():
+    np.random.seed(0)
+    np.random.randn()
+    words = _compat.numpy_spare_words()
+    flag, spare = struct.unpack("=ixxxxd", words.raw)
+    assert (flag, spare) == np.random.get_state()[3:]
+    np.random.randn()
+    assert struct.unpack("=ixxxxd", words.raw)[0] == 0
+
+
+def test_function_modes():
+    assert _compat.function_modes() == ()
+    with torch.device("cpu") as device:
+        assert len(_compat.function_modes()) == 1
+        assert _compat.function_modes()[0].device == device
+
+
+def test_ignored_ops():
+    assert torch.ops.aten.detach.default in _compat.IGNORED_OPS
+    assert torch.ops.aten.sin.default not in _compat.IGNORED_OPS
+
+
+def test_detach_below_autograd():
+    x = torch.randn(3, requires_grad=True).sin()
+    alias = _compat.detach_below_autograd(x)
+    assert alias.data_ptr() == x.data_ptr()
+    assert not alias.requires_grad
+
+
+@pytest.mark.parametrize("setting", _compat.SETTINGS, ids=lambda setting: setting[0])
+def test_settings(setting):
+    _, get, put = setting
+    before = get()
+    other = {bool: lambda v: not v, tuple: lambda v: (not v[0], v[1]), str: lambda v: "medium"}
+    changed = other.get(type(before), lambda v: torch.float64)(before)
+    try:
+        put(changed)
+        assert get() == changed
+    finally:
+        put(before)
+    assert get() == before
