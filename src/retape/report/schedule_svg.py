@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
 from retape.core.errors import InvalidInput
 from retape.core.schedules import Schedule
 
-_WIDTH, _HEIGHT, _MARGIN, _LEGEND = 900.0, 600.0, 40.0, 30.0
+_WIDTH, _HEIGHT, _MARGIN, _LEGEND, _ENTRY = 900.0, 600.0, 40.0, 30.0, 150.0
 _STYLE = """
 svg { background: #ffffff; font: 13px system-ui, sans-serif; }
 text { fill: #222222; }
@@ -66,11 +66,12 @@ def render_svg(schedule: Schedule, *, most_actions: int = 20_000) -> str:
     end = max((line.stop[1] for line in lines), default=1.0) or 1.0
     title = f"{schedule.family}: {schedule.steps} steps" + (f", first {most_actions} actions" if cut else "")
     body = "\n".join(_element(line, schedule.steps, end) for line in lines)
+    legend = _legend(schedule, {line.kind for line in lines})
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n"
         f'<text x="{_MARGIN}" y="22">{escape(title)} (steps across, time down)</text>\n'
-        f"{body}\n{_legend(schedule)}\n</svg>\n"
+        f"{body}\n{legend}\n</svg>\n"
     )
 
 
@@ -124,15 +125,20 @@ def _point(corner: tuple[float, float], steps: int, end: float) -> tuple[float, 
     return _MARGIN + step / steps * (_WIDTH - 2 * _MARGIN), _MARGIN + time / end * height
 
 
-def _legend(schedule: Schedule) -> str:
-    names = [tier.name for tier in schedule.tiers()]
-    entries = [("advance", "advance"), ("tape", "tape"), ("backward", "reverse"), ("state0", f"state in {names[0]}")]
-    if names[1:]:
-        entries.append(("state1", f"state in {' or '.join(names[1:])}"))
-    entries.append(("stored-tape", "stored tape"))
+def _legend(schedule: Schedule, drawn: set[str]) -> str:
+    """What the lines mean, those that were drawn."""
+    first, *slower = [tier.name for tier in schedule.tiers()]
+    names = {
+        "advance": "advance",
+        "tape": "tape",
+        "backward": "reverse",
+        "state0": f"state in {first}",
+        "state1": f"state in {' or '.join(slower)}",
+        "stored-tape": "stored tape",
+    }
     y = _HEIGHT - _LEGEND / 2
+    starts = (_MARGIN + _ENTRY * place for place in count())
     return "\n".join(
-        f'<line class="{kind}" x1="{_MARGIN + 140 * place}" y1="{y}" x2="{_MARGIN + 140 * place + 22}" y2="{y}"/>'
-        f'<text x="{_MARGIN + 140 * place + 28}" y="{y + 4}">{escape(name)}</text>'
-        for place, (kind, name) in enumerate(entries)
+        f'<line class="{kind}" x1="{x}" y1="{y}" x2="{x + 22}" y2="{y}"/><text x="{x + 28}" y="{y + 4}">{escape(name)}</text>'
+        for x, (kind, name) in zip(starts, (entry for entry in names.items() if entry[0] in drawn), strict=False)
     )
