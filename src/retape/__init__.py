@@ -6,7 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from retape.core.errors import RetapeError
+from retape.core.plan import Plan
 from retape.core.problem import Budget
+from retape.core.solve import solve
 
 if TYPE_CHECKING:
     from retape.torch.checkpoint import checkpoint as checkpoint
@@ -24,7 +26,17 @@ _LAZY = {
     "verify": "retape.torch.verify",
 }
 
-__all__ = ["Budget", "RetapeError", "checkpoint", "checkpoint_sequential", "keep", "recomputing", "verify"]
+__all__ = [
+    "Budget",
+    "Plan",
+    "RetapeError",
+    "checkpoint",
+    "checkpoint_sequential",
+    "keep",
+    "recomputing",
+    "solve",
+    "verify",
+]
 __version__ = "0.1.0"
 
 

@@ -1,4 +1,4 @@
-"""Every value of the tables in FACTS, and what each family costs on cases that can be worked by hand."""
+"""Every value of the published tables, and what each family costs on cases that can be worked by hand."""
 
 import pytest
 
