@@ -12,12 +12,15 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 PolicyFunction = Callable[..., Any]
+_NOTHING_TO_HIDE: AbstractContextManager[Any] = nullcontext()
 
 # torch's own functions, taken before anyone can put retape's in their place.
 TORCH_CHECKPOINT = torch_checkpoint.checkpoint
@@ -41,6 +44,11 @@ def graph_task() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward pass that runs in this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def unobserved() -> AbstractContextManager[Any]:
+    """A context in which no dispatch mode sees what retape does for itself, as if it did not happen."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING_TO_HIDE
 
 
 def untyped_storage(tensor: torch.Tensor) -> Any:

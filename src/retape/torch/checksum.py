@@ -5,19 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from retape.torch import _compat
+
 _CHUNK = 1 << 20
 _PRIME = 2_654_435_761
 
 
 def checksum(tensor: Tensor) -> int:
     """A number that equal tensors share and that different ones, or the same values in another order, almost never do."""
-    with torch.no_grad():
-        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
-            names = tensor.__tensor_flatten__()[0]
-            return hash(tuple(checksum(getattr(tensor, name)) for name in names))
+    with _compat.unobserved(), torch.no_grad():
+        inner = inner_tensors(tensor)
+        if inner:
+            return hash(tuple(checksum(part) for part in inner))
         if tensor.device.type == "meta" or tensor.numel() == 0:
             return 0
         return _sum(_bits(tensor.detach()))
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors inside a tensor subclass such as DTensor; none for a plain tensor."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if type(tensor) is Tensor or flatten is None:
+        return []
+    parts = [getattr(tensor, name) for name in flatten()[0]]
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -104,44 +104,59 @@ class ListHolder:
     def _put(self, items: list[Any], same: Callable[[Any, Any], bool]) -> None:
         if len(self.container) == len(items) and all(map(same, self.container, items)):
             return
-        if any(
-            isinstance(item, Tensor) for item in (*self.container, *items)
-        ):  # a list of plain values is the user's own
+        # A list of plain values is the user's own: a counter, a log.
+        if not ATOMS.issuperset(map(type, (*self.container, *items))):
             self.container.clear()
             self.container.extend(items)
 
 
-class HookHolder:
-    """The forward hooks of a module, which are part of what it computes."""
+class ModuleHolder(DictHolder):
+    """A module's fields, parameters, buffers and forward hooks: five dicts in one go, because a region has many modules."""
 
-    __slots__ = ("_kept", "_then", "container")
+    __slots__ = ("_dicts", "_kept_dicts", "_then_dicts")
 
-    def __init__(self, container: dict[int, Any]) -> None:
-        self.container = container
-        self._then = dict(container) if container else _NO_HOOKS
-        self._kept: dict[int, Any] | None = None
-
-    def switches(self) -> tuple[bool, ...]:
-        return ()
+    def __init__(self, fields: dict[str, Any], *, parameters: bool) -> None:
+        self.container = fields
+        self.then = {"training": fields["training"]}
+        self._count = len(fields)
+        self._kept = None
+        self._dicts = [fields["_buffers"], fields["_forward_hooks"], fields["_forward_pre_hooks"]]
+        if parameters:
+            self._dicts.append(fields["_parameters"])
+        self._then_dicts = [
+            {key: value if getattr(value, "grad_fn", None) is None else tracked(value) for key, value in part.items()}
+            if part
+            else _EMPTY
+            for part in self._dicts
+        ]
+        self._kept_dicts: list[dict[Any, Any]] = []
 
     def enter(self) -> None:
-        if self.container or self._then:
-            self._kept = dict(self.container)
-            self._put(self._then)
+        super().enter()
+        self._kept_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
+        for part, then in zip(self._dicts, self._then_dicts, strict=True):
+            if (part or then) and not (len(part) == len(then) and all(map(operator.is_, part.values(), then.values()))):
+                _put_all(part, then)
 
     def leave(self) -> None:
-        if self._kept is not None:
-            self._put(self._kept)
-            self._kept = None
-
-    def _put(self, hooks: dict[int, Any]) -> None:
-        if self.container.keys() != hooks.keys():
-            self.container.clear()
-            self.container.update(hooks)
+        super().leave()
+        for part, kept in zip(self._dicts, self._kept_dicts, strict=True):
+            if (part or kept) and not (len(part) == len(kept) and all(map(operator.is_, part.values(), kept.values()))):
+                part.clear()
+                part.update(kept)
 
 
-_NO_HOOKS: dict[int, Any] = {}
-Holder = DictHolder | ListHolder | HookHolder
+_EMPTY: dict[Any, Any] = {}
+
+
+def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:
+    """Make a dict hold what it held, but leave a tensor that is there still."""
+    now = part.copy()
+    part.clear()
+    part.update({key: now[key] if key in now and _same(now[key], value) else value for key, value in then.items()})
+
+
+Holder = DictHolder | ListHolder
 
 
 def _same(now: Any, then: Any) -> bool:

@@ -89,7 +89,8 @@ class SavedInNode:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         # A node each, so that an input that the region changes itself, and has a copy of, need not be asked for.
-        anchor = torch.empty((0,), requires_grad=True)
+        with _compat.unobserved():
+            anchor = torch.empty((0,), requires_grad=True)
         self._nodes = [_SaveInputs.apply(anchor, tensor).grad_fn for tensor in tensors]
 
     def present(self) -> list[Tensor | None]:
@@ -108,7 +109,8 @@ class _SaveInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        return torch.empty((0,))
+        with _compat.unobserved():
+            return torch.empty((0,))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -173,7 +175,7 @@ def refilled(region: Region, task: int) -> None:
             _REFILLED.popitem(last=False)
     for key, reference in list(regions.items()) if regions else ():
         other = reference()
-        if other is None or (other is not region and other.release()):
+        if other is None or (other is not region and not other.refilling and other.release()):
             del regions[key]
     regions[id(region)] = weakref.ref(region)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
-from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, Holder, HookHolder, ListHolder, tracked
+from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, Holder, ListHolder, ModuleHolder, tracked
 
 _MOST_DEPTH = 8
 _MOST_ITEMS = 256
@@ -127,7 +127,7 @@ class Call:
             for inner in _reachable(value, depth):
                 self.meet(inner, depth + 1)
             if depth <= 2 and hasattr(value, "__dict__") and not isinstance(value, _NOT_FOLLOWED):
-                self._meet_fields(value.__dict__, value.__dict__.keys(), depth, only_tensors=True)
+                self._follow(value.__dict__, depth)
 
     def _meet_modules(self, root: nn.Module) -> None:
         stack = [root]
@@ -139,46 +139,42 @@ class Call:
             if "_parameters" not in fields:  # a scripted module keeps everything elsewhere
                 self.extras += [*module.parameters(), *module.buffers()]
                 continue
-            holder = self._meet_fields(fields, fields.keys() - OWN_FIELDS, 1)
-            holder.then["training"] = fields["training"]
-            if fields["_buffers"]:
-                self._meet_fields(fields["_buffers"], fields["_buffers"], 1)
-            self.holders += (HookHolder(fields["_forward_pre_hooks"]), HookHolder(fields["_forward_hooks"]))
-            if fields["_parameters"]:
-                self._meet_parameters(fields["_parameters"])
+            # FSDP itself exchanges sharded for gathered parameters, in the forward and again in the re-run.
+            holder = ModuleHolder(fields, parameters=not _compat.fsdp_in_use())
+            self.holders.append(holder)
+            for held in (fields["_parameters"], fields["_buffers"]):
+                for key, tensor in held.items() if held else ():
+                    if tensor is not None:
+                        self._place(held, key, tensor)
+            own = fields.keys() - OWN_FIELDS
+            if own:
+                self._meet_fields(holder, own, 1)
                 if fields.get("max_norm") is not None:  # an embedding that scales its rows as it looks them up
                     self.renormalised.update(map(id, fields["_parameters"].values()))
             for child in fields["_modules"].values():
                 if child is not None and id(child) not in self._seen:
                     stack.append(child)
 
-    def _meet_parameters(self, parameters: dict[str, Any]) -> None:
-        if not _compat.fsdp_in_use():
-            self._meet_fields(parameters, parameters, 1)
-            return
-        # FSDP itself exchanges sharded for gathered parameters, in the forward and again in the re-run.
-        for key, parameter in parameters.items():
-            if parameter is not None:
-                self._place(parameters, key, parameter)
-
-    def _meet_fields(
-        self, container: dict[Any, Any], keys: Iterable[Any], depth: int, *, only_tensors: bool = False
-    ) -> DictHolder:
+    def _meet_fields(self, holder: DictHolder, keys: Iterable[Any], depth: int, *, only_tensors: bool = False) -> None:
         """Remember what a dict holds under `keys`, and follow its containers."""
-        holder = DictHolder(container)
+        container, then = holder.container, holder.then
         for key in keys:
             value = container[key]
             kind = type(value)
-            if kind is nn.Parameter or kind is Tensor or (kind not in ATOMS and isinstance(value, Tensor)):
-                self._place(container, key, value)
-                holder.then[key] = tracked(value)
-            elif kind in ATOMS or kind is types.FunctionType:
+            if kind in ATOMS or kind is types.FunctionType:
                 if not only_tensors:  # a setting
-                    holder.then[key] = value
-            elif not isinstance(value, nn.Module) or only_tensors:
+                    then[key] = value
+            elif isinstance(value, Tensor):
+                self._place(container, key, value)
+                then[key] = tracked(value)
+            elif only_tensors or not isinstance(value, nn.Module):
                 self.meet(value, depth + 1)
+
+    def _follow(self, container: dict[Any, Any], depth: int) -> None:
+        """A dict that is no module's: its tensors count, its plain values are the user's own."""
+        holder = DictHolder(container)
         self.holders.append(holder)
-        return holder
+        self._meet_fields(holder, list(container), depth, only_tensors=True)
 
     def _meet_container(self, value: Any, depth: int) -> None:
         if len(value) > _MOST_ITEMS:  # a data set, a vocabulary: nothing that a forward writes to
@@ -191,7 +187,7 @@ class Call:
                 else:
                     self.meet(item, depth + 1)
         elif type(value) in _COPIED or (isinstance(value, dict) and type(value).__setitem__ is dict.__setitem__):
-            self._meet_fields(value, list(value), depth, only_tensors=True)
+            self._follow(value, depth)
         else:
             for item in value.values() if isinstance(value, dict) else value:
                 self.meet(item, depth + 1)

@@ -81,10 +81,17 @@ class Region:
         self.check = check
         self.early_stop = early_stop
         self.reruns = 0
+        self.refilling = False
         self.kept: list[Any] = []
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
-        self._call = call = captured or capture_call(function, arguments, keywords)
+        self._call = captured or capture_call(function, arguments, keywords)
+        with _compat.unobserved():
+            self._observe(self._call)
+        self._inputs = self._hold_inputs()
+
+    def _observe(self, call: Call) -> None:
+        """Note how everything stands that a re-run must see again."""
         self._arguments = {id(tensor) for tensor in call.tensors}
         self._watch = Watch(call)
         self._own = {id(tensor) for tensor in call.state}
@@ -93,7 +100,6 @@ class Region:
         self._running = True
         self._backward_inside = False  # the function asks for gradients itself
         self._diverged = False
-        self._inputs = self._hold_inputs()
 
     @property
     def name(self) -> str:
@@ -118,11 +124,17 @@ class Region:
                 if self._contexts is None
                 else self._run_within(function, arguments, keywords)
             )
+        except RuntimeError as error:
+            explained = _explained_transform(self.name, error)
+            if explained is None:
+                raise
+            raise explained from error
         finally:
             _compat.pop_hooks()
             running.pop()
         self._draws = state.drawn(self._draws)
-        self._watch.settle(tensors, self)
+        with _compat.unobserved():
+            self._watch.settle(tensors, self)
         self._running = False
         if self.policy.linkable:
             links.register_outputs(self, outputs)
@@ -201,7 +213,11 @@ class Region:
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool) -> Any:
         suspects = self._watch.check(self._inputs.present(), self)
-        held = self._inputs.load(self, self._watch.changed)
+        self.refilling = True  # loading its inputs may refill others
+        try:
+            held = self._inputs.load(self, self._watch.changed)
+        finally:
+            self.refilling = False
         if suspects:
             if self.is_compiled:
                 raise self._watch.has_changed(self, self._watch.index_of(suspects[0]))
@@ -429,6 +445,16 @@ def refuse_transforms(function: Callable[..., Any]) -> None:
             f"Region {name_of(function)} was called under {transform}; torch.func and forward mode don't yet support saved tensor "
             "hooks, which a region needs. Call the function itself there, or differentiate with torch.autograd."
         )
+
+
+def _explained_transform(name: str, error: RuntimeError) -> UnsupportedTransform | None:
+    """torch.func refuses hooks in its own words, without saying where; any other error stays as it is."""
+    if "support saved tensor hooks" not in str(error) or isinstance(error, UnsupportedTransform):
+        return None
+    return UnsupportedTransform(
+        f"Region {name} calls a torch.func transform, and those don't yet support saved tensor hooks, which a region needs. "
+        "Call the transform outside the region, or use torch.autograd.grad inside it."
+    )
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -177,9 +177,11 @@ class _Held:
 
     __slots__ = ("draws", "out", "versions")
 
-    def __init__(self, out: Any, draws: tuple[Any, ...]) -> None:
+    def __init__(self, out: Any, draws: tuple[Any, ...], writes: bool) -> None:
         self.out = pytree.tree_map_only(Tensor, _compat.detach_below_autograd, out)
         self.versions = [version_of(leaf) for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, Tensor)]
+        if writes:  # autograd counts the write once the op is done, which is after it was seen here
+            self.versions = [version + 1 if isinstance(version, int) else version for version in self.versions]
         self.draws = draws
 
     def check(self) -> None:
@@ -208,7 +210,7 @@ class _Holding(TorchDispatchMode):
             return out
         held = _compat.policy_saves(self._log.policy, func, args, kwargs, out) or func is _ITEM
         key = _compat.selective_key(func, args)
-        entry = _Held(out, _streams_after(func, out, kwargs)) if held else _RUN_AGAIN
+        entry = _Held(out, _streams_after(func, out, kwargs), func._schema.is_mutable) if held else _RUN_AGAIN
         calls = self._log.entries.get(key)
         if calls is None:
             self._log.entries[key] = [entry]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import StateChanged
 from retape.torch import _compat
-from retape.torch.checksum import checksum
+from retape.torch.checksum import checksum, inner_tensors
 from retape.torch.copies import Copies, copyable
 from retape.torch.reads import Call
 
@@ -33,6 +33,9 @@ _ANY_SIZE = 1 << 62
 _KINDS: weakref.WeakKeyDictionary[Any, dict[Any, frozenset[int]]] = weakref.WeakKeyDictionary()
 
 
+_LASTING_KINDS: dict[Any, dict[Any, frozenset[int]]] = {}
+
+
 def version_of(tensor: Tensor) -> Any:
     """Something that differs once a tensor has been written to: its version, and those of the tensors inside a subclass."""
     if type(tensor) in _PLAIN:
@@ -42,10 +45,7 @@ def version_of(tensor: Tensor) -> Any:
             return checksum(tensor)
     if tensor.is_inference():
         return 0
-    inner = getattr(tensor, "__tensor_flatten__", None)
-    if inner is None:
-        return tensor._version
-    return (tensor._version, *[version_of(getattr(tensor, name)) for name in inner()[0]])
+    return (tensor._version, *[version_of(inner) for inner in inner_tensors(tensor)])
 
 
 def hold(tensor: Tensor) -> Tensor:
@@ -69,6 +69,7 @@ class Watch:
         "_fsdp",
         "_kind",
         "_known",
+        "_leaves",
         "_needs_grad",
         "_plain",
         "arguments_need_grad",
@@ -79,8 +80,8 @@ class Watch:
         self._call = call
         self._fsdp = _sharded_twins(call.state) if _compat.fsdp_in_use() else None
         self._kind = _kind_of(call)
-        kinds = _KINDS.get(self._kind[0])
-        self._known = kinds.get(self._kind[1]) if kinds is not None else None
+        kinds = _kinds_of(self._kind[0])
+        self._known = kinds.get(self._kind[1])
         watched = call.tensors + call.extras + call.state
         self._plain = _PLAIN.issuperset(map(type, watched)) and not self._fsdp
         self._before = self._versions(watched)
@@ -88,7 +89,8 @@ class Watch:
         worth = self._worth_copying(watched)
         self._copies: Copies | None = Copies(watched, worth) if worth else None
         self.arguments_need_grad = [tensor.requires_grad for tensor in call.tensors]
-        self._needs_grad = [tensor.requires_grad if tensor.grad_fn is None else None for tensor in call.state]
+        self._needs_grad = [tensor.requires_grad for tensor in call.state]
+        self._leaves = [tensor.grad_fn is None for tensor in call.state]
         self.changed: frozenset[int] = _NOTHING
         call.state = [hold(tensor) for tensor in call.state]
         call.extras = [hold(tensor) for tensor in call.extras] if call.extras else []
@@ -133,7 +135,7 @@ class Watch:
         else:
             changed |= self._known
         if not changed <= (self._known or _NOTHING) or self._known is None:
-            _KINDS.setdefault(self._kind[0], {})[self._kind[1]] = frozenset(changed) or _NOTHING
+            _kinds_of(self._kind[0])[self._kind[1]] = frozenset(changed) or _NOTHING
         if not changed:
             return
         lost = changed - copies.indices if copies else changed
@@ -213,20 +215,26 @@ class AsBefore:
         call, watch = self._watch._call, self._watch
         for holder in call.holders:
             holder.enter()
-        for tensor, needed in zip(call.state, watch._needs_grad, strict=True):
-            if needed is not None and tensor.requires_grad is not needed:
-                tensor.requires_grad_(needed)
-                self._needs_grad.append(tensor)
+        if watch._needs_grad != [tensor.requires_grad for tensor in call.state]:
+            self._put_needs_grad(call, watch)
         if watch._copies is not None:
-            self._put_copies(call, watch._copies)
+            with _compat.unobserved():
+                self._put_copies(call, watch._copies)
         self._hook_counts = [len(tensor._backward_hooks or ()) for tensor in call.state]
         return self
+
+    def _put_needs_grad(self, call: Call, watch: Watch) -> None:
+        """Parameters frozen or thawed since: what autograd saves depends on it."""
+        for tensor, needed, leaf in zip(call.state, watch._needs_grad, watch._leaves, strict=True):
+            if leaf and tensor.requires_grad is not needed:
+                tensor.requires_grad_(needed)
+                self._needs_grad.append(tensor)
 
     def _put_copies(self, call: Call, copies: Copies) -> None:
         first = len(self._watch._before) - len(call.state)
         extras = first - len(call.extras)
         needs_grad = dict(enumerate(self._watch.arguments_need_grad))
-        needs_grad.update({first + i: bool(needed) for i, needed in enumerate(self._watch._needs_grad)})
+        needs_grad.update({first + i: needed for i, needed in enumerate(self._watch._needs_grad)})
         self._copies = copies.rebuild(needs_grad)
         for index, copy in self._copies.items():
             if index >= first:
@@ -300,6 +308,17 @@ def _kind_of(call: Call) -> tuple[Any, Any]:
     if call.roots:
         return call.roots[0], (code, tuple([id(root) for root in call.roots[1:]]), shape)
     return code if code is not None else call.function, shape
+
+
+def _kinds_of(key: Any) -> dict[Any, frozenset[int]]:
+    """What the kinds of one module or function are known to change."""
+    try:
+        known = _KINDS.get(key)
+        if known is None:
+            known = _KINDS[key] = {}
+    except TypeError:  # methods of C types cannot be held weakly; they live for ever anyway
+        known = _LASTING_KINDS.setdefault(key, {})
+    return known
 
 
 def _sharded_twins(tensors: list[Tensor]) -> dict[int, Tensor]:
