@@ -141,7 +141,6 @@ def test_recursive_halving():
     assert sum(chain.reruns) == 8
 
 
-@pytest.mark.xfail(strict=True, reason="bug 11: a tape that was refilled through a link stays after the pass")
 def test_two_backward_passes_run_everything_twice():
     chain = Chain([DROP, LINK, SEGMENT, LINK])
     once = expected_reruns(chain.policies)
