@@ -4,10 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint unit clean
+.PHONY: demo test lint unit pictures clean
 
 demo: $(READY)
 	$(BIN)/retape schedule revolve --steps 24 --snapshots 4
+	@echo
+	@echo 'Steps run across, time runs down. Plain reversal stores 24 tapes; here at most 4 states are stored, for 51 more'
+	@echo 'forward steps. No schedule with 4 states needs fewer. Next, a transformer with every block in a region:'
+	@echo
+	$(BIN)/python examples/checkpoint_a_transformer.py
 
 test: lint unit
 
@@ -20,6 +25,11 @@ lint: $(READY)
 unit: $(READY)
 	$(BIN)/pytest -n 2
 
+# The pictures of the documents; a test sees to it that they are what the code draws.
+pictures: $(READY)
+	$(BIN)/retape schedule revolve --steps 24 --snapshots 4 --svg docs/pictures/revolve.svg
+	$(BIN)/retape schedule multistage --steps 24 --ram 1 --disk 3 --svg docs/pictures/multistage.svg
+
 # Made again only when what it installs from has changed.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,4 +37,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
