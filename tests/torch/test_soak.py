@@ -64,9 +64,7 @@ class Noisy(nn.Module):
 
 
 def layer():
-    return nn.Sequential(
-        Fuse(), nn.Linear(4, 4), nn.BatchNorm1d(4), Fuse(), nn.Tanh(), nn.Dropout(0.3), Noisy(), Fuse(), nn.Tanh()
-    )
+    return nn.Sequential(Fuse(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), Noisy(), Fuse(), nn.Tanh())
 
 
 class Model(nn.Module):
@@ -142,7 +140,7 @@ def twin_of(model):
 def test_a_fuse_blows_in_forward_and_in_backward():
     seed()
     model, batch = Model(), torch.randn(8, 4)
-    blown = {attempt(twin_of(model), batch, fuse) for fuse in range(1, 60, 3)}
+    blown = {attempt(twin_of(model), batch, fuse) for fuse in range(1, 50, 3)}
     assert blown == {"forward", "backward", None}
 
 
@@ -173,7 +171,7 @@ def test_soak():
     attempt(model, batch, -1)
     tensors, blown = None, {"forward": 0, "backward": 0, None: 0}
     for number in range(STEPS):
-        model, where = soaked(model, batch, draw.randrange(-20, 60))
+        model, where = soaked(model, batch, draw.randrange(-16, 45))
         blown[where] += 1
         if number % 50 == 10:
             gc.collect()
@@ -191,7 +189,7 @@ def test_what_a_blown_step_leaves_is_freed_by_counting_alone():
     gc.collect()
     gc.disable()
     try:
-        for fuse in range(1, 60, 4):
+        for fuse in range(1, 50, 4):
             with Ledger() as ledger:
                 attempt(model, batch, fuse)
                 model.zero_grad()

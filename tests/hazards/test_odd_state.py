@@ -1,0 +1,237 @@
+"""State in odd places: made on first use, cached, behind __slots__, shared between a closure and a module."""
+
+import pytest
+import torch
+from compare import by_values, leaf, results, right_or_refused, same_as_plain
+from torch import nn
+
+from retape.errors import RetapeError, StateChanged
+
+
+class Slotted:
+    __slots__ = ("mask",)
+
+    def __init__(self):
+        self.mask = torch.rand(4) + 1
+
+
+def changed(call):
+    x, held = leaf(), Slotted()
+    y = call(lambda a, held: (a * held.mask.clone()).sin(), x, held)
+    held.mask.mul_(2)
+    y.sum().backward()
+    return x.grad
+
+
+def rebound(call):
+    x, held = leaf(), Slotted()
+    y = call(lambda a, held: (a * held.mask).sin(), x, held)
+    held.mask = torch.zeros(4)
+    y.sum().backward()
+    return x.grad
+
+
+def changed_by_the_region(call):
+    x, held = leaf(), Slotted()
+
+    def region(a, held):
+        held.mask.mul_(2)
+        return (a * held.mask).sin()
+
+    y = call(region, x, held)
+    y.sum().backward()
+    return x.grad, held.mask
+
+
+SLOTTED = pytest.mark.parametrize("case", [changed, rebound, changed_by_the_region], ids=lambda case: case.__name__)
+
+
+@pytest.mark.xfail(strict=True, reason="bug 34")
+@SLOTTED
+def test_objects_with_slots(case):
+    right_or_refused(case, RetapeError, "Region")
+
+
+@pytest.mark.xfail(strict=True, reason="bug 34")
+def test_objects_with_slots_changed_by_the_region_end_as_plain_has_them():
+    same_as_plain(changed_by_the_region)
+
+
+@pytest.mark.parametrize("case", [changed, rebound], ids=lambda case: case.__name__)
+def test_objects_with_slots_with_values_checked(case):
+    right_or_refused(case, RetapeError, "Region", way=by_values)
+
+
+@pytest.mark.parametrize(
+    "part", [slice(None), pytest.param(slice(1, 3), marks=pytest.mark.xfail(strict=True, reason="bug 33"))]
+)
+def test_a_closure_that_shares_a_buffer_with_a_module(part):
+    def case(call):
+        norm, x = nn.BatchNorm1d(4), leaf()
+        variance = norm.running_var if part == slice(None) else norm.running_var[part]
+        for _ in range(2):
+            call(lambda a: (norm(a) * variance.sum()).sin(), x).sum().backward()
+        return results(norm, x), variance
+
+    same_as_plain(case)
+
+
+def test_an_argument_that_is_a_buffer_of_a_module():
+    def case(call):
+        norm, x = nn.BatchNorm1d(4), leaf()
+        for _ in range(2):
+            call(lambda a, mean: (norm(a) * mean.clone()).sin(), x, norm.running_mean).sum().backward()
+        return results(norm, x)
+
+    same_as_plain(case)
+
+
+class OnFirstUse(nn.Module):
+    """Makes what it needs when it is first called: a scale, a table, a parameter, a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+        self.weight = None
+
+    def forward(self, a):
+        if not hasattr(self, "scale"):
+            self.scale = a.detach().abs().max() * 2
+        if self.weight is None:
+            self.weight = nn.Parameter(torch.randn(4, 4))
+            self.layer = nn.Linear(4, 4)
+        if a.shape not in self.tables:
+            self.tables[a.shape] = torch.arange(4.0).cos()
+        return self.layer((a * self.scale * self.tables[a.shape]) @ self.weight).sin()
+
+
+@pytest.mark.xfail(strict=True, reason="bug 39")
+def test_state_made_on_first_use():
+    def case(call):
+        model, x = OnFirstUse(), leaf()
+        call(model, call(model, x)).sum().backward()
+        return results(model, x), model.scale, list(model.tables.values())
+
+    same_as_plain(case)
+
+
+class Growing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("history", torch.zeros(0, 4))
+
+    def forward(self, a):
+        self.history = torch.cat([self.history, a.detach()[:1]])
+        return (a * self.history.sum()).sin()
+
+
+def test_a_buffer_that_grows():
+    def case(call):
+        model, x = Growing(), leaf()
+        for _ in range(3):
+            (call(model, x) + call(model, x)).sum().backward()
+        return x.grad, model.history
+
+    same_as_plain(case)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, a):
+        self.calls += 1
+        return (a * self.calls).sin()
+
+
+def test_a_number_that_the_forward_counts_and_reads():
+    def case(call):
+        model, x = Counting(), leaf()
+        (call(model, x) * call(model, x)).sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+READ_BY = {
+    "item": lambda mask: mask[0].item(),
+    "float": lambda mask: float(mask.sum()),
+    "numpy": lambda mask: float(mask.numpy()[0]),
+    "tolist": lambda mask: mask.tolist()[0],
+    "data": lambda mask: mask.data.clone(),
+    "detach": lambda mask: mask.detach().clone(),
+    "iteration": lambda mask: next(iter(mask)).clone(),
+    "bool": lambda mask: 2.0 if mask[0] > 1.2 else 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(read, marks=pytest.mark.xfail(strict=True, reason="bug 36") if name == "tolist" else ())
+        for name, read in READ_BY.items()
+    ],
+    ids=READ_BY,
+)
+def test_a_changed_tensor_is_seen_however_it_is_read(read):
+    def case(call):
+        x, mask = leaf(), torch.rand(4) + 1
+        y = call(lambda a: (a * read(mask)).sin(), x)
+        mask.mul_(2)
+        y.sum().backward()
+        return x.grad
+
+    right_or_refused(case, StateChanged, "tensor 0 of its closure", "modified")
+
+
+@pytest.mark.parametrize("versioned", [True, False], ids=["optimizer", "data"])
+def test_an_optimizer_that_steps_inside_backward(versioned):
+    def case(call):
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+
+        def step(parameter):
+            if versioned:
+                torch.optim.SGD([parameter], 0.1).step()
+            else:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+            parameter.grad = None
+
+        for parameter in blocks.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        x = leaf()
+        for _ in range(3):
+            h = x
+            for block in blocks:
+                h = call(block, h)
+            h.sum().backward()
+        return x.grad, [parameter.detach() for parameter in blocks.parameters()]
+
+    same_as_plain(case)
+
+
+def test_containers_that_contain_themselves():
+    def case(call):
+        x, loop = leaf(), [torch.rand(4)]
+        loop.append(loop)
+
+        class Ring:
+            pass
+
+        ring = Ring()
+        ring.ring, ring.mask = ring, torch.rand(4)
+        call(lambda a: (a * loop[0] * ring.mask).sin(), x).sum().backward()
+        return x.grad
+
+    same_as_plain(case)
+
+
+@pytest.mark.xfail(strict=True, reason="bug 38")
+def test_an_argument_that_contains_itself():
+    def case(call):
+        x, loop = leaf(), {"mask": torch.rand(4)}
+        loop["self"] = loop
+        call(lambda a, loop: (a * loop["self"]["mask"]).sin(), x, loop).sum().backward()
+        return x.grad
+
+    same_as_plain(case)
