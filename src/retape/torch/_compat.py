@@ -51,6 +51,12 @@ def unobserved() -> AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING_TO_HIDE
 
 
+def parametrizations_cached() -> bool:
+    """Whether the caller is inside torch.nn.utils.parametrize.cached()."""
+    parametrize = sys.modules.get("torch.nn.utils.parametrize")
+    return parametrize is not None and bool(parametrize._cache_enabled)
+
+
 def untyped_storage(tensor: torch.Tensor) -> Any:
     """A tensor's storage, asked for without any torch-function mode noticing."""
     with torch._C.DisableTorchFunction():

@@ -41,17 +41,10 @@ def checkpoint(
     Takes what `torch.utils.checkpoint.checkpoint` takes; `check` is "off", "metadata" or "values".
     """
     if torch.compiler.is_compiling():
-        return _compat.TORCH_CHECKPOINT(
-            function,
-            *args,
-            use_reentrant=False,
-            context_fn=context_fn,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
-            preserve_rng_state=preserve_rng_state,
-            **kwargs,
-        )
+        # Dynamo takes a context_fn only where one is written out, so the default is left out.
+        if context_fn is not noop_context_fn:
+            kwargs["context_fn"] = context_fn
+        return _compat.TORCH_CHECKPOINT(function, *args, use_reentrant=False, **kwargs)
     debug = _chosen(_compat.debug_setting(), debug)
     if use_reentrant and (debug or context_fn is not noop_context_fn):
         raise InvalidInput("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")

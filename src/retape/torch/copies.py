@@ -83,6 +83,15 @@ class Copies:
                     made[member.number] = flat.as_strided(member.size, member.stride, member.offset)
         return made
 
+    def sharing_with(self, indices: range) -> set[int]:
+        """The indices of every tensor that shares its storage with one of `indices`."""
+        return {
+            member.number
+            for group in self._groups
+            if any(other.number in indices for other in group.members)
+            for member in group.members
+        }
+
     @property
     def nbytes(self) -> int:
         return sum(group.flat.nbytes for group in self._groups)

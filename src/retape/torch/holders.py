@@ -117,7 +117,9 @@ class ModuleHolder(DictHolder):
 
     def __init__(self, fields: dict[str, Any], *, parameters: bool) -> None:
         self.container = fields
-        self.then = {"training": fields["training"]}
+        self.then = (
+            {"training": fields["training"]} if "training" in fields else {}
+        )  # a compiled module has none of its own
         self._count = len(fields)
         self._kept = None
         self._dicts = [fields["_buffers"], fields["_forward_hooks"], fields["_forward_pre_hooks"]]
@@ -156,7 +158,33 @@ def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:
     part.update({key: now[key] if key in now and _same(now[key], value) else value for key, value in then.items()})
 
 
-Holder = DictHolder | ListHolder
+class SlotHolder:
+    """An object that keeps its attributes in slots, and the tensors among them."""
+
+    __slots__ = ("_kept", "_object", "_then")
+
+    def __init__(self, value: Any, names: list[str]) -> None:
+        self._object = value
+        self._then = {name: tracked(getattr(value, name)) for name in names}
+        self._kept: dict[str, Any] = {}
+
+    def switches(self) -> tuple[bool, ...]:
+        return ()
+
+    def enter(self) -> None:
+        self._kept = {name: getattr(self._object, name, None) for name in self._then}
+        for name, tensor in self._then.items():
+            if not _same(self._kept[name], tensor):
+                setattr(self._object, name, tensor)
+
+    def leave(self) -> None:
+        for name, value in self._kept.items():
+            if getattr(self._object, name, None) is not value:
+                setattr(self._object, name, value)
+        self._kept = {}
+
+
+Holder = DictHolder | ListHolder | SlotHolder
 
 
 def _same(now: Any, then: Any) -> bool:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from retape.torch.region import Region
 
 
+Made = dict[int, list[Tensor]]  # the tensors of a region's output, by the region's id
+
+
 class Held(Protocol):
     """A region's tensor arguments, until the re-run."""
 
@@ -32,7 +35,11 @@ class Held(Protocol):
     def present(self) -> list[Tensor | None]:
         """Those that are held right here; a write to them since is this region's to notice."""
 
-    def load(self, region: Region, skip: frozenset[int]) -> list[Tensor]:
+    @property
+    def links(self) -> list[Link]:
+        """Those that another region must make again."""
+
+    def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
         """All of them, but for those that the region changes itself (`skip`), of which it has copies."""
 
 
@@ -51,10 +58,14 @@ class HeldHere:
     def present(self) -> list[Tensor | None]:
         return self._held if self.holds_here else [None if type(held) is Link else held for held in self._held]
 
-    def load(self, region: Region, skip: frozenset[int]) -> list[Tensor]:
+    @property
+    def links(self) -> list[Link]:
+        return [] if self.holds_here else [held for held in self._held if type(held) is Link]
+
+    def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
         if self.holds_here:
             return self._held
-        made: dict[int, list[Tensor]] = {}  # a region that made several of them is run again once
+        make_again(self.links, made)
         return [held.load(region, made) if type(held) is Link else held for held in self._held]
 
 
@@ -64,22 +75,49 @@ class Link:
     def __init__(
         self, maker: Region, index: int, *, tape: bool, total: Callable[[Tensor], int] | None, tensor: Tensor
     ) -> None:
-        self._maker = maker
+        self.maker = maker
         self._index = index
-        self._tape = tape
+        self.tape = tape
         self._total = total
         self._wanted = total(tensor) if total else None
 
-    def load(self, region: Region, made: dict[int, list[Tensor]]) -> Tensor:
-        outputs = made.get(id(self._maker))
-        if outputs is None:
-            outputs = made[id(self._maker)] = self._maker.refill_outputs(tape=self._tape)
-        tensor = outputs[self._index].detach()
+    def load(self, region: Region, made: Made) -> Tensor:
+        tensor = made[id(self.maker)][self._index].detach()
         if self._total is not None and self._total(tensor) != self._wanted:
             raise StateChanged(
-                f"Region {region.name}: its input, made again by region {self._maker.name}, has other values than at first."
+                f"Region {region.name}: its input, made again by region {self.maker.name}, has other values than at first."
             )
         return tensor
+
+
+def make_again(wanted: list[Link], made: Made) -> None:
+    """Run the makers of `wanted` again, and before them their own makers, each once; a chain may be longer than the stack is deep."""
+    final = {id(link.maker) for link in wanted}
+    pending = list(wanted)
+    while pending:
+        link = pending[-1]
+        if id(link.maker) in made:
+            pending.pop()
+            continue
+        before = [other for other in link.maker.makers if id(other.maker) not in made]
+        if before:
+            pending += before
+            continue
+        made[id(link.maker)] = link.maker.refill_outputs(tape=link.tape, made=made)
+        pending.pop()
+        _let_go(link.maker.makers, made, final, pending)
+
+
+def _let_go(used: list[Link], made: Made, final: set[int], pending: list[Link]) -> None:
+    """Forget outputs that nobody waits for any more."""
+    waiting = (
+        {id(other.maker) for link in pending for other in link.maker.makers}
+        if len(used) > 1 or len(pending) > 1
+        else set()
+    )
+    for link in used:
+        if id(link.maker) not in final and id(link.maker) not in waiting:
+            made.pop(id(link.maker), None)
 
 
 class SavedInNode:
@@ -96,7 +134,11 @@ class SavedInNode:
     def present(self) -> list[Tensor | None]:
         return [None] * len(self._nodes)
 
-    def load(self, region: Region, skip: frozenset[int]) -> list[Tensor]:
+    @property
+    def links(self) -> list[Link]:
+        return []
+
+    def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
         return [_NOT_LOADED if i in skip else node.saved_tensors[0] for i, node in enumerate(self._nodes)]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
-from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, Holder, ListHolder, ModuleHolder, tracked
+from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, Holder, ListHolder, ModuleHolder, SlotHolder, tracked
 
 _MOST_DEPTH = 8
 _MOST_ITEMS = 256
@@ -41,6 +41,7 @@ class Call:
     """A function and its arguments as they were, and everything that the walk met on the way."""
 
     __slots__ = (
+        "_leaves",
         "_seen",
         "arguments",
         "codes",
@@ -73,6 +74,7 @@ class Call:
         self.generators: list[Any] = []
         self.codes: list[Any] = []  # of functions met, to tell apart what one wrapper wraps
         self.renormalised: set[int] = set()  # parameters that their own module writes to in its forward
+        self._leaves: dict[int, Leaf] = {}
         self._seen: set[int] = set()
 
     # --- arguments ----------------------------------------------------------------------------------------------
@@ -80,8 +82,11 @@ class Call:
     def take(self, value: Any, depth: int = 0) -> Any:
         """Note what an argument holds; return what stands for it when the call is rebuilt."""
         if isinstance(value, Tensor):
-            self.tensors.append(value)
-            return Leaf(len(self.tensors) - 1)
+            leaf = self._leaves.get(id(value))  # the same tensor twice stays one: code asks `q is k`
+            if leaf is None:
+                leaf = self._leaves[id(value)] = Leaf(len(self.tensors))
+                self.tensors.append(value)
+            return leaf
         kind = type(value)
         if kind in ATOMS or depth > _MOST_DEPTH:
             return value
@@ -128,6 +133,8 @@ class Call:
                 self.meet(inner, depth + 1)
             if depth <= 2 and hasattr(value, "__dict__") and not isinstance(value, _NOT_FOLLOWED):
                 self._follow(value.__dict__, depth)
+            elif depth <= 2 and hasattr(type(value), "__slots__") and not isinstance(value, _NOT_FOLLOWED):
+                self._meet_slots(value, depth)
 
     def _meet_modules(self, root: nn.Module) -> None:
         stack = [root]
@@ -176,6 +183,14 @@ class Call:
         self.holders.append(holder)
         self._meet_fields(holder, list(container), depth, only_tensors=True)
 
+    def _meet_slots(self, value: Any, depth: int) -> None:
+        names = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
+        tensors = [name for name in names if isinstance(getattr(value, name), Tensor)]
+        if tensors and not getattr(type(value), "__dataclass_params__", None):
+            self.holders.append(SlotHolder(value, tensors))
+        for name in names:
+            self.meet(getattr(value, name), depth + 1)
+
     def _meet_container(self, value: Any, depth: int) -> None:
         if len(value) > _MOST_ITEMS:  # a data set, a vocabulary: nothing that a forward writes to
             return
@@ -221,6 +236,12 @@ class _Rebuilt:
         self.original = original
         self.fields = fields
 
+    def rebuild(self, fields: dict[str, Any]) -> Any:
+        twin = object.__new__(type(self.original))
+        for name, value in fields.items():
+            object.__setattr__(twin, name, value)
+        return twin
+
 
 # Objects whose attributes say nothing about what a forward reads.
 _NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial, torch.optim.Optimizer)
@@ -237,6 +258,11 @@ def is_generator(value: Any) -> bool:
         "Generator",
         "RandomState",
     )
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _reachable(value: Any, depth: int) -> Iterable[Any]:
@@ -302,25 +328,24 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     return call
 
 
-def _put_back(value: Any, tensors: list[Tensor]) -> Any:
+def _put_back(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
     kind = type(value)
     if kind is Leaf:
         return tensors[value.index]
+    if depth > _MOST_DEPTH:
+        return value
     if kind is list or kind is tuple:
-        return kind([_put_back(item, tensors) for item in value])
+        return kind([_put_back(item, tensors, depth + 1) for item in value])
     if kind is dict:
-        return {key: _put_back(item, tensors) for key, item in value.items()}
+        return {key: _put_back(item, tensors, depth + 1) for key, item in value.items()}
     if kind is _Rebuilt:
-        twin = object.__new__(type(value.original))
-        for name, field in value.fields.items():
-            object.__setattr__(twin, name, _put_back(field, tensors))
-        return twin
+        return value.rebuild({name: _put_back(field, tensors, depth + 1) for name, field in value.fields.items()})
     if kind in _COPIED:
         twin = copy.copy(value)
-        _refill(twin, [(key, _put_back(item, tensors)) for key, item in _items(value)])
+        _refill(twin, [(key, _put_back(item, tensors, depth + 1)) for key, item in _items(value)])
         return twin
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*[_put_back(item, tensors) for item in value])
+        return kind(*[_put_back(item, tensors, depth + 1) for item in value])
     return value
 
 

@@ -196,35 +196,42 @@ class Region:
                 wanted.value = None
             return value
 
-    def refill_outputs(self, *, tape: bool) -> list[Tensor]:
+    @property
+    def makers(self) -> list[links.Link]:
+        """The links to the regions that must be run again before this one can be."""
+        return self._inputs.links
+
+    def refill_outputs(self, *, tape: bool, made: links.Made) -> list[Tensor]:
         """Run again to the end and return the tensors of the output; with `tape` the missing slots are refilled too."""
         with _RERUN:
             links.refilled(self, _compat.graph_task())
             targets = self.missing() if tape else {}
-            return links.tensors_of(self._rerun(targets, early_stop=False))
+            return links.tensors_of(self._rerun(targets, early_stop=False, made=made))
 
     def trace(self) -> RegionTrace:
         """Run again to the end and write down what happens, op by op; nothing is refilled."""
         with _RERUN:
             recorder = Recorder()
-            held = self._inputs.load(self, self._watch.changed)
+            if self.is_compiled:  # one opaque op, which a mode would silently make eager
+                return recorder.trace([], opaque=True)
+            held = self._inputs.load(self, self._watch.changed, {})
             outputs = self._attempt(_Filler(self, {}, False, recorder), held, recorder)
             return recorder.trace(links.tensors_of(outputs))
 
-    def _rerun(self, targets: dict[int, Slot], early_stop: bool) -> Any:
+    def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
         suspects = self._watch.check(self._inputs.present(), self)
         self.refilling = True  # loading its inputs may refill others
         try:
-            held = self._inputs.load(self, self._watch.changed)
+            held = self._inputs.load(self, self._watch.changed, {} if made is None else made)
         finally:
             self.refilling = False
         if suspects:
-            if self.is_compiled:
+            if self.is_compiled or not self._watch.can_be_guarded(suspects):
                 raise self._watch.has_changed(self, self._watch.index_of(suspects[0]))
             guard = Guard(self, self._watch, suspects)
             return self._attempt(_Filler(self, targets, early_stop, guard), held, guard)
         recipe = self.policy.recipe
-        if recipe is not None and early_stop and not self._diverged:
+        if recipe is not None and early_stop and not self._diverged and not self.is_compiled:
             try:
                 return self._attempt(_Filler(self, targets, early_stop), held, Replay(recipe, self))
             except Diverged:
@@ -420,6 +427,11 @@ def run_region(
         return function(*arguments, **keywords)
     refuse_transforms(function)
     call = capture_call(function, arguments, keywords)
+    if _compat.parametrizations_cached() and any("parametrizations" in module._modules for module in call.modules):
+        raise UnsupportedTransform(
+            f"Region {name_of(function)} runs inside torch.nn.utils.parametrize.cached(), whose cache a re-run would not find. "
+            "Leave cached() out around regions."
+        )
     if call.is_lazy:
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
     region = Region(

@@ -160,11 +160,11 @@ class Recorder(TorchDispatchMode):
             written += [self.number(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         return written
 
-    def trace(self, outputs: list[Tensor]) -> RegionTrace:
+    def trace(self, outputs: list[Tensor], *, opaque: bool = False) -> RegionTrace:
         return RegionTrace(
             ops=tuple(self.ops),
             slots=tuple(self.slots),
             slot_bytes=tuple(self.slot_bytes),
-            exposed=self._exposure.seen,
+            exposed=self._exposure.seen or opaque,
             outputs=frozenset(self.number(tensor) for tensor in outputs),
         )

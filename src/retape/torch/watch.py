@@ -171,6 +171,11 @@ class Watch:
                 raise self.has_changed(region, index)
         return [watched[index] for index in suspects]
 
+    def can_be_guarded(self, suspects: list[Tensor]) -> bool:
+        """Whether a read of any of them shows as an op: not so for a closure's (`.tolist()`), nor for one that FSDP gathers."""
+        first = len(self._before) - len(self._call.state)
+        return not self._fsdp and all(type(tensor) in _PLAIN and self.index_of(tensor) >= first for tensor in suspects)
+
     def has_changed(self, region: Region, index: int) -> StateChanged:
         return StateChanged(
             f"Region {region.name} must be run again for backward, but {self.describe(index)} has been modified by an inplace operation "
@@ -236,15 +241,17 @@ class AsBefore:
         needs_grad = dict(enumerate(self._watch.arguments_need_grad))
         needs_grad.update({first + i: needed for i, needed in enumerate(self._watch._needs_grad)})
         self._copies = copies.rebuild(needs_grad)
-        for index, copy in self._copies.items():
-            if index >= first:
+        lent = copies.sharing_with(range(extras, first))
+        for index, copy in list(self._copies.items()):
+            if index in lent:
+                # Nobody knows who holds a closure's tensor, so its own memory is lent to the re-run.
+                tensor = (call.extras + call.state)[index - extras] if index >= extras else None
+                if tensor is not None:
+                    self._overwritten.append((tensor, tensor.detach().clone()))
+                    _compat.write_unseen(tensor, copy)
+            elif index >= first:
                 container, key = call.places[index - first]
                 container[key] = copy
-            elif index >= extras:
-                # Nobody knows who holds a closure's tensor, so its own memory is lent to the re-run.
-                tensor = call.extras[index - extras]
-                self._overwritten.append((tensor, tensor.detach().clone()))
-                _compat.write_unseen(tensor, copy)
 
     def arguments(self, held: list[Tensor]) -> list[Tensor]:
         """The tensor arguments as they were before the call, fit to be handed to a re-run."""
