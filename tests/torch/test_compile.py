@@ -98,7 +98,6 @@ def test_a_chain_of_compiled_blocks_with_links():
         assert_equal(gradients(blocks, x, lambda t, i=inputs: run(Policy(inputs=i), t * 1)), wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 17: a trace puts a mode around compiled code")
 def test_a_compiled_region_is_never_put_under_a_recipe_that_makes_it_eager():
     """A dispatch mode around compiled code silently turns it eager, so a trace of it must not lead to another result."""
     module, x = block()

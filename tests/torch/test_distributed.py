@@ -60,16 +60,7 @@ def _start(rank, folder, output, log, environment):
         )
 
 
-XFAIL = {
-    "fsdp_step_between_around": "bug 14: the guard does not see the gathered parameter",
-    "fsdp_step_between_around_without_reshard": "bug 14: the guard does not see the gathered parameter",
-}
-
-
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(c, marks=pytest.mark.xfail(strict=True, reason=XFAIL[c])) if c in XFAIL else c for c in CHECKS],
-)
+@pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks(outcomes, check):
     for rank, outcome in enumerate(outcomes):
         said = outcome.get(check, f"did not come to it: {outcome}")
