@@ -46,13 +46,11 @@ def changed_by_the_region(call):
 SLOTTED = pytest.mark.parametrize("case", [changed, rebound, changed_by_the_region], ids=lambda case: case.__name__)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 34")
 @SLOTTED
 def test_objects_with_slots(case):
     right_or_refused(case, RetapeError, "Region")
 
 
-@pytest.mark.xfail(strict=True, reason="bug 34")
 def test_objects_with_slots_changed_by_the_region_end_as_plain_has_them():
     same_as_plain(changed_by_the_region)
 
@@ -62,9 +60,7 @@ def test_objects_with_slots_with_values_checked(case):
     right_or_refused(case, RetapeError, "Region", way=by_values)
 
 
-@pytest.mark.parametrize(
-    "part", [slice(None), pytest.param(slice(1, 3), marks=pytest.mark.xfail(strict=True, reason="bug 33"))]
-)
+@pytest.mark.parametrize("part", [slice(None), slice(1, 3)])
 def test_a_closure_that_shares_a_buffer_with_a_module(part):
     def case(call):
         norm, x = nn.BatchNorm1d(4), leaf()
@@ -105,7 +101,7 @@ class OnFirstUse(nn.Module):
         return self.layer((a * self.scale * self.tables[a.shape]) @ self.weight).sin()
 
 
-@pytest.mark.xfail(strict=True, reason="bug 39")
+@pytest.mark.xfail(strict=True, reason="bug 39: a submodule made in the region is replaced by its re-run")
 def test_state_made_on_first_use():
     def case(call):
         model, x = OnFirstUse(), leaf()
@@ -166,14 +162,7 @@ READ_BY = {
 }
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        pytest.param(read, marks=pytest.mark.xfail(strict=True, reason="bug 36") if name == "tolist" else ())
-        for name, read in READ_BY.items()
-    ],
-    ids=READ_BY,
-)
+@pytest.mark.parametrize("read", READ_BY.values(), ids=READ_BY)
 def test_a_changed_tensor_is_seen_however_it_is_read(read):
     def case(call):
         x, mask = leaf(), torch.rand(4) + 1
@@ -226,7 +215,6 @@ def test_containers_that_contain_themselves():
     same_as_plain(case)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 38")
 def test_an_argument_that_contains_itself():
     def case(call):
         x, loop = leaf(), {"mask": torch.rand(4)}

@@ -6,6 +6,7 @@ be equal (gradients, buffers, states of its own generators); the global random s
 
 from __future__ import annotations
 
+import pickle
 import random
 import re
 from collections.abc import Callable
@@ -95,8 +96,18 @@ def seed(number: int = 0) -> None:
 
 def streams() -> dict[str, Any]:
     """Where the global random streams stand."""
-    kind, words, *rest = np.random.get_state()
-    return {"torch": torch.get_rng_state(), "random": random.getstate(), "numpy": (kind, words.tobytes(), *rest)}
+    return {
+        "torch": torch.get_rng_state(),
+        "random": pickle.dumps(random.getstate()),
+        "numpy": pickle.dumps(np.random.get_state()),
+    }
+
+
+def put_streams(state: dict[str, Any]) -> None:
+    """Put the global random streams where `streams` found them."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(pickle.loads(state["random"]))
+    np.random.set_state(pickle.loads(state["numpy"]))
 
 
 def outcome(case: Case, call: Caller) -> dict[str, Any]:

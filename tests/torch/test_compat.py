@@ -261,6 +261,14 @@ def test_function_modes():
         assert _compat.function_modes()[0].device == device
 
 
+def test_parametrizations_cached():
+    from torch.nn.utils import parametrize
+
+    assert not _compat.parametrizations_cached()
+    with parametrize.cached():
+        assert _compat.parametrizations_cached()
+
+
 def test_ignored_ops():
     assert torch.ops.aten.detach.default in _compat.IGNORED_OPS
     assert torch.ops.aten.sin.default not in _compat.IGNORED_OPS

@@ -29,7 +29,7 @@ def test_regions_in_a_row():
     assert torch.equal(gradient(chained), gradient(plain))
 
 
-@pytest.mark.parametrize("segments", [pytest.param(2, marks=pytest.mark.xfail(strict=True, reason="bug 35")), 60, 600])
+@pytest.mark.parametrize("segments", [2, 60, 600])
 def test_segments(segments):
     def segmented(x):
         return retape.checkpoint_sequential([torch.sin] * 600, segments, x, use_reentrant=False)
