@@ -210,6 +210,10 @@ _Words = ctypes.c_char * (
 )  # both twisters: 624 words of state and an index; Python's index comes first, numpy's last
 
 
+count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
 def function_modes() -> tuple[Any, ...]:
     """The torch-function modes around the caller, outermost first; the default device is one."""
     count = torch._C._len_torch_function_stack()
@@ -224,19 +228,20 @@ IGNORED_OPS = frozenset(torch_checkpoint.SAC_IGNORED_OPS)
 detach_below_autograd: Callable[[torch.Tensor], torch.Tensor] = torch_checkpoint._detach_helper
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+def _put_deterministic(enabled: bool) -> None:
+    torch.use_deterministic_algorithms(enabled, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
 
 
-def _put_deterministic(pair: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(pair[0], warn_only=pair[1])
+def _put_warn_only(warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
 
 
 # Switches of PyTorch's that change what a kernel computes: name, getter, setter. The C getters cost a fifth of the public ones,
 # and a region reads them all.
 SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("deterministic algorithms", _deterministic, _put_deterministic),
+    ("deterministic algorithms", torch._C._get_deterministic_algorithms, _put_deterministic),
+    ("deterministic algorithms, warn only", torch._C._get_deterministic_algorithms_warn_only, _put_warn_only),
     ("float32 matmul precision", torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
     ("cudnn enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     ("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),

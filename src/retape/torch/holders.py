@@ -122,15 +122,12 @@ class ModuleHolder(DictHolder):
         )  # a compiled module has none of its own
         self._count = len(fields)
         self._kept = None
-        self._dicts = [fields["_buffers"], fields["_forward_hooks"], fields["_forward_pre_hooks"]]
-        if parameters:
-            self._dicts.append(fields["_parameters"])
-        self._then_dicts = [
-            {key: value if getattr(value, "grad_fn", None) is None else tracked(value) for key, value in part.items()}
-            if part
-            else _EMPTY
-            for part in self._dicts
-        ]
+        parts = (fields["_buffers"], fields["_forward_hooks"], fields["_forward_pre_hooks"])
+        self._dicts = (*parts, fields["_parameters"]) if parameters else parts
+        self._then_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
+        for then in self._then_dicts:
+            if then and not _WITHOUT_HISTORY.issuperset(map(type, then.values())):
+                then.update({key: tracked(value) for key, value in then.items() if isinstance(value, Tensor)})
         self._kept_dicts: list[dict[Any, Any]] = []
 
     def enter(self) -> None:
@@ -149,6 +146,7 @@ class ModuleHolder(DictHolder):
 
 
 _EMPTY: dict[Any, Any] = {}
+_WITHOUT_HISTORY = frozenset({nn.Parameter, type(None)})
 
 
 def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:

@@ -110,7 +110,7 @@ class Call:
     @property
     def is_lazy(self) -> bool:
         """Whether a parameter has no shape yet: the first call of a lazy module makes it."""
-        return any(map(is_lazy, self.state))
+        return not _PARAMETERS.issuperset(map(type, self.state)) and any(map(is_lazy, self.state))
 
     def meet(self, value: Any, depth: int = 0) -> None:
         """Note what the function can reach through `value`, other than through its arguments."""
@@ -151,8 +151,10 @@ class Call:
             self.holders.append(holder)
             for held in (fields["_parameters"], fields["_buffers"]):
                 for key, tensor in held.items() if held else ():
-                    if tensor is not None:
-                        self._place(held, key, tensor)
+                    if tensor is not None:  # as _place does
+                        self._seen.add(id(tensor))
+                        self.places.append((held, key))
+                        self.state.append(tensor)
             own = fields.keys() - OWN_FIELDS
             if own:
                 self._meet_fields(holder, own, 1)
@@ -243,6 +245,7 @@ class _Rebuilt:
         return twin
 
 
+_PARAMETERS = frozenset({nn.Parameter})
 # Objects whose attributes say nothing about what a forward reads.
 _NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial, torch.optim.Optimizer)
 # Globals that hold no state: most of what a function names.

@@ -36,7 +36,7 @@ from retape.torch.reads import Call, capture_call
 from retape.torch.runs import Run, Stop, current_runs, is_plain
 from retape.torch.select import Diverged, Replay
 from retape.torch.trace import Recorder, RegionTrace
-from retape.torch.watch import AsBefore, Guard, Watch, hold, version_of
+from retape.torch.watch import AsBefore, Guard, Watch, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -163,7 +163,7 @@ class Region:
         else:  # a parameter or a buffer, or a view of one
             costs_nothing = id(base) in self._own or (base.requires_grad and base.is_leaf)
         if costs_nothing or policy.hold_all or index in policy.held:
-            slot.value = hold(tensor)
+            slot.value = tensor if tensor.grad_fn is None else tensor.detach()
             slot.version = version_of(tensor)  # Rule 3
         elif check is Check.VALUES:
             slot.metadata = (tensor.shape, tensor.dtype, tensor.device, checksum(tensor))
@@ -391,7 +391,8 @@ def _unpack(slot: Slot) -> Tensor:
         region._backward_inside = True
     if value is None:
         value = region.refill(slot)
-    _checked(slot, value)
+    if slot.version != (value._version if type(value) is Tensor else version_of(value)):
+        _checked(slot, value)
     slot.consumed = True
     return value
 

@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -138,61 +138,54 @@ _PYTHON = PythonStream()
 _NUMPY = NumpyStream()
 
 
-class Draws(NamedTuple):
-    """Random streams, and where each stood."""
-
-    streams: tuple[Stream, ...]
-    tokens: list[Token]
-
-    def seek(self) -> None:
-        for stream, token in zip(self.streams, self.tokens, strict=True):
-            stream.seek(token)
+# Random streams, and where each stood. A plain tuple: a region makes several, and a class costs more than what it holds.
+Draws = tuple[tuple[Stream, ...], list[Token]]
+NONE_DRAWN: Draws = ((), [])
 
 
-NONE_DRAWN = Draws((), [])
+def seek(draws: Draws) -> None:
+    """Put streams where they stood."""
+    for stream, token in zip(*draws, strict=True):
+        stream.seek(token)
 
 
 def streams(generators: Sequence[Any]) -> Draws:
-    """Where every random stream stands that the caller could draw from."""
+    """Where every random stream stands that the caller could draw from; the first is the CPU's own."""
     found: tuple[Stream, ...] = _WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY
-    devices = _compat.cuda_devices_in_use()
+    devices = _compat.cuda_devices_in_use() if torch.cuda.is_initialized() else ()
     if devices or generators:
         others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
         found = (*found, *[GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others])
-    return Draws(found, [stream.peek() for stream in found])
+    return found, [stream.peek() for stream in found]
 
 
 _WITH_NUMPY = (_CPU, _PYTHON, _NUMPY)
 _WITHOUT_NUMPY = (_CPU, _PYTHON)
+_ONLY_CPU = (_CPU,)
 
 
 def drawn(before: Draws) -> Draws:
     """Those of `before` that have moved since, and torch's own: `torch.random.fork_rng` draws and puts them back."""
-    moved = [
-        i
-        for i, stream in enumerate(before.streams)
-        if type(stream) is GeneratorStream or stream.peek() != before.tokens[i]
-    ]
-    return Draws(tuple(before.streams[i] for i in moved), [before.tokens[i] for i in moved])
+    found, tokens = before
+    if found is _WITH_NUMPY and _PYTHON.peek() == tokens[1] and _NUMPY.peek() == tokens[2]:
+        return _ONLY_CPU, tokens[:1]
+    kept = [i for i, stream in enumerate(found) if type(stream) is GeneratorStream or stream.peek() != tokens[i]]
+    return tuple([found[i] for i in kept]), [tokens[i] for i in kept]
 
 
-class Ambient(NamedTuple):
-    """What surrounds a call: PyTorch's settings, autocast for each device type, torch-function modes, the current CUDA device."""
-
-    settings: tuple[Any, ...]
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    function_modes: tuple[Any, ...]
-    cuda_device: int | None
+# What surrounds a call: PyTorch's settings, autocast for each device type, torch-function modes, the current CUDA device.
+Ambient = tuple[list[Any], tuple[tuple[str, bool, torch.dtype], ...], tuple[Any, ...], int | None]
 
 
 def capture() -> Ambient:
     """What surrounds the caller now."""
-    settings = tuple([get() for get in _GETTERS])
+    settings = [get() for get in _GETTERS]
+    modes = _compat.function_modes() if _compat.count_function_modes() else ()
     cpu = ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
     if not torch.cuda.is_initialized():
-        return Ambient(settings, (cpu,), _compat.function_modes(), None)
+        return settings, (cpu,), modes, None
     cuda = ("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-    return Ambient(settings, (cpu, cuda), _compat.function_modes(), torch.cuda.current_device())
+    return settings, (cpu, cuda), modes, torch.cuda.current_device()
 
 
 _GETTERS = tuple(get for _, get, _ in _compat.SETTINGS)
@@ -206,40 +199,43 @@ class Replay:
     def __init__(self, ambient: Ambient, draws: Draws) -> None:
         self._ambient = ambient
         self._draws = draws
-        self._stood = NONE_DRAWN
+        self._stood: list[Token] = []
         self._around: Any = None
         self._grad = True
 
     def __enter__(self) -> None:
         now = capture()
         self._grad = torch.is_grad_enabled()
-        if now != self._ambient or any(on for _, on, _ in now.autocast):
+        if now != self._ambient or now[1][0][1] or now[1][-1][1]:  # something is different, or autocast is on
             self._around = _as_then(self._ambient, now)
             self._around.__enter__()
-        self._stood = Draws(self._draws.streams, [stream.peek() for stream in self._draws.streams])
-        if self._stood.tokens != self._draws.tokens:
-            self._draws.seek()
-        torch._C._set_grad_enabled(True)
+        found, tokens = self._draws
+        self._stood = [stream.peek() for stream in found]
+        if self._stood != tokens:
+            seek(self._draws)
+        _compat.set_grad_enabled(True)
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._set_grad_enabled(self._grad)
-        if [stream.peek() for stream in self._stood.streams] != self._stood.tokens:
-            self._stood.seek()
+        _compat.set_grad_enabled(self._grad)
+        found = self._draws[0]
+        if [stream.peek() for stream in found] != self._stood:
+            seek((found, self._stood))
         if self._around is not None:
             self._around.__exit__(*error)
 
 
 @contextmanager
 def _as_then(ambient: Ambient, now: Ambient) -> Iterator[None]:
+    settings, autocast, modes, cuda_device = ambient
     with ExitStack() as stack:
-        stack.callback(_put_settings, ambient.settings, now.settings)
-        _put_settings(now.settings, ambient.settings)
-        if ambient.cuda_device != now.cuda_device and ambient.cuda_device is not None:
-            stack.enter_context(torch.cuda.device(ambient.cuda_device))
-        for mode in ambient.function_modes:  # `torch.set_default_device` is one of them
-            if mode not in now.function_modes:
+        stack.callback(_put_settings, settings, now[0])
+        _put_settings(now[0], settings)
+        if cuda_device != now[3] and cuda_device is not None:
+            stack.enter_context(torch.cuda.device(cuda_device))
+        for mode in modes:  # `torch.set_default_device` is one of them
+            if mode not in now[2]:
                 stack.enter_context(mode)
-        for kind, enabled, dtype in ambient.autocast:
+        for kind, enabled, dtype in autocast:
             # Without the weight cache: a cast that lives in the cache belongs to another graph than the re-run's, and one
             # that the re-run left there would be found by code outside.
             if enabled or torch.is_autocast_enabled(kind):
@@ -247,7 +243,7 @@ def _as_then(ambient: Ambient, now: Ambient) -> Iterator[None]:
         yield
 
 
-def _put_settings(present: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+def _put_settings(present: list[Any], wanted: list[Any]) -> None:
     if present == wanted:
         return
     for (_, _, put), now, then in zip(_compat.SETTINGS, present, wanted, strict=True):

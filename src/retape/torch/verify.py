@@ -90,7 +90,7 @@ def _as_found(model: nn.Module) -> Iterator[Callable[[], None]]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        draws.seek()
+        state.seek(draws)
 
     try:
         yield rewind
@@ -107,7 +107,7 @@ def _results(model: nn.Module) -> dict[str, Any]:
     for name, buffer in model.named_buffers():
         found[f"buffer {name}"] = buffer.detach().clone()
     draws = state.streams([])
-    for number, (stream, token) in enumerate(zip(draws.streams, draws.tokens, strict=True)):
+    for number, (stream, token) in enumerate(zip(*draws, strict=True)):
         found[f"random stream {number} ({type(stream).__name__})"] = token
     return found
 

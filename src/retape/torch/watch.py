@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from retape.torch.region import Region
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_PARAMETER = frozenset({nn.Parameter})
 _NO_TWINS: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _ELSEWHERE = torch.empty(0)
@@ -83,17 +84,21 @@ class Watch:
         kinds = _kinds_of(self._kind[0])
         self._known = kinds.get(self._kind[1])
         watched = call.tensors + call.extras + call.state
-        self._plain = _PLAIN.issuperset(map(type, watched)) and not self._fsdp
+        self._plain = not self._fsdp and _PLAIN.issuperset(map(type, watched))
         self._before = self._versions(watched)
         self._after: list[Any] | None = None
-        worth = self._worth_copying(watched)
-        self._copies: Copies | None = Copies(watched, worth) if worth else None
+        self.changed: frozenset[int] = _NOTHING
         self.arguments_need_grad = [tensor.requires_grad for tensor in call.tensors]
         self._needs_grad = [tensor.requires_grad for tensor in call.state]
-        self._leaves = [tensor.grad_fn is None for tensor in call.state]
-        self.changed: frozenset[int] = _NOTHING
-        call.state = [hold(tensor) for tensor in call.state]
-        call.extras = [hold(tensor) for tensor in call.extras] if call.extras else []
+        # Where modules hold nothing but parameters there is no history to leave out and nothing to copy but arguments.
+        usual = self._known is _NOTHING and not call.extras and _PARAMETER.issuperset(map(type, call.state))
+        worth = self._worth_copying(call.tensors if usual else watched)
+        self._copies: Copies | None = Copies(watched, worth) if worth else None
+        self._leaves: list[bool] | None = None
+        if not usual:
+            self._leaves = [tensor.grad_fn is None for tensor in call.state]
+            call.state = [hold(tensor) for tensor in call.state]
+            call.extras = [hold(tensor) for tensor in call.extras]
 
     def _versions(self, tensors: list[Tensor]) -> list[Any]:
         if self._plain:
@@ -155,8 +160,9 @@ class Watch:
         """
         if self._after is None:  # the call has not ended: it asks for its own gradients
             return []
-        held = [tensor if tensor is not None else _ELSEWHERE for tensor in arguments]
-        watched = held + self._call.extras + self._call.state
+        watched: list[Any] = arguments + self._call.extras + self._call.state
+        if type(None) in map(type, arguments):
+            watched = [_ELSEWHERE if tensor is None else tensor for tensor in watched]
         now = self._versions(watched)
         if now == self._after:
             return []
@@ -230,7 +236,8 @@ class AsBefore:
 
     def _put_needs_grad(self, call: Call, watch: Watch) -> None:
         """Parameters frozen or thawed since: what autograd saves depends on it."""
-        for tensor, needed, leaf in zip(call.state, watch._needs_grad, watch._leaves, strict=True):
+        leaves = watch._leaves or [True] * len(call.state)
+        for tensor, needed, leaf in zip(call.state, watch._needs_grad, leaves, strict=True):
             if leaf and tensor.requires_grad is not needed:
                 tensor.requires_grad_(needed)
                 self._needs_grad.append(tensor)
