@@ -19,7 +19,7 @@ WIDTH, ROWS = SHAPE[2], SHAPE[1]
 
 OPS = {}
 # Ops whose result may share memory with their first operand.
-ALIASING = {"same", "reshape", "dropout"}
+ALIASING = {"same", "reshape", "dropout", "inplace_operand"}
 
 
 def op(function):

@@ -96,7 +96,7 @@ def draw(rng: random.Random, depth: int = 0) -> Spec:
         ops.append(_draw_op(rng, count, fresh))
         if ops[-1].name in ALIASING:
             fresh.discard(ops[-1].operands[0])
-        elif ops[-1].name not in ("inplace_operand",):
+        else:
             fresh.add(count)
         count += 1
     picks = [count - 1, *[rng.randrange(inputs, count) for _ in range(rng.choice((0, 0, 1, 2)))]]

@@ -304,6 +304,29 @@ def test_nested_chains_of_links():
         assert_equal(step(lambda function, *values, p=policy: run_region(function, *values, policy=p)), wanted)
 
 
+@pytest.mark.xfail(strict=True, reason="bug 21: how many slots there are depends on which tensors are one")
+@pytest.mark.parametrize("place", ["closure", "list"])
+def test_a_nested_region_that_gets_one_tensor_twice(place):
+    """At first the argument is the closure's tensor; in the re-run it is a twin, and the outer slots must not move."""
+
+    def step(call):
+        seed()
+        x = torch.randn(5, requires_grad=True)
+        a, other = x * 2, x * 3
+        box = [a]
+
+        def outer(given):
+            call(lambda p, q: p.clone(), given, a if place == "closure" else box[0])
+            return (other * (a if place == "closure" else box[0])).sin()
+
+        call(outer, a).sum().backward()
+        return [x.grad]
+
+    wanted = step(lambda function, *values: function(*values))
+    for policy in (DROP, HOLD, LINK):
+        assert_equal(step(lambda function, *values, p=policy: run_region(function, *values, policy=p)), wanted)
+
+
 # --- checkpoint_sequential ---------------------------------------------------------------------------------------------
 
 
