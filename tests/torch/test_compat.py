@@ -269,6 +269,21 @@ def test_parametrizations_cached():
         assert _compat.parametrizations_cached()
 
 
+def test_count_function_modes():
+    assert _compat.count_function_modes() == 0
+    with torch.device("cpu"):
+        assert _compat.count_function_modes() == 1
+
+
+def test_set_grad_enabled():
+    try:
+        _compat.set_grad_enabled(False)
+        assert not torch.is_grad_enabled()
+    finally:
+        _compat.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
 def test_ignored_ops():
     assert torch.ops.aten.detach.default in _compat.IGNORED_OPS
     assert torch.ops.aten.sin.default not in _compat.IGNORED_OPS
