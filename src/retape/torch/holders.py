@@ -122,7 +122,7 @@ class ModuleHolder(DictHolder):
         )  # a compiled module has none of its own
         self._count = len(fields)
         self._kept = None
-        parts = (fields["_buffers"], fields["_forward_hooks"], fields["_forward_pre_hooks"])
+        parts = (fields["_buffers"], fields["_forward_hooks"], fields["_forward_pre_hooks"], fields["_modules"])
         self._dicts = (*parts, fields["_parameters"]) if parameters else parts
         self._then_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
         for then in self._then_dicts:

@@ -108,6 +108,18 @@ class Call:
     # --- everything else ------------------------------------------------------------------------------------------
 
     @property
+    def has_switches(self) -> bool:
+        """Whether some argument is a plain value."""
+        return not ATOMS.isdisjoint(map(type, self.arguments)) or not ATOMS.isdisjoint(
+            map(type, self.keywords.values())
+        )
+
+    @property
+    def fills_what_it_saved(self) -> bool:
+        """Whether it runs `rrelu`, the one op that autograd saves an output of before its kernel has filled it."""
+        return nn.RReLU in map(type, self.modules) or any("rrelu" in code.co_names for code in self.codes)
+
+    @property
     def is_lazy(self) -> bool:
         """Whether a parameter has no shape yet: the first call of a lazy module makes it."""
         return not _PARAMETERS.issuperset(map(type, self.state)) and any(map(is_lazy, self.state))

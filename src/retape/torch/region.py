@@ -86,6 +86,9 @@ class Region:
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
         self._call = captured or capture_call(function, arguments, keywords)
+        if self._call.fills_what_it_saved:
+            self.early_stop = False
+            self.check = Check.OFF if check is Check.OFF else Check.METADATA
         with _compat.unobserved():
             self._observe(self._call)
         self._inputs = self._hold_inputs()

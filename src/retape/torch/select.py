@@ -209,6 +209,8 @@ class _Holding(TorchDispatchMode):
         if func in _compat.IGNORED_OPS:
             return out
         held = _compat.policy_saves(self._log.policy, func, args, kwargs, out) or func is _ITEM
+        if held and _is_view(func):
+            held = False  # it costs nothing to run again, and what it shows may be written to later
         key = _compat.selective_key(func, args)
         entry = _Held(out, _streams_after(func, out, kwargs), func._schema.is_mutable) if held else _RUN_AGAIN
         calls = self._log.entries.get(key)
@@ -253,16 +255,35 @@ class _Answering(TorchDispatchMode):
                 "activation checkpoint: what it held is given back to autograd. Use a region without context_fn to backward twice."
             )
         entries[index] = _CONSUMED
-        return self._answer(func, args, entry)
+        return self._answer(func, args, kwargs or {}, entry)
 
-    def _answer(self, func: Any, args: Any, entry: _Held) -> Any:
+    def _answer(self, func: Any, args: Any, kwargs: Any, entry: _Held) -> Any:
         if not self._log.mutation_allowed:
             entry.check()
         for stream, token in entry.draws:
             stream.seek(token)
-        if func._schema.is_mutable and isinstance(entry.out, Tensor) and args and isinstance(args[0], Tensor):
-            return args[0].copy_(entry.out)
-        return entry.out
+        written = _written(func, args, kwargs) if func._schema.is_mutable else []
+        if not written:
+            return entry.out
+        outputs = [entry.out] if isinstance(entry.out, Tensor) else list(entry.out)
+        if len(written) != len(outputs):
+            return entry.out
+        copied = [target.copy_(value) for target, value in zip(written, outputs, strict=True)]
+        return copied[0] if isinstance(entry.out, Tensor) else type(entry.out)(copied)
+
+
+def _is_view(func: Any) -> bool:
+    schema = func._schema
+    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an op writes to, in the order of its arguments."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs[argument.name])
+    return found
 
 
 _ITEM = torch.ops.aten._local_scalar_dense.default

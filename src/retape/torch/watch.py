@@ -318,10 +318,20 @@ def _kind_of(call: Call) -> tuple[Any, Any]:
     """What tells first calls apart: the modules and their switches, or the code. Counters change in every call, and do not count."""
     code = getattr(call.function, "__code__", None)
     flags = tuple([switch for holder in call.holders for switch in holder.switches()])
-    shape = (len(call.tensors), len(call.extras), len(call.state), flags, *call.codes)
+    plain = (
+        [value for value in (*call.arguments, *call.keywords.values()) if _is_switch(value)]
+        if call.has_switches
+        else ()
+    )
+    shape = (len(call.tensors), len(call.extras), len(call.state), flags, *call.codes, *plain)
     if call.roots:
         return call.roots[0], (code, tuple([id(root) for root in call.roots[1:]]), shape)
     return code if code is not None else call.function, shape
+
+
+def _is_switch(value: Any) -> bool:
+    """Whether a plain argument may decide what the function does; a large number is more likely a step or a size."""
+    return type(value) in (bool, str, type(None)) or (type(value) is int and -8 <= value <= 64)
 
 
 def _kinds_of(key: Any) -> dict[Any, frozenset[int]]:
