@@ -10,13 +10,9 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
+from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_debug_enabled,
-    set_checkpoint_early_stop,
-)
 
 from retape.torch import _compat
 
@@ -157,18 +153,22 @@ def test_cuda_devices_in_use():
 
 
 def saving(ctx, func, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if func is torch.ops.aten.sin.default else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        torchs.CheckpointPolicy.MUST_SAVE
+        if func is torch.ops.aten.sin.default
+        else torchs.CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def test_selective_policy():
-    first, again = create_selective_checkpoint_contexts(saving)
+    first, again = torchs.create_selective_checkpoint_contexts(saving)
     policy = _compat.selective_policy(first)
     assert callable(policy)
     assert _compat.selective_policy(again) is None
 
 
 def test_is_selective_replay():
-    first, again = create_selective_checkpoint_contexts(saving)
+    first, again = torchs.create_selective_checkpoint_contexts(saving)
     assert _compat.is_selective_replay(again)
     assert not _compat.is_selective_replay(first)
 
@@ -187,19 +187,19 @@ def test_selective_key():
 
 def test_selective_mutation_allowed():
     for allowed in (True, False):
-        _, again = create_selective_checkpoint_contexts(saving, allow_cache_entry_mutation=allowed)
+        _, again = torchs.create_selective_checkpoint_contexts(saving, allow_cache_entry_mutation=allowed)
         assert _compat.selective_mutation_allowed(again) is allowed
 
 
 def test_early_stop_setting():
     assert _compat.early_stop_setting() is None
-    with set_checkpoint_early_stop(False):
+    with torchs.set_checkpoint_early_stop(False):
         assert _compat.early_stop_setting() is False
 
 
 def test_debug_setting():
     assert _compat.debug_setting() is None
-    with set_checkpoint_debug_enabled(True):
+    with torchs.set_checkpoint_debug_enabled(True):
         assert _compat.debug_setting() is True
 
 
@@ -262,8 +262,6 @@ def test_function_modes():
 
 
 def test_parametrizations_cached():
-    from torch.nn.utils import parametrize
-
     assert not _compat.parametrizations_cached()
     with parametrize.cached():
         assert _compat.parametrizations_cached()
