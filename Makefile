@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/retape schedule revolve --steps 24 --snapshots 4
 	@echo
-	@echo 'Steps run across, time runs down. Plain reversal stores 24 tapes; here at most 4 states are stored, for 51 more'
+	@echo 'Steps run across, time runs down. Plain reversal holds 24 tapes; here at most 4 states are stored, for 51 more'
 	@echo 'forward steps. No schedule with 4 states needs fewer. Next, a transformer with every block in a region:'
 	@echo
 	$(BIN)/python examples/checkpoint_a_transformer.py
