@@ -63,12 +63,7 @@ def by_value(call):
     return [x.grad, peak]
 
 
-unseen = pytest.mark.xfail(strict=True, reason="bug 20: the first call of the kind wrote nothing")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(by_argument, marks=unseen), pytest.param(by_number, marks=unseen), by_value]
-)
+@pytest.mark.parametrize("case", [by_argument, by_number, by_value])
 def test_a_first_call_that_changes_less(case):
     right_or_refused(case, StateChanged)
 
