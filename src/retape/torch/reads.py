@@ -57,6 +57,7 @@ class Call:
         "roots",
         "state",
         "tensors",
+        "twins",
     )
 
     def __init__(self) -> None:
@@ -74,7 +75,8 @@ class Call:
         self.generators: list[Any] = []
         self.codes: list[Any] = []  # of functions met, to tell apart what one wrapper wraps
         self.renormalised: set[int] = set()  # parameters that their own module writes to in its forward
-        self._leaves: dict[int, Leaf] = {}
+        self.twins: list[tuple[int, int]] = []  # places that hold the same tensor: code asks `q is k`
+        self._leaves: dict[int, int] = {}
         self._seen: set[int] = set()
 
     # --- arguments ----------------------------------------------------------------------------------------------
@@ -82,10 +84,13 @@ class Call:
     def take(self, value: Any, depth: int = 0) -> Any:
         """Note what an argument holds; return what stands for it when the call is rebuilt."""
         if isinstance(value, Tensor):
-            leaf = self._leaves.get(id(value))  # the same tensor twice stays one: code asks `q is k`
-            if leaf is None:
-                leaf = self._leaves[id(value)] = Leaf(len(self.tensors))
-                self.tensors.append(value)
+            # One for each place, though the same tensor may stand in several: how many a nested region saves must not
+            # depend on which tensors are one object, since in a re-run they may be an argument and its closure's twin.
+            leaf = Leaf(len(self.tensors))
+            first = self._leaves.setdefault(id(value), leaf.index)
+            if first != leaf.index:
+                self.twins.append((leaf.index, first))
+            self.tensors.append(value)
             return leaf
         kind = type(value)
         if kind in ATOMS or depth > _MOST_DEPTH:

@@ -264,12 +264,15 @@ class AsBefore:
         """The tensor arguments as they were before the call, fit to be handed to a re-run."""
         copies = self._copies
         pairs = enumerate(zip(held, self._watch.arguments_need_grad, strict=True))
-        return [
+        tensors = [
             copies[i]
             if i in copies
             else (tensor if not needed or type(tensor) is nn.Parameter else fresh(tensor, True))
             for i, (tensor, needed) in pairs
         ]
+        for place, first in self._watch._call.twins:
+            tensors[place] = tensors[first]
+        return tensors
 
     def keep_gradients(self) -> None:
         """Also put `.grad` back afterwards: the region runs a backward pass of its own."""
