@@ -101,7 +101,6 @@ class OnFirstUse(nn.Module):
         return self.layer((a * self.scale * self.tables[a.shape]) @ self.weight).sin()
 
 
-@pytest.mark.xfail(strict=True, reason="bug 39: a submodule made in the region is replaced by its re-run")
 def test_state_made_on_first_use():
     def case(call):
         model, x = OnFirstUse(), leaf()

@@ -117,7 +117,6 @@ def leaking(call):
     return x.grad
 
 
-@pytest.mark.xfail(strict=True, reason="bug 40: the early stop comes before the kernel that fills the noise")
 def test_noise_that_is_filled_after_it_was_saved():
     same_as_plain(leaking)
 

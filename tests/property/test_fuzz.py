@@ -5,14 +5,9 @@ import pytest
 from .cases import Refused, case_of, describe, failure
 
 CASES, CHUNK = 200, 20
-OPEN = {0: "bug 21 (seed 12)", 60: "bug 21 (seed 71)"}
-STARTS = [
-    pytest.param(start, marks=pytest.mark.xfail(strict=True, reason=OPEN[start])) if start in OPEN else start
-    for start in range(0, CASES, CHUNK)
-]
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", range(0, CASES, CHUNK))
 def test_gradients_buffers_and_streams_equal_plain_autograd(start):
     refused = 0
     for seed in range(start, start + CHUNK):

@@ -123,6 +123,22 @@ def test_write_unseen():
     assert tensor._version == version
 
 
+def test_detach_unseen():
+    seen = []
+
+    class Watcher(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(3, requires_grad=True).sin()
+    with Watcher():
+        alias = _compat.detach_unseen(x)
+    assert not seen
+    assert not alias.requires_grad
+    assert alias.data_ptr() == x.data_ptr()
+
+
 def test_is_compiled():
     assert not _compat.is_compiled(torch.sin)
     assert not _compat.is_compiled(torch.nn.Linear(2, 2))

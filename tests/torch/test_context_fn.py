@@ -189,7 +189,6 @@ def test_a_held_view_of_memory_that_is_written_later():
     assert_equal(gradients(function, retape.checkpoint, context_fn=contexts(policy)), plain)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 23: the version of a factory's result does not show the write")
 def test_a_held_factory_result_that_is_written_later():
     def function(x):
         out, positive = torch.zeros_like(x), x.detach() > 0

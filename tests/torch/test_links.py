@@ -304,7 +304,6 @@ def test_nested_chains_of_links():
         assert_equal(step(lambda function, *values, p=policy: run_region(function, *values, policy=p)), wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 21: how many slots there are depends on which tensors are one")
 @pytest.mark.parametrize("place", ["closure", "list"])
 def test_a_nested_region_that_gets_one_tensor_twice(place):
     """At first the argument is the closure's tensor; in the re-run it is a twin, and the outer slots must not move."""

@@ -63,6 +63,12 @@ def untyped_storage(tensor: torch.Tensor) -> Any:
         return tensor.untyped_storage()
 
 
+def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()`, without a trip through the dispatch modes around the caller."""
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
 def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Write to a tensor without moving its version: for values that are put back before anyone else looks."""
     with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):

@@ -179,6 +179,12 @@ def register_outputs(region: Region, outputs: Any) -> None:
         _MAKERS[key] = (reference, weakref.ref(region), index, version_of(tensor))
 
 
+def forget_outputs(outputs: Any) -> None:
+    """These come from a region that cannot be run again: nobody may link to them, nor to a region inside it that made them."""
+    for tensor in tensors_of(outputs):
+        _MAKERS.pop(id(tensor), None)
+
+
 def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
     # Unless a new tensor has taken the id meanwhile.
     if key in _MAKERS and _MAKERS[key][0] is reference:

@@ -34,7 +34,7 @@ from retape.torch.mismatch import RerunMismatch, different_metadata, different_n
 from retape.torch.policy import DROP, Check, Policy
 from retape.torch.reads import Call, capture_call
 from retape.torch.runs import Run, Stop, current_runs, is_plain
-from retape.torch.select import Diverged, Replay
+from retape.torch.select import Answering, Diverged, Replay
 from retape.torch.trace import Recorder, RegionTrace
 from retape.torch.watch import AsBefore, Guard, Watch, version_of
 
@@ -139,7 +139,9 @@ class Region:
         with _compat.unobserved():
             self._watch.settle(tensors, self)
         self._running = False
-        if self.policy.linkable:
+        if not self.repeatable:
+            links.forget_outputs(outputs)
+        elif self.policy.linkable:
             links.register_outputs(self, outputs)
         return outputs
 
@@ -271,6 +273,13 @@ class Region:
             running.pop()
 
     @property
+    def is_selective(self) -> bool:
+        """Whether a mode of ours decides op by op what a re-run runs."""
+        return self.policy.recipe is not None or (
+            self._contexts is not None and isinstance(self._contexts[1], Answering)
+        )
+
+    @property
     def repeatable(self) -> bool:
         """Whether it can be run again more than once: what a selective context holds is given away in the first re-run."""
         return self._contexts is None
@@ -332,7 +341,7 @@ class Region:
 class _Filler:
     """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
 
-    __slots__ = ("_early_stop", "_filled", "_last", "_next", "_observer", "_region", "_targets", "done")
+    __slots__ = ("_detach", "_early_stop", "_filled", "_last", "_next", "_observer", "_region", "_targets", "done")
 
     def __init__(
         self, region: Region, targets: dict[int, Slot], early_stop: bool, observer: Guard | Recorder | None = None
@@ -342,6 +351,8 @@ class _Filler:
         self._targets = targets
         self._last = next(reversed(targets), -1)
         self._early_stop = early_stop
+        # Modes of our own need not be told of what the hooks do; those of others may count on it.
+        self._detach = _compat.detach_unseen if region.is_selective else Tensor.detach
         self._next = 0
         self._filled: list[Slot] = []
         self.done = False
@@ -353,7 +364,7 @@ class _Filler:
             raise Stop(self)  # user code swallowed the first one (Rule 2)
         if self._observer is not None:
             self._observer.saw_slot(tensor)
-        plain = tensor.detach() if tensor.requires_grad else tensor
+        plain = self._detach(tensor) if tensor.requires_grad else tensor
         slot = self._targets.get(index)
         if slot is not None:
             wanted = slot.metadata

@@ -109,18 +109,20 @@ class Replay(TorchDispatchMode):
         super().__init__()
         self._recipe = recipe
         self._values = region.held_values()
+        self._funcs = [op.op for op in recipe.ops]
+        self._count = len(recipe.ops)
         self._next = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _compat.IGNORED_OPS:
-            return func(*args, **(kwargs or {}))
         index = self._next
-        self._next += 1
-        if index >= len(self._recipe.ops) or self._recipe.ops[index].op is not func:
+        if index >= self._count or self._funcs[index] is not func:
+            if func in _compat.IGNORED_OPS:
+                return func(*args, **(kwargs or {}))
             raise Diverged
+        self._next = index + 1
         step = self._recipe.steps[index]
         if step is Step.RUN:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
         op = self._recipe.ops[index]
         if step is Step.ANSWER:
             results = [
@@ -154,7 +156,7 @@ def select_contexts(contexts: Contexts) -> Contexts:
     if policy is None or not _compat.is_selective_replay(again):
         return contexts
     log = _Log(policy, _compat.selective_mutation_allowed(again))
-    return _Holding(log), _Answering(log)
+    return _Holding(log), Answering(log)
 
 
 _RUN_AGAIN = object()
@@ -175,7 +177,7 @@ class _Log:
 class _Held:
     """Results of one call of an op, with their versions; for a random op, where it left its generator."""
 
-    __slots__ = ("draws", "out", "versions")
+    __slots__ = ("draws", "out", "versions", "written")
 
     def __init__(self, out: Any, draws: tuple[Any, ...], writes: bool) -> None:
         self.out = pytree.tree_map_only(Tensor, _compat.detach_below_autograd, out)
@@ -183,9 +185,13 @@ class _Held:
         if writes:  # autograd counts the write once the op is done, which is after it was seen here
             self.versions = [version + 1 if isinstance(version, int) else version for version in self.versions]
         self.draws = draws
+        self.written = False
 
     def check(self) -> None:
-        if [version_of(leaf) for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, Tensor)] != self.versions:
+        if (
+            self.written
+            or [version_of(leaf) for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, Tensor)] != self.versions
+        ):
             raise StateChanged(
                 "Tensor cached during selective activation checkpoint has been mutated: a result that the policy said to save was "
                 "changed in place later. Save the op that changes it instead, or change a copy."
@@ -198,21 +204,38 @@ class _Holding(TorchDispatchMode):
     def __init__(self, log: _Log) -> None:
         super().__init__()
         self._log = log
+        self._on: dict[int, list[_Held]] = {}  # what is held, by storage
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    def _note(self, entry: _Held) -> None:
+        for leaf in pytree.tree_leaves(entry.out):
+            if isinstance(leaf, Tensor):
+                self._on.setdefault(leaf.untyped_storage()._cdata, []).append(entry)
+
+    def _mark_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A write that the version of a held result need not show: below autograd a factory's result has a version of its own."""
+        for target in pytree.tree_leaves(_written(func, args, kwargs)):
+            for entry in self._on.get(target.untyped_storage()._cdata, ()) if isinstance(target, Tensor) else ():
+                entry.written = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if kwargs else func(*args)
         if func in _compat.IGNORED_OPS:
             return out
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and self._on:
+            self._mark_written(func, args, kwargs)
         held = _compat.policy_saves(self._log.policy, func, args, kwargs, out) or func is _ITEM
         if held and _is_view(func):
             held = False  # it costs nothing to run again, and what it shows may be written to later
         key = _compat.selective_key(func, args)
-        entry = _Held(out, _streams_after(func, out, kwargs), func._schema.is_mutable) if held else _RUN_AGAIN
+        entry: Any = _RUN_AGAIN
+        if held:
+            entry = _Held(out, _streams_after(func, out, kwargs), func._schema.is_mutable)
+            self._note(entry)
         calls = self._log.entries.get(key)
         if calls is None:
             self._log.entries[key] = [entry]
@@ -221,7 +244,7 @@ class _Holding(TorchDispatchMode):
         return out
 
 
-class _Answering(TorchDispatchMode):
+class Answering(TorchDispatchMode):
     """The re-run: answers what is held, runs the rest."""
 
     def __init__(self, log: _Log) -> None:
