@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint_sequential as torch_sequential
 
 import retape
 
-BLOCKS, UNIT = 16, 1024
+BLOCKS, UNIT = 16, 1 << 20
 
 
 class Scale(TorchDispatchMode):

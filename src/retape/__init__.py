@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from retape import errors as errors
 from retape.core.errors import RetapeError
 from retape.core.plan import Plan
 from retape.core.problem import Budget

@@ -81,7 +81,7 @@ def test_too_small_names_the_floor_and_the_stage_that_binds_it():
         solve(chain, "105MiB")
     assert str(error.value) == (
         "No plan fits in 105.00 MiB; the smallest budget that does is 112.00 MiB, bound by layers.3.attn. "
-        "Raise the budget, or allow offload."
+        "Raise the budget, or make that stage smaller (a smaller batch)."
     )
     assert (error.value.budget_bytes, error.value.binding) == (105 * MIB, "layers.3.attn")
     assert solve(chain, error.value.floor_bytes).promised_peak_bytes == error.value.floor_bytes

@@ -57,7 +57,7 @@ def _too_small(limit: int, planner: Planner, in_flight: int) -> BudgetTooSmall:
         below, least = f"{limit} bytes", f"{floor} bytes"
     return BudgetTooSmall(
         f"No plan fits in {below}{share}; the smallest budget that does is {least}{bound}. "
-        "Raise the budget, or allow offload.",
+        "Raise the budget, or make that stage smaller (a smaller batch).",
         budget_bytes=limit,
         floor_bytes=floor,
         binding=binding,

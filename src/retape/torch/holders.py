@@ -59,24 +59,26 @@ class DictHolder:
 
     def leave(self) -> None:
         kept, self._kept = self._kept, None
+        if kept is None:
+            return
         container = self.container
-        if kept is None or (len(kept) == len(container) and all(map(operator.is_, container.values(), kept.values()))):
+        self._count_on(kept)
+        if len(kept) == len(container) and all(map(operator.is_, container.values(), kept.values())):
             return
         for key in [*kept, *[key for key in container if key not in kept]]:
             old, new = kept.get(key, _ABSENT), container.get(key, _ABSENT)
-            if old is new:
+            if old is new or not (key in self.then or isinstance(old, Tensor) or isinstance(new, Tensor)):
                 continue
-            if key in self.then or isinstance(old, Tensor) or isinstance(new, Tensor):
-                self._put(key, old, new)
+            if old is _ABSENT:
+                del container[key]
+            elif type(old) is not int or type(new) is not int:
+                container[key] = old
 
-    def _put(self, key: Any, old: Any, new: Any) -> None:
-        then = self.then.get(key)
-        if type(old) is int and type(new) is int and type(then) is int:
-            self.container[key] = old + new - then
-        elif old is _ABSENT:
-            del self.container[key]
-        else:
-            self.container[key] = old
+    def _count_on(self, kept: dict[Any, Any]) -> None:
+        """Whole numbers that the re-run has changed go on from where they stood."""
+        for key, then in self.then.items():
+            if type(then) is int and type(kept.get(key)) is int and type(self.container.get(key)) is int:
+                self.container[key] = kept[key] + self.container[key] - then
 
 
 class ListHolder:

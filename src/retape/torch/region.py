@@ -30,11 +30,12 @@ from retape.core.errors import RegionError, StateChanged, UnsupportedTransform
 from retape.torch import _compat, links, runs, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
-from retape.torch.mismatch import RerunMismatch, different_metadata, different_number, different_values
+from retape.torch.mismatch import RerunMismatch, different_number
 from retape.torch.policy import DROP, Check, Policy
 from retape.torch.reads import Call, capture_call
 from retape.torch.runs import Run, Stop, current_runs, is_plain
 from retape.torch.select import Answering, Diverged, Replay
+from retape.torch.slots import Filler, Slot
 from retape.torch.trace import Recorder, RegionTrace
 from retape.torch.watch import AsBefore, Guard, Watch, version_of
 
@@ -42,24 +43,6 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # Re-runs put process-wide state back to how it was (buffers, streams, flags), so only one may do so at a time.
 _RERUN = threading.RLock()
-
-
-class Slot:
-    """One tensor that autograd saved. `value` is None while it is dropped; `refilled` says that a re-run put it there.
-
-    `metadata` is its shape, dtype and device, and with `check="values"` its checksum.
-    """
-
-    __slots__ = ("__weakref__", "consumed", "index", "metadata", "refilled", "region", "value", "version")
-
-    def __init__(self, region: Region, index: int, metadata: tuple[Any, ...] | None) -> None:
-        self.region = region
-        self.index = index
-        self.metadata = metadata
-        self.value: Tensor | None = None
-        self.version: Any = None
-        self.refilled = False
-        self.consumed = False
 
 
 class Region:
@@ -220,7 +203,7 @@ class Region:
             if self.is_compiled:  # one opaque op, which a mode would silently make eager
                 return recorder.trace([], opaque=True)
             held = self._inputs.load(self, self._watch.changed, {})
-            outputs = self._attempt(_Filler(self, {}, False, recorder), held, recorder)
+            outputs = self._attempt(Filler(self, {}, False, recorder), held, recorder)
             return recorder.trace(links.tensors_of(outputs))
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
@@ -234,16 +217,16 @@ class Region:
             if self.is_compiled or not self._watch.can_be_guarded(suspects):
                 raise self._watch.has_changed(self, self._watch.index_of(suspects[0]))
             guard = Guard(self, self._watch, suspects)
-            return self._attempt(_Filler(self, targets, early_stop, guard), held, guard)
+            return self._attempt(Filler(self, targets, early_stop, guard), held, guard)
         recipe = self.policy.recipe
         if recipe is not None and early_stop and not self._diverged and not self.is_compiled:
             try:
-                return self._attempt(_Filler(self, targets, early_stop), held, Replay(recipe, self))
+                return self._attempt(Filler(self, targets, early_stop), held, Replay(recipe, self))
             except Diverged:
                 self._diverged = True
-        return self._attempt(_Filler(self, targets, early_stop), held, None)
+        return self._attempt(Filler(self, targets, early_stop), held, None)
 
-    def _attempt(self, filler: _Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
+    def _attempt(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
         """One re-run under `mode`; None if it was stopped."""
         self.reruns += 1
         running = runs.enter(Run(self, rerun=True))
@@ -289,7 +272,7 @@ class Region:
         """Whether the function, or a module behind it, is compiled: a dispatch mode around it would silently make it eager."""
         return any(_compat.is_compiled(part) for part in (self._call.function, *self._call.modules))
 
-    def _hooked(self, filler: _Filler, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _hooked(self, filler: Filler, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)
         try:
             return self._call.function(*args, **keywords)
@@ -336,66 +319,6 @@ class Region:
             if slot is not None and slot.value is not None and self.policy.holds(slot.index):
                 slot.value, dropped = None, dropped + 1
         return dropped
-
-
-class _Filler:
-    """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
-
-    __slots__ = ("_detach", "_early_stop", "_filled", "_last", "_next", "_observer", "_region", "_targets", "done")
-
-    def __init__(
-        self, region: Region, targets: dict[int, Slot], early_stop: bool, observer: Guard | Recorder | None = None
-    ) -> None:
-        self._region = region
-        self._observer = observer
-        self._targets = targets
-        self._last = next(reversed(targets), -1)
-        self._early_stop = early_stop
-        # Modes of our own need not be told of what the hooks do; those of others may count on it.
-        self._detach = _compat.detach_unseen if region.is_selective else Tensor.detach
-        self._next = 0
-        self._filled: list[Slot] = []
-        self.done = False
-
-    def pack(self, tensor: Tensor) -> Any:
-        index = self._next
-        self._next = index + 1
-        if self.done:
-            raise Stop(self)  # user code swallowed the first one (Rule 2)
-        if self._observer is not None:
-            self._observer.saw_slot(tensor)
-        plain = self._detach(tensor) if tensor.requires_grad else tensor
-        slot = self._targets.get(index)
-        if slot is not None:
-            wanted = slot.metadata
-            if wanted is not None and wanted != (tensor.shape, tensor.dtype, tensor.device):
-                self._compare(slot, wanted, tensor)
-            slot.value = plain
-            slot.version = plain._version if type(plain) is Tensor else version_of(plain)
-            slot.refilled, slot.consumed = True, False
-            self._filled.append(slot)
-        elif index >= self._region.slot_count:
-            self._one_too_many(index)
-        if self._early_stop and index >= self._last:
-            self.done = True
-            raise Stop(self)
-        return plain
-
-    def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
-        metadata = (tensor.shape, tensor.dtype, tensor.device)
-        if wanted[:3] != metadata:
-            raise different_metadata(self._region.name, slot.index, wanted[:3], metadata)
-        if checksum(tensor) != wanted[3]:
-            raise different_values(self._region.name, slot.index)
-
-    def _one_too_many(self, index: int) -> None:
-        # While the first run has not ended (the function calls backward itself) nobody knows how many there will be.
-        if not self._region._running and self._region.check is not Check.OFF:
-            raise different_number(self._region.name, self._region.slot_count, index + 1, "more")
-
-    def undo(self) -> None:
-        for slot in self._filled:
-            slot.value = None
 
 
 def _unpack(slot: Slot) -> Tensor:

@@ -30,7 +30,6 @@ _NO_TWINS: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _ELSEWHERE = torch.empty(0)
 _SMALL_BYTES = 64 * 1024
-_ANY_SIZE = 1 << 62
 _KINDS: weakref.WeakKeyDictionary[Any, dict[Any, frozenset[int]]] = weakref.WeakKeyDictionary()
 
 
@@ -112,18 +111,13 @@ class Watch:
     def _worth_copying(self, watched: list[Tensor]) -> list[int]:
         """What may have to be put back: what this kind is known to change, what is small, and in its first call all but parameters."""
         known = self._known
-        most = _ANY_SIZE if known is None else _SMALL_BYTES
+        if known is None:
+            renormalised = self._call.renormalised
+            return [i for i, tensor in enumerate(watched) if _may_change(tensor) or id(tensor) in renormalised]
         return [
             index
             for index, tensor in enumerate(watched)
-            if (known is not None and index in known)
-            or (
-                type(tensor) is Tensor
-                and not (tensor.requires_grad and tensor.is_leaf)
-                and copyable(tensor)
-                and tensor.nbytes <= most
-            )
-            or (known is None and id(tensor) in self._call.renormalised)
+            if index in known or (_may_change(tensor) and not tensor.requires_grad and tensor.nbytes <= _SMALL_BYTES)
         ]
 
     def settle(self, arguments: list[Tensor], region: Region) -> None:
@@ -330,6 +324,11 @@ def _kind_of(call: Call) -> tuple[Any, Any]:
     if call.roots:
         return call.roots[0], (code, tuple([id(root) for root in call.roots[1:]]), shape)
     return code if code is not None else call.function, shape
+
+
+def _may_change(tensor: Tensor) -> bool:
+    """Whether a region could write to it: parameters are too large to copy in case one does."""
+    return type(tensor) is Tensor and not (tensor.requires_grad and tensor.is_leaf) and copyable(tensor)
 
 
 def _is_switch(value: Any) -> bool:

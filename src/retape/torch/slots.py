@@ -1,0 +1,97 @@
+"""Slots, and the hooks of a re-run that fills them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from retape.torch import _compat
+from retape.torch.checksum import checksum
+from retape.torch.mismatch import different_metadata, different_number, different_values
+from retape.torch.policy import Check
+from retape.torch.runs import Stop
+from retape.torch.watch import version_of
+
+if TYPE_CHECKING:
+    from retape.torch.region import Region
+    from retape.torch.trace import Recorder
+    from retape.torch.watch import Guard
+
+
+class Slot:
+    """One tensor that autograd saved. `value` is None while it is dropped; `refilled` says that a re-run put it there.
+
+    `metadata` is its shape, dtype and device, and with `check="values"` its checksum.
+    """
+
+    __slots__ = ("__weakref__", "consumed", "index", "metadata", "refilled", "region", "value", "version")
+
+    def __init__(self, region: Region, index: int, metadata: tuple[Any, ...] | None) -> None:
+        self.region = region
+        self.index = index
+        self.metadata = metadata
+        self.value: Tensor | None = None
+        self.version: Any = None
+        self.refilled = False
+        self.consumed = False
+
+
+class Filler:
+    """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
+
+    __slots__ = ("_detach", "_early_stop", "_filled", "_last", "_next", "_observer", "_region", "_targets", "done")
+
+    def __init__(
+        self, region: Region, targets: dict[int, Slot], early_stop: bool, observer: Guard | Recorder | None = None
+    ) -> None:
+        self._region = region
+        self._observer = observer
+        self._targets = targets
+        self._last = next(reversed(targets), -1)
+        self._early_stop = early_stop
+        # Modes of our own need not be told of what the hooks do; those of others may count on it.
+        self._detach = _compat.detach_unseen if region.is_selective else Tensor.detach
+        self._next = 0
+        self._filled: list[Slot] = []
+        self.done = False
+
+    def pack(self, tensor: Tensor) -> Any:
+        index = self._next
+        self._next = index + 1
+        if self.done:
+            raise Stop(self)  # user code swallowed the first one (Rule 2)
+        if self._observer is not None:
+            self._observer.saw_slot(tensor)
+        plain = self._detach(tensor) if tensor.requires_grad else tensor
+        slot = self._targets.get(index)
+        if slot is not None:
+            wanted = slot.metadata
+            if wanted is not None and wanted != (tensor.shape, tensor.dtype, tensor.device):
+                self._compare(slot, wanted, tensor)
+            slot.value = plain
+            slot.version = plain._version if type(plain) is Tensor else version_of(plain)
+            slot.refilled, slot.consumed = True, False
+            self._filled.append(slot)
+        elif index >= self._region.slot_count:
+            self._one_too_many(index)
+        if self._early_stop and index >= self._last:
+            self.done = True
+            raise Stop(self)
+        return plain
+
+    def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
+        metadata = (tensor.shape, tensor.dtype, tensor.device)
+        if wanted[:3] != metadata:
+            raise different_metadata(self._region.name, slot.index, wanted[:3], metadata)
+        if checksum(tensor) != wanted[3]:
+            raise different_values(self._region.name, slot.index)
+
+    def _one_too_many(self, index: int) -> None:
+        # While the first run has not ended (the function calls backward itself) nobody knows how many there will be.
+        if not self._region._running and self._region.check is not Check.OFF:
+            raise different_number(self._region.name, self._region.slot_count, index + 1, "more")
+
+    def undo(self) -> None:
+        for slot in self._filled:
+            slot.value = None
