@@ -33,6 +33,7 @@ __all__ = [
     "RetapeError",
     "checkpoint",
     "checkpoint_sequential",
+    "errors",
     "keep",
     "recomputing",
     "solve",
