@@ -69,6 +69,12 @@ def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()` inside a dispatch mode, where autograd is done already: the alias shares the tensor's version all the same."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Write to a tensor without moving its version: for values that are put back before anyone else looks."""
     with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
@@ -231,7 +237,6 @@ _SAVED = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpoi
 _COMPILED_CODE = _compiled_code_operator()
 # Ops that hooks and subclasses insert in one run and not in the other; they are run and not counted.
 IGNORED_OPS = frozenset(torch_checkpoint.SAC_IGNORED_OPS)
-detach_below_autograd: Callable[[torch.Tensor], torch.Tensor] = torch_checkpoint._detach_helper
 
 
 def _put_deterministic(enabled: bool) -> None:

@@ -129,17 +129,18 @@ class SavedInNode:
         # A node each, so that an input that the region changes itself, and has a copy of, need not be asked for.
         with _compat.unobserved():
             anchor = torch.empty((0,), requires_grad=True)
-        self._nodes = [_SaveInputs.apply(anchor, tensor).grad_fn for tensor in tensors]
+        # The nodes' outputs are held, because a node whose output is gone lets go of what it saved.
+        self._savers = [_SaveInputs.apply(anchor, tensor) for tensor in tensors]
 
     def present(self) -> list[Tensor | None]:
-        return [None] * len(self._nodes)
+        return [None] * len(self._savers)
 
     @property
     def links(self) -> list[Link]:
         return []
 
     def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
-        return [_NOT_LOADED if i in skip else node.saved_tensors[0] for i, node in enumerate(self._nodes)]
+        return [_NOT_LOADED if i in skip else saver.grad_fn.saved_tensors[0] for i, saver in enumerate(self._savers)]
 
 
 _NOT_LOADED = torch.empty(0)
