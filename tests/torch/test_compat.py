@@ -139,6 +139,23 @@ def test_detach_unseen():
     assert alias.data_ptr() == x.data_ptr()
 
 
+def test_is_fake():
+    assert _compat.is_fake(torch.empty(2, device="meta"))
+    assert not _compat.is_fake(torch.empty(2))
+
+
+def test_neg_view():
+    x = torch.ones(3)
+    assert _compat.neg_view(x).is_neg()
+    assert _compat.neg_view(x).tolist() == [-1, -1, -1]
+
+
+def test_norms():
+    assert issubclass(torch.nn.BatchNorm1d, _compat.NORMS)
+    assert issubclass(torch.nn.InstanceNorm1d, _compat.NORMS)
+    assert not issubclass(torch.nn.LayerNorm, _compat.NORMS)
+
+
 def test_is_compiled():
     assert not _compat.is_compiled(torch.sin)
     assert not _compat.is_compiled(torch.nn.Linear(2, 2))

@@ -57,6 +57,15 @@ def parametrizations_cached() -> bool:
     return parametrize is not None and bool(parametrize._cache_enabled)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return tensor.device.type == "meta" or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+NORMS = torch.nn.modules.batchnorm._NormBase  # norms that keep running statistics
+
+
 def untyped_storage(tensor: torch.Tensor) -> Any:
     """A tensor's storage, asked for without any torch-function mode noticing."""
     with torch._C.DisableTorchFunction():
@@ -64,7 +73,9 @@ def untyped_storage(tensor: torch.Tensor) -> Any:
 
 
 def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.detach()`, without a trip through the dispatch modes around the caller."""
+    """`tensor.detach()`, without a trip through the dispatch modes around the caller; a subclass dispatches for itself."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.detach()
     with torch._C._DisableTorchDispatch():
         return tensor.detach()
 
@@ -254,6 +265,7 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("deterministic algorithms", torch._C._get_deterministic_algorithms, _put_deterministic),
     ("deterministic algorithms, warn only", torch._C._get_deterministic_algorithms_warn_only, _put_warn_only),
     ("float32 matmul precision", torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    ("mkldnn enabled", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     ("cudnn enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     ("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     ("cudnn deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),

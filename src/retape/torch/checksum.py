@@ -34,7 +34,7 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 def _bits(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    tensor = tensor.contiguous()
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.reshape(-1).view(torch.uint8)

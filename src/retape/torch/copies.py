@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from retape.core.errors import RegionError
+from retape.torch import _compat
+
 
 class _Shape(NamedTuple):
     """How one tensor lies in its storage."""
@@ -20,15 +23,23 @@ class _Shape(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    is_root: bool
+    dtype: torch.dtype
+    conjugated: bool
+    negated: bool
     same_as: int  # the first index under which this very tensor was met
 
 
 class _Group(NamedTuple):
-    """Tensors of one storage, and a copy of its contents as one flat tensor."""
+    """Tensors of one storage, and a copy of that storage."""
 
-    flat: Tensor
+    storage: torch.UntypedStorage
+    device: torch.device
     members: tuple[_Shape, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of them see the same numbers: one dtype, nothing conjugated or negated on the fly."""
+        return len({m.dtype for m in self.members}) == 1 and not any(m.conjugated or m.negated for m in self.members)
 
 
 class Copies:
@@ -56,12 +67,8 @@ class Copies:
             member.number
             for group in self._groups
             for member in group.members
-            if not equal_bits(_lay(group.flat, member), watched[member.number])
+            if not equal_bits(_lay(group.storage, group.device, member), watched[member.number])
         }
-
-    def values(self) -> dict[int, Tensor]:
-        """The copies themselves."""
-        return {member.number: _lay(group.flat, member) for group in self._groups for member in group.members}
 
     def rebuild(self, needs_grad: dict[int, bool]) -> dict[int, Tensor]:
         """New tensors with the copied values, which alias as the originals did; to be called with grad enabled.
@@ -71,16 +78,15 @@ class Copies:
         made: dict[int, Tensor] = {}
         for group in self._groups:
             wanted = any(needs_grad.get(member.number, False) for member in group.members)
-            flat = group.flat.clone() if not wanted else group.flat.detach().requires_grad_(True).clone()
-            root = next((member for member in group.members if member.is_root), None)
-            base = flat if root is None or len({member.same_as for member in group.members}) > 1 else None
+            alone = len({member.same_as for member in group.members}) == 1
+            base = None if alone else _base(group, wanted)
             for member in group.members:
                 if member.same_as in made:
                     made[member.number] = made[member.same_as]
                 elif base is None:
-                    made[member.number] = _alone(group.flat, member, wanted)
+                    made[member.number] = _alone(group, member, wanted)
                 else:
-                    made[member.number] = flat.as_strided(member.size, member.stride, member.offset)
+                    made[member.number] = base.as_strided(member.size, member.stride, member.offset)
         return made
 
     def sharing_with(self, indices: range) -> set[int]:
@@ -92,14 +98,23 @@ class Copies:
             for member in group.members
         }
 
+    def on_the_cpu(self, watched: list[Tensor]) -> bool:
+        """Whether comparing them waits for no device."""
+        return all(watched[index].device.type == "cpu" for index in self.indices)
+
     @property
     def nbytes(self) -> int:
-        return sum(group.flat.nbytes for group in self._groups)
+        return sum(group.storage.nbytes() for group in self._groups)
 
 
 def copyable(tensor: Tensor) -> bool:
     """Whether a tensor has plain memory of its own to copy and compare."""
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_nested
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_nested
+        and not tensor.is_quantized
+    )
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
@@ -113,22 +128,56 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 
 def _copied(watched: list[Tensor], indices: list[int]) -> _Group:
     first = watched[indices[0]]
-    flat = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
     seen: dict[int, int] = {}
     members = tuple(
-        _Shape(i, t.shape, t.stride(), int(t.storage_offset()), t._base is None, seen.setdefault(id(t), i))
+        _Shape(
+            i, t.shape, t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg(), seen.setdefault(id(t), i)
+        )
         for i, t in ((index, watched[index]) for index in indices)
     )
-    return _Group(flat.clone(), members)
+    return _over_their_span(first, members)
 
 
-def _lay(flat: Tensor, member: _Shape) -> Tensor:
-    return flat.as_strided(member.size, member.stride, member.offset)
+def _over_their_span(first: Tensor, members: tuple[_Shape, ...]) -> _Group:
+    """Copy no more of a storage than the tensors cover: a batch may be a slice of a whole data set."""
+    start = min(m.offset * m.dtype.itemsize for m in members) // 16 * 16
+    stop = max((m.offset + _extent(m)) * m.dtype.itemsize for m in members)
+    octets = torch.empty(0, dtype=torch.uint8, device=first.device)
+    octets.set_(first.untyped_storage(), start, (max(stop - start, 0),), (1,))
+    moved = tuple(m._replace(offset=m.offset - start // m.dtype.itemsize) for m in members)
+    return _Group(octets.clone().untyped_storage(), first.device, moved)
 
 
-def _alone(flat: Tensor, member: _Shape, needs_grad: bool) -> Tensor:
+def _extent(member: _Shape) -> int:
+    """How many elements lie between the first and the last of a tensor."""
+    if 0 in member.size:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(member.size, member.stride, strict=True))
+
+
+def _lay(storage: torch.UntypedStorage, device: torch.device, member: _Shape) -> Tensor:
+    """A tensor over a storage, lying there as the original did in its own."""
+    tensor = torch.empty(0, dtype=member.dtype, device=device).set_(storage, member.offset, member.size, member.stride)
+    if member.conjugated:
+        tensor = tensor.conj()
+    return _compat.neg_view(tensor) if member.negated else tensor
+
+
+def _base(group: _Group, needs_grad: bool) -> Tensor:
+    """A flat tensor that several others are views of."""
+    if not group.is_plain:
+        raise RegionError(
+            "A region changes tensors in place that share memory under different dtypes (a complex tensor and its real view, say). "
+            "Give it a copy of one of them (.clone())."
+        )
+    dtype = group.members[0].dtype
+    flat = torch.empty(0, dtype=dtype, device=group.device).set_(group.storage.clone())
+    return flat.requires_grad_(True).clone() if needs_grad else flat
+
+
+def _alone(group: _Group, member: _Shape, needs_grad: bool) -> Tensor:
     """A tensor that shares its storage with nobody: no view, as the original was none."""
-    twin = torch.empty_strided(member.size, member.stride, dtype=flat.dtype, device=flat.device)
+    twin = torch.empty_strided(member.size, member.stride, dtype=member.dtype, device=group.device)
     with torch.no_grad():
-        twin.copy_(_lay(flat, member))
+        twin.copy_(_lay(group.storage, group.device, member))
     return twin.requires_grad_(True).clone() if needs_grad else twin

@@ -30,8 +30,7 @@ def tracked(tensor: Tensor) -> Tensor:
 class DictHolder:
     """A dict, and what some of its keys held.
 
-    A whole number is most often a counter. The re-run counts from where the first run did, so that what depends on it is
-    the same, and afterwards the count has gone on: effects on plain Python values stay, as they do with PyTorch's checkpoint.
+    Settings and counters among them are put back too: what depends on them comes out the same, and none is counted twice.
     """
 
     __slots__ = ("_count", "_kept", "container", "then")
@@ -62,7 +61,6 @@ class DictHolder:
         if kept is None:
             return
         container = self.container
-        self._count_on(kept)
         if len(kept) == len(container) and all(map(operator.is_, container.values(), kept.values())):
             return
         for key in [*kept, *[key for key in container if key not in kept]]:
@@ -71,14 +69,8 @@ class DictHolder:
                 continue
             if old is _ABSENT:
                 del container[key]
-            elif type(old) is not int or type(new) is not int:
+            else:
                 container[key] = old
-
-    def _count_on(self, kept: dict[Any, Any]) -> None:
-        """Whole numbers that the re-run has changed go on from where they stood."""
-        for key, then in self.then.items():
-            if type(then) is int and type(kept.get(key)) is int and type(self.container.get(key)) is int:
-                self.container[key] = kept[key] + self.container[key] - then
 
 
 class ListHolder:

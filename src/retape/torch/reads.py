@@ -56,6 +56,7 @@ class Call:
         "renormalised",
         "roots",
         "state",
+        "statistics",
         "tensors",
         "twins",
     )
@@ -75,6 +76,9 @@ class Call:
         self.generators: list[Any] = []
         self.codes: list[Any] = []  # of functions met, to tell apart what one wrapper wraps
         self.renormalised: set[int] = set()  # parameters that their own module writes to in its forward
+        self.statistics: set[int] = (
+            set()
+        )  # buffers that their module writes to, though its first batch may leave them as they are
         self.twins: list[tuple[int, int]] = []  # places that hold the same tensor: code asks `q is k`
         self._leaves: dict[int, int] = {}
         self._seen: set[int] = set()
@@ -104,7 +108,7 @@ class Call:
             _refill(twin, [(key, self.take(item, depth + 1)) for key, item in _items(value)])
             return twin
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return kind(*[self.take(item, depth + 1) for item in value])
+            return tuple.__new__(kind, [self.take(item, depth + 1) for item in value])
         if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
             return _Rebuilt(value, {name: self.take(field, depth + 1) for name, field in _fields_of(value)})
         self.meet(value, depth)
@@ -144,14 +148,22 @@ class Call:
         elif isinstance(value, (dict, list, deque)):
             self._meet_container(value, depth)
         else:
-            if isinstance(value, types.FunctionType):
-                self.codes.append(value.__code__)
-            for inner in _reachable(value, depth):
-                self.meet(inner, depth + 1)
-            if depth <= 2 and hasattr(value, "__dict__") and not isinstance(value, _NOT_FOLLOWED):
-                self._follow(value.__dict__, depth)
-            elif depth <= 2 and hasattr(type(value), "__slots__") and not isinstance(value, _NOT_FOLLOWED):
-                self._meet_slots(value, depth)
+            try:
+                self._meet_other(value, depth)
+            except Exception:  # code of the user's ran (a property, __getattr__) and refused: it is not followed
+                return
+
+    def _meet_other(self, value: Any, depth: int) -> None:
+        if isinstance(value, types.FunctionType):
+            self.codes.append(value.__code__)
+        for inner in _reachable(value, depth):
+            self.meet(inner, depth + 1)
+        if depth > 2 or isinstance(value, _NOT_FOLLOWED):
+            return
+        if hasattr(value, "__dict__"):
+            self._follow(value.__dict__, depth)
+        elif hasattr(type(value), "__slots__"):
+            self._meet_slots(value, depth)
 
     def _meet_modules(self, root: nn.Module) -> None:
         stack = [root]
@@ -172,6 +184,8 @@ class Call:
                         self._seen.add(id(tensor))
                         self.places.append((held, key))
                         self.state.append(tensor)
+            if isinstance(module, _compat.NORMS) and fields["training"]:
+                self.statistics.update(id(buffer) for buffer in fields["_buffers"].values() if buffer is not None)
             own = fields.keys() - OWN_FIELDS
             if own:
                 self._meet_fields(holder, own, 1)
@@ -213,7 +227,7 @@ class Call:
     def _meet_container(self, value: Any, depth: int) -> None:
         if len(value) > _MOST_ITEMS:  # a data set, a vocabulary: nothing that a forward writes to
             return
-        if type(value) is list or type(value) is deque:
+        if isinstance(value, (list, deque)) and type(value).__iter__ in (list.__iter__, deque.__iter__):
             self.holders.append(ListHolder(value))
             for index, item in enumerate(value):
                 if isinstance(item, Tensor):
@@ -230,6 +244,10 @@ class Call:
         self._seen.add(id(tensor))
         self.places.append((container, key))
         self.state.append(tensor)
+
+    def function_again(self) -> Callable[..., Any]:
+        """The function over variables of its own: a re-run may write to them, and the next one must not see that."""
+        return _as_of_now(self.function) if type(self.function) is types.FunctionType else self.function
 
     # --- the call, once more ------------------------------------------------------------------------------------
 
@@ -324,7 +342,8 @@ def _fields_of(value: Any) -> list[tuple[str, Any]]:
     """What a dataclass holds, whether it keeps it in a dict or in slots."""
     if hasattr(value, "__dict__"):
         return list(vars(value).items())
-    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    names = [field.name for field in dataclasses.fields(value)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def _nothing() -> None:
@@ -365,7 +384,7 @@ def _put_back(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
         _refill(twin, [(key, _put_back(item, tensors, depth + 1)) for key, item in _items(value)])
         return twin
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*[_put_back(item, tensors, depth + 1) for item in value])
+        return tuple.__new__(kind, [_put_back(item, tensors, depth + 1) for item in value])
     return value
 
 
@@ -390,7 +409,9 @@ class _Globals(dict[str, Any]):
     def __init__(self, pinned: dict[str, Any], real: dict[str, Any]) -> None:
         super().__init__(pinned)
         self._real = real
-        self["__builtins__"] = real.get("__builtins__", __builtins__)
+        # What the interpreter itself reads, past __missing__: builtins, and for imports the names of the module.
+        self.update({name: value for name, value in real.items() if name.startswith("__")})
+        self.setdefault("__builtins__", __builtins__)
 
     def __missing__(self, name: str) -> Any:
         return self._real[name]

@@ -275,7 +275,7 @@ class Region:
     def _hooked(self, filler: Filler, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)
         try:
-            return self._call.function(*args, **keywords)
+            return self._call.function_again()(*args, **keywords)
         finally:
             _compat.pop_hooks()
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.torch._compat import IGNORED_OPS, untyped_storage
+from retape.torch.exposure import Exposure
 
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
@@ -67,36 +67,6 @@ class RegionTrace:
         return bool(blank.intersection(self.slots) or blank & self.outputs)
 
 
-class _Exposure(TorchFunctionMode):
-    """Notices calls that hand a tensor's memory or values to Python, which no op shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _EXPOSING or func is _CUDA_ARRAY:
-            self.seen = True
-        return func(*args, **(kwargs or {}))
-
-
-_EXPOSING = frozenset(
-    {
-        "tolist",
-        "numpy",
-        "__array__",
-        "data_ptr",
-        "const_data_ptr",
-        "mutable_data_ptr",
-        "__dlpack__",
-        "untyped_storage",
-        "storage",
-        "apply_",
-    }
-)
-_CUDA_ARRAY = Tensor.__cuda_array_interface__.__get__
-
-
 class Recorder(TorchDispatchMode):
     """Writes down every op that runs below it."""
 
@@ -106,15 +76,22 @@ class Recorder(TorchDispatchMode):
         self.ops: list[TracedOp] = []
         self.slots: list[int] = []
         self.slot_bytes: list[int] = []
-        self._exposure = _Exposure()
+        self.exposed = False
+        self._exposure: Exposure | None = None
 
     def __enter__(self) -> Any:
+        self._exposure = Exposure(self._saw_exposed)
         self._exposure.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._exposure.__exit__(*error)
+        exposure, self._exposure = self._exposure, None  # it tells us, so holding it would be a cycle
+        if exposure is not None:
+            exposure.__exit__(*error)
+
+    def _saw_exposed(self, tensor: Tensor) -> None:
+        self.exposed = True
 
     def number(self, tensor: Tensor) -> int:
         return self._numbers.setdefault(StorageWeakRef(untyped_storage(tensor)), len(self._numbers))
@@ -165,6 +142,6 @@ class Recorder(TorchDispatchMode):
             ops=tuple(self.ops),
             slots=tuple(self.slots),
             slot_bytes=tuple(self.slot_bytes),
-            exposed=self._exposure.seen or opaque,
+            exposed=self.exposed or opaque,
             outputs=frozenset(self.number(tensor) for tensor in outputs),
         )

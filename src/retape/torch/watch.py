@@ -7,6 +7,7 @@ the kind is known to change is copied beforehand, and what is small in any case.
 
 from __future__ import annotations
 
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from retape.core.errors import StateChanged
 from retape.torch import _compat
 from retape.torch.checksum import checksum, inner_tensors
 from retape.torch.copies import Copies, copyable
+from retape.torch.exposure import Exposure
 from retape.torch.reads import Call
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ _NO_TWINS: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _ELSEWHERE = torch.empty(0)
 _SMALL_BYTES = 64 * 1024
+_LARGE_BYTES = 256 * 1024 * 1024  # a table or a data set in a closure: copying it could be what does not fit
 _KINDS: weakref.WeakKeyDictionary[Any, dict[Any, frozenset[int]]] = weakref.WeakKeyDictionary()
 
 
@@ -113,7 +116,13 @@ class Watch:
         known = self._known
         if known is None:
             renormalised = self._call.renormalised
-            return [i for i, tensor in enumerate(watched) if _may_change(tensor) or id(tensor) in renormalised]
+            arguments = len(self.arguments_need_grad)
+            return [
+                i
+                for i, tensor in enumerate(watched)
+                if (_may_change(tensor) and (i < arguments or tensor.nbytes <= _LARGE_BYTES))
+                or id(tensor) in renormalised
+            ]
         return [
             index
             for index, tensor in enumerate(watched)
@@ -126,26 +135,30 @@ class Watch:
         after = self._versions(watched)
         self._after = after
         copies, self._copies = self._copies, None
-        if self._known is _NOTHING and after == self._before:
+        # BatchNorm's kernels write without a version. Looking costs a wait on a GPU, so there only the first call is looked at.
+        look = copies is not None and (self._known is None or copies.on_the_cpu(watched))
+        unseen = copies.different(watched) if copies is not None and look else set()
+        if self._known is _NOTHING and after == self._before and not unseen:
             return
         changed = {i for i, (then, now) in enumerate(zip(self._before, after, strict=True)) if then != now}
+        changed |= unseen
         if self._known is None:
-            changed.update(copies.different(watched) if copies else ())
+            changed.update(i for i, tensor in enumerate(watched) if id(tensor) in self._call.statistics)
         else:
             changed |= self._known
         if not changed <= (self._known or _NOTHING) or self._known is None:
             _kinds_of(self._kind[0])[self._kind[1]] = frozenset(changed) or _NOTHING
         if not changed:
             return
-        lost = changed - copies.indices if copies else changed
+        lost = {i for i in (changed - copies.indices if copies else changed) if not _compat.is_fake(watched[i])}
         if lost:
             raise StateChanged(
                 f"Region {region.name} changed {self.describe(min(lost))} in place, which it had not done when it was first seen, "
                 "so its value before the region is lost. Run the step again: from now on it is copied beforehand."
             )
-        assert copies is not None
-        self._copies = copies.only(changed)
-        self.changed = self._copies.indices
+        if copies is not None:
+            self._copies = copies.only(changed)
+            self.changed = self._copies.indices
 
     def check(self, arguments: list[Tensor | None], region: Region) -> list[Tensor]:
         """What was written to since the call, other than what the call itself changes; a re-run must not read it.
@@ -206,7 +219,7 @@ class Watch:
 class AsBefore:
     """While it is entered, everything a region reads is as it was before the region first ran; afterwards as it is now."""
 
-    __slots__ = ("_copies", "_grads", "_hook_counts", "_needs_grad", "_overwritten", "_watch")
+    __slots__ = ("_copies", "_grads", "_hook_counts", "_leaves", "_needs_grad", "_overwritten", "_watch")
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -214,6 +227,7 @@ class AsBefore:
         self._overwritten: list[tuple[Tensor, Tensor]] = []
         self._needs_grad: list[Tensor] = []
         self._grads: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+        self._leaves: list[Tensor] = []
         self._hook_counts: list[int] = []
 
     def __enter__(self) -> AsBefore:
@@ -225,7 +239,8 @@ class AsBefore:
         if watch._copies is not None:
             with _compat.unobserved():
                 self._put_copies(call, watch._copies)
-        self._hook_counts = [len(tensor._backward_hooks or ()) for tensor in call.state]
+        self._leaves = [tensor for tensor in (*call.extras, *call.state) if tensor.requires_grad]
+        self._hook_counts = [len(tensor._backward_hooks or ()) for tensor in self._leaves]
         return self
 
     def _put_needs_grad(self, call: Call, watch: Watch) -> None:
@@ -266,6 +281,10 @@ class AsBefore:
         ]
         for place, first in self._watch._call.twins:
             tensors[place] = tensors[first]
+        for tensor in tensors:
+            if type(tensor) is nn.Parameter:  # handed on as it is
+                self._leaves.append(tensor)
+                self._hook_counts.append(len(tensor._backward_hooks or ()))
         return tensors
 
     def keep_gradients(self) -> None:
@@ -282,7 +301,7 @@ class AsBefore:
             leaf.grad = gradient
             if gradient is not None and before is not None:
                 _compat.write_unseen(gradient, before)
-        for tensor, count in zip(self._watch._call.state, self._hook_counts, strict=False):
+        for tensor, count in zip(self._leaves, self._hook_counts, strict=True):
             hooks = tensor._backward_hooks
             while hooks and len(hooks) > count:  # registered once more by the re-run
                 hooks.popitem()
@@ -298,6 +317,18 @@ class Guard(TorchDispatchMode):
         self._region = region
         self._watch = watch
         self._suspects = {tensor.untyped_storage()._cdata: tensor for tensor in suspects}
+        self._exposure: Exposure | None = None
+
+    def __enter__(self) -> Any:
+        self._exposure = Exposure(self.saw_slot)
+        self._exposure.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        exposure, self._exposure = self._exposure, None  # it tells us, so holding it would be a cycle
+        if exposure is not None:
+            exposure.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -306,7 +337,7 @@ class Guard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def saw_slot(self, tensor: Tensor) -> None:
-        suspect = self._suspects.get(tensor.untyped_storage()._cdata)
+        suspect = self._suspects.get(_compat.untyped_storage(tensor)._cdata)
         if suspect is not None:
             raise self._watch.has_changed(self._region, self._watch.index_of(suspect))
 
@@ -342,9 +373,13 @@ def _kinds_of(key: Any) -> dict[Any, frozenset[int]]:
         known = _KINDS.get(key)
         if known is None:
             known = _KINDS[key] = {}
-    except TypeError:  # methods of C types cannot be held weakly; they live for ever anyway
-        known = _LASTING_KINDS.setdefault(key, {})
+    except TypeError:  # it cannot be held weakly
+        known = _LASTING_KINDS.setdefault(key if isinstance(key, _LASTING) else type(key), {})
     return known
+
+
+# Methods of C types live for ever; other objects that cannot be held weakly go by their type.
+_LASTING = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 def _sharded_twins(tensors: list[Tensor]) -> dict[int, Tensor]:

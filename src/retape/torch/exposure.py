@@ -1,0 +1,38 @@
+"""Calls that hand a tensor's memory or values to Python, which no op shows: `.numpy()`, `.tolist()`, `.data_ptr()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_EXPOSING = frozenset(
+    {
+        "tolist",
+        "numpy",
+        "__array__",
+        "data_ptr",
+        "const_data_ptr",
+        "mutable_data_ptr",
+        "__dlpack__",
+        "untyped_storage",
+        "storage",
+        "apply_",
+    }
+)
+_CUDA_ARRAY = Tensor.__cuda_array_interface__.__get__
+
+
+class Exposure(TorchFunctionMode):
+    """Tells of every tensor that such a call is made on."""
+
+    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (getattr(func, "__name__", "") in _EXPOSING or func is _CUDA_ARRAY) and args and isinstance(args[0], Tensor):
+            self._tell(args[0])
+        return func(*args, **(kwargs or {}))
