@@ -14,6 +14,11 @@ def stage(**changes):
     return Stage(**{"forward_seconds": 1, "backward_seconds": 2, "state_bytes": 3, "tape_bytes": 4, **changes})
 
 
+def option(**changes):
+    given = {"kind": OptionKind.KEEP, "held_bytes": 2, "forward_seconds": 1, "backward_seconds": 1}
+    return Option(**{**given, **changes})
+
+
 def graph(**changes):
     given = {
         "ops": (Op(name="mul", seconds=1, inputs=("x",), outputs=("y",)),),
@@ -25,12 +30,12 @@ def graph(**changes):
 
 
 REFUSED = [
-    (lambda: stage(forward_seconds=NAN), "Stage.forward_seconds = nan; give a finite number of seconds >= 0."),
-    (lambda: stage(backward_seconds=-1), "Stage.backward_seconds = -1; give a finite number of seconds >= 0."),
+    (lambda: stage(forward_seconds=NAN), "Stage.forward_seconds = nan; give a finite number of seconds >= 0,"),
+    (lambda: stage(backward_seconds=-1), "Stage.backward_seconds = -1; give a finite number of seconds >= 0,"),
     (lambda: stage(forward_seconds=INF), "Stage.forward_seconds = inf; give a finite number"),
     (lambda: stage(forward_seconds=True), "Stage.forward_seconds = True; give a finite number"),
-    (lambda: stage(state_bytes=-1), "Stage.state_bytes = -1; give a whole number of bytes >= 0."),
-    (lambda: stage(tape_bytes=1.5), "Stage.tape_bytes = 1.5; give a whole number of bytes >= 0."),
+    (lambda: stage(state_bytes=-1), "Stage.state_bytes = -1; give a whole number of bytes >= 0,"),
+    (lambda: stage(tape_bytes=1.5), "Stage.tape_bytes = 1.5; give a whole number of bytes >= 0,"),
     (lambda: stage(tape_bytes=True), "Stage.tape_bytes = True; give a whole number"),
     (
         lambda: Option(kind=OptionKind.KEEP, held_bytes=-2, forward_seconds=1, backward_seconds=1),
@@ -44,7 +49,10 @@ REFUSED = [
     (lambda: Chain(stages=[stage()]), "Chain.stages must be a tuple of Stage values."),
     (lambda: Chain(stages=("a",)), "Chain.stages must be a tuple of Stage values."),
     (lambda: Chain(stages=(stage(),), fixed_bytes=-1), "Chain.fixed_bytes = -1; give a whole number"),
-    (lambda: Loop(steps=0), "A loop of 0 steps cannot be scheduled; give a whole number >= 1, or None"),
+    (
+        lambda: Loop(steps=0),
+        "A loop of 0 steps cannot be scheduled; give a whole number >= 1 (at most 1,000,000,000,000), or None",
+    ),
     (lambda: Loop(steps=-5), "A loop of -5 steps cannot be scheduled"),
     (lambda: Loop(steps=2.0), "A loop of 2.0 steps cannot be scheduled"),
     (lambda: Loop(steps=True), "A loop of True steps cannot be scheduled"),
@@ -77,6 +85,48 @@ REFUSED = [
     (lambda: Budget.of({"cuda:0": "lots"}), "'lots' is not a number of bytes"),
     (lambda: Budget.activations("a bit"), "'a bit' is not a number of bytes"),
     (lambda: Budget.of("8GiB", in_flight=0), "in_flight = 0; give a whole number of microbatches >= 1."),
+    (lambda: Budget.of("8GiB", in_flight=True), "in_flight = True; give a whole number of microbatches >= 1."),
+    # numbers that no solver can add up
+    (
+        lambda: stage(tape_bytes=2**62),
+        "Stage.tape_bytes = 4611686018427387904; give a whole number of bytes >= 0, below",
+    ),
+    (lambda: Chain(stages=(stage(tape_bytes=2**60),) * 20), "bytes in all, and must stay below 2**62"),
+    (lambda: Chain(stages=(stage(options=(option(held_bytes=2**60),)),) * 4), "Give smaller sizes, or fewer stages."),
+    (lambda: stage(forward_seconds=10**400), "Stage.forward_seconds = an int of 1329 bits; give a finite number"),
+    (
+        lambda: stage(forward_seconds=1e308),
+        "Stage.forward_seconds = 1e+308; give a finite number of seconds >= 0, at most",
+    ),
+    (lambda: stage(forward_seconds=10**5000), "Stage.forward_seconds = an int of 16610 bits"),
+    (lambda: Loop(steps=2**63), "A loop of 9223372036854775808 steps cannot be scheduled"),
+    (lambda: Loop(steps=10**400), "A loop of an int of 1329 bits steps cannot be scheduled"),
+    (lambda: Tier(name="disk", read_bytes_per_second=10**400), "Tier 'disk' has read_bytes_per_second = an int of"),
+    (lambda: Tier(name="disk", read_bytes_per_second=True), "Tier 'disk' has read_bytes_per_second = True"),
+    (lambda: Tier(name="disk", capacity_bytes=True), "Tier 'disk' has a capacity of True bytes"),
+    (lambda: Budget.of(10**400), "A budget of an int of 1329 bits bytes is 2**62 or more; give fewer."),
+    (lambda: Budget.of("1e300TiB"), "'1e300TiB' is not a number of bytes."),
+    (lambda: Budget.of("1e20TiB"), "is 2**62 or more; give fewer."),
+    # values of another kind
+    (lambda: stage(options=[option()]), "Stage.options must be a tuple of Option values."),
+    (lambda: stage(options=None), "Stage.options must be a tuple of Option values."),
+    (lambda: stage(name=3), "Stage.name = 3; give a text."),
+    (lambda: option(kind="keep"), "Option.kind = 'keep'; give a member of OptionKind."),
+    (lambda: Op(name="mul", seconds=1, inputs="xy", outputs=("z",)), "Op 'mul'.inputs must be a tuple of str values."),
+    (lambda: graph(ops=None), "Graph.ops must be a tuple of Op values."),
+    (lambda: graph(tensors=("x",)), "Graph.tensors must be a tuple of GraphTensor values."),
+    (lambda: graph(inputs="x"), "Graph.inputs must be a tuple of str values."),
+    (lambda: graph(saved=[]), "Graph.saved must be a tuple of str values."),
+    (lambda: Budget(kind="total", limit_bytes=5), "Budget.kind = 'total'; make a budget with Budget.of('24GiB')."),
+    (lambda: Budget(kind=BudgetKind.TOTAL, limit_bytes=NAN), "nan is not a budget."),
+    (lambda: Budget(kind=BudgetKind.TOTAL), "None is not a budget."),
+    (lambda: Budget(kind=BudgetKind.AUTO, limit_bytes=5), "kind 'auto' has no bytes; leave limit_bytes out."),
+    (lambda: Budget(kind=BudgetKind.FRACTION, share=7.0), "A budget of 7.0 is not a fraction"),
+    (lambda: Budget(kind=BudgetKind.AUTO, share=0.5), "kind 'auto' has no share; leave share out."),
+    (lambda: Budget(kind=BudgetKind.AUTO, devices=(("cuda:0", Budget.of(5)),)), "A budget per device, and no other"),
+    (lambda: Budget(kind=BudgetKind.PER_DEVICE, devices=(("cuda:0", 5),)), "A budget per device, and no other"),
+    (lambda: Budget(kind=BudgetKind.PER_DEVICE, devices=5), "A budget per device, and no other"),
+    (lambda: Budget.fraction("x"), "A budget of 'x' is not a fraction"),
 ]
 
 
@@ -101,6 +151,12 @@ def test_budgets_are_read_as_people_write_them():
         ("cuda:1", BudgetKind.FRACTION),
     ]
     assert Budget.of(per_device) is per_device
+
+
+def test_microbatches_in_flight_are_kept_and_can_be_set_later():
+    assert Budget.of(Budget.of("8GiB"), in_flight=4) == Budget.of("8GiB", in_flight=4)
+    assert Budget.of(Budget.of("8GiB", in_flight=4)).in_flight == 4
+    assert Budget.of(Budget.of("8GiB", in_flight=4), in_flight=1).in_flight == 1
 
 
 def test_a_stage_offers_keeping_first():

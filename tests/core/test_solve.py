@@ -98,10 +98,23 @@ def test_what_a_budget_counts():
     assert solve(chain, 0.5).promised_seconds == 29  # of eleven
     assert solve(chain, 1.0).promised_seconds == 20
     assert solve(chain, Budget.activations(15, in_flight=3)).promised_seconds == 29
-    with pytest.raises(BudgetTooSmall, match="one of 4 microbatches"):
-        solve(chain, Budget.activations(11, in_flight=4))
     with pytest.raises(BudgetTooSmall, match="fits in 900 B"):
         solve(chain, 900)
+
+
+def test_the_floor_of_microbatches_in_flight_is_a_budget_that_fits():
+    chain = dataclasses.replace(EQUAL, fixed_bytes=10)
+    with pytest.raises(
+        BudgetTooSmall, match="fits in 15 B with 4 microbatches in flight; the smallest budget that does is 22 B, bound"
+    ) as error:
+        solve(chain, Budget.of(15, in_flight=4))
+    assert (error.value.budget_bytes, error.value.floor_bytes) == (15, 22)
+    assert solve(chain, Budget.of(22, in_flight=4)).promised_peak_bytes == 13
+    with pytest.raises(BudgetTooSmall):
+        solve(chain, Budget.of(21, in_flight=4))
+    with pytest.raises(BudgetTooSmall, match=r"is 22 B \(12 bytes above the fixed ones\), bound by"):
+        solve(chain, Budget.activations(11, in_flight=4))
+    assert solve(chain, Budget.activations(12, in_flight=4)).promised_peak_bytes == 13
 
 
 @pytest.mark.parametrize(
@@ -191,6 +204,18 @@ def test_a_table_cut_short_says_so():
     plan = solve(Loop(steps=1000), 52)
     assert (plan.schedule.family, plan.snapshots, plan.status) == ("mixed", 50, Status.WITHIN)
     assert plan.lower_bound_seconds == 2000
+
+
+def test_small_tapes_lower_the_floor_of_a_loop():
+    loop = Loop(steps=2, state_bytes=5, tape_bytes=1)
+    plan = solve(loop, 8)
+    assert (plan.schedule.family, plan.promised_peak_bytes, plan.floor_bytes) == ("store-all", 7, 7)
+    with pytest.raises(BudgetTooSmall, match="the smallest budget that does is 7 B"):
+        solve(loop, 6)
+
+
+def test_the_longest_loop_is_planned():
+    assert solve(Loop(steps=10**12), 100).schedule.family == "revolve"
 
 
 def test_loops_that_do_not_fit():

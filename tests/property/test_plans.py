@@ -44,7 +44,7 @@ LOOPS = st.builds(
 
 def budgets_of(problem: Chain | Loop, shares: list[float]) -> list[int]:
     found = frontier(problem)
-    span = max(found.store_all_bytes, found.floor_bytes) - found.floor_bytes
+    span = found.store_all_bytes - found.floor_bytes
     return sorted(max(1, found.floor_bytes + int(share * span)) for share in shares)
 
 
@@ -97,3 +97,14 @@ def test_loops_more_budget_never_slower_less_never_larger(loop, shares):
     for smaller, larger in pairwise(plans):
         assert smaller.promised_peak_bytes <= larger.promised_peak_bytes
         assert smaller.promised_seconds >= larger.promised_seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(LOOPS)
+def test_loops_the_floor_is_the_first_point_and_nothing_below_it_fits(loop):
+    found = frontier(loop)
+    assert found.floor_bytes == found.points[0].bytes <= found.store_all_bytes
+    assert all(a.bytes < b.bytes and a.seconds > b.seconds for a, b in pairwise(found.points))
+    if found.floor_bytes > 1:
+        with pytest.raises(BudgetTooSmall):
+            solve(loop, found.floor_bytes - 1)

@@ -9,11 +9,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
 from retape.core.errors import InvalidInput
+from retape.core.quantities import MOST_BYTES, MOST_SECONDS, MOST_STEPS, is_amount, is_whole, shown
 from retape.core.units import parse_bytes
 
 
@@ -46,6 +47,8 @@ class Option:
     backward_transient_bytes: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kind, OptionKind):
+            raise InvalidInput(f"Option.kind = {shown(self.kind)}; give a member of OptionKind.")
         _check_fields(self, "Option")
 
 
@@ -68,7 +71,13 @@ class Stage:
     name: str = ""
 
     def __post_init__(self) -> None:
+        _check_tuple(self.options, Option, "Stage.options")
         _check_fields(self, "Stage")
+
+    @property
+    def all_bytes(self) -> int:
+        """Every size of the stage and of its options together: no plan holds more of it."""
+        return _sum_of_sizes(self) + sum(_sum_of_sizes(option) for option in self.options)
 
     @property
     def choices(self) -> tuple[Option, ...]:
@@ -95,15 +104,15 @@ class Tier:
     read_bytes_per_second: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.capacity_bytes is not None and (not isinstance(self.capacity_bytes, int) or self.capacity_bytes < 0):
+        if self.capacity_bytes is not None and (not is_whole(self.capacity_bytes) or self.capacity_bytes < 0):
             raise InvalidInput(
-                f"Tier {self.name!r} has a capacity of {self.capacity_bytes!r} bytes; give a whole number >= 0, or None for no limit."
+                f"Tier {self.name!r} has a capacity of {shown(self.capacity_bytes)} bytes; give a whole number >= 0, or None for no limit."
             )
         for field in ("write_bytes_per_second", "read_bytes_per_second"):
             speed = getattr(self, field)
-            if not isinstance(speed, (int, float)) or math.isnan(speed) or speed <= 0:
+            if speed != math.inf and not (is_amount(speed) and speed > 0):
                 raise InvalidInput(
-                    f"Tier {self.name!r} has {field} = {speed!r}; give a positive number, or math.inf for a free copy."
+                    f"Tier {self.name!r} has {field} = {shown(speed)}; give a positive number, or math.inf for a free copy."
                 )
 
     def write_seconds(self, count: int) -> float:
@@ -122,11 +131,16 @@ class Chain:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stages, tuple) or not all(isinstance(s, Stage) for s in self.stages):
-            raise InvalidInput("Chain.stages must be a tuple of Stage values.")
+        _check_tuple(self.stages, Stage, "Chain.stages")
         if not self.stages:
             raise InvalidInput("A chain needs at least one stage.")
         _check_fields(self, "Chain")
+        total = self.fixed_bytes + sum(stage.all_bytes for stage in self.stages)
+        if total >= MOST_BYTES:
+            raise InvalidInput(
+                f"The sizes of the chain come to {total} bytes in all, and must stay below 2**62 ({MOST_BYTES}). "
+                "Give smaller sizes, or fewer stages."
+            )
 
     @property
     def length(self) -> int:
@@ -154,11 +168,10 @@ class Loop:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if self.steps is not None and (
-            not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1
-        ):
+        if self.steps is not None and (not is_whole(self.steps) or not 1 <= self.steps <= MOST_STEPS):
             raise InvalidInput(
-                f"A loop of {self.steps!r} steps cannot be scheduled; give a whole number >= 1, or None if it is not known."
+                f"A loop of {shown(self.steps)} steps cannot be scheduled; "
+                f"give a whole number >= 1 (at most {MOST_STEPS:,}), or None if it is not known."
             )
         _check_fields(self, "Loop")
 
@@ -182,6 +195,8 @@ class Op:
     recomputable: bool = True
 
     def __post_init__(self) -> None:
+        _check_tuple(self.inputs, str, f"Op {self.name!r}.inputs")
+        _check_tuple(self.outputs, str, f"Op {self.name!r}.outputs")
         _check_fields(self, f"Op {self.name!r}")
 
 
@@ -207,6 +222,10 @@ class Graph:
     name: str = ""
 
     def __post_init__(self) -> None:
+        _check_tuple(self.ops, Op, "Graph.ops")
+        _check_tuple(self.tensors, GraphTensor, "Graph.tensors")
+        _check_tuple(self.inputs, str, "Graph.inputs")
+        _check_tuple(self.saved, str, "Graph.saved")
         known = {tensor.name for tensor in self.tensors}
         if len(known) != len(self.tensors):
             raise InvalidInput("Two tensors of the graph have the same name; every tensor needs its own.")
@@ -254,14 +273,32 @@ class Budget:
     in_flight: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.in_flight, int) or self.in_flight < 1:
-            raise InvalidInput(f"in_flight = {self.in_flight!r}; give a whole number of microbatches >= 1.")
+        if not isinstance(self.kind, BudgetKind):
+            raise InvalidInput(f"Budget.kind = {shown(self.kind)}; make a budget with Budget.of('24GiB').")
+        if not is_whole(self.in_flight) or self.in_flight < 1:
+            raise InvalidInput(f"in_flight = {shown(self.in_flight)}; give a whole number of microbatches >= 1.")
+        if self.kind in (BudgetKind.TOTAL, BudgetKind.ACTIVATIONS):
+            _positive_bytes(self.limit_bytes)
+        elif self.limit_bytes is not None:
+            raise InvalidInput(f"A budget of kind {self.kind.value!r} has no bytes; leave limit_bytes out.")
+        if self.kind is BudgetKind.FRACTION:
+            _check_share(self.share)
+        elif self.share is not None:
+            raise InvalidInput(f"A budget of kind {self.kind.value!r} has no share; leave share out.")
+        if (self.kind is BudgetKind.PER_DEVICE) != bool(self.devices) or not _are_devices(self.devices):
+            raise InvalidInput(
+                "A budget per device, and no other, has devices: make it with Budget.of({'cuda:0': '24GiB'})."
+            )
 
     @classmethod
-    def of(cls, value: BudgetLike, *, in_flight: int = 1) -> Budget:
-        """Read a budget: "24GiB" or an int is all bytes on the device, 0.5 a fraction of store-all, "auto", or a dict per device."""
+    def of(cls, value: BudgetLike, *, in_flight: int | None = None) -> Budget:
+        """Read a budget: "24GiB" or an int is all bytes on the device, 0.5 a fraction of store-all, "auto", or a dict per device.
+
+        `in_flight` of None is 1, or what a Budget that is given says itself.
+        """
         if isinstance(value, Budget):
-            return value
+            return value if in_flight is None else replace(value, in_flight=in_flight)
+        in_flight = 1 if in_flight is None else in_flight
         if isinstance(value, Mapping):
             if not value:
                 raise InvalidInput("A budget per device needs at least one device, such as {'cuda:0': '24GiB'}.")
@@ -281,38 +318,63 @@ class Budget:
     @classmethod
     def fraction(cls, share: float, *, in_flight: int = 1) -> Budget:
         """A fraction of what the activations take when everything is stored."""
-        if math.isnan(share) or not 0.0 < share <= 1.0:
-            raise InvalidInput(
-                f"A budget of {share!r} is not a fraction: give a number above 0 and up to 1, or bytes with a unit such as '8GiB'."
-            )
+        _check_share(share)
         return cls(kind=BudgetKind.FRACTION, share=float(share), in_flight=in_flight)
 
 
 def _positive_bytes(value: object) -> int:
     if isinstance(value, str):
         count = parse_bytes(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
+    elif is_whole(value):
         count = value
     else:
         raise InvalidInput(
-            f"{value!r} is not a budget. Give bytes ('24GiB' or an int), a fraction (0.5), 'auto', or a dict per device."
+            f"{shown(value)} is not a budget. Give bytes ('24GiB' or an int), a fraction (0.5), 'auto', or a dict per device."
         )
-    if count <= 0:
-        raise InvalidInput(f"A budget of {count} bytes cannot hold anything; give a positive number of bytes.")
+    if not 0 < count < MOST_BYTES:
+        what = "cannot hold anything; give a positive number of bytes" if count <= 0 else "is 2**62 or more; give fewer"
+        raise InvalidInput(f"A budget of {shown(count)} bytes {what}.")
     return count
 
 
+def _check_share(share: object) -> None:
+    if not is_amount(share) or not 0.0 < share <= 1.0:
+        raise InvalidInput(
+            f"A budget of {shown(share)} is not a fraction: give a number above 0 and up to 1, or bytes with a unit such as '8GiB'."
+        )
+
+
+def _are_devices(devices: object) -> bool:
+    pairs = devices if isinstance(devices, tuple) else (None,)
+    return all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Budget)
+        for pair in pairs
+    )
+
+
+def _check_tuple(values: object, kind: type, what: str) -> None:
+    if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
+        raise InvalidInput(f"{what} must be a tuple of {kind.__name__} values.")
+
+
+def _sum_of_sizes(part: Stage | Option) -> int:
+    return sum(getattr(part, field) for field in part.__dataclass_fields__ if field.endswith("bytes"))
+
+
 def _check_fields(value: object, what: str) -> None:
-    """Sizes are whole and not negative, times are finite and not negative."""
+    """Sizes are whole and not negative, times are finite and not negative; neither is beyond what the solvers can add up."""
     for field in value.__dataclass_fields__:  # type: ignore[attr-defined]
         number = getattr(value, field)
         if field.endswith("bytes"):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise InvalidInput(f"{what}.{field} = {number!r}; give a whole number of bytes >= 0.")
+            if not is_whole(number) or not 0 <= number < MOST_BYTES:
+                raise InvalidInput(f"{what}.{field} = {shown(number)}; give a whole number of bytes >= 0, below 2**62.")
         elif field.endswith("seconds"):
-            bad = not isinstance(number, (int, float)) or isinstance(number, bool)
-            if bad or not math.isfinite(number) or number < 0:
-                raise InvalidInput(f"{what}.{field} = {number!r}; give a finite number of seconds >= 0.")
+            if not is_amount(number) or not 0 <= number <= MOST_SECONDS:
+                raise InvalidInput(
+                    f"{what}.{field} = {shown(number)}; give a finite number of seconds >= 0, at most {MOST_SECONDS:g}."
+                )
+        elif field in ("name", "label") and not isinstance(number, str):
+            raise InvalidInput(f"{what}.{field} = {shown(number)}; give a text.")
 
 
 def _digest(value: object) -> str:

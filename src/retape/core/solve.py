@@ -19,46 +19,42 @@ def solve(problem: Problem, budget: BudgetLike) -> Plan:
     """
     asked = Budget.of(budget)
     planner = planner_of(problem)
-    limit = _limit_bytes(asked, planner)
+    room = _room_bytes(asked, planner)
+    limit = planner.fixed_bytes + room // asked.in_flight
     if limit < planner.floor_bytes:
-        raise _too_small(limit, planner, asked.in_flight)
+        raise _too_small(asked, room, planner)
     return planner.best(limit)
 
 
-def _limit_bytes(budget: Budget, planner: Planner) -> int:
-    """The budget as bytes on the device for one microbatch, everything counted."""
-    fixed = planner.fixed_bytes
-    if budget.kind is BudgetKind.TOTAL:
-        room = _given(budget) - fixed
-    elif budget.kind is BudgetKind.ACTIVATIONS:
-        room = _given(budget)
-    elif budget.kind is BudgetKind.FRACTION and budget.share is not None:
-        room = int(budget.share * (planner.store_all_bytes - fixed))
-    else:
-        raise InvalidInput(
-            f"A budget of kind {budget.kind.value!r} is about devices, which the planner does not know. "
-            "Resolve it to bytes first (retape.fit does), such as '24GiB', Budget.activations('10GiB') or 0.5."
-        )
-    return fixed + room // budget.in_flight
+def _room_bytes(budget: Budget, planner: Planner) -> int:
+    """What the budget leaves above the fixed bytes, for all microbatches together."""
+    if budget.kind is BudgetKind.TOTAL and budget.limit_bytes is not None:
+        return budget.limit_bytes - planner.fixed_bytes
+    if budget.kind is BudgetKind.ACTIVATIONS and budget.limit_bytes is not None:
+        return budget.limit_bytes
+    if budget.kind is BudgetKind.FRACTION and budget.share is not None:
+        return int(budget.share * (planner.store_all_bytes - planner.fixed_bytes))
+    raise InvalidInput(
+        f"A budget of kind {budget.kind.value!r} is about devices, which the planner does not know. "
+        "Resolve it to bytes first (retape.fit does), such as '24GiB', Budget.activations('10GiB') or 0.5."
+    )
 
 
-def _given(budget: Budget) -> int:
-    if budget.limit_bytes is None:
-        raise InvalidInput("This budget has no bytes; make it with Budget.of('24GiB') or Budget.activations('10GiB').")
-    return budget.limit_bytes
-
-
-def _too_small(limit: int, planner: Planner, in_flight: int) -> BudgetTooSmall:
-    floor, binding = planner.floor_bytes, planner.binding
+def _too_small(budget: Budget, room: int, planner: Planner) -> BudgetTooSmall:
+    """In the terms of the budget as it was given: every microbatch in flight needs its own share of the floor."""
+    fixed, binding = planner.fixed_bytes, planner.binding
+    asked = fixed + room
+    least = fixed + budget.in_flight * (planner.floor_bytes - fixed)
+    below, enough = format_bytes(max(asked, 0)), format_bytes(least)
+    if below == enough:  # too near to tell apart in round numbers
+        below, enough = f"{asked} bytes", f"{least} bytes"
+    shared = f" with {budget.in_flight} microbatches in flight" if budget.in_flight > 1 else ""
+    above = f" ({least - fixed} bytes above the fixed ones)" if budget.kind is BudgetKind.ACTIVATIONS else ""
     bound = f", bound by {binding}" if binding else ""
-    share = f" (one of {in_flight} microbatches)" if in_flight > 1 else ""
-    below, least = format_bytes(max(limit, 0)), format_bytes(floor)
-    if below == least:  # too near to tell apart in round numbers
-        below, least = f"{limit} bytes", f"{floor} bytes"
     return BudgetTooSmall(
-        f"No plan fits in {below}{share}; the smallest budget that does is {least}{bound}. "
+        f"No plan fits in {below}{shared}; the smallest budget that does is {enough}{above}{bound}. "
         "Raise the budget, or make that stage smaller (a smaller batch).",
-        budget_bytes=limit,
-        floor_bytes=floor,
+        budget_bytes=asked,
+        floor_bytes=least,
         binding=binding,
     )

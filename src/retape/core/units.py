@@ -18,10 +18,10 @@ _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]+)\s*", r
 
 def parse_bytes(text: str) -> int:
     """Read a number of bytes with a suffix, rounding down: "8GiB", "1.5 MB", "512 B"."""
-    match = _QUANTITY.fullmatch(text)
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     scale = _BYTES_PER.get(match.group(2).lower()) if match else None
     amount = float(match.group(1)) if match else math.nan
-    if match is None or scale is None or not math.isfinite(amount):
+    if match is None or scale is None or not math.isfinite(amount * scale):
         raise InvalidInput(
             f"{text!r} is not a number of bytes. Write one with a unit, such as '8GiB', '512MiB' or '2.5GB'."
         )

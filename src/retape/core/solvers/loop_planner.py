@@ -44,6 +44,8 @@ class LoopPlanner:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.floor_bytes = loop.working_bytes + (0 if loop.steps == 1 else loop.state_bytes)
+        if loop.steps is not None:  # tapes may be smaller than the one state that a re-run starts from
+            self.floor_bytes = min(self.floor_bytes, self.store_all_bytes)
         self._mixed = _mixed_steps(loop.steps)
 
     @property
@@ -61,7 +63,7 @@ class LoopPlanner:
         while slots[-1] < self._steps():
             slots.append(2 * slots[-1])
         budgets = [self._loop.working_bytes + count * self._loop.state_bytes for count in slots]
-        found = {self._choose(budget) for budget in (*budgets, max(self.store_all_bytes, self.floor_bytes))}
+        found = {self._choose(budget) for budget in (*budgets, self.floor_bytes, self.store_all_bytes)}
         ordered = sorted(found, key=lambda choice: (choice.peak_bytes, choice.forward_steps))
         points = [(choice.peak_bytes, self._seconds(choice)) for choice in ordered]
         return tuple(p for i, p in enumerate(points) if all(p[1] < before[1] for before in points[:i]))
