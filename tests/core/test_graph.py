@@ -1,13 +1,17 @@
 """Which tensors to hold: the MILP and the minimum cut against every subset of small graphs."""
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 
 from retape.core import Graph, GraphTensor, Op, Status, frontier, solve
 from retape.core.errors import BudgetTooSmall, InvalidInput
+from retape.core.solvers import graph as milp_graph
+from retape.core.solvers import graph_planner
 from retape.core.solvers.graph import hold_within, rerun_ops, store_all, weigh
+from retape.core.solvers.graph_planner import GraphPlanner
 from retape.core.solvers.mincut import least_held
 
 
@@ -114,3 +118,79 @@ def test_store_all_is_plain_and_points_are_nondominated():
     assert points[0].bytes == frontier(graph).floor_bytes
     assert points[-1].seconds == 0
     assert all(a.bytes < b.bytes and a.seconds > b.seconds for a, b in pairwise(points))
+
+
+def spread_graph(seed: int) -> Graph:
+    """Seconds from 1e-7 to 2.5, some of them none; sizes from bytes to gigabytes."""
+    rng = random.Random(seed)
+    graph = random_graph(seed, 2 + seed % 8, scale=rng.choice([1, 10**6 + 3, 10**9 + 7]))
+    seconds = [rng.choice([0, 1, 1, 1]) * 2.5 * 10 ** rng.uniform(-7, 0) for _ in graph.ops]
+    ops = tuple(replace(op, seconds=value) for op, value in zip(graph.ops, seconds, strict=True))
+    return replace(graph, ops=ops)
+
+
+@pytest.mark.parametrize("seed", range(300, 316))
+def test_seconds_far_apart_are_told_apart(seed):
+    graph = spread_graph(seed)
+    found, top = every_holding(graph), store_all(graph).held_bytes
+    budgets = sorted({max(1, size) for size, _ in found if size < top})
+    plans = [solve(graph, budget) for budget in budgets[:: max(1, len(budgets) // 8)]]
+    for plan in plans:
+        best = min(seconds for size, seconds in found if size <= plan.budget_bytes)
+        fewest = min(size for size, seconds in found if seconds <= best * (1 + 1e-9))
+        assert plan.lower_bound_seconds <= best * (1 + 1e-9) >= plan.promised_seconds
+        assert (plan.promised_peak_bytes, plan.status) == (fewest, Status.OPTIMAL)
+    assert all(a.promised_seconds >= b.promised_seconds for a, b in pairwise(plans))
+    assert all(a.promised_peak_bytes <= b.promised_peak_bytes for a, b in pairwise(plans))
+
+
+def four_ops() -> Graph:
+    """One dear op beside three that cost less than a solver's tolerance of it."""
+    seconds, sizes = (1, 3e-7, 6e-7, 9e-7), (10, 3, 4, 5)
+    names = tuple(f"t{i}" for i in range(4))
+    return Graph(
+        ops=tuple(Op(name=n, seconds=s, inputs=("x",), outputs=(n,)) for n, s in zip(names, seconds, strict=True)),
+        tensors=tuple(GraphTensor(name=n, bytes=b) for n, b in zip(("x", *names), (0, *sizes), strict=True)),
+        inputs=("x",),
+        saved=names,
+    )
+
+
+def test_cheap_ops_beside_a_dear_one():
+    seconds = [solve(four_ops(), budget).promised_seconds for budget in range(12, 23)]
+    assert seconds == pytest.approx([x * 3e-7 for x in (6, 5, 4, 3, 3, 3, 2, 1, 1, 1, 0)])
+
+
+def test_what_a_budget_was_given_no_larger_one_is_refused(monkeypatch):
+    """A solver that finds the best for 13 bytes, and runs out of time with more."""
+    graph = four_ops()
+    planner = GraphPlanner(graph)
+    faster = planner.best(13)
+    monkeypatch.setattr(graph_planner, "hold_within", lambda graph, limit: weigh(graph, ("t0",)))
+    again = planner.best(14)
+    assert (again.promised_seconds, again.held) == (faster.promised_seconds, faster.held)
+    assert (again.status, again.lower_bound_seconds) == (Status.FEASIBLE, 0.0)
+
+
+def test_an_answer_that_misses_the_bound_is_not_called_optimal(monkeypatch):
+    """As where HiGHS stops at its time limit: status, bound and gap come from what it proved."""
+    solved = milp_graph.milp
+
+    def stopped(*args, **options):
+        result = solved(*args, **options)
+        result.mip_dual_bound = result.fun * 0.5
+        return result
+
+    monkeypatch.setattr(milp_graph, "milp", stopped)
+    plan = GraphPlanner(four_ops()).best(15)
+    assert (plan.status, plan.gap) == (Status.WITHIN, pytest.approx(1.0))
+
+
+def test_graphs_with_nothing_to_decide():
+    empty = Graph(ops=(), tensors=(), inputs=(), saved=())
+    given = Graph(ops=(), tensors=(GraphTensor(name="x", bytes=3),), inputs=("x",), saved=("x",))
+    for graph in (empty, given):
+        plan = solve(graph, 5)
+        assert (plan.held, plan.promised_peak_bytes, plan.promised_seconds, plan.status) == ((), 0, 0.0, Status.OPTIMAL)
+        assert hold_within(graph, 5).held == ()
+        assert len(frontier(graph).points) == 1

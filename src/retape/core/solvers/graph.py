@@ -2,14 +2,16 @@
 
 As in Checkmate (Jain et al., 2020), for one re-run of one region: a tensor is held or not, an op is run again or
 not; what backward reads must be held or made again, and so must every input of an op that is run again. Least re-run
-seconds under bytes, then least bytes among those (so a smaller budget never holds more). Solved by HiGHS through
-scipy; optimal unless it stops at `TIME_LIMIT`, and then with HiGHS's own bound. Only the held tensors are integer
-unknowns: given them, the ops that must run follow.
+seconds under bytes, then least bytes among those (so a smaller budget never holds more). Only the held tensors are
+integer unknowns: given them, the ops that must run follow. Solved by HiGHS through scipy, in units of the smallest cost,
+for HiGHS does not see what lies below its tolerances. Each answer is weighed exactly: where it passes a limit by a hair it
+is cut off and the program solved again, and it is called optimal only where it comes within a millionth of the cheapest op of
+the bound that HiGHS proved. Otherwise (`TIME_LIMIT`, or seconds too far apart) the bound is that one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
@@ -21,8 +23,9 @@ from retape.core.solvers.costs import Floats
 from retape.core.solvers.mincut import least_held
 
 TIME_LIMIT = 10.0
-_SLACK = 1e-9
-_TRIES = 4
+_SLACK = 1e-12  # of sums made in another order
+_TOLERANCE = 4e-6  # of HiGHS's goals, in units of the smallest cost: its gap, and its bound's
+_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ def rerun_ops(graph: Graph, held: tuple[str, ...]) -> tuple[Op, ...]:
 def weigh(graph: Graph, held: tuple[str, ...], bound_seconds: float = 0.0) -> Holding:
     """What holding these tensors comes to."""
     sizes = {tensor.name: tensor.bytes for tensor in graph.tensors}
-    seconds = sum(op.seconds for op in rerun_ops(graph, held))
+    seconds = float(sum(op.seconds for op in rerun_ops(graph, held)))
     return Holding(
         held=held,
         held_bytes=sum(sizes[name] for name in held),
@@ -72,21 +75,14 @@ def store_all(graph: Graph) -> Holding:
 
 def hold_within(graph: Graph, limit_bytes: int) -> Holding | None:
     """The least re-run seconds within the bytes, and the fewest bytes for those seconds; None where nothing fits."""
-    program = _Program(graph)
-    least = least_held(graph)
-    if program.bytes_of(least) > limit_bytes:
+    least = weigh(graph, least_held(graph))
+    if least.held_bytes > limit_bytes:
         return None
-    fastest = program.fastest(limit_bytes)
-    if fastest is None:
-        return weigh(graph, least)  # HiGHS found nothing in its time; this still fits
-    held, bound = fastest
-    best = weigh(graph, held, bound)
-    smaller = program.held(program.solve(program.bytes, program.seconds, best.rerun_seconds * (1 + _SLACK)))
-    if smaller is None:
-        return best
-    tight = weigh(graph, smaller, bound)
-    slower = tight.rerun_seconds > best.rerun_seconds * (1 + 2 * _SLACK)
-    return best if slower or tight.held_bytes > best.held_bytes else tight
+    program = _Program(graph)
+    if program.empty:
+        return least
+    best = program.fastest(limit_bytes) or least  # HiGHS may find nothing in its time; this still fits
+    return program.smallest(best) or best
 
 
 class _Program:
@@ -100,8 +96,8 @@ class _Program:
         self._holding = {tensor.name: i for i, tensor in enumerate(self._tensors)}
         self._running = {len(self._tensors) + i: op for i, op in enumerate(self._ops)}
         self._making = {name: unknown for unknown, op in self._running.items() for name in op.outputs}
-        self.bytes = self._costs([tensor.bytes for tensor in self._tensors], 0)
-        self.seconds = self._costs([op.seconds for op in self._ops], len(self._tensors))
+        self._bytes = self._costs([tensor.bytes for tensor in self._tensors], 0)
+        self._seconds = self._costs([op.seconds for op in self._ops], len(self._tensors))
         self._needs = self._requirements()
 
     def _costs(self, values: list[float] | list[int], offset: int) -> Floats:
@@ -118,7 +114,7 @@ class _Program:
         if not entries:
             return None
         rows, columns, values = zip(*entries, strict=True)
-        matrix = csr_matrix((values, (rows, columns)), shape=(len(wants), len(self.bytes)))
+        matrix = csr_matrix((values, (rows, columns)), shape=(len(wants), len(self._bytes)))
         return LinearConstraint(matrix, lb=[1.0 if op is None else 0.0 for _, op in wants])
 
     def _entries(self, row: int, name: str, reader: int | None) -> list[tuple[int, int, float]]:
@@ -127,48 +123,80 @@ class _Program:
             entries.append((row, self._making[name], 1.0))
         return entries if reader is None else [*entries, (row, reader, -1.0)]
 
-    def fastest(self, limit_bytes: int) -> tuple[tuple[str, ...], float] | None:
-        """What to hold for the least re-run seconds, and the bound. HiGHS may pass a limit by a hair, then it is lowered."""
-        bound, limit = None, limit_bytes
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to decide."""
+        return not self._tensors
+
+    def fastest(self, limit_bytes: int) -> Holding | None:
+        """What to hold for the least re-run seconds, and the bound."""
+        cuts: list[LinearConstraint] = []
+        bound = None
         for _ in range(_TRIES):
-            result = self.solve(self.seconds, self.bytes, limit)
-            held = self.held(result)
-            if held is None:
+            result = self._solve(self._seconds, [_at_most(self._bytes, limit_bytes), *cuts])
+            if result.x is None:
                 return None
             bound = self._bound(result) if bound is None else bound
-            over = self.bytes_of(held) - limit_bytes
-            if over <= 0:
-                return held, bound
-            limit -= 2 * over
+            found = weigh(self._graph, self._held(result))
+            if found.held_bytes <= limit_bytes:
+                return self._judged(found, bound)
+            # Not all of these together: true of every answer, so nothing is lost.
+            cuts.append(LinearConstraint(self._row(found.held)[None, :], ub=[len(found.held) - 1]))
         return None
 
-    def solve(self, goal: Floats, costs: Floats, most: float) -> OptimizeResult:
-        """Least `goal` with `costs` at `most`. Everything is scaled to about one, where HiGHS is at its best."""
-        scale = float(costs.sum()) or 1.0
-        kept = [LinearConstraint(costs[None, :] / scale, ub=[most / scale])]
-        if self._needs is not None:
-            kept.append(self._needs)
+    def smallest(self, best: Holding) -> Holding | None:
+        """The fewest bytes that are no slower than the best; None where HiGHS finds none."""
+        limit = best.rerun_seconds * (1 + _SLACK)
+        cuts: list[LinearConstraint] = []
+        for _ in range(_TRIES):
+            result = self._solve(self._bytes, [_at_most(self._seconds, limit), *cuts])
+            if result.x is None:
+                return None
+            found = weigh(self._graph, self._held(result), best.bound_seconds)
+            if found.rerun_seconds <= limit:
+                return found if found.held_bytes <= best.held_bytes else None
+            # Too slow, and holding less is slower still: something else must be held.
+            others = 1.0 - self._row(found.held)
+            others[len(self._tensors) :] = 0.0
+            cuts.append(LinearConstraint(others[None, :], lb=[1.0]))
+        return None
+
+    def _solve(self, goal: Floats, limits: list[LinearConstraint]) -> OptimizeResult:
         integer = np.zeros(len(goal))
         integer[: len(self._tensors)] = 1
         return milp(
-            goal / (float(goal.sum()) or 1.0),
-            constraints=kept,
+            goal / _unit(goal),
+            constraints=limits if self._needs is None else [*limits, self._needs],
             bounds=Bounds(0, 1),
             integrality=integer,
             options={"time_limit": TIME_LIMIT, "mip_rel_gap": 0.0},
         )
 
-    def held(self, result: OptimizeResult) -> tuple[str, ...] | None:
-        if result.x is None:
-            return None
+    def _held(self, result: OptimizeResult) -> tuple[str, ...]:
         return tuple(t.name for t, value in zip(self._tensors, result.x, strict=False) if value > 0.5)
 
-    def _bound(self, result: OptimizeResult) -> float:
-        """The seconds that HiGHS has proved necessary; a proof of optimality covers whatever was found."""
-        if result.status == 0:
-            return float("inf")
-        return max(0.0, float(result.mip_dual_bound or 0.0)) * float(self.seconds.sum())
+    def _row(self, held: tuple[str, ...]) -> Floats:
+        row = np.zeros(len(self._bytes))
+        row[[self._holding[name] for name in held]] = 1.0
+        return row
 
-    def bytes_of(self, held: tuple[str, ...]) -> int:
-        names = set(held)
-        return sum(tensor.bytes for tensor in self._tensors if tensor.name in names)
+    def _bound(self, result: OptimizeResult) -> float:
+        """The seconds that HiGHS has proved necessary."""
+        return max(0.0, float(result.mip_dual_bound or 0.0)) * _unit(self._seconds)
+
+    def _judged(self, found: Holding, bound_seconds: float) -> Holding:
+        """Met up to HiGHS's tolerance, the bound is the answer's own seconds; so far the proof cannot tell them apart."""
+        near = bound_seconds + _TOLERANCE * _unit(self._seconds)
+        met = found.rerun_seconds <= near * (1 + _SLACK)
+        bound = found.rerun_seconds if met else min(bound_seconds, found.rerun_seconds)
+        return replace(found, bound_seconds=bound)
+
+
+def _unit(costs: Floats) -> float:
+    """The smallest cost that is one: in this unit no difference between two ops, or tensors, is lost to a tolerance."""
+    return float(costs[costs > 0].min(initial=np.inf)) if (costs > 0).any() else 1.0
+
+
+def _at_most(costs: Floats, limit: float) -> LinearConstraint:
+    unit = _unit(costs)
+    return LinearConstraint(costs[None, :] / unit, ub=[limit / unit])

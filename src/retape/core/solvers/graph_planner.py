@@ -1,6 +1,12 @@
-"""All plans of an op graph: what to hold between forward and backward, for any number of bytes."""
+"""All plans of an op graph: what to hold between forward and backward, for any number of bytes.
+
+Each budget is solved on its own, and what was found stays on a menu: a budget gets the best that fits of everything found so
+far, so what one budget has been given no larger one is refused, even where the solver ran out of time.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from retape.core.plan import Plan, ProblemKind, judge
 from retape.core.problem import Graph
@@ -19,6 +25,7 @@ class GraphPlanner:
         self._graph = graph
         self._plain = store_all(graph)
         self._least = weigh(graph, least_held(graph))
+        self._menu = [self._plain, self._least]
         self.store_all_bytes = self._plain.held_bytes
         self.floor_bytes = self._least.held_bytes
 
@@ -40,8 +47,6 @@ class GraphPlanner:
     def best(self, budget_bytes: int) -> Plan:
         """The least re-run seconds within a budget that is not below the floor, and the fewest bytes for those."""
         holding = self._hold(budget_bytes)
-        if self.store_all_bytes <= budget_bytes:  # nothing is run again, and nothing can beat that
-            holding = self._plain
         return Plan(
             problem=ProblemKind.GRAPH,
             digest=self._graph.digest(),
@@ -55,6 +60,12 @@ class GraphPlanner:
         )
 
     def _hold(self, budget_bytes: int) -> Holding:
-        holding = hold_within(self._graph, budget_bytes)
-        assert holding is not None, "the budget is below the floor"
-        return holding
+        if self.store_all_bytes <= budget_bytes:  # nothing is run again, and nothing can beat that
+            return self._plain
+        solved = hold_within(self._graph, budget_bytes)
+        assert solved is not None, "the budget is below the floor"
+        self._menu.append(solved)
+        fitting = [holding for holding in self._menu if holding.held_bytes <= budget_bytes]
+        best = min(fitting, key=lambda holding: (holding.rerun_seconds, holding.held_bytes))
+        # A bound is about one budget: another's does not hold here.
+        return replace(best, bound_seconds=min(solved.bound_seconds, best.rerun_seconds))

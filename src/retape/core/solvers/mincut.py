@@ -58,6 +58,8 @@ class _Edges:
 
     def reached_after_flow(self) -> set[int]:
         """What the source still reaches when the flow is greatest: the near side of the cut."""
+        if not self._capacity:
+            return {self.source}
         size = 2 + 2 * len(self._index)
         rows, columns = np.array(list(self._capacity)).T
         values = np.array(list(self._capacity.values()), dtype=np.int32)
