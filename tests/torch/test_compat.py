@@ -339,3 +339,7 @@ def test_settings(setting):
     finally:
         put(before)
     assert get() == before
+
+
+def test_compiled_code():
+    assert callable(_compat.COMPILED_CODE) or _compat.COMPILED_CODE is None

@@ -149,7 +149,7 @@ def _selective_context_maker() -> Callable[[Any], Any]:
 
 def selective_key(func: Any, args: Any) -> Any:
     """What tells calls apart: the op, and for a compiled graph which one it is."""
-    if func is not _COMPILED_CODE or not args:
+    if func is not COMPILED_CODE or not args:
         return func
     resolve = getattr(sys.modules["torch._higher_order_ops.wrap"], "_resolve_inductor_callable", None)
     return (func, resolve(args[0]).idx) if resolve is not None else func
@@ -245,7 +245,7 @@ def function_modes() -> tuple[Any, ...]:
 
 _selective_context = _selective_context_maker()
 _SAVED = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.CheckpointPolicy.PREFER_SAVE)
-_COMPILED_CODE = _compiled_code_operator()
+COMPILED_CODE = _compiled_code_operator()
 # Ops that hooks and subclasses insert in one run and not in the other; they are run and not counted.
 IGNORED_OPS = frozenset(torch_checkpoint.SAC_IGNORED_OPS)
 

@@ -98,6 +98,10 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
     return Step.SKIP
 
 
+_RUN = Step.RUN
+_NO_STEP: tuple[Any, Any, Any, Any] = (None, None, None, ())
+
+
 class Diverged(BaseException):
     """The re-run does other ops than the recipe was made for; it has to start again without one."""
 
@@ -107,32 +111,31 @@ class Replay(TorchDispatchMode):
 
     def __init__(self, recipe: Recipe, region: Region) -> None:
         super().__init__()
-        self._recipe = recipe
         self._values = region.held_values()
-        self._funcs = [op.op for op in recipe.ops]
-        self._count = len(recipe.ops)
+        self._plan = [
+            (op.op, step, op, slots) for op, step, slots in zip(recipe.ops, recipe.steps, recipe.slots, strict=True)
+        ]
+        self._count = len(self._plan)
         self._next = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         index = self._next
-        if index >= self._count or self._funcs[index] is not func:
+        known, step, op, slots = self._plan[index] if index < self._count else _NO_STEP
+        if known is not func:
             if func in _compat.IGNORED_OPS:
                 return func(*args, **(kwargs or {}))
             raise Diverged
         self._next = index + 1
-        step = self._recipe.steps[index]
-        if step is Step.RUN:
+        if step is _RUN:
             return func(*args, **kwargs) if kwargs else func(*args)
-        op = self._recipe.ops[index]
         if step is Step.ANSWER:
-            results = [
-                self._answer(slot, result) for slot, result in zip(self._recipe.slots[index], op.results, strict=True)
-            ]
-        elif op.writes:
+            if op.returns_one:
+                return self._answer(slots[0], op.results[0])
+            return tuple([self._answer(slot, result) for slot, result in zip(slots, op.results, strict=True)])
+        if op.writes:
             return args[0] if op.returns_one else tuple(args[: len(op.results)])
-        else:
-            results = [torch.empty_strided(r[1], r[2], dtype=r[4], device=r[5]) for r in op.results]
-        return results[0] if op.returns_one else tuple(results)
+        blanks = [torch.empty_strided(r[1], r[2], dtype=r[4], device=r[5]) for r in op.results]
+        return blanks[0] if op.returns_one else tuple(blanks)
 
     def _answer(self, slot: int, result: tuple[Any, ...]) -> Tensor:
         value = self._values.get(slot)
@@ -180,8 +183,12 @@ class _Held:
     __slots__ = ("draws", "out", "versions", "written")
 
     def __init__(self, out: Any, draws: tuple[Any, ...], writes: bool) -> None:
-        self.out = pytree.tree_map_only(Tensor, _compat.detach_below_autograd, out)
-        self.versions = [version_of(leaf) for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, Tensor)]
+        if type(out) is Tensor:  # nearly always
+            self.out: Any = _compat.detach_below_autograd(out)
+            self.versions: list[Any] = [version_of(self.out)]
+        else:
+            self.out = pytree.tree_map_only(Tensor, _compat.detach_below_autograd, out)
+            self.versions = [version_of(leaf) for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, Tensor)]
         if writes:  # autograd counts the write once the op is done, which is after it was seen here
             self.versions = [version + 1 if isinstance(version, int) else version for version in self.versions]
         self.draws = draws
@@ -211,7 +218,7 @@ class _Holding(TorchDispatchMode):
         return True
 
     def _note(self, entry: _Held) -> None:
-        for leaf in pytree.tree_leaves(entry.out):
+        for leaf in [entry.out] if isinstance(entry.out, Tensor) else pytree.tree_leaves(entry.out):
             if isinstance(leaf, Tensor):
                 self._on.setdefault(leaf.untyped_storage()._cdata, []).append(entry)
 
@@ -226,12 +233,12 @@ class _Holding(TorchDispatchMode):
         if func in _compat.IGNORED_OPS:
             return out
         kwargs = kwargs or {}
-        if func._schema.is_mutable and self._on:
+        if self._on and func._schema.is_mutable:
             self._mark_written(func, args, kwargs)
         held = _compat.policy_saves(self._log.policy, func, args, kwargs, out) or func is _ITEM
         if held and _is_view(func):
             held = False  # it costs nothing to run again, and what it shows may be written to later
-        key = _compat.selective_key(func, args)
+        key = func if func is not _compat.COMPILED_CODE else _compat.selective_key(func, args)
         entry: Any = _RUN_AGAIN
         if held:
             entry = _Held(out, _streams_after(func, out, kwargs), func._schema.is_mutable)
@@ -263,7 +270,7 @@ class Answering(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _compat.IGNORED_OPS:
             return func(*args, **(kwargs or {}))
-        key = _compat.selective_key(func, args)
+        key = func if func is not _compat.COMPILED_CODE else _compat.selective_key(func, args)
         index = self._calls.get(key, 0)
         self._calls[key] = index + 1
         entries = self._log.entries.get(key)
