@@ -27,7 +27,7 @@ def record(theme: str, seed: int, results: dict, out: str | None) -> Path:
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": " ".join(["python -m", f"benchmarks.{theme}", *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"benchmarks.{theme}", *_arguments()]),
         "seed": seed,
         "date": date.today().isoformat(),
         "results": results,
@@ -35,3 +35,9 @@ def record(theme: str, seed: int, results: dict, out: str | None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(text, indent=1) + "\n")
     return path
+
+
+def _arguments() -> list[str]:
+    """The command's arguments, without where its record went."""
+    given = sys.argv[1:]
+    return [word for word, before in zip(given, ["", *given], strict=False) if "--out" not in (word, before)]
