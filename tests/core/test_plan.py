@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from retape.core import Chain, Loop, Plan, ProblemKind, Stage, Status, simulate, solve
+from retape.core import Chain, Graph, GraphTensor, Loop, Op, Plan, ProblemKind, Stage, Status, simulate, solve
 from retape.core.errors import InvalidInput, PlanFormatError, PlanMismatch
 from retape.core.plan import judge
 
@@ -53,6 +53,77 @@ def test_check_refuses_another_problem(plan):
         plan.check(Loop(steps=6))
 
 
+def test_only_a_problem_can_be_checked(plan):
+    with pytest.raises(InvalidInput, match="'x' is not a problem; give a Chain, a Loop or a Graph"):
+        plan.check("x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"choices": [9] * 99}, "it has 99 choices, and the chain 6 stages"),
+        ({"choices": [9] * 6}, "its choices are not the options that its actions take"),
+        ({"actions": []}, "cannot be done: Action 0, the end: the schedule ends with 6 steps not reversed"),
+        ({"actions": [["tape", 0, 7]]}, "cannot be done: Action 0, Tape"),
+        ({"promised_seconds": 0.5, "lower_bound_seconds": 0.5}, "bytes and 0.5 s, and comes to"),
+    ],
+)
+def test_check_refuses_a_chain_plan_that_was_edited(plan, change, message):
+    with pytest.raises(PlanMismatch, match=message):
+        Plan.from_json(edited(plan, **change)).check(CHAIN)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": None}, "it has no schedule for 20 steps"),
+        ({"schedule": {"family": "revolve", "steps": 9, "snapshots": 3}}, "it has no schedule for 20 steps"),
+        ({"schedule": {"family": "revolve", "steps": 20, "snapshots": 2}}, "snapshots, and its schedule 2"),
+        ({"schedule": {"family": "revolve", "steps": 20, "snapshots": 9}, "snapshots": 9}, "it promises 7 bytes"),
+        ({"schedule": {"family": "store-all", "steps": 20}, "snapshots": 0}, "and comes to 21 bytes and 40.0 s"),
+    ],
+)
+def test_check_refuses_a_loop_plan_that_was_edited(change, message):
+    loop = Loop(steps=20)
+    good = solve(loop, 7)
+    good.check(loop)
+    with pytest.raises(PlanMismatch, match=message):
+        Plan.from_json(edited(good, **change)).check(loop)
+
+
+def test_check_of_loops_that_are_not_replayed():
+    endless, long = Loop(steps=None, state_bytes=8, tape_bytes=4), Loop(steps=10**6)
+    solve(long, 500).check(long)
+    good = solve(endless, 100)
+    good.check(endless)
+    with pytest.raises(PlanMismatch, match="it promises 100 bytes and None s, and comes to 36 bytes"):
+        Plan.from_json(edited(good, snapshots=3)).check(endless)
+    schedule = {"family": "revolve", "steps": 20, "snapshots": 2}
+    with pytest.raises(PlanMismatch, match="it has a schedule, and the length of the loop is not known"):
+        Plan.from_json(edited(good, schedule=schedule)).check(endless)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (["x"], "it holds 'x', which no op makes"),
+        (["y", "y"], "it holds a tensor twice"),
+        ([], "it promises 8 bytes and 0.0 s, and comes to 0 bytes and 1.0 s"),
+    ],
+)
+def test_check_refuses_a_graph_plan_that_was_edited(held, message):
+    graph = Graph(
+        ops=(Op(name="mul", seconds=1, inputs=("x",), outputs=("y",)),),
+        tensors=(GraphTensor(name="x", bytes=4), GraphTensor(name="y", bytes=8)),
+        inputs=("x",),
+        saved=("y",),
+    )
+    good = solve(graph, 8)
+    good.check(graph)
+    with pytest.raises(PlanMismatch, match=message):
+        Plan.from_json(edited(good, held=held)).check(graph)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -60,6 +131,17 @@ def test_check_refuses_another_problem(plan):
         ({"version": 2}, "version 2, and this retape reads version 1. Solve the problem again, or use"),
         ({"version": True}, "version True"),
         ({"version": "1"}, "version '1'"),
+        ({"version": 1.0}, "version 1.0"),
+        ({"lower_bound_seconds": 1e6}, "is faster than its lower bound, 1000000.0 s"),
+        ({"promised_seconds": 1e6}, "A plan of 1000000.0 s is not optimal: its lower bound is"),
+        ({"promised_peak_bytes": 10**6}, "the peak must lie between floor and budget"),
+        ({"floor_bytes": 10**6}, "the peak must lie between floor and budget"),
+        (
+            {"schedule": {"family": "revolve", "steps": 6, "snapshots": 2}},
+            "A plan of a chain has no schedule; that is for a",
+        ),
+        ({"snapshots": 3}, "A plan of a chain has no snapshots; that is for a loop"),
+        ({"held": ["x"]}, "A plan of a chain has no held; that is for a graph"),
         ({"problem": "tree"}, "problem is 'tree'; it must be one of"),
         ({"problem": []}, "problem is "),
         ({"status": "perfect"}, "status is 'perfect'"),
@@ -137,6 +219,8 @@ def test_a_plan_is_validated_when_made():
         Plan(**good, promised_seconds=1.0, status=Status.OPTIMAL)
     with pytest.raises(InvalidInput, match=r"Plan\.floor_bytes = -1"):
         Plan(**{**good, "floor_bytes": -1}, promised_seconds=1.0, status=Status.FEASIBLE)
+    with pytest.raises(InvalidInput, match=r"Plan\.version = 2; this retape makes version 1"):
+        Plan(**good, promised_seconds=1.0, status=Status.FEASIBLE, version=2)
 
 
 @pytest.mark.parametrize(

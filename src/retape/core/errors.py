@@ -3,7 +3,7 @@
 RetapeError
 ├── InvalidInput            an argument that cannot be meant (also a ValueError)
 │   └── PlanFormatError     text that is not a plan, or is one of another version
-├── PlanMismatch            a good plan for another problem or model
+├── PlanMismatch            a plan for another problem or model, or one that does not come to what it promises
 ├── BudgetTooSmall          no plan fits; carries the floor and what binds it
 ├── IllegalAction           a schedule broke the rules of the abstract machine
 └── RegionError             a region cannot give the gradient that plain autograd would
@@ -28,7 +28,7 @@ class PlanFormatError(InvalidInput):
 
 
 class PlanMismatch(RetapeError):
-    """A well-formed plan that belongs to another problem or model."""
+    """A well-formed plan that belongs to another problem or model, or does not come to what it promises."""
 
 
 class BudgetTooSmall(RetapeError):

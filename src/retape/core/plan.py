@@ -6,7 +6,6 @@ A plan is a value: it neither measures nor runs.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -15,10 +14,13 @@ from typing import Any, TypeAlias
 from retape.core import plan_format as text
 from retape.core.actions import Action
 from retape.core.errors import InvalidInput, PlanFormatError, PlanMismatch
+from retape.core.plan_check import verify
 from retape.core.problem import Chain, Graph, Loop
+from retape.core.quantities import is_amount, is_whole, shown
 from retape.core.schedules import Schedule
 
 VERSION = 1
+_EQUAL = 1e-9  # seconds this near are the same: sums in another order
 Problem: TypeAlias = Chain | Loop | Graph
 
 
@@ -31,7 +33,10 @@ class ProblemKind(Enum):
 
     @classmethod
     def of(cls, problem: Problem) -> ProblemKind:
-        return {Chain: cls.CHAIN, Loop: cls.LOOP, Graph: cls.GRAPH}[type(problem)]
+        for kind, member in ((Chain, cls.CHAIN), (Loop, cls.LOOP), (Graph, cls.GRAPH)):
+            if isinstance(problem, kind):
+                return member
+        raise InvalidInput(f"{shown(problem)} is not a problem; give a Chain, a Loop or a Graph of retape.core.")
 
 
 class Status(Enum):
@@ -75,13 +80,46 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "floor_bytes", "promised_peak_bytes"):
             count = getattr(self, name)
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise InvalidInput(f"Plan.{name} = {count!r}; give a whole number of bytes >= 0.")
+            if not is_whole(count) or count < 0:
+                raise InvalidInput(f"Plan.{name} = {shown(count)}; give a whole number of bytes >= 0.")
         for seconds in (self.promised_seconds, self.lower_bound_seconds):
-            if seconds is not None and (not math.isfinite(seconds) or seconds < 0):
-                raise InvalidInput(f"A plan of {seconds!r} seconds; give a finite number >= 0.")
+            if seconds is not None and (not is_amount(seconds) or seconds < 0):
+                raise InvalidInput(f"A plan of {shown(seconds)} seconds; give a finite number >= 0.")
         if self.status is not Status.FEASIBLE and None in (self.promised_seconds, self.lower_bound_seconds):
             raise InvalidInput(f"A plan that is {self.status.value} needs its seconds and a lower bound.")
+        self._check_promises()
+        self._check_parts()
+
+    def _check_promises(self) -> None:
+        """The numbers against each other; whether they are true of a problem is for `check` to say."""
+        if not self.floor_bytes <= self.promised_peak_bytes <= self.budget_bytes:
+            raise InvalidInput(
+                f"A plan of {self.promised_peak_bytes} bytes in a budget of {self.budget_bytes}, with a floor of {self.floor_bytes}; "
+                "the peak must lie between floor and budget."
+            )
+        if self.promised_seconds is not None and self.lower_bound_seconds is not None:
+            if self.lower_bound_seconds > self.promised_seconds * (1 + _EQUAL):
+                raise InvalidInput(
+                    f"A plan of {self.promised_seconds} s is faster than its lower bound, {self.lower_bound_seconds} s."
+                )
+            if self.status is Status.OPTIMAL and self.promised_seconds > self.lower_bound_seconds * (1 + _EQUAL):
+                raise InvalidInput(
+                    f"A plan of {self.promised_seconds} s is not optimal: its lower bound is {self.lower_bound_seconds} s."
+                )
+
+    def _check_parts(self) -> None:
+        """A plan has the parts of its kind of problem, and no others."""
+        if not is_whole(self.version) or self.version != VERSION:
+            raise InvalidInput(f"Plan.version = {shown(self.version)}; this retape makes version {VERSION}.")
+        parts = {
+            ProblemKind.CHAIN: ("choices", "schedule_actions"),
+            ProblemKind.LOOP: ("schedule", "snapshots"),
+            ProblemKind.GRAPH: ("held",),
+        }
+        for kind, names in parts.items():
+            foreign = [name for name in names if kind is not self.problem and getattr(self, name)]
+            if foreign:
+                raise InvalidInput(f"A plan of a {self.problem.value} has no {foreign[0]}; that is for a {kind.value}.")
 
     @property
     def gap(self) -> float | None:
@@ -109,13 +147,17 @@ class Plan:
         return self.schedule.actions() if self.schedule is not None else iter(self.schedule_actions)
 
     def check(self, problem: Problem) -> None:
-        """Raise PlanMismatch unless this plan was made for `problem`."""
+        """Raise PlanMismatch unless this plan was made for `problem`, can be done, and comes to what it promises.
+
+        A chain's actions, and the schedule of a loop of up to 2,000 steps, are replayed by the abstract machine.
+        """
         kind, digest = ProblemKind.of(problem), problem.digest()
         if (kind, digest) != (self.problem, self.digest):
             raise PlanMismatch(
                 f"This plan is for {self.problem.value} {self.digest}, and the problem is {kind.value} {digest}. "
                 "Solve the new problem, or load the plan that belongs to it."
             )
+        verify(self, problem)
 
     def to_json(self) -> str:
         """The plan as text; `Plan.from_json` reads it back, every float exactly."""
@@ -174,6 +216,6 @@ def judge(seconds: float, lower_bound_seconds: float | None) -> Status:
     """OPTIMAL where the bound is met, up to rounding; FEASIBLE where there is none."""
     if lower_bound_seconds is None:
         return Status.FEASIBLE
-    if seconds <= lower_bound_seconds * (1 + 1e-9):
+    if seconds <= lower_bound_seconds * (1 + _EQUAL):
         return Status.OPTIMAL
     return Status.WITHIN if lower_bound_seconds > 0 else Status.FEASIBLE

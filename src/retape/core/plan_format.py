@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Offload, Prefetch, Save, Tape
 from retape.core.errors import PlanFormatError
+from retape.core.quantities import is_whole
 
 FORMAT = "retape.plan"
 REMEDY = "Write the plan again with Plan.to_json, or solve the problem again."
@@ -40,7 +41,7 @@ def check_keys(data: dict[str, Any], version: int, keys: set[str]) -> None:
     """Another format, another version, a missing or an unknown key: each is said."""
     if data.get("format") != FORMAT:
         bad(f"The text is no plan: its format is {data.get('format')!r}, not {FORMAT!r}.")
-    if data.get("version") != version or isinstance(data.get("version"), bool):
+    if data.get("version") != version or not is_whole(data.get("version")):
         raise PlanFormatError(
             f"The plan has version {data.get('version')!r}, and this retape reads version {version}. "
             "Solve the problem again, or use the retape that wrote the plan."

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from retape.core.errors import InvalidInput, RetapeError
 from retape.core.plan import Plan, ProblemKind, Status, judge
+from retape.core.plan_check import REPLAYED_STEPS
 from retape.core.problem import Loop
 from retape.core.schedules import Schedule
 from retape.core.schedules.mixed import tabulate
@@ -21,7 +22,6 @@ from retape.core.schedules.revolve import extra_steps
 from retape.core.simulate import simulate
 
 MIXED_CELLS = 50_000_000
-REPLAYED_STEPS = 2_000
 _FEW = 64
 _MOST_ONLINE = 1_024  # where states weigh nothing
 
