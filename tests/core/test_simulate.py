@@ -320,3 +320,36 @@ def test_the_timeline_is_kept_only_when_asked_for():
     timeline = simulate(chain((3, 10)), actions, timeline=True).timeline
     assert max(count for _, count in timeline) == 13
     assert [seconds for seconds, _ in timeline] == sorted(seconds for seconds, _ in timeline)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        Tape("x"),
+        Tape(None),
+        Forward("a", 1),
+        Save(0, tier=None),
+        Save(0, item="state"),
+        Load(0, item="state"),
+        Backward(()),
+    ],
+)
+def test_an_action_of_other_values_is_illegal(action):
+    with pytest.raises(IllegalAction):
+        simulate(Loop(steps=2), [action])
+
+
+def test_words_for_an_action_of_other_values():
+    with pytest.raises(IllegalAction, match="its steps, tiers and options must be whole numbers, and its item an Item"):
+        simulate(Loop(steps=2), [Tape("x")])
+
+
+@pytest.mark.parametrize("tiers", [None, (), [Tier(name="device")], ("device",)])
+def test_tiers_that_cannot_be_meant(tiers):
+    with pytest.raises(InvalidInput, match="give a tuple of Tier values, the device first"):
+        simulate(Loop(steps=2), [], tiers=tiers)
+
+
+def test_actions_that_cannot_be_meant():
+    with pytest.raises(InvalidInput, match="None are no actions; give an iterable"):
+        simulate(Loop(steps=2), None)

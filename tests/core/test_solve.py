@@ -171,6 +171,14 @@ def test_a_model_of_48_blocks_is_planned_close_to_its_bound():
         assert plan.choices == tuple(taped[step] for step in range(50))
 
 
+def test_store_all_is_not_slower_than_less_even_by_a_hair():
+    hair = Option(kind=OptionKind.TILE, held_bytes=1, forward_seconds=1 - 1e-10, backward_seconds=1)
+    chain = Chain(stages=(dataclasses.replace(STAGE, tape_bytes=2, options=(hair,)),) * 4)
+    less, more = solve(chain, 8), solve(chain, 1.0)
+    assert (less.budget_bytes, more.budget_bytes) == (8, 9)
+    assert more.promised_seconds <= less.promised_seconds
+
+
 def test_an_option_that_is_faster_than_keeping_is_taken_everywhere():
     better = Option(kind=OptionKind.TILE, held_bytes=1, forward_seconds=0.5, backward_seconds=0.5)
     chain = Chain(stages=(dataclasses.replace(STAGE, options=(better,)),) * 4)

@@ -12,7 +12,7 @@ its copy is done, never by waiting; what was prefetched is waited for by the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from retape.core.actions import (
     Action,
@@ -29,6 +29,7 @@ from retape.core.actions import (
 from retape.core.errors import IllegalAction, InvalidInput
 from retape.core.ledger import ChainLedger, Ledger, LoopLedger
 from retape.core.problem import Chain, Loop, Tier
+from retape.core.quantities import is_whole, shown
 
 DEVICE = Tier(name="device")
 _Key = tuple[Item, int]
@@ -77,7 +78,7 @@ class Outcome:
 
     @property
     def peak_items(self) -> int:
-        """The most snapshots and tapes that one tier, or all tiers at their own peaks, stored."""
+        """The sum of each tier's own peak of stored snapshots and tapes; the tiers need not stand there at the same time."""
         return sum(tier.peak_items for tier in self.tiers)
 
 
@@ -90,6 +91,8 @@ def simulate(
 ) -> Outcome:
     """Run `actions` on the abstract machine; raise IllegalAction at the first one that cannot be done."""
     machine = Machine(problem, tiers=tiers, timeline=timeline)
+    if not isinstance(actions, Iterable):
+        raise InvalidInput(f"{shown(actions)} are no actions; give an iterable of the actions of retape.core.")
     for action in actions:
         machine.run(action)
     return machine.finish()
@@ -99,6 +102,8 @@ class Machine:
     """Runs one action at a time; `finish` says what it all came to."""
 
     def __init__(self, problem: Chain | Loop, *, tiers: tuple[Tier, ...] = (DEVICE,), timeline: bool = False) -> None:
+        if not isinstance(tiers, tuple) or not tiers or not all(isinstance(tier, Tier) for tier in tiers):
+            raise InvalidInput(f"tiers = {shown(tiers)}; give a tuple of Tier values, the device first.")
         self._ledger = _ledger_of(problem)
         self._tiers = tiers
         self._stored: list[dict[_Key, float]] = [{} for _ in tiers]  # key -> when it is complete
@@ -138,7 +143,13 @@ class Machine:
         handler = self._handlers.get(type(action))
         if handler is None:
             raise self._illegal("this is not an action")
-        handler(action)
+        try:
+            handler(action)
+        except (AttributeError, KeyError, TypeError) as error:
+            if _well_formed(action):
+                raise
+            # Looked at only where it failed: millions of actions pass through here.
+            raise self._illegal("its steps, tiers and options must be whole numbers, and its item an Item") from error
         self._position += 1
 
     def finish(self) -> Outcome:
@@ -377,6 +388,11 @@ class Machine:
             reason=reason,
             held=held,
         )
+
+
+def _well_formed(action: Action) -> bool:
+    values = [getattr(action, field.name) for field in fields(action)]
+    return all(is_whole(value) or isinstance(value, Item) for value in values)
 
 
 def _ledger_of(problem: Chain | Loop) -> Ledger:
