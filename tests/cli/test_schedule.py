@@ -42,7 +42,7 @@ def test_json_is_one_object_with_the_counts(capsys, family):
     assert record.keys() >= KEYS
     assert (record["family"], record["steps"]) == (family, 10)
     assert record["forward_steps"] == 10 + record["extra_forward_steps"]
-    assert record["peak_snapshots"] <= record["snapshots"] == 3
+    assert record["peak_snapshots"] <= record["snapshots"] == {"store-all": 0, "recompute-all": 1}.get(family, 3)
     assert all(tier["left"] == 0 for tier in record["tiers"])
 
 
@@ -51,6 +51,23 @@ def test_json_has_the_figures_of_the_literature(capsys):
     assert (record["forward_steps"], record["writes"], record["peak_snapshots"]) == (322, 55, 10)
     costs = ["--write-cost", "2", "--read-cost", "2", "--forward-cost", "1", "--backward-cost", "1"]
     assert answer(capsys, "multistage", "--steps", "50", "--ram", "2", "--disk", "3", *costs)["cost"] == 206
+
+
+def test_json_says_the_snapshots_that_the_family_takes(capsys):
+    families = {"store-all": 0, "recompute-all": 1, "recursive": 3}
+    for family, snapshots in families.items():
+        record = answer(capsys, family, "--steps", "10", "--snapshots", "99")
+        assert record["snapshots"] == snapshots >= record["peak_snapshots"]
+
+
+def test_more_snapshots_than_steps_cost_nothing(capsys):
+    record = answer(capsys, "online", "--steps", "100", "--snapshots", "99999999999999999999")
+    assert (record["forward_steps"], record["peak_snapshots"]) == (199, 100)
+
+
+def test_the_largest_costs_are_still_json(capsys):
+    record = answer(capsys, "recompute-all", "--steps", "100", "--forward-cost", "1e15", "--backward-cost", "1e15")
+    assert record["cost"] == 5050e15
 
 
 def test_picture_of_revolve(capsys, monkeypatch):
@@ -97,6 +114,22 @@ def test_svg_is_written(capsys, tmp_path):
         (["multistage", "--steps", "9", "--ram", "1", "--read-cost", "-2"], "read_cost = -2.0"),
         (["multistage", "--steps", "9", "--ram", "0", "--disk", "0"], "1 or more in all"),
         (["revolve", "--steps", "9", "--snapshots", "2", "--rows", "0"], "--rows 0 leaves no room"),
+        (
+            ["revolve", "--steps", str(10**13), "--snapshots", "2"],
+            "steps = 10000000000000; give a whole number of steps",
+        ),
+        (["mixed", "--steps", "100000000000", "--snapshots", "3"], "Take revolve, which needs no table"),
+        (["multistage", "--steps", "100000000000", "--ram", "3"], "Take revolve, which needs no table"),
+        (["hierarchical", "--steps", "500", "--ram", "400", "--host", "400", "--disk", "400"], "fewer steps or slots"),
+        (
+            ["revolve", "--steps", "9", "--snapshots", "2", "--forward-cost", "1e308"],
+            "forward_cost = 1e+308; give a finite",
+        ),
+        (
+            ["revolve", "--steps", "9", "--snapshots", "2", "--svg", ""],
+            "Cannot write the picture to '': Is a directory",
+        ),
+        (["revolve", "--steps", "9", "--snapshots", "2", "--svg", "a\0b"], "embedded null byte. Give another file"),
     ],
 )
 def test_bad_input_is_a_message_and_exit_code_two(capsys, arguments, message):
@@ -162,3 +195,14 @@ def test_a_reader_that_leaves_is_no_error():
     errors = writer.stderr.read()
     writer.stderr.close()
     assert (writer.wait(), errors) == (0, b"")
+
+
+@pytest.mark.parametrize("arguments", ["schedule revolve --steps 9 --snapshots 2", "schedule --list"])
+@pytest.mark.parametrize(
+    ("target", "reason"), [(">&-", "standard output is closed"), ("> /dev/full", "No space left on device")]
+)
+def test_an_answer_that_cannot_be_written_is_a_message(arguments, target, reason):
+    command = f"{sys.executable} -m retape.cli.main {arguments} {target}"
+    done = subprocess.run(["/bin/sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    expected = f"retape: Cannot write the answer: {reason}. Give another place.\n"
+    assert (done.returncode, done.stderr) == (1, expected)

@@ -6,6 +6,7 @@ To add a command, write a module with `add_parser(commands)`, which sets `run` a
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -15,23 +16,41 @@ from retape.cli import schedule
 from retape.core.errors import RetapeError
 
 _COMMANDS = (schedule,)
+_NOT_WRITTEN = 1
 _BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, or 2 for bad input."""
-    options = _parser().parse_args(arguments)
+    """Run one command; the exit code is 0, 1 where the answer cannot be written, or 2 for bad input."""
     try:
-        code: int = options.run(options)
-        sys.stdout.flush()
+        return _run(arguments)
     except RetapeError as error:
         print(f"retape: {error}", file=sys.stderr)
         return _BAD_INPUT
-    except BrokenPipeError:
-        # The reader has gone (`retape ... | head`). Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone (`retape ... | head`)
+        _forget_output()
         return 0
-    return code
+    except OSError as error:
+        _forget_output()
+        print(f"retape: Cannot write the answer: {error.strerror}. Give another place.", file=sys.stderr)
+        return _NOT_WRITTEN
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        options = _parser().parse_args(arguments)
+        code: int = options.run(options)
+        return code
+    finally:  # argparse, too, prints and leaves
+        if sys.stdout is None:  # as after `retape ... >&-`
+            raise OSError(errno.EBADF, "standard output is closed")
+        sys.stdout.flush()
+
+
+def _forget_output() -> None:
+    """Python would complain once more when it flushes at exit."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -60,9 +60,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     schedule = _schedule(options)
     counts = count(schedule)
-    if options.svg:
+    if options.svg is not None:
         write_svg(schedule, options.svg)
-    print(json.dumps(_as_json(schedule, counts)) if options.json else _as_text(schedule, counts, options.rows))
+    print(
+        json.dumps(_as_json(schedule, counts), allow_nan=False)
+        if options.json
+        else _as_text(schedule, counts, options.rows)
+    )
     return 0
 
 
@@ -105,7 +109,7 @@ def _tier(use: TierUse) -> dict[str, object]:
 
 
 def _as_text(schedule: Schedule, counts: Counts, rows: int) -> str:
-    encoding = sys.stdout.encoding or "ascii"
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # there is none where it is closed
     glyphs = UNICODE if encoding.lower().startswith("utf") else ASCII
     picture = draw(schedule, width=shutil.get_terminal_size().columns, rows=rows, glyphs=glyphs)
     return "\n".join([picture, "", *_summary(schedule, counts)])

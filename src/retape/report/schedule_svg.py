@@ -52,10 +52,9 @@ def write_svg(schedule: Schedule, path: str | Path, *, most_actions: int = 20_00
     text = render_svg(schedule, most_actions=most_actions)
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(
-            f"Cannot write the picture to {str(path)!r}: {error.strerror}. Give another file."
-        ) from error
+    except (OSError, ValueError) as error:  # a name with a null in it is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"Cannot write the picture to {str(path)!r}: {reason}. Give another file.") from error
 
 
 def render_svg(schedule: Schedule, *, most_actions: int = 20_000) -> str:

@@ -133,3 +133,18 @@ def test_snapshots_are_all_slots_of_all_tiers(given, slots):
 )
 def test_the_limit_is_what_was_asked_for_or_what_the_family_takes(family, snapshots, limit):
     assert Schedule(family=family, steps=25, snapshots=snapshots).limit == limit
+
+
+@pytest.mark.parametrize("data", [None, 5, "revolve", ["family"]])
+def test_what_is_no_dict_is_no_schedule(data):
+    with pytest.raises(InvalidInput, match=r"is not a schedule\. Give a dict that Schedule\.to_dict\(\) made"):
+        Schedule.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": 10**400}, {"steps": 10**13}, {"forward_cost": 10**400}, {"write_cost": 1e16}, {"ram": -(10**400)}],
+)
+def test_numbers_too_large_to_add_up(change):
+    with pytest.raises(InvalidInput, match=f"{next(iter(change))} = "):
+        Schedule(**{"family": "multistage", "steps": 5, "ram": 2, **change})

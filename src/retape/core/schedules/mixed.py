@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
+from retape.core.errors import InvalidInput
 
 _TAPE_FIRST = 0  # a choice: store the tape of the first step; any other number is how far to advance
 _NEVER = 1 << 60
+MOST_WORK = 10**11  # operations of a table: some minutes; it also keeps the table below 300 MB
 
 
 def mixed(steps: int, snapshots: int) -> Iterator[Action]:
@@ -70,6 +72,11 @@ def total_steps(steps: int, snapshots: int) -> int:
 @lru_cache(maxsize=4)
 def tabulate(steps: int, snapshots: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Least forward steps and first choices, indexed by [slots, length], for every size up to these."""
+    if steps**2 * snapshots > MOST_WORK:
+        raise InvalidInput(
+            f"The table of mixed for {steps} steps and {snapshots} slots takes {steps**2 * snapshots:.2g} operations, "
+            f"and at most {MOST_WORK:.0e} are made. Take revolve, which needs no table, or fewer steps."
+        )
     totals = np.full((snapshots + 1, steps + 1), _NEVER, dtype=np.int64)
     choices = np.zeros((snapshots + 1, steps + 1), dtype=np.int32)
     totals[:, :2] = [0, 1]

@@ -16,11 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
 from retape.core.actions import Action, Backward, Forward, Free, Load, Save, Tape
+from retape.core.errors import InvalidInput
 
+MOST_WORK = 10**11  # operations of a table: some minutes
+MOST_CELLS = 10**8  # numbers of a table: 800 MB
 _Slots = tuple[int, ...]
 
 
@@ -127,6 +131,12 @@ class Table:
 @lru_cache(maxsize=4)
 def tabulate(steps: int, slots: _Slots, costs: Costs) -> Table:
     """The table for a problem; the last few are remembered, because drawing and counting ask for the same one."""
+    cells = (2 * len(slots) + 1) * (steps + 1) * prod(count + 1 for count in slots)
+    if cells > MOST_CELLS or cells * steps > MOST_WORK:
+        raise InvalidInput(
+            f"The table for {steps} steps and {slots} slots has {cells:.2g} numbers and takes {cells * steps:.2g} operations; "
+            f"at most {MOST_CELLS:.0e} and {MOST_WORK:.0e} are made. Take revolve, which needs no table, or fewer steps or slots."
+        )
     return Table(steps, slots, costs)
 
 

@@ -10,7 +10,7 @@ length is passed. The other slots follow a greedy rule: the present state takes 
 that ended at the next step would be cheaper for it. Reverse: the end is known now, and the offline optimum (Revolve) reverses
 each segment with the slots that are free by then.
 Cost: for 3 or more snapshots and 20 or more steps the forward steps are within 1.09 of the optimum, and equal to it at every
-`C(s+r, s)` steps. With 2 snapshots they are within 1.10 but for six lengths from 22 to 67 (1.154 at worst); no rule with 2
+`C(s+r, s)` steps. With 2 snapshots they are within 1.10 but for six lengths from 22 to 67 (1.153 at worst); no rule with 2
 can stay below 1.139 there (the tests show it). A state is stored at one step in three or fewer, ever more seldom as the run
 goes on; a decision takes O(s) operations.
 Optimal: no online rule is for all lengths; where the length is known, use Revolve.
@@ -18,8 +18,9 @@ Optimal: no online rule is for all lengths; where the length is known, use Revol
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -110,7 +111,8 @@ class _Stored:
         self._eased = [0]  # [i]: segments 1 to i, each with one slot more
         self._drops = [(_NEVER, 0)]  # [i]: least cost (`_eased` of all still to add) and index of a drop up to i
         self._horizon = 1  # the longest run for which the anchors are optimal
-        self._anchors: list[int] = []
+        self._anchors: Sequence[int] = []
+        self._anchored: Container[int] = ()
         self._look_ahead(1)
 
     def next_store(self) -> int:
@@ -140,9 +142,12 @@ class _Stored:
         slots = self._snapshots
         repeats = repetitions(here + 1, slots)
         self._horizon = binomial(slots, repeats)
-        segments = (binomial(slots - index, repeats - 1) for index in range(slots - 1))
-        self._anchors = list(accumulate(segments, initial=0))
-        self._anchored = frozenset(self._anchors)
+        if repeats == 1:  # every state, of which there may be far more slots than a run has steps
+            self._anchors = self._anchored = range(min(slots, sys.maxsize))
+        else:
+            segments = (binomial(slots - index, repeats - 1) for index in range(slots - 1))
+            self._anchors = list(accumulate(segments, initial=0))
+            self._anchored = frozenset(self._anchors)
         self._rebuild(1, self._positions[1:])
 
     def _rebuild(self, count: int, later: list[int]) -> None:

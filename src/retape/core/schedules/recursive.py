@@ -3,7 +3,7 @@
 Paper: the logarithmic scheme of A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in
 reverse automatic differentiation", Optimization Methods and Software 1(1), 1992, in its plain binary form.
 Cost: for `l` a power of two, `l/2 * log2(l)` extra forward steps with `log2(l)` slots; with fewer slots than that,
- the innermost segments are recomputed from their start each time.
+the innermost segments are recomputed from their start each time.
 Optimal: no; Revolve needs no more steps with the same slots. It is easy to explain and to check by hand.
 """
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from retape.core.actions import Action
 from retape.core.errors import InvalidInput
 from retape.core.problem import Loop, Tier
+from retape.core.quantities import MOST_SECONDS, MOST_STEPS, is_amount, is_whole, shown
 from retape.core.schedules.mixed import mixed
 from retape.core.schedules.multistage import Costs, multistage
 from retape.core.schedules.online import online
@@ -59,8 +60,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         family = find_family(self.family)
-        if not _is_count(self.steps) or self.steps < 1:
-            raise InvalidInput(f"steps = {self.steps!r}; give a whole number of steps >= 1.")
+        if not is_whole(self.steps) or not 1 <= self.steps <= MOST_STEPS:
+            raise InvalidInput(
+                f"steps = {shown(self.steps)}; give a whole number of steps >= 1, at most {MOST_STEPS:,}."
+            )
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
         for name in _COSTS:
@@ -93,12 +96,14 @@ class Schedule:
 
     @property
     def limit(self) -> int:
-        """The snapshots that may be stored: those asked for, or those that the family takes when none were."""
+        """The snapshots that may be stored: those asked for, unless the family itself says how many it takes."""
         if find_family(self.family).tiered:
             return sum(_tier_slots(self))
         if self.family == "uniform":
             return len(segment_bounds(self.steps, self.snapshots)) - 1
-        return self.snapshots or (depth(self.steps) if self.family == "recursive" else 1)
+        if self.family == "recursive":
+            return min(self.snapshots or depth(self.steps), depth(self.steps))
+        return {"store-all": 0, "recompute-all": 1}.get(self.family, self.snapshots or 1)
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -106,8 +111,10 @@ class Schedule:
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Schedule:
         """Read what `to_dict` wrote; anything else is an InvalidInput."""
+        if not isinstance(data, Mapping):
+            raise InvalidInput(f"{shown(data)} is not a schedule. Give a dict that Schedule.to_dict() made.")
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(data) - known)
+        unknown = sorted(map(str, set(data) - known))
         missing = sorted({"family", "steps"} - set(data))
         if unknown or missing:
             what = f"has no {missing[0]!r}" if missing else f"has {unknown[0]!r}, which no schedule has"
@@ -168,19 +175,15 @@ def _speed(cost: float) -> float:
     return 1.0 / cost if cost else math.inf
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_count(name: str, value: object) -> None:
-    if value is not None and (not _is_count(value) or value < (1 if name == "snapshots" else 0)):  # type: ignore[operator]
-        least = 1 if name == "snapshots" else 0
-        raise InvalidInput(f"{name} = {value!r}; give a whole number of slots >= {least}.")
+    least = 1 if name == "snapshots" else 0
+    if value is not None and (not is_whole(value) or value < least):
+        raise InvalidInput(f"{name} = {shown(value)}; give a whole number of slots >= {least}.")
 
 
 def _check_cost(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise InvalidInput(f"{name} = {value!r}; give a finite number >= 0.")
+    if not is_amount(value) or not 0 <= value <= MOST_SECONDS:
+        raise InvalidInput(f"{name} = {shown(value)}; give a finite number >= 0, at most {MOST_SECONDS:g}.")
 
 
 def _check_slots(schedule: Schedule, family: Family) -> None:
