@@ -219,6 +219,8 @@ def test_a_plan_is_validated_when_made():
         Plan(**good, promised_seconds=1.0, status=Status.OPTIMAL)
     with pytest.raises(InvalidInput, match=r"Plan\.floor_bytes = -1"):
         Plan(**{**good, "floor_bytes": -1}, promised_seconds=1.0, status=Status.FEASIBLE)
+    with pytest.raises(InvalidInput, match=r"A plan for 'graph' that is .* give a ProblemKind and a Status"):
+        Plan(**{**good, "problem": "graph"}, promised_seconds=1.0, status=Status.FEASIBLE)
     with pytest.raises(InvalidInput, match=r"Plan\.version = 2; this retape makes version 1"):
         Plan(**good, promised_seconds=1.0, status=Status.FEASIBLE, version=2)
 

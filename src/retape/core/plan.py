@@ -78,6 +78,10 @@ class Plan:
     version: int = VERSION
 
     def __post_init__(self) -> None:
+        if not isinstance(self.problem, ProblemKind) or not isinstance(self.status, Status):
+            raise InvalidInput(
+                f"A plan for {shown(self.problem)} that is {shown(self.status)}; give a ProblemKind and a Status."
+            )
         for name in ("budget_bytes", "floor_bytes", "promised_peak_bytes"):
             count = getattr(self, name)
             if not is_whole(count) or count < 0:
