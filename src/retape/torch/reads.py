@@ -404,17 +404,17 @@ def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
 class _Globals(dict[str, Any]):
     """The globals of a function's twin: a few names as they were, the rest as they are."""
 
-    __slots__ = ("_real",)
+    __slots__ = ("real",)
 
     def __init__(self, pinned: dict[str, Any], real: dict[str, Any]) -> None:
         super().__init__(pinned)
-        self._real = real
+        self.real = real
         # What the interpreter itself reads, past __missing__: builtins, and for imports the names of the module.
         self.update({name: value for name, value in real.items() if name.startswith("__")})
         self.setdefault("__builtins__", __builtins__)
 
     def __missing__(self, name: str) -> Any:
-        return self._real[name]
+        return self.real[name]
 
 
 def _as_of_now(function: types.FunctionType, depth: int = 0) -> types.FunctionType:
@@ -433,7 +433,8 @@ def _as_of_now(function: types.FunctionType, depth: int = 0) -> types.FunctionTy
     cells = _cells_of_now(function, depth)
     if cells is None:
         return function
-    space = _Globals(pinned, names) if pinned and type(names) is dict else names
+    real = names.real if isinstance(names, _Globals) else names
+    space = _Globals(pinned, real) if pinned and type(real) is dict else names
     twin = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
     twin.__kwdefaults__ = function.__kwdefaults__
     twin.__qualname__ = function.__qualname__

@@ -210,16 +210,18 @@ class Replay:
             self._around = _as_then(self._ambient, now)
             self._around.__enter__()
         found, tokens = self._draws
-        self._stood = [stream.peek() for stream in found]
-        if self._stood != tokens:
-            seek(self._draws)
+        with _compat.unobserved():
+            self._stood = [stream.peek() for stream in found]
+            if self._stood != tokens:
+                seek(self._draws)
         _compat.set_grad_enabled(True)
 
     def __exit__(self, *error: Any) -> None:
         _compat.set_grad_enabled(self._grad)
         found = self._draws[0]
-        if [stream.peek() for stream in found] != self._stood:
-            seek((found, self._stood))
+        with _compat.unobserved():
+            if [stream.peek() for stream in found] != self._stood:
+                seek((found, self._stood))
         if self._around is not None:
             self._around.__exit__(*error)
 
