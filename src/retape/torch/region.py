@@ -48,6 +48,28 @@ _RERUN = threading.RLock()
 class Region:
     """One execution of a function whose saved tensors retape manages."""
 
+    __slots__ = (
+        "__weakref__",
+        "_ambient",
+        "_arguments",
+        "_backward_inside",
+        "_call",
+        "_contexts",
+        "_diverged",
+        "_draws",
+        "_inputs",
+        "_own",
+        "_running",
+        "_slots",
+        "_watch",
+        "check",
+        "early_stop",
+        "kept",
+        "policy",
+        "refilling",
+        "reruns",
+    )
+
     def __init__(
         self,
         function: Callable[..., Any],

@@ -7,6 +7,7 @@ case, in one copy that regions share until it moves. The tokens are the streams'
 
 from __future__ import annotations
 
+import ctypes
 import random
 import struct
 import sys
@@ -38,7 +39,8 @@ class GeneratorStream:
         self._last = b""
 
     def peek(self) -> Token:
-        token = self.generator.get_state().numpy().tobytes()
+        state = self.generator.get_state()  # on the CPU, whatever the generator's device
+        token = ctypes.string_at(state.data_ptr(), state.numel())
         if token == self._last:  # regions that draw nothing share one copy
             return self._last
         self._last = token
