@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _EXPOSING = frozenset(
     {
@@ -36,3 +37,25 @@ class Exposure(TorchFunctionMode):
         if (getattr(func, "__name__", "") in _EXPOSING or func is _CUDA_ARRAY) and args and isinstance(args[0], Tensor):
             self._tell(args[0])
         return func(*args, **(kwargs or {}))
+
+
+class Observer(TorchDispatchMode):
+    """A dispatch mode that is told of such calls too: `exposed` is called with the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._exposure: Exposure | None = None
+
+    def exposed(self, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        self._exposure = Exposure(self.exposed)
+        self._exposure.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        exposure, self._exposure = self._exposure, None  # it tells us, so holding it would be a cycle
+        if exposure is not None:
+            exposure.__exit__(*error)

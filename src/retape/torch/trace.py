@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.torch._compat import IGNORED_OPS, untyped_storage
-from retape.torch.exposure import Exposure
+from retape.torch.exposure import Observer
 
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
@@ -67,7 +66,7 @@ class RegionTrace:
         return bool(blank.intersection(self.slots) or blank & self.outputs)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Observer):
     """Writes down every op that runs below it."""
 
     def __init__(self) -> None:
@@ -76,22 +75,10 @@ class Recorder(TorchDispatchMode):
         self.ops: list[TracedOp] = []
         self.slots: list[int] = []
         self.slot_bytes: list[int] = []
-        self.exposed = False
-        self._exposure: Exposure | None = None
+        self._handed_out = False
 
-    def __enter__(self) -> Any:
-        self._exposure = Exposure(self._saw_exposed)
-        self._exposure.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        exposure, self._exposure = self._exposure, None  # it tells us, so holding it would be a cycle
-        if exposure is not None:
-            exposure.__exit__(*error)
-
-    def _saw_exposed(self, tensor: Tensor) -> None:
-        self.exposed = True
+    def exposed(self, tensor: Tensor) -> None:
+        self._handed_out = True
 
     def number(self, tensor: Tensor) -> int:
         return self._numbers.setdefault(StorageWeakRef(untyped_storage(tensor)), len(self._numbers))
@@ -142,6 +129,6 @@ class Recorder(TorchDispatchMode):
             ops=tuple(self.ops),
             slots=tuple(self.slots),
             slot_bytes=tuple(self.slot_bytes),
-            exposed=self.exposed or opaque,
+            exposed=self._handed_out or opaque,
             outputs=frozenset(self.number(tensor) for tensor in outputs),
         )

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import StateChanged
 from retape.torch import _compat
 from retape.torch.checksum import checksum, inner_tensors
 from retape.torch.copies import Copies, copyable
-from retape.torch.exposure import Exposure
+from retape.torch.exposure import Observer
 from retape.torch.reads import Call
 
 if TYPE_CHECKING:
@@ -309,7 +308,7 @@ class AsBefore:
             holder.leave()
 
 
-class Guard(TorchDispatchMode):
+class Guard(Observer):
     """Lets a re-run go on as long as it reads none of the tensors that were changed since the forward."""
 
     def __init__(self, region: Region, watch: Watch, suspects: list[Tensor]) -> None:
@@ -317,24 +316,15 @@ class Guard(TorchDispatchMode):
         self._region = region
         self._watch = watch
         self._suspects = {tensor.untyped_storage()._cdata: tensor for tensor in suspects}
-        self._exposure: Exposure | None = None
-
-    def __enter__(self) -> Any:
-        self._exposure = Exposure(self.saw_slot)
-        self._exposure.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        exposure, self._exposure = self._exposure, None  # it tells us, so holding it would be a cycle
-        if exposure is not None:
-            exposure.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.saw_slot(leaf)
         return func(*args, **(kwargs or {}))
+
+    def exposed(self, tensor: Tensor) -> None:
+        self.saw_slot(tensor)
 
     def saw_slot(self, tensor: Tensor) -> None:
         suspect = self._suspects.get(_compat.untyped_storage(tensor)._cdata)
