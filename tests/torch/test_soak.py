@@ -183,7 +183,7 @@ def test_soak():
         if number % 50 == 10:
             gc.collect()
             tensors = tensors or live_tensors()
-            assert live_tensors() == tensors
+            assert live_tensors() <= tensors  # fewer, if what other tests left behind is freed meanwhile
     assert min(blown.values()) > 20
 
 
