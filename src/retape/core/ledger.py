@@ -6,6 +6,7 @@ input of tape `i`), and not at all while tape `i - 1`, which contains it, is the
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -19,6 +20,7 @@ class Ledger(Protocol):
     length: int
 
     def option_count(self, step: int) -> int: ...
+    def pinned_within(self, start: int, stop: int) -> int | None: ...
     def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]: ...
     def forward_seconds(self, start: int, stop: int) -> float: ...
     def forward_transient(self, step: int, rerun: bool) -> int: ...
@@ -47,6 +49,9 @@ class LoopLedger:
 
     def option_count(self, step: int) -> int:
         return 1
+
+    def pinned_within(self, start: int, stop: int) -> int | None:
+        return None
 
     def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield start, stop
@@ -101,6 +106,7 @@ class ChainLedger:
         self.length = chain.length
         self._stages = chain.stages
         self._choices: list[tuple[Option, ...]] = [stage.choices for stage in chain.stages]
+        self._pinned = [step for step, stage in enumerate(chain.stages) if stage.pinned]
         self._states: dict[int, int] = {}
         self._tapes: dict[int, int] = {}
         self._taped_as: dict[int, Option] = {}
@@ -108,6 +114,11 @@ class ChainLedger:
 
     def option_count(self, step: int) -> int:
         return len(self._choices[step])
+
+    def pinned_within(self, start: int, stop: int) -> int | None:
+        """The first pinned stage from `start` on, before `stop`."""
+        place = bisect_left(self._pinned, start)
+        return self._pinned[place] if place < len(self._pinned) and self._pinned[place] < stop else None
 
     def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         for step in range(start, stop):

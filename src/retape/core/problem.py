@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
@@ -58,6 +58,8 @@ class Stage:
 
     `state_bytes` is its input; `tape_bytes` holds its saved tensors and its output. The transient bytes are what
     each run needs beyond what stands before and after it. `options` are further ways to tape it.
+    `pinned`: its forward is never run again, so its tape is always kept. That is the glue between regions (an embedding,
+    the head and the loss, ops outside every region), which stands in a chain but is not ours to run.
     """
 
     forward_seconds: float
@@ -69,10 +71,18 @@ class Stage:
     rerun_transient_bytes: int = 0
     options: tuple[Option, ...] = ()
     name: str = ""
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         _check_tuple(self.options, Option, "Stage.options")
         _check_fields(self, "Stage")
+        if not isinstance(self.pinned, bool):
+            raise InvalidInput(f"Stage.pinned = {shown(self.pinned)}; give True or False.")
+        if self.pinned and self.options:
+            raise InvalidInput(
+                f"A pinned stage has {len(self.options)} options, but its tape is always kept whole; "
+                "leave options out, or pinned."
+            )
 
     @property
     def all_bytes(self) -> int:
@@ -379,5 +389,13 @@ def _check_fields(value: object, what: str) -> None:
 
 def _digest(value: object) -> str:
     """A short name for a problem, equal for equal problems on every machine."""
-    text = json.dumps(asdict(value), sort_keys=True, default=lambda enum: enum.value)  # type: ignore[call-overload]
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()[:16]
+
+
+def _plain(value: object) -> object:
+    """An enum or a dataclass as JSON has it. Not `asdict`: that copies a chain of thousands of stages to its leaves first."""
+    if isinstance(value, Enum):
+        return value.value
+    names = value.__dataclass_fields__  # type: ignore[attr-defined]
+    # `pinned` came later: a chain that has no such stage keeps the digest that plans on disk know it by.
+    return {name: getattr(value, name) for name in names if name != "pinned" or getattr(value, name)}

@@ -1,7 +1,7 @@
 """The abstract machine: the one definition of legal, of peak and of time. Every schedule and every plan passes through it.
 
 The machine knows a Chain (unequal stages, every byte on the device counts, a tape holds its stage's input and output) or a
-Loop (equal steps, the bytes of a tier count what is stored there). It works on streams: nothing here grows with the
+Loop (equal steps, the bytes of a tier count what is stored there). A pinned stage runs once, taped. It works on streams: nothing here grows with the
 number of actions, unless a timeline is asked for.
 
 Time: computation is one lane; `Save` and `Load` of a slower tier wait for their copy; `Offload` and `Prefetch` run on two
@@ -187,6 +187,9 @@ class Machine:
         if not action.start < action.stop <= self.remaining:
             raise self._illegal(f"it must advance, and at most to {self.remaining}, where the adjoint stands")
         self._need_state(action.start)
+        pinned = self._ledger.pinned_within(action.start, action.stop)
+        if pinned is not None:
+            raise self._illegal(f"stage {pinned} is pinned: it runs once, and that run must tape it")
         for start, stop in self._ledger.advances(action.start, action.stop):
             self._ledger.hold_state(stop)
             self._mark(start, self._ledger.forward_transient(start, start < self._reached))
@@ -204,6 +207,8 @@ class Machine:
             raise self._illegal(f"step {step} has {self._ledger.option_count(step)} options")
         self._need_state(step)
         rerun = step < self._reached
+        if rerun and self._ledger.pinned_within(step, step + 1) is not None:
+            raise self._illegal(f"stage {step} is pinned: its forward has run, and is never run again")
         self._forget_working_tape()
         self._ledger.hold_tape(step, action.option)
         self._mark(step, self._ledger.tape_transient(step, action.option, rerun))

@@ -6,6 +6,9 @@ neural networks with limited memory" (2019). A segment of stages, its input at h
 - Take: tape its first stage, keep that tape, reverse the rest of the segment, reverse the first stage.
 - Split: keep the input, run ahead without tape, reverse what lies beyond, come back and reverse what was run over.
 
+A pinned stage is never run again: it is taken, and no split begins at it or runs over it, so that it is reached in the first
+run alone. Its tape contains its output, and that is the state of the stage after it.
+
 What is kept stays until its own stage is reversed: that is what *persistent* means. Each stage is taped exactly once, so
 there are fewer than two moves a stage. Which moves are best is for `solvers/chain.py` to find; here they are only played.
 """

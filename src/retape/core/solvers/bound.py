@@ -3,7 +3,7 @@
 When the last stage is reversed, each other stage either holds its tape, in one of its options, or has been run once
 without and will be run again. All the tapes held then must fit: a multiple-choice knapsack, relaxed to fractions
 (Sinha and Zoltners, 1979), whose optimum over all budgets is one convex curve. O(n log n). Blind to the states that must be
-kept, so a little low; but it needs no grid and stays sharp where the interval program is too large.
+kept, so a little low (a pinned stage always holds its tape, so it has no choice); but it needs no grid and stays sharp where the interval program is too large.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class HeldTapesBound:
     @classmethod
     def of(cls, costs: ChainCosts) -> HeldTapesBound:
         forward = np.diff(costs.forward).tolist()
+        pinned = (costs.reach == np.arange(costs.length)).tolist()
         points = [
-            [(0, run + min(o.seconds for o in options)), *((o.held_bytes, o.seconds) for o in options)]
-            for run, options in zip(forward, costs.options, strict=True)
+            [*([] if pin else [(0, run + min(o.seconds for o in options))]), *((o.held_bytes, o.seconds) for o in options)]
+            for pin, run, options in zip(pinned, forward, costs.options, strict=True)
         ]
         hulls = [_hull(stage) for stage in points]
         steps = sorted(step for hull in hulls for step in _steps(hull))
         return cls(
             base_bytes=costs.base_bytes,
-            held_bytes=np.cumsum([0.0, *(size for _, size, _ in steps)]),
+            held_bytes=np.cumsum([float(sum(hull[0][0] for hull in hulls)), *(size for _, size, _ in steps)]),
             seconds=sum(hull[0][1] for hull in hulls) - np.cumsum([0.0, *(saved for _, _, saved in steps)]),
         )
 
@@ -46,7 +47,7 @@ class HeldTapesBound:
 
 
 def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The lower left convex hull: more bytes, fewer seconds, ever less for each byte. It begins at no bytes."""
+    """The lower left convex hull: more bytes, fewer seconds, ever less for each byte. It begins at the fewest bytes."""
     hull: list[tuple[int, float]] = []
     for size, seconds in sorted(points):
         if hull and seconds >= hull[-1][1]:

@@ -6,6 +6,8 @@ seconds to reverse a segment within `m` levels of memory, its input counted else
 - Take: an option's seconds + the rest of the segment within `m` less the option's held bytes;
 - Split: the run ahead to a cut + what lies beyond within `m` less the state there + what was run over within `m`.
 
+A split runs over no pinned stage: where the first stage is pinned, or a later one, that is the end of the cuts.
+
 The needs are those of the abstract machine, transients included (`costs.py`). O(n^3 levels) time and O(n^2 levels)
 memory for n different stages, vectorised over cuts and levels; like segments share a row.
 
@@ -124,9 +126,9 @@ class ChainTable:
 
     def _fill(self, row: int, start: int, stop: int) -> None:
         ways = self._takes(start, stop)  # first: on a tie, what runs nothing twice
-        count = len(ways.move)
-        if stop - start > 1:
-            ways = ways + self._cuts(start, stop, self._total[count:], self._other)
+        last = self.costs.last_cut(start, stop)
+        if last > start:
+            ways = ways + self._cuts(start, stop, last, self._total[len(ways.move) :])
         total = self._total[: len(ways.move)]
         pick = total.argmin(axis=0)
         self.seconds[row] = total[pick, self._columns]
@@ -155,21 +157,22 @@ class ChainTable:
         nothing = np.full(len(options), self._nothing)
         return _Ways(move=move, level=level, bytes=held, need=work, first=rows, second=nothing)
 
-    def _cuts(self, start: int, stop: int, total: Floats, other: Floats) -> _Ways:
-        """Each cut of the segment; their seconds go into `total`."""
-        head = self.intervals.row[start, start + 1 : stop]
-        tail = self.intervals.row[start + 1 : stop, stop]
-        needs = self.costs.advance_bytes(start, stop, stop == self.costs.length)
-        total, other = total[: len(head)], other[: len(head)]
+    def _cuts(self, start: int, stop: int, last: int, total: Floats) -> _Ways:
+        """Each cut of the segment up to the `last`; their seconds go into `total`."""
+        cuts = slice(start + 1, last + 1)
+        head = self.intervals.row[start, cuts]
+        tail = self.intervals.row[cuts, stop]
+        needs = self.costs.advance_bytes(start, last, stop == self.costs.length)
+        total, other = total[: len(head)], self._other[: len(head)]
         np.take(self.seconds, head, axis=0, out=total, mode="clip")
         np.take(self._beyond, tail, axis=0, out=other, mode="clip")
         total += other
-        total += (self.costs.forward[start + 1 : stop] - self.costs.forward[start])[:, None]
+        total += (self.costs.forward[cuts] - self.costs.forward[start])[:, None]
         self._forbid(total, needs, np.maximum(self._finite[head], self._finite[tail]))
         return _Ways(
-            move=np.arange(1, stop - start),
-            level=self._states[start + 1 : stop],
-            bytes=self.costs.state_bytes[start + 1 : stop],
+            move=np.arange(1, last - start + 1),
+            level=self._states[cuts],
+            bytes=self.costs.state_bytes[cuts],
             need=needs,
             first=tail.astype(np.int64),
             second=head.astype(np.int64),

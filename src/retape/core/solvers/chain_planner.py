@@ -26,6 +26,7 @@ from retape.core.solvers.options import MOST_LABELS, option_plans
 MOST_ROWS = 12_000
 MOST_CUTS = 500_000  # of one table: about 140 stages that all differ
 LEAST_LEVELS = 500
+ENTRIES = 20_000_000  # rows x levels of one table: half a gigabyte
 LABELS = 2_000_000  # of all stages together
 BISECTIONS = 12
 EQUAL = 1e-9  # seconds this near are the same: sums in another order
@@ -107,7 +108,7 @@ class ChainPlanner:
     # --- where candidates come from -----------------------------------------------------------------------------
 
     def _candidates(self) -> Iterator[Candidate]:
-        intervals = Intervals.of(self._costs.kinds, most_rows=MOST_ROWS)
+        intervals = Intervals.of(self._costs.kinds, reach=self._costs.reach, most_rows=MOST_ROWS)
         if intervals is not None and _affordable(self._costs, intervals):
             yield from self._fine(intervals)
             return
@@ -137,7 +138,7 @@ class ChainPlanner:
 
     def _coarse(self, coarse: CoarseChain) -> Iterator[Candidate]:
         """The same program on groups of stages; it gives no bound, for their borders are our choice."""
-        intervals = Intervals.of(coarse.costs.kinds, most_rows=MOST_ROWS)
+        intervals = Intervals.of(coarse.costs.kinds, reach=coarse.costs.reach, most_rows=MOST_ROWS)
         assert intervals is not None, "so few groups always fit"
         floor = ChainFloor(coarse.costs, intervals)
         for grid in _grids(coarse.costs, intervals, floor):
@@ -157,13 +158,18 @@ def _affordable(costs: ChainCosts, intervals: Intervals) -> bool:
     """Whether the table is small enough to fill, at a grid fine enough for so many stages."""
     if intervals.work <= MOST_CUTS and 3 * costs.length <= LEAST_LEVELS:
         return True
-    levels = CELLS // intervals.work
+    levels = _most_levels(intervals)
     return Grid.exactly(costs).top <= levels or 3 * costs.length <= levels
+
+
+def _most_levels(intervals: Intervals) -> int:
+    """What there is time for, and room: where most stages are pinned the rows have few cuts."""
+    return min(CELLS // intervals.work, ENTRIES // len(intervals.segments))
 
 
 def _grids(costs: ChainCosts, intervals: Intervals, floor: ChainFloor) -> tuple[Grid, ...]:
     """One exact grid, or one over everything and a finer one over small budgets; the same for every budget."""
-    levels = max(CELLS // intervals.work, LEAST_LEVELS)
+    levels = max(_most_levels(intervals), LEAST_LEVELS)
     exact = Grid.exactly(costs)
     if exact.top <= min(levels, EXACT_LEVELS):
         return (exact,)

@@ -3,6 +3,9 @@
 A group is taped as a whole, in one of a few combinations of its stages' options (the lower convex hull of held bytes and
 seconds, by a sweep of Lagrange multipliers), and states are kept at group borders alone. That is a smaller class of
 plans, so the answer is feasible, not optimal; within the class all bytes and seconds are exact.
+
+Pinned stages are in groups of their own, which are pinned too. Where there are too many of them for that, a group that
+holds one is pinned as a whole.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from retape.core.schedules.chain import Move, Split, Take, walk
-from retape.core.solvers.costs import ChainCosts, Ints, OptionCost
+from retape.core.solvers.costs import ChainCosts, Ints, OptionCost, reach_of
 
 GROUPS = 96
 COMBINATIONS = 12
@@ -39,9 +43,9 @@ class CoarseChain:
 
 
 def coarsen(costs: ChainCosts, groups: int = GROUPS) -> CoarseChain:
-    """Join the stages of a chain into at most so many groups of equal length."""
-    size = -(-costs.length // groups)
-    borders = (*range(0, costs.length, size), costs.length)
+    """Join the stages of a chain into groups of equal length: so many, or more where pinned stages keep the table small."""
+    pinned = costs.reach == np.arange(costs.length)
+    borders = _borders(pinned, groups)
     kinds: dict[tuple[int, ...], int] = {}
     named = [kinds.setdefault(tuple(costs.kinds[a:b].tolist()), len(kinds)) for a, b in pairwise(borders)]
     made: dict[int, tuple[tuple[OptionCost, ...], ...]] = {}
@@ -59,8 +63,24 @@ def coarsen(costs: ChainCosts, groups: int = GROUPS) -> CoarseChain:
         lead_bytes=(_leads(costs, borders, 0), _leads(costs, borders, 1)),
         sweep_bytes=(_sweeps(costs.sweep_bytes[0], borders), _sweeps(costs.sweep_bytes[1], borders)),
         kinds=np.array(named, dtype=np.int64),
+        reach=reach_of(np.logical_or.reduceat(pinned, borders[:-1]).tolist()),
     )
     return CoarseChain(costs=coarse, borders=borders, combinations=combinations)
+
+
+def _borders(pinned: npt.NDArray[np.bool_], groups: int) -> tuple[int, ...]:
+    """The shortest groups with no more rows of segments than so many groups in a row have."""
+    length = len(pinned)
+    edges = [0, *(np.flatnonzero(pinned[1:] != pinned[:-1]) + 1).tolist(), length]
+    runs = np.diff(edges)
+    most_rows = groups * (groups + 1) // 2
+    for size in range(1, int(runs.max()) + 1):
+        parts = np.where(pinned[edges[:-1]], 1, -(-runs // size))
+        if int((parts * (parts + 1)).sum()) // 2 <= most_rows:
+            steps = np.where(pinned[edges[:-1]], runs, size).tolist()
+            starts = [n for (a, b), step in zip(pairwise(edges), steps, strict=True) for n in range(a, b, step)]
+            return (*starts, length)
+    return (*range(0, length, -(-length // groups)), length)
 
 
 def _sweeps(sweep: Ints, borders: tuple[int, ...]) -> Ints:

@@ -2,12 +2,12 @@
 
 These are the rules of `simulate.py` for persistent schedules, in closed form. A segment's input is counted by whoever
 keeps it, so every need here is beyond that input. A segment that reaches the end of the chain is in its first run;
-every other one is a re-run.
+every other one is a re-run. A pinned stage, which is never run again, is in segments of the first run alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,6 +57,7 @@ class ChainCosts:
     lead_bytes: tuple[Ints, Ints]
     sweep_bytes: tuple[Ints, Ints]
     kinds: Ints  # stages of one kind are interchangeable
+    reach: Ints  # how far one may run ahead from each stage: to the next pinned one, or to the end
 
     @classmethod
     def of(cls, chain: Chain) -> ChainCosts:
@@ -76,16 +77,21 @@ class ChainCosts:
             lead_bytes=leads,
             sweep_bytes=(states[:-1] + leads[0], states[:-1] + leads[1]),
             kinds=_kinds(chain),
+            reach=reach_of([stage.pinned for stage in chain.stages]),
         )
 
     @property
     def length(self) -> int:
         return len(self.options)
 
-    def advance_bytes(self, start: int, stop: int, first: bool) -> Ints:
-        """The peak of running ahead from `start` to each cut before `stop`, the input kept."""
-        needs = self.sweep_bytes[first][start : stop - 1].copy()
-        needs[0] = self.lead_bytes[first][start]
+    def last_cut(self, start: int, stop: int) -> int:
+        """The cuts of a segment are the states after `start`, up to this one: none where it is `start` itself."""
+        return min(stop - 1, int(self.reach[start]))
+
+    def advance_bytes(self, start: int, last: int, first: bool) -> Ints:
+        """The peak of running ahead from `start` to each cut up to `last`, the input kept."""
+        needs = self.sweep_bytes[first][start:last].copy()
+        needs[:1] = self.lead_bytes[first][start]
         return np.maximum.accumulate(needs)
 
     def come_to(self, moves: Iterable[Move]) -> Total:
@@ -101,7 +107,7 @@ class ChainCosts:
                 seconds += option.seconds
             else:
                 middle = start + move.advance
-                needs = self.advance_bytes(start, middle + 1, first)
+                needs = self.advance_bytes(start, middle, first)
                 need, where = int(needs[-1]), start + int(needs.argmax())
                 outer[middle] = outer[start] + int(self.state_bytes[middle])
                 seconds += float(self.forward[middle] - self.forward[start])
@@ -122,6 +128,13 @@ class ChainCosts:
         return np.unique(
             np.concatenate([options, self.state_bytes, *self.lead_bytes, *self.sweep_bytes]).astype(np.int64)
         )
+
+
+def reach_of(pinned: Sequence[bool]) -> Ints:
+    """From each stage: the next one that is pinned (itself, if it is), or the end."""
+    reach = np.where(pinned, np.arange(len(pinned)), len(pinned))
+    nearest: Ints = np.minimum.accumulate(reach[::-1])[::-1].astype(np.int64)
+    return nearest
 
 
 def _kinds(chain: Chain) -> Ints:

@@ -34,20 +34,19 @@ class ChainFloor:
         rest = self._rest(start, stop)
         first = stop == self._costs.length
         least = min(max(o.work_bytes[first], o.held_bytes + rest) for o in self._costs.options[start])
-        if stop - start > 1:
-            least = min(least, int(self._cut_needs(start, stop).min()))
-        return least
+        return min(least, int(self._cut_needs(start, stop).min(initial=least)))
 
     def _rest(self, start: int, stop: int) -> int:
         """What the segment needs beyond its first stage."""
         return int(self._need[self._row[start + 1, stop]]) if stop - start > 1 else 0
 
     def _cut_needs(self, start: int, stop: int) -> Ints:
-        beyond = self._need[self._row[start + 1 : stop, stop]] + self._costs.state_bytes[start + 1 : stop]
-        over = self._need[self._row[start, start + 1 : stop]]
-        needs: Ints = np.maximum(
-            np.maximum(beyond, over), self._costs.advance_bytes(start, stop, stop == self._costs.length)
-        )
+        last = self._costs.last_cut(start, stop)
+        cuts = slice(start + 1, last + 1)
+        beyond = self._need[self._row[cuts, stop]] + self._costs.state_bytes[cuts]
+        over = self._need[self._row[start, cuts]]
+        ahead = self._costs.advance_bytes(start, last, stop == self._costs.length)
+        needs: Ints = np.maximum(np.maximum(beyond, over), ahead)
         return needs
 
     # --- a plan within any limit from the floor up --------------------------------------------------------------

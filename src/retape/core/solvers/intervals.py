@@ -1,4 +1,7 @@
-"""Segments of a chain that are alike share one row of every table: 48 equal blocks make 48 rows, not 1,176."""
+"""Segments of a chain that are alike share one row of every table: 48 equal blocks make 48 rows, not 1,176.
+
+No schedule comes to a segment that holds a pinned stage and ends before the chain does, so such segments have no row.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,44 @@ from retape.core.solvers.costs import Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intervals:
-    """`row[start, stop]` of every segment, and one segment of each row, the short ones first."""
+    """`row[start, stop]` of every segment, and one segment of each row, the short ones first.
+
+    `work` is the number of cuts that a dynamic program over all rows tries.
+    """
 
     row: npt.NDArray[np.int32]
     segments: tuple[tuple[int, int], ...]
+    work: int
 
     @classmethod
-    def of(cls, kinds: Ints, *, most_rows: int) -> Intervals | None:
-        """Group the segments of a chain by the kinds of their stages; None where that makes more than `most_rows`."""
+    def of(cls, kinds: Ints, *, most_rows: int, reach: Ints | None = None) -> Intervals | None:
+        """Group the segments of a chain by the kinds of their stages; None where that makes more than `most_rows`.
+
+        `reach` is that of `ChainCosts`; None where no stage is pinned.
+        """
         length = len(kinds)
+        reach = np.full(length, length) if reach is None else reach
         if length > most_rows:
             return None
         row = np.full((length + 1, length + 1), -1, dtype=np.int32)
         segments: list[tuple[int, int]] = []
         names = np.zeros(length, dtype=np.int64)
-        for size in range(1, length + 1):
+        longest = int((reach - np.arange(length)).max())
+        for size in range(1, longest + 1):
             starts = length - size + 1
             pairs = names[:starts] * (length + 1) + kinds[size - 1 :]
             _, example, names = np.unique(pairs, return_index=True, return_inverse=True)
-            row[np.arange(starts), np.arange(starts) + size] = len(segments) + names
-            if len(segments) + len(example) > most_rows:
+            # Alike segments hold the same pinned stages, and none is like one that reaches the end.
+            met = (example + size <= reach[example]) | (example + size == length)
+            numbers = np.where(met, len(segments) + np.cumsum(met) - 1, -1)
+            row[np.arange(starts), np.arange(starts) + size] = numbers[names]
+            if len(segments) + int(met.sum()) > most_rows:
                 return None
-            segments += [(int(start), int(start) + size) for start in example]
-        return cls(row=row, segments=tuple(segments))
-
-    @property
-    def work(self) -> int:
-        """The number of cuts that a dynamic program over all rows tries."""
-        return sum(stop - start for start, stop in self.segments)
+            segments += [(int(start), int(start) + size) for start in example[met]]
+        for start in range(length - longest - 1, -1, -1):  # longer than every row of stages without a pinned one
+            row[start, length] = len(segments)
+            segments.append((start, length))
+        if len(segments) > most_rows:
+            return None
+        work = sum(min(stop, int(reach[start]) + 1) - start for start, stop in segments)
+        return cls(row=row, segments=tuple(segments), work=work)
