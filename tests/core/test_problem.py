@@ -1,6 +1,9 @@
 """Problems are validated when they are made; every refusal says what to give instead."""
 
+import hashlib
+import json
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -111,6 +114,11 @@ REFUSED = [
     (lambda: stage(options=[option()]), "Stage.options must be a tuple of Option values."),
     (lambda: stage(options=None), "Stage.options must be a tuple of Option values."),
     (lambda: stage(name=3), "Stage.name = 3; give a text."),
+    (lambda: stage(pinned=1), "Stage.pinned = 1; give True or False."),
+    (
+        lambda: stage(pinned=True, options=(option(),)),
+        "A pinned stage has 1 options, but its tape is always kept whole; leave options out, or pinned.",
+    ),
     (lambda: option(kind="keep"), "Option.kind = 'keep'; give a member of OptionKind."),
     (lambda: Op(name="mul", seconds=1, inputs="xy", outputs=("z",)), "Op 'mul'.inputs must be a tuple of str values."),
     (lambda: graph(ops=None), "Graph.ops must be a tuple of Op values."),
@@ -175,7 +183,24 @@ def test_digests_tell_problems_apart():
     assert Loop(steps=3).digest() == Loop(steps=3).digest() != Loop(steps=4).digest()
     assert Chain(stages=(stage(),)).digest() == Chain(stages=(stage(),)).digest()
     assert Chain(stages=(stage(),)).digest() != Chain(stages=(stage(tape_bytes=5),)).digest()
+    assert Chain(stages=(stage(),)).digest() != Chain(stages=(stage(pinned=True),)).digest()
     assert graph().digest() != graph(name="other").digest()
+
+
+def as_before_pins(problem):
+    """What a digest was made of before a stage could be pinned."""
+    fields = asdict(problem)
+    for one in fields.get("stages", ()):
+        assert one.pop("pinned") is False
+    return json.dumps(fields, sort_keys=True, default=lambda enum: enum.value)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [Chain(stages=(stage(options=(option(),), name="é"), stage(forward_seconds=1.0))), Loop(steps=None), graph()],
+)
+def test_a_problem_without_pinned_stages_keeps_its_digest(problem):
+    assert problem.digest() == hashlib.sha256(as_before_pins(problem).encode()).hexdigest()[:16]
 
 
 def test_a_loop_works_on_one_state_and_one_tape():

@@ -1,5 +1,7 @@
 """The abstract machine: what it refuses and how it says so, what it counts, and how copies overlap computation."""
 
+from dataclasses import replace
+
 import pytest
 
 from retape.core import (
@@ -353,3 +355,39 @@ def test_tiers_that_cannot_be_meant(tiers):
 def test_actions_that_cannot_be_meant():
     with pytest.raises(InvalidInput, match="None are no actions; give an iterable"):
         simulate(Loop(steps=2), None)
+
+
+# --- pinned stages -----------------------------------------------------------------------------------------------------------
+
+
+def pinned_chain():
+    plain = Stage(forward_seconds=1, backward_seconds=1, state_bytes=2, tape_bytes=5)
+    return Chain(stages=(plain, replace(plain, pinned=True), plain))
+
+
+@pytest.mark.parametrize(
+    ("actions", "reason"),
+    [
+        ([Forward(0, 1), Forward(1, 2)], "stage 1 is pinned: it runs once, and that run must tape it"),
+        ([Forward(0, 3)], "stage 1 is pinned: it runs once, and that run must tape it"),
+        ([Tape(0), Tape(1), Load(1), Tape(1)], "stage 1 is pinned: its forward has run, and is never run again"),
+        ([Tape(0), Tape(1), Load(1), Forward(1, 2)], "stage 1 is pinned: it runs once, and that run must tape it"),
+    ],
+)
+def test_a_pinned_stage_runs_once_and_is_taped(actions, reason):
+    with pytest.raises(IllegalAction) as caught:
+        simulate(pinned_chain(), actions)
+    assert (caught.value.reason, caught.value.position) == (reason, len(actions) - 1)
+
+
+def test_a_refused_run_over_a_pinned_stage_leaves_the_machine_as_it_was():
+    machine = Machine(pinned_chain())
+    with pytest.raises(IllegalAction):
+        machine.run(Forward(0, 3))
+    for action in [Save(0), Forward(0, 1), Tape(1), Save(1, item=Item.TAPE), Tape(2), Backward(2), Backward(1)]:
+        machine.run(action)
+    for action in [Load(0), Free(0), Tape(0), Backward(0)]:
+        machine.run(action)
+    outcome = machine.finish()
+    assert (outcome.forward_steps, outcome.rerun_steps) == (4, 1)
+    assert outcome.peak_bytes == 2 + 2 + 5 + 5  # state 0, state 1, tape 1 (state 2 in it), tape 2

@@ -1,5 +1,7 @@
 """Promises that hold for every problem and every budget."""
 
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retape.core import Chain, Loop, Option, OptionKind, Plan, Stage, Status, frontier, simulate, solve
+from retape.core.actions import Action, Forward, Tape
 from retape.core.errors import BudgetTooSmall
 
 SIZES = st.one_of(st.integers(0, 8), st.integers(0, 10**9))
@@ -32,7 +35,12 @@ STAGES = st.builds(
     rerun_transient_bytes=SIZES,
     options=st.lists(OPTIONS, max_size=2).map(tuple),
 )
-CHAINS = st.builds(Chain, stages=st.lists(STAGES, min_size=1, max_size=9).map(tuple), fixed_bytes=st.integers(0, 10**6))
+PINNED = STAGES.map(lambda stage: replace(stage, options=(), pinned=True))
+CHAINS = st.builds(
+    Chain,
+    stages=st.lists(st.one_of(STAGES, STAGES, PINNED), min_size=1, max_size=9).map(tuple),
+    fixed_bytes=st.integers(0, 10**6),
+)
 LOOPS = st.builds(
     Loop,
     steps=st.integers(1, 60),
@@ -40,6 +48,13 @@ LOOPS = st.builds(
     tape_bytes=st.integers(0, 30),
     forward_seconds=SECONDS,
 )
+
+
+def steps_of(action: Action) -> range:
+    """The stages whose forward an action runs."""
+    if isinstance(action, Tape):
+        return range(action.step, action.step + 1)
+    return range(action.start, action.stop) if isinstance(action, Forward) else range(0)
 
 
 def budgets_of(problem: Chain | Loop, shares: list[float]) -> list[int]:
@@ -57,6 +72,8 @@ def test_chains_more_budget_never_slower_less_never_larger(chain, shares):
         assert outcome.peak_bytes == plan.promised_peak_bytes <= plan.budget_bytes
         assert outcome.seconds == plan.promised_seconds >= plan.lower_bound_seconds * (1 - 1e-9)
         assert outcome.tiers[0].left_items == 0
+        ran = Counter(step for action in plan.actions() for step in steps_of(action))
+        assert all(ran[step] == 1 for step, stage in enumerate(chain.stages) if stage.pinned)
         assert Plan.from_json(plan.to_json()) == plan
     for smaller, larger in pairwise(plans):
         assert smaller.promised_peak_bytes <= larger.promised_peak_bytes

@@ -1,8 +1,8 @@
 """The abstract machine: the one definition of legal, of peak and of time. Every schedule and every plan passes through it.
 
 The machine knows a Chain (unequal stages, every byte on the device counts, a tape holds its stage's input and output) or a
-Loop (equal steps, the bytes of a tier count what is stored there). A pinned stage runs once, taped. It works on streams: nothing here grows with the
-number of actions, unless a timeline is asked for.
+Loop (equal steps, the bytes of a tier count what is stored there). A pinned stage of a chain runs once, and is taped then.
+It works on streams: nothing here grows with the number of actions, unless a timeline is asked for.
 
 Time: computation is one lane; `Save` and `Load` of a slower tier wait for their copy; `Offload` and `Prefetch` run on two
 copy lanes of their own beside the computation. What was offloaded leaves the device at the first action that starts after

@@ -1,9 +1,9 @@
 """A lower bound on the seconds of any persistent plan of a chain, of any length, for every budget at once.
 
 When the last stage is reversed, each other stage either holds its tape, in one of its options, or has been run once
-without and will be run again. All the tapes held then must fit: a multiple-choice knapsack, relaxed to fractions
-(Sinha and Zoltners, 1979), whose optimum over all budgets is one convex curve. O(n log n). Blind to the states that must be
-kept, so a little low (a pinned stage always holds its tape, so it has no choice); but it needs no grid and stays sharp where the interval program is too large.
+without and will be run again; a pinned one holds its tape. All the tapes held then must fit: a multiple-choice knapsack,
+relaxed to fractions (Sinha and Zoltners, 1979), whose optimum over all budgets is one convex curve. O(n log n). Blind to the
+states that must be kept, so a little low; but it needs no grid and stays sharp where the interval program is too large.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from retape.core.solvers.costs import ChainCosts, Floats
+from retape.core.solvers.costs import ChainCosts, Floats, OptionCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,11 +28,7 @@ class HeldTapesBound:
     def of(cls, costs: ChainCosts) -> HeldTapesBound:
         forward = np.diff(costs.forward).tolist()
         pinned = (costs.reach == np.arange(costs.length)).tolist()
-        points = [
-            [*([] if pin else [(0, run + min(o.seconds for o in options))]), *((o.held_bytes, o.seconds) for o in options)]
-            for pin, run, options in zip(pinned, forward, costs.options, strict=True)
-        ]
-        hulls = [_hull(stage) for stage in points]
+        hulls = [_hull(_points(*stage)) for stage in zip(costs.options, forward, pinned, strict=True)]
         steps = sorted(step for hull in hulls for step in _steps(hull))
         return cls(
             base_bytes=costs.base_bytes,
@@ -44,6 +40,12 @@ class HeldTapesBound:
         """No persistent plan within the budget is faster."""
         # A hair lower, for these sums are made in another order than a plan's.
         return float(np.interp(budget_bytes - self.base_bytes, self.held_bytes, self.seconds)) * (1 - 1e-12)
+
+
+def _points(options: tuple[OptionCost, ...], run: float, pinned: bool) -> list[tuple[int, float]]:
+    """Bytes held and seconds of each way to treat a stage."""
+    again = [] if pinned else [(0, run + min(option.seconds for option in options))]
+    return again + [(option.held_bytes, option.seconds) for option in options]
 
 
 def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
