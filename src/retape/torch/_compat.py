@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import os
 import random
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
+
+from retape.core.errors import InvalidInput
 
 PolicyFunction = Callable[..., Any]
 _NOTHING_TO_HIDE: AbstractContextManager[Any] = nullcontext()
@@ -231,6 +234,47 @@ _A_SPARE = 0.123456789
 _Words = ctypes.c_char * (
     625 * 4
 )  # both twisters: 624 words of state and an index; Python's index comes first, numpy's last
+
+
+@contextmanager
+def memory_events(marks: str) -> Iterator[list[tuple[int, int | str]]]:
+    """Every report of the CPU allocator while the context lasts, as (nanoseconds, bytes); between them the names that start with `marks`.
+
+    The list is filled when the context is left. Only the calling thread and the backward passes it starts are heard.
+    """
+    events: list[tuple[int, int | str]] = []
+    if torch.autograd.profiler._is_profiler_enabled:
+        raise InvalidInput("PyTorch's profiler is running already, and retape needs it to count bytes on the CPU. Leave it out here.")
+    profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+    with _stderr_unheard():
+        profiler.__enter__()
+    try:
+        yield events
+    finally:
+        with _stderr_unheard():
+            profiler.__exit__(None, None, None)
+    cpu = torch._C._autograd.DeviceType.CPU
+    for event in profiler.kineto_results.events():
+        name = event.name()
+        if name == "[memory]" and event.device_type() == cpu:
+            events.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(marks):
+            events.append((event.start_ns(), name))
+    events.sort(key=lambda event: event[0])
+
+
+@contextmanager
+def _stderr_unheard() -> Iterator[None]:
+    """The profiler of some releases announces its start and end on stderr, past Python, and has no switch after import."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import StateChanged
 from retape.torch import _compat
-from retape.torch.policy import Inputs
+from retape.torch.policy import Inputs, Way
 from retape.torch.watch import hold, version_of
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class Held(Protocol):
     def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
         """All of them, but for those that the region changes itself (`skip`), of which it has copies."""
 
+    def hold_again(self, region: Region, made: Made) -> None:
+        """Hold from now on what has been made again."""
+
 
 class HeldHere:
     """Inputs held by the region itself, less those that another region made and that `inputs` says to drop."""
@@ -60,13 +63,18 @@ class HeldHere:
 
     @property
     def links(self) -> list[Link]:
-        return [] if self.holds_here else [held for held in self._held if type(held) is Link]
+        return [] if self.holds_here else [held for held in self._held if type(held) is Link and held.value is None]
 
     def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
         if self.holds_here:
             return self._held
-        make_again(self.links, made)
+        make_again(self.links, made, region.policy.way)
         return [held.load(region, made) if type(held) is Link else held for held in self._held]
+
+    def hold_again(self, region: Region, made: Made) -> None:
+        """Hold from now on what was made again for the links."""
+        for link in self.links:
+            link.value = link.load(region, made)
 
 
 class Link:
@@ -80,8 +88,11 @@ class Link:
         self.tape = tape
         self._total = total
         self._wanted = total(tensor) if total else None
+        self.value: Tensor | None = None  # made again, and held since
 
     def load(self, region: Region, made: Made) -> Tensor:
+        if self.value is not None:
+            return self.value
         tensor = made[id(self.maker)][self._index].detach()
         if self._total is not None and self._total(tensor) != self._wanted:
             raise StateChanged(
@@ -90,8 +101,12 @@ class Link:
         return tensor
 
 
-def make_again(wanted: list[Link], made: Made) -> None:
-    """Run the makers of `wanted` again, and before them their own makers, each once; a chain may be longer than the stack is deep."""
+def make_again(wanted: list[Link], made: Made, way: tuple[Way, ...] = ()) -> None:
+    """Run the makers of `wanted` again, and before them their own makers, each once; a chain may be longer than the stack is deep.
+
+    `way` says of some of them what else they leave behind.
+    """
+    ways = {step.stage: step for step in way}
     final = {id(link.maker) for link in wanted}
     pending = list(wanted)
     while pending:
@@ -103,9 +118,18 @@ def make_again(wanted: list[Link], made: Made) -> None:
         if before:
             pending += before
             continue
-        made[id(link.maker)] = link.maker.refill_outputs(tape=link.tape, made=made)
+        made[id(link.maker)] = _run_again(link, ways.get(link.maker.policy.stage), made)
         pending.pop()
         _let_go(link.maker.makers, made, final, pending)
+
+
+def _run_again(link: Link, way: Way | None, made: Made) -> list[Tensor]:
+    maker = link.maker
+    if way is None:
+        return maker.refill_outputs(tape=link.tape, made=made)
+    if way.hold_input:
+        maker.hold_input(made)
+    return maker.refill_outputs(tape=way.fill_all, made=made, only=None if way.fill_all else way.fill)
 
 
 def _let_go(used: list[Link], made: Made, final: set[int], pending: list[Link]) -> None:
@@ -141,6 +165,9 @@ class SavedInNode:
 
     def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
         return [_NOT_LOADED if i in skip else saver.grad_fn.saved_tensors[0] for i, saver in enumerate(self._savers)]
+
+    def hold_again(self, region: Region, made: Made) -> None:
+        """Nothing was made again: the node has them."""
 
 
 _NOT_LOADED = torch.empty(0)
@@ -192,15 +219,19 @@ def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
         del _MAKERS[key]
 
 
-def _link(tensor: Tensor, inputs: Inputs, total: Callable[[Tensor], int] | None) -> Link | None:
-    """A link to the region that made `tensor`, if one did and nobody has written to it since."""
+def maker_of(tensor: Tensor) -> tuple[Region, int] | None:
+    """The region that made `tensor`, and as which of its outputs, if one did and nobody has written to it since."""
     reference, maker, index, version = _MAKERS.get(id(tensor), (None, None, 0, None))
     if reference is None or maker is None or reference() is not tensor or version_of(tensor) != version:
         return None
     region = maker()
-    if region is None or not region.repeatable:
-        return None
-    return Link(region, index, tape=inputs is Inputs.SEGMENT, total=total, tensor=tensor)
+    return None if region is None or not region.repeatable else (region, index)
+
+
+def _link(tensor: Tensor, inputs: Inputs, total: Callable[[Tensor], int] | None) -> Link | None:
+    """A link to the region that made `tensor`, if one did."""
+    made = maker_of(tensor)
+    return None if made is None else Link(*made, tape=inputs is Inputs.SEGMENT, total=total, tensor=tensor)
 
 
 # --- which regions were refilled in which backward pass -----------------------------------------------------------

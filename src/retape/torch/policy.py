@@ -40,13 +40,28 @@ class Inputs(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """What becomes of one region that is run again on the way to another's input.
+
+    `fill_all` refills its slots, `fill` those with these numbers; with `hold_input` its own input is held from now on, so
+    that it can be run again without those before it.
+    """
+
+    stage: int
+    fill_all: bool = False
+    fill: frozenset[int] = field(default_factory=frozenset)
+    hold_input: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """Which slots to hold (`hold_all`, or those whose number is in `held`), and what to do with the inputs.
 
     With `reuse_inputs` a slot that is an input of the region, held anyway, is never refilled by a re-run. The drop-in
     leaves it off, because PyTorch's checkpoint runs its function again even then, and code may count on that.
     A `recipe` says which ops a re-run need not run, given what is held. Only the outputs of a `linkable` region can be dropped
-    by the one that takes them.
+    by the one that takes them. `stage` is the region's number in a plan, and `way` says what becomes of the regions, by
+    their numbers, that are run again to make this one's dropped input; without it `inputs` decides.
     """
 
     hold_all: bool = False
@@ -55,6 +70,8 @@ class Policy:
     reuse_inputs: bool = True
     recipe: Recipe | None = None
     linkable: bool = True
+    stage: int = -1
+    way: tuple[Way, ...] = ()
 
     def holds(self, index: int) -> bool:
         return self.hold_all or index in self.held

@@ -36,7 +36,7 @@ from retape.torch.reads import Call, capture_call
 from retape.torch.runs import Run, Stop, current_runs, is_plain
 from retape.torch.select import Answering, Diverged, Replay
 from retape.torch.slots import Filler, Slot
-from retape.torch.trace import Recorder, RegionTrace
+from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
 from retape.torch.watch import AsBefore, Guard, Watch, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -211,17 +211,24 @@ class Region:
         """The links to the regions that must be run again before this one can be."""
         return self._inputs.links
 
-    def refill_outputs(self, *, tape: bool, made: links.Made) -> list[Tensor]:
-        """Run again to the end and return the tensors of the output; with `tape` the missing slots are refilled too."""
+    def hold_input(self, made: links.Made) -> None:
+        """Hold the dropped inputs, which have been made again, so that the next re-run starts here."""
+        self._inputs.hold_again(self, made)
+
+    def refill_outputs(self, *, tape: bool, made: links.Made, only: frozenset[int] | None = None) -> list[Tensor]:
+        """Run again to the end and return the tensors of the output; with `tape` (or `only`) missing slots are refilled too."""
         with _RERUN:
             links.refilled(self, _compat.graph_task())
-            targets = self.missing() if tape else {}
-            return links.tensors_of(self._rerun(targets, early_stop=False, made=made))
+            targets = self.missing() if tape or only else {}
+            if only is not None:
+                targets = {number: slot for number, slot in targets.items() if number in only}
+            outputs = self._rerun(targets, early_stop=False, made=made)
+            return [tensor.detach() for tensor in links.tensors_of(outputs)]
 
-    def trace(self) -> RegionTrace:
+    def trace(self, stopwatch: OpStopwatch | None = None) -> RegionTrace:
         """Run again to the end and write down what happens, op by op; nothing is refilled."""
         with _RERUN:
-            recorder = Recorder()
+            recorder = Recorder(stopwatch)
             if self.is_compiled:  # one opaque op, which a mode would silently make eager
                 return recorder.trace([], opaque=True)
             held = self._inputs.load(self, self._watch.changed, {})
@@ -380,8 +387,9 @@ def run_region(
     check: Check = Check.METADATA,
     early_stop: bool = True,
     contexts: Contexts | None = None,
+    done: Callable[[Region], None] | None = None,
 ) -> Any:
-    """Call `function(*arguments, **keywords)` as a region."""
+    """Call `function(*arguments, **keywords)` as a region; `done` is called with it when its first run is over."""
     keywords = keywords or {}
     if not torch.is_grad_enabled() or is_plain():
         return function(*arguments, **keywords)
@@ -404,7 +412,10 @@ def run_region(
         contexts=contexts,
         captured=call,
     )
-    return region.run(function, arguments, keywords)
+    outputs = region.run(function, arguments, keywords)
+    if done is not None:
+        done(region)
+    return outputs
 
 
 def refuse_transforms(function: Callable[..., Any]) -> None:

@@ -40,7 +40,18 @@ class Slot:
 class Filler:
     """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
 
-    __slots__ = ("_detach", "_early_stop", "_filled", "_last", "_next", "_observer", "_region", "_targets", "done")
+    __slots__ = (
+        "_detach",
+        "_early_stop",
+        "_filled",
+        "_for_itself",
+        "_last",
+        "_next",
+        "_observer",
+        "_region",
+        "_targets",
+        "done",
+    )
 
     def __init__(
         self, region: Region, targets: dict[int, Slot], early_stop: bool, observer: Guard | Recorder | None = None
@@ -50,6 +61,8 @@ class Filler:
         self._targets = targets
         self._last = next(reversed(targets), -1)
         self._early_stop = early_stop
+        # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
+        self._for_itself = region._backward_inside
         # Modes of our own need not be told of what the hooks do; those of others may count on it.
         self._detach = _compat.detach_unseen if region.is_selective else Tensor.detach
         self._next = 0
@@ -78,7 +91,7 @@ class Filler:
         if self._early_stop and index >= self._last:
             self.done = True
             raise Stop(self)
-        return plain
+        return plain if self._for_itself else None
 
     def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
         metadata = (tensor.shape, tensor.dtype, tensor.device)

@@ -2,12 +2,13 @@
 
 Recorded in a re-run, because that is what a plan will steer: autocast's weight cache is off there, and nothing is held. A
 storage is named by a number of its own for as long as the trace runs, so that freed memory is never taken for its successor.
+With a stopwatch each op is timed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class TracedOp:
     returns_one: bool
     seeded: bool
     uninitialised: bool
+    seconds: float = 0.0
 
     @property
     def is_view(self) -> bool:
@@ -40,13 +42,19 @@ class TracedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionTrace:
-    """The ops of a region in order; per slot its storage; the storages of its inputs and outputs."""
+    """The ops of a region in order; per slot its storage; the storages of its outputs.
+
+    `storage_bytes` has the size of every storage by its number, and `died` the number of ops after which it was seen to be gone
+    (the number of all ops where it outlived them), with nothing held for backward.
+    """
 
     ops: tuple[TracedOp, ...]
     slots: tuple[int, ...]
     slot_bytes: tuple[int, ...]
     outputs: frozenset[int]
     exposed: bool
+    storage_bytes: tuple[int, ...] = ()
+    died: tuple[int, ...] = ()
 
     @property
     def opaque(self) -> bool:
@@ -66,12 +74,26 @@ class RegionTrace:
         return bool(blank.intersection(self.slots) or blank & self.outputs)
 
 
+class OpStopwatch(Protocol):
+    """Times each op of a trace."""
+
+    def time(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the op, and return what it returns."""
+
+    def seconds(self) -> list[float]:
+        """What each took, in order."""
+
+
 class Recorder(Observer):
     """Writes down every op that runs below it."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopwatch: OpStopwatch | None = None) -> None:
         super().__init__()
+        self._stopwatch = stopwatch
         self._numbers: dict[StorageWeakRef, int] = {}
+        self._sizes: list[int] = []
+        self._alive: dict[int, StorageWeakRef] = {}
+        self._died: dict[int, int] = {}
         self.ops: list[TracedOp] = []
         self.slots: list[int] = []
         self.slot_bytes: list[int] = []
@@ -81,7 +103,19 @@ class Recorder(Observer):
         self._handed_out = True
 
     def number(self, tensor: Tensor) -> int:
-        return self._numbers.setdefault(StorageWeakRef(untyped_storage(tensor)), len(self._numbers))
+        storage = untyped_storage(tensor)
+        reference = StorageWeakRef(storage)
+        number = self._numbers.setdefault(reference, len(self._numbers))
+        if number == len(self._sizes):
+            self._sizes.append(storage.nbytes())
+            self._alive[number] = reference
+        return number
+
+    def _bury(self) -> None:
+        """Note which storages are gone since the op before."""
+        for number in [number for number, reference in self._alive.items() if reference.expired()]:
+            del self._alive[number]
+            self._died[number] = len(self.ops)
 
     def saw_slot(self, tensor: Tensor) -> None:
         self.slots.append(self.number(tensor))
@@ -91,9 +125,10 @@ class Recorder(Observer):
         kwargs = kwargs or {}
         if func in IGNORED_OPS:
             return func(*args, **kwargs)
+        self._bury()
         read = [self.number(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = len(self._numbers)
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if self._stopwatch is None else self._stopwatch.time(func, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         numbers = [self.number(tensor) for tensor in tensors]
         self.ops.append(
@@ -125,10 +160,15 @@ class Recorder(Observer):
         return written
 
     def trace(self, outputs: list[Tensor], *, opaque: bool = False) -> RegionTrace:
+        self._bury()
+        made = frozenset(self.number(tensor) for tensor in outputs)
+        seconds = [0.0] * len(self.ops) if self._stopwatch is None else self._stopwatch.seconds()
         return RegionTrace(
-            ops=tuple(self.ops),
+            ops=tuple(replace(op, seconds=taken) for op, taken in zip(self.ops, seconds, strict=True)),
             slots=tuple(self.slots),
             slot_bytes=tuple(self.slot_bytes),
             exposed=self._handed_out or opaque,
-            outputs=frozenset(self.number(tensor) for tensor in outputs),
+            outputs=made,
+            storage_bytes=tuple(self._sizes),
+            died=tuple(self._died.get(number, len(self.ops)) for number in range(len(self._sizes))),
         )

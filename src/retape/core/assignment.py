@@ -1,0 +1,144 @@
+"""What each region of a model does under a plan: slots held, input dropped, and what a re-run on the way leaves behind.
+
+A plan for a chain speaks of stages and options; an assignment says the same of the calls of a model's modules. Frozen values,
+JSON both ways. Compiled from a plan's actions here, executed by `torch/executor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from retape.core.actions import Action, Backward, Forward, Load, Tape
+from retape.core.errors import PlanFormatError
+from retape.core.problem import OptionKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passing:
+    """What becomes of region number `region` when it is run again on the way to another one's input."""
+
+    region: int
+    fill_all: bool = False
+    fill: tuple[int, ...] = ()
+    hold_input: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One call of a module: the `call`-th of the module called `name` in the `root_call`-th forward of the model.
+
+    `held` are the numbers of the slots to hold of `slots` in all. With `drop_input` the input that the region before hands over
+    is dropped, and `passing` says how it is made again. `elements` is how many numbers its inputs had when it was profiled.
+    """
+
+    name: str
+    root_call: int = 0
+    call: int = 0
+    kind: int = 0
+    option: OptionKind = OptionKind.KEEP
+    held: tuple[int, ...] = ()
+    slots: int = 0
+    elements: int = 0
+    drop_input: bool = False
+    passing: tuple[Passing, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The choices of all regions, in the order in which the model calls them."""
+
+    choices: tuple[Choice, ...] = field(default_factory=tuple)
+
+    @property
+    def keeps_everything(self) -> bool:
+        return all(choice.option is OptionKind.KEEP for choice in self.choices)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [{**asdict(choice), "option": choice.option.value} for choice in self.choices]
+
+    @staticmethod
+    def from_dict(data: Any) -> Assignment:
+        """Read what `to_dict` wrote."""
+        try:
+            return Assignment(choices=tuple(_choice(item) for item in data))
+        except (TypeError, ValueError, KeyError) as error:
+            raise PlanFormatError(f"These regions cannot be meant: {error}. Save the fit again.") from error
+
+
+def _choice(item: dict[str, Any]) -> Choice:
+    passing = tuple(Passing(**{**each, "fill": tuple(each["fill"])}) for each in item["passing"])
+    return Choice(**{**item, "option": OptionKind(item["option"]), "held": tuple(item["held"]), "passing": passing})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMeaning:
+    """What a stage of the chain stands for: a region and the slots each of its choices holds, or glue (`choice` is None)."""
+
+    choice: Choice | None
+    held: tuple[tuple[int, ...], ...] = ()
+    kinds: tuple[OptionKind, ...] = ()
+
+
+def assign(meanings: tuple[StageMeaning, ...], actions: Iterable[Action]) -> Assignment:
+    """Say what a persistent schedule of a chain asks of each region."""
+    return _Compiler(meanings).run(actions)
+
+
+class _Compiler:
+    """Plays the actions: the first run up to the first backward, and then one pass before each backward that needs one."""
+
+    def __init__(self, meanings: tuple[StageMeaning, ...]) -> None:
+        self._meanings = meanings
+        numbers = [i for i, meaning in enumerate(meanings) if meaning.choice is not None]
+        self._number = {stage: number for number, stage in enumerate(numbers)}
+        self._choices: dict[int, Choice] = {}
+        self._pass: dict[int, Passing] | None = None
+
+    def run(self, actions: Iterable[Action]) -> Assignment:
+        first = True
+        for action in actions:
+            if isinstance(action, Backward):
+                first = False
+                self._turn(action.step)
+            elif isinstance(action, Load):
+                self._pass = {}
+            elif isinstance(action, Tape):
+                self._tape(action.step, action.option, first)
+            elif isinstance(action, Forward):
+                self._forward(action.start, action.stop, first)
+        ordered = sorted(self._choices.items(), key=lambda item: self._number[item[0]])
+        return Assignment(choices=tuple(choice for _, choice in ordered))
+
+    def _tape(self, stage: int, option: int, first: bool) -> None:
+        meaning = self._meanings[stage]
+        if meaning.choice is None:
+            return
+        held = meaning.held[option]
+        if first:
+            self._choices[stage] = replace(meaning.choice, option=meaning.kinds[option], held=held)
+        elif self._pass is not None:
+            keep = meaning.kinds[option] is OptionKind.KEEP
+            number = self._number[stage]
+            self._pass[stage] = Passing(region=number, fill_all=keep, fill=held, hold_input=not keep)
+
+    def _forward(self, start: int, stop: int, first: bool) -> None:
+        for stage in range(start, stop):
+            choice = self._meanings[stage].choice
+            if choice is None:
+                continue
+            if first:
+                drop = stage > start
+                self._choices[stage] = replace(choice, option=OptionKind.RECOMPUTE, drop_input=drop)
+            elif self._pass is not None:
+                # The segment that is run over keeps its own input, to be reversed from there later.
+                self._pass[stage] = Passing(region=self._number[stage], hold_input=stage == start)
+
+    def _turn(self, stage: int) -> None:
+        """The pass ends at the stage whose backward asked for it."""
+        if self._pass:
+            way = tuple(passing for at, passing in sorted(self._pass.items()) if at < stage)
+            if way and stage in self._choices:
+                self._choices[stage] = replace(self._choices[stage], passing=way)
+        self._pass = None

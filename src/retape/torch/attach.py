@@ -1,0 +1,78 @@
+"""Puts a caller between a module and its call, without a trace in the module: its class is swapped for one that derives from it.
+
+`isinstance`, `state_dict`, names and attributes stay as they were. Pickles and deep copies are of the original class: they run
+plainly, with weights of their own. What happens in a call is decided by the caller that is attached (`profile.py`,
+`executor.py`).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import nn
+
+from retape.core.errors import InvalidInput
+
+Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
+_CLASSES: dict[type, type] = {}
+
+
+class _Attached:
+    """Mixed into the class of an attached module."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        module = cast(nn.Module, self)
+        plain_call = super().__call__  # type: ignore[misc]
+        caller = _CALLERS.get(module)
+        return plain_call(*arguments, **keywords) if caller is None else caller(module, plain_call, arguments, keywords)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        original = original_class(type(self))
+        if isinstance(reduced, tuple) and len(reduced) >= 2 and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            made = tuple(original if part is type(self) else part for part in reduced[1])
+            return (reduced[0], made, *reduced[2:])
+        return reduced
+
+
+def original_class(kind: type) -> type:
+    """The class that a module had before it was attached; the class itself where it was not."""
+    return kind.__mro__[2] if len(kind.__mro__) > 2 and kind.__mro__[1] is _Attached else kind
+
+
+def attach(module: nn.Module, caller: Caller) -> None:
+    """Let `caller(module, plain_call, arguments, keywords)` answer every call of the module."""
+    kind = type(module)
+    if kind.__mro__[1] is _Attached:
+        raise InvalidInput(f"{kind.__name__} is managed by a fit already. Call its remove() first.")
+    try:
+        module.__class__ = _attached_class(kind)
+    except TypeError as error:
+        raise InvalidInput(f"{kind.__name__} cannot be managed: {error}. Leave it out of regions=.") from error
+    _CALLERS[module] = caller
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach`; a module that is not attached stays as it is."""
+    kind = type(module)
+    if kind.__mro__[1] is _Attached:
+        module.__class__ = original_class(kind)
+    _CALLERS.pop(module, None)
+
+
+def is_attached(module: nn.Module) -> bool:
+    return type(module).__mro__[1] is _Attached and module in _CALLERS
+
+
+def _attached_class(kind: type) -> type:
+    made = _CLASSES.get(kind)
+    if made is None:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        made = type(kind.__name__, (_Attached, kind), names)
+        _CLASSES[kind] = made
+    return made

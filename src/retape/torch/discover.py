@@ -1,0 +1,121 @@
+"""Which modules of a model become regions: its repeated blocks, found by structure alone, or those that the user names.
+
+Nothing is run here. A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks win:
+of a mixture of experts the layer is a region, not each expert.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from retape.core.errors import InvalidInput
+
+Wanted: TypeAlias = "Iterable[type[nn.Module] | str | nn.Module] | type[nn.Module] | str | nn.Module"
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_ONE_PIECE = (nn.RNNBase, nn.MultiheadAttention)
+
+
+def find_regions(model: nn.Module, wanted: Wanted | None = None) -> dict[str, nn.Module]:
+    """The modules to run as regions, by name, each once, in the order of the model's tree; no two inside each other."""
+    if wanted is not None:
+        return _named(model, wanted)
+    layers = [module for module in model.modules() if _is_checkpointable(module)]
+    found = _outermost(layers) if layers else (list(_blocks(model)) or list(_parts(model)))
+    chosen = {id(module) for module in found}
+    return {name: module for name, module in model.named_modules() if id(module) in chosen and module is not model}
+
+
+def _is_checkpointable(module: nn.Module) -> bool:
+    """Whether a Hugging Face model itself says that this layer may be recomputed."""
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, _WITHOUT_FORWARD) or next(module.parameters(), None) is None:
+        return False
+    return isinstance(module, _ONE_PIECE) or next(module.children(), None) is not None
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost repeated blocks below a module."""
+    children = list(module.children())
+    blocks = [child for child in children if _is_block(child)]
+    kinds = Counter(type(child) for child in blocks)
+    for child in children:
+        repeated = child in blocks and (
+            (isinstance(module, _CONTAINERS) and len(blocks) >= 2) or kinds[type(child)] >= 2
+        )
+        if repeated and not (isinstance(child, nn.Sequential) and _is_row_of_blocks(child)):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _is_row_of_blocks(module: nn.Sequential) -> bool:
+    return sum(_is_block(child) for child in module) >= 2
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Where nothing repeats: the parts of the first module that has several."""
+    children = list(module.children())
+    if len(children) == 1 and not isinstance(children[0], _ONE_PIECE):
+        yield from _parts(children[0])
+        return
+    for child in children:
+        if isinstance(child, _WITHOUT_FORWARD):
+            yield from child.children()
+        else:
+            yield child
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _named(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
+    several = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,)
+    chosen: dict[str, nn.Module] = {}
+    for one in several:
+        chosen.update(_matching(model, one))
+    order = {name: module for name, module in model.named_modules() if name in chosen}
+    _refuse_nested(order)
+    return order
+
+
+def _matching(model: nn.Module, wanted: Any) -> dict[str, nn.Module]:
+    """The modules that one of the user's wishes means; InvalidInput where it means none."""
+    known = dict(model.named_modules())
+    if isinstance(wanted, str):
+        found = {wanted: known[wanted]} if wanted and wanted in known else {}
+    elif isinstance(wanted, type) and issubclass(wanted, nn.Module):
+        found = {name: module for name, module in known.items() if isinstance(module, wanted) and name}
+    elif isinstance(wanted, nn.Module):
+        found = {name: module for name, module in known.items() if module is wanted and name}
+    else:
+        raise InvalidInput(f"regions= got {wanted!r}; give classes, names or modules of the model, or leave it out.")
+    if not found:
+        what = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", type(wanted).__name__)
+        raise InvalidInput(
+            f"regions= names {what!r}, which {type(model).__name__} does not contain. Names are those of model.named_modules()."
+        )
+    useless = next((name for name, module in found.items() if isinstance(module, _WITHOUT_FORWARD)), None)
+    if useless is not None:
+        raise InvalidInput(f"regions= names {useless!r}, a container that is never called. Name its children instead.")
+    return found
+
+
+def _refuse_nested(chosen: dict[str, nn.Module]) -> None:
+    names = {id(module): name for name, module in chosen.items()}
+    for name, module in chosen.items():
+        for part in module.modules():
+            if part is not module and id(part) in names:
+                raise InvalidInput(
+                    f"regions= names both {name!r} and {names[id(part)]!r} inside it. Name one of the two."
+                )

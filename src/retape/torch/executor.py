@@ -1,0 +1,137 @@
+"""Runs an attached model as an assignment says: kept regions are simply called, the others run through the engine.
+
+Shapes other than the profiled ones stay right: slots are held by number, and which ops a re-run may skip is worked out again
+for each new shape. What the assignment does not know (a module called more often than in the profile) is recomputed.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from retape.core.assignment import Assignment, Choice, Passing
+from retape.core.problem import OptionKind
+from retape.torch import links
+from retape.torch.caches import without_cache
+from retape.torch.policy import Check, Inputs, Policy, Way
+from retape.torch.region import Region, run_region
+from retape.torch.select import Recipe, plan_recipe
+from retape.torch.signature import Signature, elements, signature
+from retape.torch.trace import RegionTrace
+
+MOST_RECIPES = 512  # of shapes and kinds; the one not used for longest goes first
+_LOG = logging.getLogger("retape")
+_Key = tuple[int, tuple[int, ...], Signature]
+
+
+class Executor:
+    """Answers the calls of the modules that a fit has attached."""
+
+    def __init__(self, assignment: Assignment, names: dict[int, str], *, check: Check) -> None:
+        self._names = names
+        self._check = check
+        self._choices = {(c.name, c.root_call, c.call): (number, c) for number, c in enumerate(assignment.choices)}
+        self._recipes: OrderedDict[_Key, Recipe | None] = OrderedDict()
+        self._root_call = -1
+        self._counts: dict[str, int] = {}
+        self._told: set[str] = set()
+        self.regions_run = 0
+
+    def learn(self, kind: int, inputs: Signature, trace: RegionTrace, held: tuple[int, ...]) -> None:
+        """What the profile has seen already need not be traced again."""
+        self._recipes[(kind, held, inputs)] = plan_recipe(trace, frozenset(held))
+
+    def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """The model itself is called; forwards before one backward are counted, so that each has choices of its own."""
+        self._root_call += 1
+        self._counts.clear()
+        outputs = plain_call(*args, **keywords)
+        for tensor in links.tensors_of(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
+                break
+        return outputs
+
+    def _backward_begins(self, gradient: Any) -> None:
+        self._root_call = -1
+
+    def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """A region is called."""
+        if not torch.is_grad_enabled():
+            return plain_call(*args, **keywords)
+        args, keywords, had_cache = without_cache(module, args, keywords)
+        if had_cache:
+            self._tell_once("no key-value cache is built in training, because a re-run would fill it twice")
+        number, choice = self._choice(self._names[id(module)])
+        if choice.option is OptionKind.KEEP:
+            return plain_call(*args, **keywords)
+        return self._run(number, choice, plain_call, args, keywords)
+
+    def _choice(self, name: str) -> tuple[int, Choice]:
+        count = self._counts.get(name, 0)
+        self._counts[name] = count + 1
+        root = max(self._root_call, 0)
+        found = self._choices.get((name, root, count)) or self._choices.get((name, 0, count))
+        return found or (-1, Choice(name=name, option=OptionKind.RECOMPUTE))
+
+    def _run(self, number: int, choice: Choice, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        self.regions_run += 1
+        inputs = signature(args, keywords)
+        if choice.elements and elements(inputs) > choice.elements:
+            self._warn_once(
+                f"Region {choice.name} was given {elements(inputs)} numbers, and {choice.elements} when it was profiled: "
+                "the peak may pass the budget. Call retape.fit again with the larger batch."
+            )
+        key = (choice.kind, choice.held, inputs)
+        unknown = bool(choice.held) and key not in self._recipes
+        if key in self._recipes:
+            self._recipes.move_to_end(key)
+        policy = policy_of(number, choice, self._recipes.get(key))
+        done = (lambda region: self._work_out(region, choice, key)) if unknown else None
+        return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check, done=done)
+
+    def _work_out(self, region: Region, choice: Choice, key: _Key) -> None:
+        """A shape that was not seen before: find out which ops a re-run may skip."""
+        trace = region.trace()
+        fits = len(trace.slots) == choice.slots
+        recipe = plan_recipe(trace, frozenset(choice.held)) if fits else None
+        self._recipes[key] = recipe
+        if len(self._recipes) > MOST_RECIPES:
+            self._recipes.popitem(last=False)
+        region.policy = policy_of(region.policy.stage, choice, recipe)
+
+    def _tell_once(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            _LOG.warning("retape: %s.", what)
+
+    def _warn_once(self, what: str) -> None:
+        if "larger" not in self._told:
+            self._told.add("larger")
+            warnings.warn(what, stacklevel=4)
+
+
+def policy_of(number: int, choice: Choice, recipe: Recipe | None) -> Policy:
+    """What the engine is told of one call."""
+    return Policy(
+        held=frozenset(choice.held),
+        inputs=Inputs.LINK if choice.drop_input else Inputs.HOLD,
+        recipe=recipe,
+        stage=number,
+        way=tuple(_way(passing) for passing in choice.passing),
+    )
+
+
+def _way(passing: Passing) -> Way:
+    return Way(
+        stage=passing.region,
+        fill_all=passing.fill_all,
+        fill=frozenset(passing.fill),
+        hold_input=passing.hold_input,
+    )

@@ -1,0 +1,315 @@
+"""Profile, solve, attach, measure, promise: a model is made to run inside a budget, and is measured doing so.
+
+A plan is kept only if a real step of it stays inside the budget. Where the measured peak is above, what was missing
+counts as fixed and the rest is solved again; where it is well below, the room that is left is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retape.core.assignment import Assignment, Choice, StageMeaning, assign
+from retape.core.errors import BudgetTooSmall, RetapeError
+from retape.core.frontier import Frontier, frontier
+from retape.core.plan import Plan
+from retape.core.problem import Budget, BudgetKind, Chain
+from retape.core.record import Record
+from retape.core.solve import solve
+from retape.core.units import format_bytes
+from retape.torch.attach import attach, detach
+from retape.torch.discover import Wanted, find_regions
+from retape.torch.executor import Executor
+from retape.torch.laboratory import Laboratory, undisturbed
+from retape.torch.meter import Scale, synchronize, thinned, weighing
+from retape.torch.modelling import Modelled, Overheads, model_of
+from retape.torch.policy import Check, Inputs
+from retape.torch.profile import Phase, Profile, ProfileSession, Stopwatch
+from retape.torch.readings import RegionSeconds, StepBytes, read_bytes, read_seconds
+from retape.torch.resident import device_of, fixed_bytes, pending_optimizer_bytes
+from retape.torch.signature import elements
+from retape.torch.stepping import StepFunction, default_step, scalar_loss
+
+TIMED_STEPS = 2
+MOST_ROUNDS = 4
+WORTH_USING = 0.03  # of the budget: room that a plan promised to need and did not
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """A fitted model: the problem that was solved, its plan, what each region does, and what a real step of it took."""
+
+    chain: Chain
+    plan: Plan
+    frontier: Frontier
+    assignment: Assignment
+    measured: Record
+    budget: Budget
+    budget_bytes: int
+    profile_seconds: float
+    executor: Executor | None
+
+
+class Fitter:
+    """One call of `fit`: the model, its step, and what has been found out so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        budget: Budget,
+        *,
+        step: StepFunction | None,
+        optimizer: torch.optim.Optimizer | None,
+        regions: Wanted | None,
+        check: Check,
+        tell: Tell,
+    ) -> None:
+        self.model, self.batch, self.step = model, batch, step or default_step
+        self.check, self.tell = check, tell
+        self.device = device_of(model)
+        self.regions = find_regions(model, regions)
+        self.names = {id(module): name for name, module in self.regions.items()}
+        self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
+        self.pending_bytes = pending_optimizer_bytes(optimizer, self.device)
+        self.budget = resolve(budget, self.device)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def run_step(self, mark: Callable[[], None] = lambda: None) -> None:
+        """One forward and backward, from the same start every time."""
+        loss = scalar_loss(self.step, self.model, self.batch)
+        mark()
+        loss.backward()
+
+    @contextmanager
+    def attached(self, caller: ProfileSession | Executor) -> Iterator[None]:
+        """Let `caller` answer the calls of the model and its regions; undone at the end."""
+        put_on(self.model, self.regions, caller)
+        try:
+            yield
+        finally:
+            take_off(self.model, self.regions)
+
+    # --- profile -------------------------------------------------------------------------------------------------
+
+    def profiled(self, laboratory: Laboratory) -> tuple[Profile, StepBytes, list[dict[int, RegionSeconds]]]:
+        """Profile with every region recomputed; where even that is too much, with the inputs dropped as well."""
+        for inputs in (Inputs.HOLD, Inputs.LINK):
+            try:
+                return self._profiled(laboratory, ProfileSession(self.names, self.device, inputs))
+            except torch.OutOfMemoryError as error:
+                failure = error
+            laboratory.rewind()
+            torch.cuda.empty_cache()
+            self.tell("out of memory; trying with less")
+        raise BudgetTooSmall(
+            f"The step does not fit on {self.device} even with everything recomputed: {str(failure).splitlines()[0]} "
+            "Use a smaller batch.",
+            budget_bytes=self.budget.limit_bytes or 0,
+            floor_bytes=0,
+            binding="",
+        ) from failure
+
+    def _profiled(
+        self, laboratory: Laboratory, session: ProfileSession
+    ) -> tuple[Profile, StepBytes, list[dict[int, RegionSeconds]]]:
+        with self.attached(session):
+            self.tell("tracing the regions")
+            session.begin_step(None)
+            laboratory.rewind()
+            self.run_step()
+            profile = session.profile
+            self.tell("weighing a step")
+            with weighing(self.device) as scale:
+                self._marked(laboratory, session, scale)
+            seconds = []
+            for _ in range(TIMED_STEPS):
+                self.tell("timing a step")
+                stopwatch = Stopwatch(self.device)
+                self._marked(laboratory, session, stopwatch)
+                seconds.append(read_seconds(stopwatch.read()))
+        return profile, read_bytes(scale.readings), seconds
+
+    def _marked(self, laboratory: Laboratory, session: ProfileSession, instrument: Scale | Stopwatch) -> None:
+        laboratory.rewind()
+        session.begin_step(instrument)
+        instrument.mark("start")
+        self.run_step(lambda: session.mark(Phase.LOSS, -1))
+        instrument.mark("end")
+
+    # --- measure -------------------------------------------------------------------------------------------------
+
+    def measured(self, laboratory: Laboratory) -> Record:
+        """A real step of the model as it stands now: on the scale, and with the stopwatch."""
+        laboratory.rewind()
+        with weighing(self.device) as scale:
+            self.run_step()
+        peak = max(reading.peak_bytes for reading in scale.readings)
+        seconds = min(self._timed(laboratory) for _ in range(TIMED_STEPS))
+        return Record(
+            peak_bytes=self.fixed_bytes + peak,
+            base_bytes=self.fixed_bytes,
+            seconds=seconds,
+            timeline=thinned(scale.timeline, self.fixed_bytes),
+            reserved_bytes=torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0,
+            device=str(self.device),
+        )
+
+    def _timed(self, laboratory: Laboratory) -> float:
+        laboratory.rewind()
+        synchronize(self.device)
+        start = time.perf_counter()
+        self.run_step()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+    # --- all of it -----------------------------------------------------------------------------------------------
+
+    def fit(self) -> Fitting:
+        """Find the fastest plan inside the budget that a real step confirms, and leave it attached."""
+        start = time.perf_counter()
+        with undisturbed(self.model) as laboratory:
+            profile, step, seconds = self.profiled(laboratory)
+            self.tell("solving")
+            overheads = Overheads()
+            modelled = model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads)
+            fitting = self._settle(laboratory, profile, modelled)
+        if fitting.executor is not None:
+            put_on(self.model, self.regions, fitting.executor)
+        return replace(fitting, profile_seconds=time.perf_counter() - start)
+
+    def _settle(self, laboratory: Laboratory, profile: Profile, modelled: Modelled) -> Fitting:
+        """Solve, run, compare; again with what was learned, until a plan is confirmed and nothing is left on the table."""
+        limit = self._limit_bytes(modelled.chain)
+        best: Fitting | None = None
+        chain, worst = modelled.chain, 0
+        for _ in range(MOST_ROUNDS):
+            try:
+                plan = solve(chain, limit)
+            except BudgetTooSmall:
+                if best is None:
+                    raise
+                break
+            fitting = self._tried(laboratory, profile, replace(modelled, chain=chain), plan, limit)
+            error = fitting.measured.peak_bytes - plan.promised_peak_bytes
+            if fitting.measured.peak_bytes <= limit:
+                if best is None or plan.promised_seconds < best.plan.promised_seconds:
+                    best = fitting
+                if fitting.assignment.keeps_everything or -error <= WORTH_USING * limit or worst:
+                    break
+            else:
+                worst = max(worst, error)
+            chain = replace(chain, fixed_bytes=max(0, chain.fixed_bytes + error))
+        if best is None:
+            raise self._not_kept(limit, fitting)
+        return best
+
+    def _tried(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, limit: int) -> Fitting:
+        assignment = assign(_meanings(profile, modelled), plan.actions())
+        executor = None if assignment.keeps_everything else self._executor(assignment, profile)
+        self.tell("measuring the plan")
+        if executor is None:
+            record = self.measured(laboratory)
+        else:
+            with self.attached(executor):
+                record = self.measured(laboratory)
+        return Fitting(
+            chain=modelled.chain,
+            plan=plan,
+            frontier=frontier(modelled.chain),
+            assignment=assignment,
+            measured=record,
+            budget=self.budget,
+            budget_bytes=limit,
+            profile_seconds=0.0,
+            executor=executor,
+        )
+
+    def _executor(self, assignment: Assignment, profile: Profile) -> Executor:
+        executor = Executor(assignment, self.names, check=self.check)
+        for choice, call in zip(assignment.choices, profile.calls, strict=True):
+            trace = profile.traces[call.kind]
+            if choice.held and trace is not None:
+                executor.learn(choice.kind, call.inputs, trace, choice.held)
+        return executor
+
+    def _limit_bytes(self, chain: Chain) -> int:
+        """The budget as the bytes that the peak must not pass, everything counted."""
+        if self.budget.kind is BudgetKind.TOTAL and self.budget.limit_bytes is not None:
+            return self.budget.limit_bytes
+        return solve(chain, self.budget).budget_bytes
+
+    def _not_kept(self, limit: int, last: Fitting) -> BudgetTooSmall:
+        peak = last.measured.peak_bytes
+        return BudgetTooSmall(
+            f"No plan was measured to stay inside {format_bytes(limit)}: the last one peaked at {format_bytes(peak)}, where it had "
+            f"promised {format_bytes(last.plan.promised_peak_bytes)}. Raise the budget, or use a smaller batch.",
+            budget_bytes=limit,
+            floor_bytes=peak,
+            binding=last.frontier.binding,
+        )
+
+
+def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ProfileSession | Executor) -> None:
+    """Attach a caller to a model and its regions."""
+    attach(model, caller.call_root)
+    done: list[nn.Module] = [model]
+    try:
+        for module in regions.values():
+            attach(module, caller.call)
+            done.append(module)
+    except RetapeError:
+        for module in done:
+            detach(module)
+        raise
+
+
+def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
+    """Detach whatever is attached to a model and its regions."""
+    for module in (model, *regions.values()):
+        detach(module)
+
+
+def resolve(budget: Budget, device: torch.device) -> Budget:
+    """A budget in bytes or a fraction: "auto" is what the device has, and a budget per device the one of this device."""
+    if budget.kind is BudgetKind.PER_DEVICE:
+        return budget
+    return budget
+
+
+def _meanings(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
+    kinds = {kind: number for number, kind in enumerate(profile.traces)}
+    found = []
+    for stage, about in zip(modelled.chain.stages, modelled.stages, strict=True):
+        if about.region is None:
+            found.append(StageMeaning(choice=None))
+            continue
+        call = profile.calls[about.region]
+        trace = profile.traces[call.kind]
+        choice = Choice(
+            name=call.name,
+            root_call=call.root_call,
+            call=call.call,
+            kind=kinds[call.kind],
+            slots=len(trace.slots) if trace is not None else 0,
+            elements=elements(call.inputs),
+        )
+        held = tuple(tuple(sorted(slots or ())) for slots in about.held)
+        found.append(StageMeaning(choice=choice, held=held, kinds=tuple(option.kind for option in stage.choices)))
+    return tuple(found)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors of a batch."""
+    from retape.torch.links import tensors_of
+
+    return tensors_of(values)

@@ -1,0 +1,232 @@
+"""From a profile to a problem: the chain of regions and glue, with every way to treat each region, in measured bytes and seconds.
+
+A region's sizes are told from how many bytes lived when it began. Where something that lived then is gone later in the
+forward pass (a skip connection that was used), it counts as transient there: the level of a moment is the least that
+lives from it on until the loss. Glue stands between regions as a pinned stage, unless the one region hands its output
+straight to the next and the glue leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+from retape.core.problem import Chain, Option, OptionKind, Stage
+from retape.torch.profile import Profile, RegionCall
+from retape.torch.readings import RegionBytes, RegionSeconds, StepBytes
+from retape.torch.signature import Signature
+from retape.torch.treatments import Treatment, forward_bytes, select_treatments, tape_storages
+
+LITTLE = 8192  # bytes of glue that a chain need not know of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """What the engine itself costs: seconds for a region (forward, and re-run), and for each op under a recipe."""
+
+    region_seconds: float = 0.0
+    rerun_seconds: float = 0.0
+    op_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelledStage:
+    """A stage of the chain: the region's number in the profile (None for glue), and the slots that each choice holds.
+
+    The first choice keeps everything and is no region at all; the last recomputes everything.
+    """
+
+    region: int | None
+    held: tuple[frozenset[int] | None, ...] = (None,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modelled:
+    """A chain, and what its stages stand for."""
+
+    chain: Chain
+    stages: tuple[ModelledStage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Levels:
+    """Bytes above the start of the step that live from a moment on until the loss: at each region's start and end, and at the loss."""
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    loss: int
+
+    @classmethod
+    def of(cls, step: StepBytes, count: int) -> _Levels:
+        level = step.loss
+        starts, ends = [0] * count, [0] * count
+        for stage in reversed(range(count)):
+            ends[stage] = level = max(0, min(level, step.of(stage).end))
+            starts[stage] = level = max(0, min(level, step.of(stage).start))
+        return cls(starts=tuple(starts), ends=tuple(ends), loss=max(0, step.loss))
+
+
+def model_of(
+    profile: Profile,
+    step: StepBytes,
+    seconds: list[dict[int, RegionSeconds]],
+    *,
+    fixed_bytes: int,
+    overheads: Overheads,
+) -> Modelled:
+    """The chain of a profiled step; `seconds` has one reading of the stopwatch per timed step."""
+    calls = profile.calls
+    levels = _Levels.of(step, len(calls))
+    by_kind = _seconds_of_kinds(calls, seconds)
+    options = {kind: select_treatments(trace) for kind, trace in profile.traces.items()}
+    stages, modelled = [], []
+
+    def add(stage: Stage, about: ModelledStage) -> None:
+        stages.append(stage)
+        modelled.append(about)
+
+    if calls and levels.starts[0] > LITTLE:
+        add(_glue(-1, 0, levels.starts[0], step, seconds, "before the regions"), ModelledStage(region=None))
+    for call in calls:
+        following = calls[call.stage + 1] if call.stage + 1 < len(calls) else None
+        linked = following is not None and _hands_over(call, following, levels)
+        measured, taken = step.of(call.stage), by_kind[call.kind]
+        if linked:
+            measured, taken = _with_glue(measured), _with_glue_seconds(taken)
+        region = _Region(call, measured, taken, levels, profile, overheads)
+        add(*region.stage(options[call.kind], state_bytes=_state_bytes(stages, modelled, call)))
+        if not linked:
+            end = levels.loss if following is None else levels.starts[following.stage]
+            name = "after the regions" if following is None else f"after {call.name}"
+            add(_glue(call.stage, levels.ends[call.stage], end, step, seconds, name), ModelledStage(region=None))
+    if not calls:
+        add(_glue(-1, 0, levels.loss, step, seconds, "the model"), ModelledStage(region=None))
+    return Modelled(chain=Chain(stages=tuple(stages), fixed_bytes=fixed_bytes), stages=tuple(modelled))
+
+
+def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: RegionCall) -> int:
+    """What the input weighs where another region hands it over; after glue it is among what the glue keeps."""
+    return call.linked_bytes if stages and modelled[-1].region is not None else 0
+
+
+def _hands_over(call: RegionCall, following: RegionCall, levels: _Levels) -> bool:
+    glue = levels.starts[following.stage] - levels.ends[call.stage]
+    return following.maker == call.stage and following.root_call == call.root_call and glue <= LITTLE
+
+
+def _glue(
+    stage: int, begin: int, end: int, step: StepBytes, seconds: list[dict[int, RegionSeconds]], name: str
+) -> Stage:
+    measured = step.of(stage)
+    times = [reading[stage] for reading in seconds if stage in reading]
+    return Stage(
+        name=name,
+        forward_seconds=median([time.glue_forward for time in times] or [0.0]),
+        backward_seconds=median([time.glue_backward for time in times] or [0.0]),
+        state_bytes=0,
+        tape_bytes=end - begin,
+        forward_transient_bytes=max(0, measured.glue_forward_peak - end),
+        backward_transient_bytes=max(0, measured.glue_backward_peak - end),
+        pinned=True,
+    )
+
+
+def _seconds_of_kinds(calls: list[RegionCall], seconds: list[dict[int, RegionSeconds]]) -> dict[Signature, RegionSeconds]:
+    """The median of each figure over all regions of a kind and all timed steps."""
+    found = {}
+    for kind in {call.kind for call in calls}:
+        times = [t[call.stage] for t in seconds for call in calls if call.kind == kind and call.stage in t] or [
+            RegionSeconds()
+        ]
+        found[kind] = RegionSeconds(
+            **{name: median(getattr(time, name) for time in times) for name in RegionSeconds.__slots__}
+        )
+    return found
+
+
+def _with_glue(measured: RegionBytes) -> RegionBytes:
+    """The glue after a region that hands its output over leaves nothing behind: it counts as a part of the region."""
+    return replace(
+        measured,
+        forward_peak=max(measured.forward_peak, measured.glue_forward_peak),
+        backward_peak=max(measured.backward_peak, measured.glue_backward_peak),
+    )
+
+
+def _with_glue_seconds(seconds: RegionSeconds) -> RegionSeconds:
+    # No re-run of the region runs the glue, so all of it counts as what is done once: the backward.
+    return replace(seconds, backward=seconds.backward + seconds.glue_forward + seconds.glue_backward)
+
+
+class _Region:
+    """The figures of one region, and the stage that they make."""
+
+    def __init__(
+        self,
+        call: RegionCall,
+        measured: RegionBytes,
+        seconds: RegionSeconds,
+        levels: _Levels,
+        profile: Profile,
+        overheads: Overheads,
+    ) -> None:
+        self._call, self._seconds, self._overheads = call, seconds, overheads
+        self._trace = profile.traces[call.kind]
+        begin = levels.starts[call.stage]
+        self._output_bytes = levels.ends[call.stage] - begin
+        self._forward_bytes = measured.forward_peak - begin
+        self._rerun_bytes = measured.rerun_peak - begin
+        self._backward_bytes = measured.backward_peak - begin
+
+    def stage(self, selections: tuple[Treatment, ...], *, state_bytes: int) -> tuple[Stage, ModelledStage]:
+        seconds, overheads = self._seconds, self._overheads
+        tape = {} if self._trace is None else tape_storages(self._trace)
+        held = self._output_bytes + sum(tape.values())
+        dropped = self._forward_bytes - self._output_bytes
+        options = (*(self._select(way) for way in selections), self._recompute()) if self._call.has_tape else ()
+        stage = Stage(
+            name=self._call.name,
+            forward_seconds=max(0.0, seconds.forward - overheads.region_seconds),
+            backward_seconds=seconds.backward,
+            state_bytes=state_bytes,
+            tape_bytes=held,
+            forward_transient_bytes=max(0, self._forward_peak(frozenset(tape)) - held, dropped),
+            backward_transient_bytes=max(0, self._backward_bytes - held),
+            rerun_transient_bytes=max(0, dropped),
+            options=options,
+        )
+        chosen = (None, *(way.held for way in selections), frozenset[int]()) if options else (None,)
+        return stage, ModelledStage(region=self._call.stage, held=chosen)
+
+    def _forward_peak(self, held: frozenset[int]) -> int:
+        """How high its forward stands when it holds these storages: as played through, and as much more as was measured without."""
+        if self._trace is None:
+            return self._forward_bytes
+        unseen = max(0, self._forward_bytes - forward_bytes(self._trace, frozenset()))
+        return forward_bytes(self._trace, held) + unseen
+
+    def _recompute(self) -> Option:
+        return self._option(OptionKind.RECOMPUTE, "recompute", 0, self._seconds.rerun, self._forward_bytes)
+
+    def _select(self, way: Treatment) -> Option:
+        unseen = 0
+        if self._trace is not None:
+            unseen = max(0, self._forward_bytes - forward_bytes(self._trace, frozenset()))
+        own = self._overheads.rerun_seconds + way.ops_left * self._overheads.op_seconds
+        rerun = max(0.0, self._seconds.rerun - self._overheads.rerun_seconds) * way.share + own
+        return self._option(
+            OptionKind.SELECT, f"select {way.held_bytes} B", way.held_bytes, rerun, way.forward_bytes + unseen
+        )
+
+    def _option(self, kind: OptionKind, label: str, more_bytes: int, rerun: float, forward: int) -> Option:
+        held = self._output_bytes + more_bytes
+        return Option(
+            kind=kind,
+            label=label,
+            held_bytes=held,
+            forward_seconds=self._seconds.forward,
+            backward_seconds=self._seconds.backward,
+            rerun_seconds=rerun,
+            forward_transient_bytes=max(0, forward - held),
+            backward_transient_bytes=max(0, max(self._rerun_bytes, self._backward_bytes) - held),
+        )

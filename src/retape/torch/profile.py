@@ -1,0 +1,260 @@
+"""The only stopwatch: runs a model's step with every region recomputed and says what each region took, in bytes and seconds.
+
+Everything is dropped while profiling, so a model that does not fit without recomputation can be profiled too. Four steps: one
+traces each kind of region op by op, one stands on the scale, and the rest are timed. What follows from the figures
+is for `modelling.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from retape.torch import links
+from retape.torch.attach import original_class
+from retape.torch.caches import without_cache
+from retape.torch.meter import storage_bytes, synchronize
+from retape.torch.policy import Check, Inputs, Policy
+from retape.torch.reads import capture_call
+from retape.torch.region import Region, refuse_transforms
+from retape.torch.runs import is_plain
+from retape.torch.signature import Signature, signature, weights_signature
+from retape.torch.slots import Slot
+from retape.torch.trace import RegionTrace
+
+TRACES = 3  # of each kind; the quickest run of each op counts
+
+
+class Phase(Enum):
+    """What begins at a mark."""
+
+    FORWARD = "forward"
+    FORWARD_END = "forward end"
+    LOSS = "loss"
+    RERUN = "rerun"
+    RERUN_END = "rerun end"
+    BACKWARD = "backward"
+    BACKWARD_END = "backward end"
+
+
+Label = tuple[Phase, int]
+
+
+class Instrument(Protocol):
+    """What notes the marks: a scale, or a stopwatch."""
+
+    def mark(self, label: Any) -> None: ...
+
+
+class Stopwatch:
+    """Notes when each mark was passed: on the device's own clock where it has one, so that nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[Any, Any]] = []
+
+    def mark(self, label: Any) -> None:
+        if self._device.type != "cuda":
+            self._marks.append((label, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append((label, event))
+
+    def read(self) -> list[tuple[Any, float]]:
+        """The marks with their seconds since the first."""
+        synchronize(self._device)
+        if not self._marks:
+            return []
+        first = self._marks[0][1]
+        if self._device.type == "cuda":
+            return [(label, first.elapsed_time(at) / 1e3) for label, at in self._marks]
+        return [(label, at - first) for label, at in self._marks]
+
+
+class OpTimer:
+    """Times each op of a trace, on the device's clock where it has one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._taken: list[Any] = []
+
+    def time(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._cuda:
+            start = time.perf_counter()
+            out = func(*args, **kwargs)
+            self._taken.append(time.perf_counter() - start)
+            return out
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        out = func(*args, **kwargs)
+        after.record()
+        self._taken.append((before, after))
+        return out
+
+    def seconds(self) -> list[float]:
+        if not self._cuda:
+            return self._taken
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in self._taken]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionCall:
+    """One execution of a region in the profiled step; `kind` groups those that are alike.
+
+    `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
+    `linked_bytes` is what those inputs weigh.
+    """
+
+    stage: int
+    name: str
+    root_call: int
+    call: int
+    kind: Signature
+    inputs: Signature
+    maker: int | None
+    linked_bytes: int
+    has_tape: bool
+
+
+@dataclass(slots=True)
+class Profile:
+    """What the session has seen: the calls in order, and a trace of each kind (None where a region cannot be traced)."""
+
+    calls: list[RegionCall] = field(default_factory=list)
+    traces: dict[Signature, RegionTrace | None] = field(default_factory=dict)
+
+
+class ProfileSession:
+    """Answers the calls of attached modules while a step is profiled."""
+
+    def __init__(self, names: dict[int, str], device: torch.device, inputs: Inputs = Inputs.HOLD) -> None:
+        self._names = names
+        self._device = device
+        self._policy = Policy(inputs=inputs)
+        self.profile = Profile()
+        self.instrument: Instrument | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stage = 0
+        self._root_call = -1
+        self._counts: dict[int, int] = {}
+
+    def begin_step(self, instrument: Instrument | None) -> None:
+        """A new step follows, in which the marks go to `instrument`; without one, what is new is traced."""
+        self._begin()
+        self.instrument = instrument
+        if instrument is None:
+            self.profile = Profile()
+
+    def mark(self, phase: Phase, stage: int) -> None:
+        if self.instrument is not None:
+            self.instrument.mark((phase, stage))
+
+    def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """The model itself is called: its regions are counted from the start again."""
+        self._root_call += 1
+        self._counts = {}
+        return plain_call(*args, **keywords)
+
+    def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """A region is called."""
+        if not torch.is_grad_enabled() or is_plain():
+            return plain_call(*args, **keywords)
+        args, keywords, _ = without_cache(module, args, keywords)
+        refuse_transforms(plain_call)
+        captured = capture_call(plain_call, args, keywords)
+        if captured.is_lazy:
+            return plain_call(*args, **keywords)
+        stage, self._stage = self._stage, self._stage + 1
+        region = ProfiledRegion(plain_call, args, keywords, policy=self._policy, check=Check.METADATA, captured=captured)
+        region.session, region.stage = self, stage
+        inputs = list(captured.tensors)
+        self.mark(Phase.FORWARD, stage)
+        outputs = region.run(plain_call, args, keywords)
+        self.mark(Phase.FORWARD_END, stage)
+        made = links.tensors_of(outputs)
+        self._watch_gradients(made, Phase.BACKWARD, stage)
+        self._watch_gradients([t for t in inputs if not t.is_leaf], Phase.BACKWARD_END, stage)
+        if self.instrument is None:
+            self._note(region, module, signature(args, keywords), inputs)
+        else:
+            self._counts[id(module)] = self._counts.get(id(module), 0) + 1
+        return outputs
+
+    def _watch_gradients(self, tensors: list[Tensor], phase: Phase, stage: int) -> None:
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.mark(phase, stage))
+
+    def _note(self, region: ProfiledRegion, module: nn.Module, inputs: Signature, tensors: list[Tensor]) -> None:
+        call = self._counts.get(id(module), 0)
+        self._counts[id(module)] = call + 1
+        kind = (original_class(type(module)), inputs, weights_signature(module), region.slot_metadata())
+        if kind not in self.profile.traces:
+            self.profile.traces[kind] = region.timed_trace(self._device) if region.slot_count else None
+        makers = [region.maker_stage(tensor) for tensor in tensors]
+        known = {maker for maker in makers if maker is not None}
+        linked = [tensor for tensor, maker in zip(tensors, makers, strict=True) if maker is not None]
+        self.profile.calls.append(
+            RegionCall(
+                stage=region.stage,
+                name=self._names[id(module)],
+                root_call=max(self._root_call, 0),
+                call=call,
+                kind=kind,
+                inputs=inputs,
+                maker=known.pop() if len(known) == 1 else None,
+                linked_bytes=storage_bytes(linked, self._device),
+                has_tape=region.slot_count > 0,
+            )
+        )
+
+
+class ProfiledRegion(Region):
+    """A region that marks its re-runs."""
+
+    __slots__ = ("session", "stage")
+
+    session: ProfileSession
+    stage: int
+
+    def refill(self, wanted: Slot) -> Tensor:
+        if wanted.value is not None:
+            return wanted.value
+        self.session.mark(Phase.RERUN, self.stage)
+        try:
+            return super().refill(wanted)
+        finally:
+            self.session.mark(Phase.RERUN_END, self.stage)
+
+    def slot_metadata(self) -> tuple[Any, ...]:
+        """Shape, dtype and device of every slot: regions with other slots are of another kind."""
+        return tuple(slot.metadata for slot in (reference() for reference in self._slots) if slot is not None)
+
+    def timed_trace(self, device: torch.device) -> RegionTrace | None:
+        """What it does op by op, each with the least seconds of a few runs."""
+        traces = [self.trace(OpTimer(device)) for _ in range(TRACES)]
+        return _quickest(traces)
+
+    @staticmethod
+    def maker_stage(tensor: Tensor) -> int | None:
+        made = links.maker_of(tensor)
+        return made[0].stage if made is not None and isinstance(made[0], ProfiledRegion) else None
+
+
+def _quickest(traces: list[RegionTrace]) -> RegionTrace | None:
+    """The first trace with the least seconds of each op; None where a region does not do the same twice."""
+    first = traces[0]
+    if any([op.op for op in trace.ops] != [op.op for op in first.ops] for trace in traces):
+        return None
+    seconds = [min(times) for times in zip(*([op.seconds for op in trace.ops] for trace in traces), strict=True)]
+    return replace(first, ops=tuple(replace(op, seconds=s) for op, s in zip(first.ops, seconds, strict=True)))

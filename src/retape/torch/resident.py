@@ -1,0 +1,88 @@
+"""What is there before and after every step: weights, gradients, the batch and the optimizer's state, in bytes on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retape.core.errors import InvalidInput
+from retape.torch.meter import storage_bytes
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device on which a model trains."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
+    if not devices:
+        raise InvalidInput(
+            f"{type(model).__name__} has no parameter that requires gradients, so there is no backward pass to plan for. "
+            "Set requires_grad on what is to be trained."
+        )
+    if len(devices) > 1:
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise InvalidInput(f"{type(model).__name__} trains on several devices ({names}). Fit the part on each device by itself.")
+    device = next(iter(devices))
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"{type(model).__name__} is on {device.type!r}; retape measures on 'cpu' and 'cuda' devices.")
+    return device
+
+
+def fixed_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+    """Everything that lives on the device while no step runs, gradients included; call it before they are allocated."""
+    present = (
+        torch.cuda.memory_allocated(device)
+        if device.type == "cuda"
+        else storage_bytes(_known_tensors(model, batch, optimizer), device)
+    )
+    return present + _missing_gradient_bytes(model, device) + pending_optimizer_bytes(optimizer, device)
+
+
+def _known_tensors(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
+    yield from model.buffers()
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    states = [] if optimizer is None else list(optimizer.state.values())
+    yield from (leaf for leaf in pytree.tree_leaves((batch, states)) if isinstance(leaf, Tensor))
+
+
+def _missing_gradient_bytes(model: nn.Module, device: torch.device) -> int:
+    missing = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.device == device]
+    return sum(parameter.numel() * parameter.element_size() for parameter in missing)
+
+
+def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+    """The state that an optimizer will have once it has stepped, where it has none yet: found by stepping shapes without values."""
+    if optimizer is None:
+        return 0
+    pending = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": missing}
+        for group in optimizer.param_groups
+        if (missing := [p for p in group["params"] if p.requires_grad and p.device == device and p not in optimizer.state])
+    ]
+    if not pending:
+        return 0
+    for group in pending:
+        group["params"] = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    try:
+        trial = type(optimizer)(pending, **{k: v for k, v in optimizer.defaults.items() if k in _known_defaults(optimizer)})
+        trial.step()
+    except Exception as error:
+        raise InvalidInput(
+            f"The state that {type(optimizer).__name__} will hold cannot be told before its first step ({error}). "
+            "Step it once before fitting, or leave optimizer= out and give Budget.activations."
+        ) from error
+    leaves = [leaf for leaf in pytree.tree_leaves(list(trial.state.values())) if isinstance(leaf, Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf.device.type == "meta")
+
+
+def _known_defaults(optimizer: torch.optim.Optimizer) -> set[str]:
+    import inspect
+
+    return set(inspect.signature(type(optimizer).__init__).parameters)

@@ -1,0 +1,53 @@
+"""What tells calls of one module apart: the shapes, dtypes and devices of the tensors they are given."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+Signature: TypeAlias = tuple[Any, ...]
+
+
+def signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Signature:
+    """Shapes and dtypes of a call's tensors, in order, containers entered; equal for calls that run the same kernels."""
+    found: list[Any] = []
+    for value in arguments:
+        _note(value, found)
+    for name, value in keywords.items():
+        if value is not None:
+            found.append(name)
+            _note(value, found)
+    return tuple(found)
+
+
+def _note(value: Any, found: list[Any]) -> None:
+    if isinstance(value, Tensor):
+        found.append((tuple(value.shape), value.dtype, value.device))
+    elif isinstance(value, (tuple, list)):
+        found.append(len(value))
+        for item in value:
+            _note(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _note(item, found)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        found.append(value)
+
+
+def weights_signature(module: nn.Module) -> Signature:
+    """Shapes, dtypes and what needs gradients of a module's parameters and buffers."""
+    parameters = tuple((tuple(p.shape), p.dtype, p.device, p.requires_grad) for p in module.parameters())
+    return (parameters, tuple((tuple(b.shape), b.dtype) for b in module.buffers()), module.training)
+
+
+def elements(of: Signature) -> int:
+    """How many numbers the tensors of a call have in all."""
+    total = 0
+    for part in of:
+        if isinstance(part, tuple) and part and isinstance(part[0], tuple):
+            count = 1
+            for size in part[0]:
+                count *= size
+            total += count
+    return total

@@ -1,0 +1,145 @@
+"""The ways to treat one kind of region: keep, select, recompute, with what each holds and re-runs.
+
+Select is solved on the region's op graph (`core/solvers/graph.py`), from the floor to everything; the recipe that the engine
+would follow then says what a re-run really costs. The bytes of what is held are exact; how high a forward stands that
+holds them is played through on the trace.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from retape.core.problem import Graph, GraphTensor, Op
+from retape.core.solvers.graph_planner import GraphPlanner
+from retape.torch.select import Step, plan_recipe
+from retape.torch.trace import RegionTrace
+
+MOST_OPS = 600  # of a region whose graph is still solved exactly
+_DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """Hold these slots. `held_bytes` come on top of the region's output; a re-run does `share` of the ops' seconds.
+
+    `forward_bytes` is how high a forward stands above its start that holds them, the output included.
+    """
+
+    held: frozenset[int]
+    held_bytes: int
+    share: float
+    ops_left: int
+    forward_bytes: int
+
+
+def is_steady(trace: RegionTrace | None) -> bool:
+    """Whether a region does the same for every batch of one shape, so that its slots can be named by number."""
+    if trace is None or trace.opaque:
+        return False
+    return not any(tag in op.op.tags for op in trace.ops for tag in _DATA_DEPENDENT)
+
+
+def tape_storages(trace: RegionTrace) -> dict[int, int]:
+    """The storages that a tape holds beyond inputs, weights and the output, with their bytes."""
+    made = {storage for op in trace.ops for storage in op.makes}
+    return {s: trace.storage_bytes[s] for s in trace.slots if s in made and s not in trace.outputs}
+
+
+def treat(trace: RegionTrace, held_storages: frozenset[int]) -> Treatment:
+    """What holding these storages comes to."""
+    free = set(range(len(trace.storage_bytes))) - tape_storages(trace).keys()
+    held = frozenset(i for i, s in enumerate(trace.slots) if s in held_storages or (held_storages and s in free))
+    recipe = plan_recipe(trace, held) if held else None
+    total = sum(op.seconds for op in trace.ops) or 1.0
+    steps = recipe.steps if recipe is not None else (Step.RUN,) * len(trace.ops)
+    run = sum(op.seconds for op, step in zip(trace.ops, steps, strict=True) if step is Step.RUN)
+    return Treatment(
+        held=held,
+        held_bytes=sum(trace.storage_bytes[storage] for storage in held_storages),
+        share=run / total,
+        ops_left=len(trace.ops) if recipe is not None else 0,
+        forward_bytes=forward_bytes(trace, held_storages),
+    )
+
+
+def select_treatments(trace: RegionTrace | None) -> tuple[Treatment, ...]:
+    """Ways to hold a part of the tape, none of them dominated; empty where the region cannot be steered op by op."""
+    if trace is None or not is_steady(trace) or not tape_storages(trace):
+        return ()
+    graph, names = _graph_of(trace)
+    if len(graph.ops) > MOST_OPS:
+        return ()
+    planner = GraphPlanner(graph)
+    found = {_storages(planner.best(size).held, names) for size, _ in planner.points}
+    ways = sorted((treat(trace, held) for held in found if held), key=lambda way: (way.held_bytes, way.share))
+    whole = sum(tape_storages(trace).values())
+    kept: list[Treatment] = []
+    for way in ways:
+        if way.held_bytes < whole and (not kept or way.share < kept[-1].share):
+            kept.append(way)
+    return tuple(kept)
+
+
+def _storages(held: tuple[str, ...], names: dict[str, int]) -> frozenset[int]:
+    return frozenset(names[name] for name in held if name in names)
+
+
+def _graph_of(trace: RegionTrace) -> tuple[Graph, dict[str, int]]:
+    """The region's ops on storages, each write to one a tensor of its own; and which of the tensors are storages to hold."""
+    tape = tape_storages(trace)
+    too_much = sum(tape.values()) + 1  # what can only be made again
+    made = {storage for op in trace.ops for storage in op.makes}
+    rewritten = {storage for op in trace.ops for storage in op.writes}
+    version: dict[int, int] = defaultdict(int)
+    sizes: dict[str, int] = {}
+
+    def name(storage: int) -> str:
+        text = f"{storage}.{version[storage]}"
+        holdable = storage in tape and storage not in rewritten
+        sizes.setdefault(text, tape[storage] if holdable else too_much if storage in made else 0)
+        return text
+
+    ops, inputs = [], {name(s) for s in range(len(trace.storage_bytes)) if s not in made}
+    for number, op in enumerate(trace.ops):
+        if op.is_view or not (op.makes or op.writes):
+            continue
+        reads = tuple(name(storage) for storage in op.reads)
+        for storage in op.writes:
+            if storage not in op.makes:
+                version[storage] += 1
+        outputs = tuple(name(s) for s in dict.fromkeys((*op.makes, *op.writes)))
+        ops.append(Op(name=f"{number} {op.op}", seconds=op.seconds, inputs=reads, outputs=outputs))
+    saved = tuple(dict.fromkeys(name(storage) for storage in trace.slots))
+    graph = Graph(
+        ops=tuple(ops),
+        tensors=tuple(GraphTensor(name=text, bytes=size) for text, size in sizes.items()),
+        inputs=tuple(sorted(inputs)),
+        saved=saved,
+    )
+    return graph, {f"{storage}.0": storage for storage in tape}
+
+
+def forward_bytes(trace: RegionTrace, held_storages: frozenset[int]) -> int:
+    """How high a forward stands above its start when it holds these storages: its temporaries live as long as they did."""
+    ends = _ends(trace, held_storages)
+    born: dict[int, list[int]] = defaultdict(list)
+    gone: dict[int, list[int]] = defaultdict(list)
+    for number, op in enumerate(trace.ops):
+        for storage in op.makes:
+            born[number].append(storage)
+            gone[ends[storage]].append(storage)
+    live = peak = 0
+    for number in range(len(trace.ops)):
+        live -= sum(trace.storage_bytes[storage] for storage in gone[number])
+        live += sum(trace.storage_bytes[storage] for storage in born[number])
+        peak = max(peak, live)
+    return peak
+
+
+def _ends(trace: RegionTrace, held_storages: frozenset[int]) -> list[int]:
+    """The number of ops after which each storage is gone."""
+    kept = held_storages | trace.outputs
+    return [len(trace.ops) if storage in kept else died for storage, died in enumerate(trace.died)]
