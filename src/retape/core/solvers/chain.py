@@ -25,14 +25,14 @@ carries each plan's true peak in bytes, so the plans of the table rounded down a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from retape.core.schedules.chain import Move, Split, Take
-from retape.core.solvers.costs import ChainCosts, Floats, Ints
+from retape.core.solvers.costs import ChainCosts, Floats, Ints, OptionCost
 from retape.core.solvers.intervals import Intervals
 
 EXACT_LEVELS = 20_000  # a grid this fine, or finer, is worth having if it is exact
@@ -88,108 +88,142 @@ def most_bytes(costs: ChainCosts) -> int:
 class _Ways:
     """Ways to begin one segment, as columns: each leaves one segment to do with less memory, and a cut another with the same.
 
-    `level` and `bytes` are what a way takes from the first of the two, `need` is its own peak, `move` its code in the table.
+    `level` and `bytes` are what a way takes from the first of the two, `need` is its own peak and `least` the levels of that;
+    `seconds` are its own, `move` is its code in the table.
     """
 
     move: Ints
     level: Ints
     bytes: Ints
     need: Ints
+    least: Ints
+    seconds: Floats
     first: Ints
     second: Ints
 
     def __add__(self, other: _Ways) -> _Ways:
-        names = ("move", "level", "bytes", "need", "first", "second")
-        return _Ways(**{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names})
+        return _Ways(**{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in _COLUMNS})
+
+
+_COLUMNS = tuple(field.name for field in fields(_Ways))
 
 
 class ChainTable:
-    """Least seconds, the move that reaches them and its true peak, for every row of segments and every level."""
+    """Least seconds, the move that reaches them and its true peak, for every row of segments and every level.
+
+    A row is worked out between two levels alone: below the one nothing fits, from the other on the fastest options all do.
+    """
 
     def __init__(self, costs: ChainCosts, intervals: Intervals, grid: Grid, rounding: Rounding) -> None:
         self.costs, self.intervals, self.grid, self.rounding = costs, intervals, grid, rounding
         self._nothing = len(intervals.segments)  # the row of the empty segment: no seconds, no bytes
         shape = self._nothing + 1, grid.top + 1
         self.seconds: Floats = np.full(shape, np.inf)
-        self._beyond: Floats = np.full(shape, np.inf)  # the same, with the segment's input kept as well
         self.peak: Ints = np.zeros(shape, dtype=np.int64)
         self._move: npt.NDArray[np.int16] = np.zeros(shape, dtype=np.int16)  # stages ahead, or -1 - option
-        self._finite: Ints = np.zeros(shape[0], dtype=np.int64)
+        self._low: Ints = np.full(shape[0], shape[1], dtype=np.int64)
+        self._high: Ints = np.full(shape[0], shape[1], dtype=np.int64)
         self._states = grid.levels(costs.state_bytes, rounding)
         self._columns = np.arange(shape[1])
-        # Two workspaces for all rows: fresh ones of this size would cost more than the arithmetic.
+        self._known: dict[tuple[int, bool], _Ways] = {}
+        # One workspace for all rows: a fresh one of this size would cost more than the arithmetic.
         most = costs.length + max(len(options) for options in costs.options)
-        self._total, self._other = np.empty((2, most, shape[1]))
+        self._work: Floats = np.empty(most * shape[1])
         self.seconds[self._nothing] = 0.0
+        self._low[self._nothing] = self._high[self._nothing] = 0
         for row, (start, stop) in enumerate(intervals.segments):
             self._fill(row, start, stop)
 
     def _fill(self, row: int, start: int, stop: int) -> None:
         ways = self._takes(start, stop)  # first: on a tie, what runs nothing twice
+        high = self._settle(row, start, ways)
         last = self.costs.last_cut(start, stop)
         if last > start:
-            ways = ways + self._cuts(start, stop, last, self._total[len(ways.move) :])
-        total = self._total[: len(ways.move)]
-        pick = total.argmin(axis=0)
-        self.seconds[row] = total[pick, self._columns]
-        self._move[row] = ways.move[pick]
-        self.peak[row] = self._peak_of(ways, pick)
-        self._finite[row] = int(np.isinf(self.seconds[row]).sum())
-        state = int(self._states[start])
-        if state <= self.grid.top:
-            self._beyond[row, state:] = self.seconds[row, : self.grid.top + 1 - state]
+            ways = ways + self._cuts(start, stop, last)
+        begin = np.maximum(np.maximum(ways.least, self._low[ways.second]), ways.level + self._low[ways.first])
+        low = int(begin.min())
+        if low >= high:
+            self._low[row] = min(low, len(self._columns))
+            return
+        self._low[row] = low
+        fitting = np.flatnonzero(begin < high)
+        total = self._totals(ways, fitting, begin, low, high)
+        best = total.argmin(axis=0)
+        columns = self._columns[low:high]
+        pick = fitting[best]
+        self.seconds[row, low:high] = total[best, columns - low]
+        self._move[row, low:high] = ways.move[pick]
+        peak = self.peak[ways.first[pick], columns - ways.level[pick]] + ways.bytes[pick]
+        np.maximum(peak, ways.need[pick], out=peak)
+        self.peak[row, low:high] = np.maximum(peak, self.peak[ways.second[pick], columns])
+
+    def _settle(self, row: int, start: int, takes: _Ways) -> int:
+        """The level from which on the fastest option of each stage fits: there is nothing to find there, so it is noted."""
+        fastest = min(range(len(takes.move)), key=lambda i: (takes.seconds[i], takes.bytes[i]))
+        rest = int(takes.first[fastest])
+        high = max(int(takes.least[fastest]), int(takes.level[fastest] + self._high[rest]))
+        if high > self.grid.top:
+            return len(self._columns)
+        self._high[row] = high
+        self.seconds[row, high:] = takes.seconds[fastest] + self.seconds[rest, -1]
+        self._move[row, high:] = takes.move[fastest]
+        self.peak[row, high:] = max(int(takes.need[fastest]), int(takes.bytes[fastest] + self.peak[rest, -1]))
+        return high
+
+    def _totals(self, ways: _Ways, fitting: Ints, begin: Ints, low: int, high: int) -> Floats:
+        """The seconds of each way that fits, at the levels from `low` up to `high`."""
+        width = high - low
+        total = self._work[: len(fitting) * width].reshape(len(fitting), width)
+        parts = (column[fitting].tolist() for column in (begin, ways.level, ways.first, ways.second))
+        for line, since, shift, first, second in zip(total, *parts, strict=True):
+            line[: since - low] = np.inf
+            np.add(
+                self.seconds[first, since - shift : high - shift],
+                self.seconds[second, since:high],
+                out=line[since - low :],
+            )
+        total += ways.seconds[fitting, None]
+        return total
 
     def _takes(self, start: int, stop: int) -> _Ways:
-        """Each option of the first stage; their seconds go on top of the workspace."""
-        options = self.costs.options[start]
+        """Each option of the first stage."""
         rest = int(self.intervals.row[start + 1, stop]) if stop - start > 1 else self._nothing
-        work = np.array([option.work_bytes[stop == self.costs.length] for option in options], dtype=np.int64)
+        options, first = self.costs.options[start], stop == self.costs.length
+        known = self._known.get((id(options), first))
+        if known is None:
+            known = self._known[id(options), first] = self._options(options, first)
+        return replace(known, first=np.full(len(options), rest))
+
+    def _options(self, options: tuple[OptionCost, ...], first: bool) -> _Ways:
+        work = np.array([option.work_bytes[first] for option in options], dtype=np.int64)
         held = np.array([option.held_bytes for option in options], dtype=np.int64)
         level = self.grid.levels(held, self.rounding)
-        least = np.maximum(self.grid.levels(work, self.rounding), level)
-        for line, option, skip, shift in zip(self._total, options, least.tolist(), level.tolist(), strict=False):
-            line[:skip] = np.inf
-            if skip <= self.grid.top:
-                later = self.seconds[rest, skip - shift : self.grid.top + 1 - shift]
-                np.add(later, option.seconds, out=line[skip:])
-        rows = np.full(len(options), rest)
-        move = np.array([-1 - option.index for option in options])
         nothing = np.full(len(options), self._nothing)
-        return _Ways(move=move, level=level, bytes=held, need=work, first=rows, second=nothing)
+        return _Ways(
+            move=np.array([-1 - option.index for option in options]),
+            level=level,
+            bytes=held,
+            need=work,
+            least=np.maximum(self.grid.levels(work, self.rounding), level),
+            seconds=np.array([option.seconds for option in options]),
+            first=nothing,
+            second=nothing,
+        )
 
-    def _cuts(self, start: int, stop: int, last: int, total: Floats) -> _Ways:
-        """Each cut of the segment up to the `last`; their seconds go into `total`."""
+    def _cuts(self, start: int, stop: int, last: int) -> _Ways:
+        """Each cut of the segment up to the `last`."""
         cuts = slice(start + 1, last + 1)
-        head = self.intervals.row[start, cuts]
-        tail = self.intervals.row[cuts, stop]
         needs = self.costs.advance_bytes(start, last, stop == self.costs.length)
-        total, other = total[: len(head)], self._other[: len(head)]
-        np.take(self.seconds, head, axis=0, out=total, mode="clip")
-        np.take(self._beyond, tail, axis=0, out=other, mode="clip")
-        total += other
-        total += (self.costs.forward[cuts] - self.costs.forward[start])[:, None]
-        self._forbid(total, needs, np.maximum(self._finite[head], self._finite[tail]))
         return _Ways(
             move=np.arange(1, last - start + 1),
             level=self._states[cuts],
             bytes=self.costs.state_bytes[cuts],
             need=needs,
-            first=tail.astype(np.int64),
-            second=head.astype(np.int64),
+            least=self.grid.levels(needs, self.rounding),
+            seconds=self.costs.forward[cuts] - self.costs.forward[start],
+            first=self.intervals.row[cuts, stop],
+            second=self.intervals.row[start, cuts],
         )
-
-    def _forbid(self, total: Floats, needs: Ints, finite: Ints) -> None:
-        """Where running ahead needs more than the segments on both sides of the cut do, it decides."""
-        least = self.grid.levels(needs, self.rounding)
-        for cut in np.flatnonzero(least > finite):
-            total[cut, : least[cut]] = np.inf
-
-    def _peak_of(self, ways: _Ways, pick: npt.NDArray[np.intp]) -> Ints:
-        left = np.maximum(self._columns - ways.level[pick], 0)
-        peak: Ints = self.peak[ways.first[pick], left] + ways.bytes[pick]
-        np.maximum(peak, ways.need[pick], out=peak)
-        np.maximum(peak, self.peak[ways.second[pick], self._columns], out=peak)
-        return peak
 
     def plans(self) -> ChainPlans:
         """What a planner keeps of the table: the moves, and what the whole chain comes to."""
