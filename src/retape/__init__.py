@@ -12,14 +12,22 @@ from retape.core.problem import Budget
 from retape.core.solve import solve
 
 if TYPE_CHECKING:
+    from retape.api import Fit as Fit
+    from retape.api import apply as apply
+    from retape.api import fit as fit
     from retape.torch.checkpoint import checkpoint as checkpoint
     from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
+    from retape.torch.meter import measure as measure
     from retape.torch.region import keep as keep
     from retape.torch.region import recomputing as recomputing
     from retape.torch.verify import verify as verify
 
 # Names that need PyTorch are imported when they are first used: the planner and its command start without it.
 _LAZY = {
+    "Fit": "retape.api",
+    "apply": "retape.api",
+    "fit": "retape.api",
+    "measure": "retape.torch.meter",
     "checkpoint": "retape.torch.checkpoint",
     "checkpoint_sequential": "retape.torch.checkpoint",
     "keep": "retape.torch.region",
@@ -29,12 +37,16 @@ _LAZY = {
 
 __all__ = [
     "Budget",
+    "Fit",
     "Plan",
     "RetapeError",
+    "apply",
     "checkpoint",
     "checkpoint_sequential",
     "errors",
+    "fit",
     "keep",
+    "measure",
     "recomputing",
     "solve",
     "verify",
@@ -43,6 +55,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("EXACT", "ALL"):  # values for fit(options=...), rather than names to learn
+        return getattr(importlib.import_module("retape.core.option_set"), name)
     if name not in _LAZY:
         raise AttributeError(f"module 'retape' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)

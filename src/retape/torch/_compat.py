@@ -244,7 +244,9 @@ def memory_events(marks: str) -> Iterator[list[tuple[int, int | str]]]:
     """
     events: list[tuple[int, int | str]] = []
     if torch.autograd.profiler._is_profiler_enabled:
-        raise InvalidInput("PyTorch's profiler is running already, and retape needs it to count bytes on the CPU. Leave it out here.")
+        raise InvalidInput(
+            "PyTorch's profiler is running already, and retape needs it to count bytes on the CPU. Leave it out here."
+        )
     profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
     with _stderr_unheard():
         profiler.__enter__()
@@ -254,10 +256,11 @@ def memory_events(marks: str) -> Iterator[list[tuple[int, int | str]]]:
         with _stderr_unheard():
             profiler.__exit__(None, None, None)
     cpu = torch._C._autograd.DeviceType.CPU
-    for event in profiler.kineto_results.events():
+    results: Any = profiler.kineto_results
+    for event in results.events():
         name = event.name()
         if name == "[memory]" and event.device_type() == cpu:
-            events.append((event.start_ns(), event.nbytes()))
+            events.append((event.start_ns(), int(event.nbytes())))
         elif name.startswith(marks):
             events.append((event.start_ns(), name))
     events.sort(key=lambda event: event[0])

@@ -27,6 +27,7 @@ from retape.torch.trace import RegionTrace
 
 MOST_RECIPES = 512  # of shapes and kinds; the one not used for longest goes first
 _LOG = logging.getLogger("retape")
+_TOLD: set[str] = set()  # in this process
 _Key = tuple[int, tuple[int, ...], Signature]
 
 
@@ -40,7 +41,7 @@ class Executor:
         self._recipes: OrderedDict[_Key, Recipe | None] = OrderedDict()
         self._root_call = -1
         self._counts: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._warned = False
         self.regions_run = 0
 
     def learn(self, kind: int, inputs: Signature, trace: RegionTrace, held: tuple[int, ...]) -> None:
@@ -106,14 +107,15 @@ class Executor:
             self._recipes.popitem(last=False)
         region.policy = policy_of(region.policy.stage, choice, recipe)
 
-    def _tell_once(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    @staticmethod
+    def _tell_once(what: str) -> None:
+        if what not in _TOLD:
+            _TOLD.add(what)
             _LOG.warning("retape: %s.", what)
 
     def _warn_once(self, what: str) -> None:
-        if "larger" not in self._told:
-            self._told.add("larger")
+        if not self._warned:
+            self._warned = True
             warnings.warn(what, stacklevel=4)
 
 

@@ -10,27 +10,32 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.errors import BudgetTooSmall, RetapeError
 from retape.core.frontier import Frontier, frontier
 from retape.core.plan import Plan
-from retape.core.problem import Budget, BudgetKind, Chain
+from retape.core.problem import Budget, Chain
 from retape.core.record import Record
 from retape.core.solve import solve
 from retape.core.units import format_bytes
 from retape.torch.attach import attach, detach
+from retape.torch.budgets import resolved
 from retape.torch.discover import Wanted, find_regions
 from retape.torch.executor import Executor
+from retape.torch.fingerprint import unwrapped
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.meter import Scale, synchronize, thinned, weighing
-from retape.torch.modelling import Modelled, Overheads, model_of
+from retape.torch.modelling import Modelled, model_of
+from retape.torch.overheads import engine_overheads
 from retape.torch.policy import Check, Inputs
 from retape.torch.profile import Phase, Profile, ProfileSession, Stopwatch
+from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import device_of, fixed_bytes, pending_optimizer_bytes
 from retape.torch.signature import elements
@@ -76,11 +81,12 @@ class Fitter:
         self.model, self.batch, self.step = model, batch, step or default_step
         self.check, self.tell = check, tell
         self.device = device_of(model)
-        self.regions = find_regions(model, regions)
+        self.root = unwrapped(model)
+        self.regions = find_regions(self.root, regions)
         self.names = {id(module): name for name, module in self.regions.items()}
         self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
         self.pending_bytes = pending_optimizer_bytes(optimizer, self.device)
-        self.budget = resolve(budget, self.device)
+        self.budget = resolved(budget, self.device)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -93,11 +99,11 @@ class Fitter:
     @contextmanager
     def attached(self, caller: ProfileSession | Executor) -> Iterator[None]:
         """Let `caller` answer the calls of the model and its regions; undone at the end."""
-        put_on(self.model, self.regions, caller)
+        put_on(self.root, self.regions, caller)
         try:
             yield
         finally:
-            take_off(self.model, self.regions)
+            take_off(self.root, self.regions)
 
     # --- profile -------------------------------------------------------------------------------------------------
 
@@ -153,7 +159,7 @@ class Fitter:
         laboratory.rewind()
         with weighing(self.device) as scale:
             self.run_step()
-        peak = max(reading.peak_bytes for reading in scale.readings)
+        peak = largest(max(reading.peak_bytes for reading in scale.readings))
         seconds = min(self._timed(laboratory) for _ in range(TIMED_STEPS))
         return Record(
             peak_bytes=self.fixed_bytes + peak,
@@ -180,11 +186,13 @@ class Fitter:
         with undisturbed(self.model) as laboratory:
             profile, step, seconds = self.profiled(laboratory)
             self.tell("solving")
-            overheads = Overheads()
-            modelled = model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads)
+            overheads = engine_overheads(self.device)
+            modelled = decided_by_first(
+                lambda: model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads)
+            )
             fitting = self._settle(laboratory, profile, modelled)
         if fitting.executor is not None:
-            put_on(self.model, self.regions, fitting.executor)
+            put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
 
     def _settle(self, laboratory: Laboratory, profile: Profile, modelled: Modelled) -> Fitting:
@@ -194,7 +202,7 @@ class Fitter:
         chain, worst = modelled.chain, 0
         for _ in range(MOST_ROUNDS):
             try:
-                plan = solve(chain, limit)
+                plan = decided_by_first(partial(solve, chain, limit))
             except BudgetTooSmall:
                 if best is None:
                     raise
@@ -202,7 +210,7 @@ class Fitter:
             fitting = self._tried(laboratory, profile, replace(modelled, chain=chain), plan, limit)
             error = fitting.measured.peak_bytes - plan.promised_peak_bytes
             if fitting.measured.peak_bytes <= limit:
-                if best is None or plan.promised_seconds < best.plan.promised_seconds:
+                if best is None or _seconds(plan) < _seconds(best.plan):
                     best = fitting
                 if fitting.assignment.keeps_everything or -error <= WORTH_USING * limit or worst:
                     break
@@ -243,10 +251,8 @@ class Fitter:
         return executor
 
     def _limit_bytes(self, chain: Chain) -> int:
-        """The budget as the bytes that the peak must not pass, everything counted."""
-        if self.budget.kind is BudgetKind.TOTAL and self.budget.limit_bytes is not None:
-            return self.budget.limit_bytes
-        return solve(chain, self.budget).budget_bytes
+        """The budget as the bytes that the peak of one microbatch must not pass, everything counted."""
+        return decided_by_first(lambda: solve(chain, self.budget).budget_bytes)
 
     def _not_kept(self, limit: int, last: Fitting) -> BudgetTooSmall:
         peak = last.measured.peak_bytes
@@ -257,6 +263,10 @@ class Fitter:
             floor_bytes=peak,
             binding=last.frontier.binding,
         )
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.promised_seconds or 0.0
 
 
 def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ProfileSession | Executor) -> None:
@@ -279,13 +289,6 @@ def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
         detach(module)
 
 
-def resolve(budget: Budget, device: torch.device) -> Budget:
-    """A budget in bytes or a fraction: "auto" is what the device has, and a budget per device the one of this device."""
-    if budget.kind is BudgetKind.PER_DEVICE:
-        return budget
-    return budget
-
-
 def _meanings(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
     kinds = {kind: number for number, kind in enumerate(profile.traces)}
     found = []
@@ -306,10 +309,3 @@ def _meanings(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
         held = tuple(tuple(sorted(slots or ())) for slots in about.held)
         found.append(StageMeaning(choice=choice, held=held, kinds=tuple(option.kind for option in stage.choices)))
     return tuple(found)
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors of a batch."""
-    from retape.torch.links import tensors_of
-
-    return tensors_of(values)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from retape.core.problem import Chain, Option, OptionKind, Stage
 from retape.torch.profile import Profile, RegionCall
 from retape.torch.readings import RegionBytes, RegionSeconds, StepBytes
 from retape.torch.signature import Signature
+from retape.torch.trace import RegionTrace
 from retape.torch.treatments import Treatment, forward_bytes, select_treatments, tape_storages
 
 LITTLE = 8192  # bytes of glue that a chain need not know of
@@ -48,6 +50,13 @@ class Modelled:
     stages: tuple[ModelledStage, ...]
 
 
+class _Readings(NamedTuple):
+    """A step on the scale, and steps with the stopwatch."""
+
+    step: StepBytes
+    seconds: list[dict[int, RegionSeconds]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Levels:
     """Bytes above the start of the step that live from a moment on until the loss: at each region's start and end, and at the loss."""
@@ -75,7 +84,7 @@ def model_of(
     overheads: Overheads,
 ) -> Modelled:
     """The chain of a profiled step; `seconds` has one reading of the stopwatch per timed step."""
-    calls = profile.calls
+    calls, readings = profile.calls, _Readings(step, seconds)
     levels = _Levels.of(step, len(calls))
     by_kind = _seconds_of_kinds(calls, seconds)
     options = {kind: select_treatments(trace) for kind, trace in profile.traces.items()}
@@ -86,21 +95,22 @@ def model_of(
         modelled.append(about)
 
     if calls and levels.starts[0] > LITTLE:
-        add(_glue(-1, 0, levels.starts[0], step, seconds, "before the regions"), ModelledStage(region=None))
+        add(_glue(-1, 0, levels.starts[0], readings, "before the regions"), ModelledStage(region=None))
     for call in calls:
         following = calls[call.stage + 1] if call.stage + 1 < len(calls) else None
         linked = following is not None and _hands_over(call, following, levels)
         measured, taken = step.of(call.stage), by_kind[call.kind]
         if linked:
             measured, taken = _with_glue(measured), _with_glue_seconds(taken)
-        region = _Region(call, measured, taken, levels, profile, overheads)
+        trace = profile.traces[call.kind]
+        region = _Region(call, measured, taken, levels=levels, trace=trace, overheads=overheads)
         add(*region.stage(options[call.kind], state_bytes=_state_bytes(stages, modelled, call)))
         if not linked:
             end = levels.loss if following is None else levels.starts[following.stage]
             name = "after the regions" if following is None else f"after {call.name}"
-            add(_glue(call.stage, levels.ends[call.stage], end, step, seconds, name), ModelledStage(region=None))
+            add(_glue(call.stage, levels.ends[call.stage], end, readings, name), ModelledStage(region=None))
     if not calls:
-        add(_glue(-1, 0, levels.loss, step, seconds, "the model"), ModelledStage(region=None))
+        add(_glue(-1, 0, levels.loss, readings, "the model"), ModelledStage(region=None))
     return Modelled(chain=Chain(stages=tuple(stages), fixed_bytes=fixed_bytes), stages=tuple(modelled))
 
 
@@ -114,11 +124,9 @@ def _hands_over(call: RegionCall, following: RegionCall, levels: _Levels) -> boo
     return following.maker == call.stage and following.root_call == call.root_call and glue <= LITTLE
 
 
-def _glue(
-    stage: int, begin: int, end: int, step: StepBytes, seconds: list[dict[int, RegionSeconds]], name: str
-) -> Stage:
-    measured = step.of(stage)
-    times = [reading[stage] for reading in seconds if stage in reading]
+def _glue(stage: int, begin: int, end: int, readings: _Readings, name: str) -> Stage:
+    measured = readings.step.of(stage)
+    times = [reading[stage] for reading in readings.seconds if stage in reading]
     return Stage(
         name=name,
         forward_seconds=median([time.glue_forward for time in times] or [0.0]),
@@ -131,7 +139,9 @@ def _glue(
     )
 
 
-def _seconds_of_kinds(calls: list[RegionCall], seconds: list[dict[int, RegionSeconds]]) -> dict[Signature, RegionSeconds]:
+def _seconds_of_kinds(
+    calls: list[RegionCall], seconds: list[dict[int, RegionSeconds]]
+) -> dict[Signature, RegionSeconds]:
     """The median of each figure over all regions of a kind and all timed steps."""
     found = {}
     for kind in {call.kind for call in calls}:
@@ -166,12 +176,13 @@ class _Region:
         call: RegionCall,
         measured: RegionBytes,
         seconds: RegionSeconds,
+        *,
         levels: _Levels,
-        profile: Profile,
+        trace: RegionTrace | None,
         overheads: Overheads,
     ) -> None:
         self._call, self._seconds, self._overheads = call, seconds, overheads
-        self._trace = profile.traces[call.kind]
+        self._trace = trace
         begin = levels.starts[call.stage]
         self._output_bytes = levels.ends[call.stage] - begin
         self._forward_bytes = measured.forward_peak - begin

@@ -175,7 +175,9 @@ class ProfileSession:
         if captured.is_lazy:
             return plain_call(*args, **keywords)
         stage, self._stage = self._stage, self._stage + 1
-        region = ProfiledRegion(plain_call, args, keywords, policy=self._policy, check=Check.METADATA, captured=captured)
+        region = ProfiledRegion(
+            plain_call, args, keywords, policy=self._policy, check=Check.METADATA, captured=captured
+        )
         region.session, region.stage = self, stage
         inputs = list(captured.tensors)
         self.mark(Phase.FORWARD, stage)

@@ -23,10 +23,14 @@ def device_of(model: nn.Module) -> torch.device:
         )
     if len(devices) > 1:
         names = ", ".join(sorted(str(device) for device in devices))
-        raise InvalidInput(f"{type(model).__name__} trains on several devices ({names}). Fit the part on each device by itself.")
+        raise InvalidInput(
+            f"{type(model).__name__} trains on several devices ({names}). Fit the part on each device by itself."
+        )
     device = next(iter(devices))
     if device.type not in ("cpu", "cuda"):
-        raise InvalidInput(f"{type(model).__name__} is on {device.type!r}; retape measures on 'cpu' and 'cuda' devices.")
+        raise InvalidInput(
+            f"{type(model).__name__} is on {device.type!r}; retape measures on 'cpu' and 'cuda' devices."
+        )
     return device
 
 
@@ -62,7 +66,11 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
     pending = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": missing}
         for group in optimizer.param_groups
-        if (missing := [p for p in group["params"] if p.requires_grad and p.device == device and p not in optimizer.state])
+        if (
+            missing := [
+                p for p in group["params"] if p.requires_grad and p.device == device and p not in optimizer.state
+            ]
+        )
     ]
     if not pending:
         return 0
@@ -71,7 +79,9 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     try:
-        trial = type(optimizer)(pending, **{k: v for k, v in optimizer.defaults.items() if k in _known_defaults(optimizer)})
+        trial = type(optimizer)(
+            pending, **{k: v for k, v in optimizer.defaults.items() if k in _known_defaults(optimizer)}
+        )
         trial.step()
     except Exception as error:
         raise InvalidInput(

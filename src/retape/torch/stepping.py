@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput
 
@@ -39,3 +40,9 @@ def scalar_loss(step: StepFunction, model: nn.Module, batch: Any) -> Tensor:
             "The loss does not depend on anything that requires gradients. Check requires_grad of the parameters."
         )
     return loss
+
+
+def rows_of(batch: Any) -> int:
+    """The size of the first dimension of the first tensor in a batch that has one; 0 where there is none."""
+    sizes = (leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return next(sizes, 0)

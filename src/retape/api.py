@@ -1,0 +1,254 @@
+"""`fit`, `apply` and `Fit`: the one place where the runtime and the reports meet.
+
+What is measured, solved and attached is in `torch/fitting.py`; what it looks like, in `report/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retape.core.errors import InvalidInput, PlanMismatch
+from retape.core.fit_record import FitRecord
+from retape.core.frontier import Frontier
+from retape.core.option_set import ALL, EXACT, OptionSet
+from retape.core.plan import Plan
+from retape.core.problem import Budget, BudgetLike
+from retape.core.record import Record
+from retape.core.units import format_bytes, format_seconds
+from retape.report.fit_text import explain
+from retape.torch.discover import Wanted
+from retape.torch.executor import Executor
+from retape.torch.fingerprint import fingerprint, unwrapped
+from retape.torch.fitting import Fitter, put_on, take_off
+from retape.torch.policy import Check
+from retape.torch.stepping import StepFunction, rows_of
+
+__all__ = ["ALL", "EXACT", "Fit", "Promise", "apply", "fit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a plan said before it ran: peak bytes with everything counted, seconds, and those over a step that keeps everything."""
+
+    peak_bytes: int
+    seconds: float
+    slowdown: float
+
+
+class Fit:
+    """A model that runs inside a budget. It stays so until `remove` is called.
+
+    `plan` is what was solved, `frontier` the best seconds at every number of bytes, `promised` what the plan said and `measured`
+    what a real step took.
+    """
+
+    def __init__(
+        self, model: nn.Module, record: FitRecord, regions: dict[str, nn.Module], executor: Executor | None
+    ) -> None:
+        self._model, self._regions, self._executor = model, regions, executor
+        self.record = record
+
+    @property
+    def plan(self) -> Plan:
+        return self.record.plan
+
+    @property
+    def frontier(self) -> Frontier:
+        return self.record.frontier
+
+    @property
+    def measured(self) -> Record:
+        return self.record.measured
+
+    @property
+    def promised(self) -> Promise:
+        plan = self.record.plan
+        return Promise(
+            peak_bytes=plan.promised_peak_bytes,
+            seconds=plan.promised_seconds or 0.0,
+            slowdown=self.record.promised_slowdown,
+        )
+
+    def explain(self) -> str:
+        """A table: per kind of region what is held, what is recomputed and why, bytes and milliseconds each."""
+        return explain(self.record)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan and all that was measured as JSON; `retape.apply` puts it on a model of the same structure."""
+        Path(path).write_text(self.record.to_json() + "\n", encoding="utf-8")
+
+    def largest_batch(self) -> int:
+        """How many rows the budget would carry, by the frugalest plan: activations grow with the rows, the rest does not."""
+        record = self.record
+        if not record.rows:
+            raise InvalidInput(
+                "The batch has no tensor with rows, so there is nothing to count. Fit again with another batch."
+            )
+        fixed = record.frontier.fixed_bytes
+        room, least = record.budget_bytes - fixed, record.frontier.floor_bytes - fixed
+        return max(record.rows, record.rows * room // least) if least > 0 else record.rows
+
+    def remove(self) -> None:
+        """Leave the model as it was before the fit, without a trace."""
+        if self._executor is not None:
+            take_off(unwrapped(self._model), self._regions)
+            self._executor = None
+
+    def __repr__(self) -> str:
+        promised, measured = self.promised, self.measured
+        return (
+            f"Fit({self.record.model}: budget {format_bytes(self.record.budget_bytes)}, promised {format_bytes(promised.peak_bytes)} "
+            f"at {promised.slowdown:.2f}x, measured {format_bytes(measured.peak_bytes)}, {self.plan.quality})"
+        )
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: BudgetLike,
+    step: StepFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    regions: Wanted | None = None,
+    options: OptionSet | str = EXACT,
+    compile: bool = False,
+    check: str = "metadata",
+    progress: bool = True,
+) -> Fit:
+    """Make a model train inside `budget` bytes, as fast as those allow, with the gradients of plain autograd bit for bit.
+
+    Runs a few real steps of `batch` to measure (never the optimizer's), solves, attaches the plan to the model and measures it.
+    A dict is called as keyword arguments, a tuple as positional ones; `step(model, batch)` returns the scalar loss where the
+    model does not. Weights, buffers, gradients and random streams are afterwards as before.
+    """
+    _check_arguments(model, compile)
+    OptionSet.of(options)
+    with _telling(progress) as tell:
+        fitter = Fitter(
+            model,
+            batch,
+            Budget.of(budget),
+            step=step,
+            optimizer=optimizer,
+            regions=regions,
+            check=Check.of(check),
+            tell=tell,
+        )
+        found = fitter.fit()
+    record = FitRecord(
+        model=type(unwrapped(model)).__name__,
+        fingerprint=fingerprint(model),
+        budget_bytes=found.budget_bytes,
+        chain=found.chain,
+        plan=found.plan,
+        frontier=found.frontier,
+        assignment=found.assignment,
+        measured=found.measured,
+        profile_seconds=found.profile_seconds,
+        rows=rows_of(batch),
+        versions=_versions(),
+    )
+    made = Fit(model, record, fitter.regions, found.executor)
+    if progress:
+        _say(made)
+    return made
+
+
+def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = "metadata") -> Fit:
+    """Put a saved fit on a model without profiling; PlanMismatch where the model is built differently."""
+    record = _record_of(plan)
+    found = fingerprint(model)
+    if found != record.fingerprint:
+        raise PlanMismatch(
+            f"This plan is for a {record.model} of structure {record.fingerprint}, and the model is a "
+            f"{type(unwrapped(model)).__name__} of structure {found}: its modules, shapes, dtypes or trained parameters differ. "
+            "Fit this model, or apply the plan that belongs to it."
+        )
+    modules = dict(unwrapped(model).named_modules())
+    regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
+    if record.assignment.keeps_everything:
+        return Fit(model, record, regions, None)
+    names = {id(module): name for name, module in regions.items()}
+    executor = Executor(record.assignment, names, check=Check.of(check))
+    put_on(unwrapped(model), regions, executor)
+    return Fit(model, record, regions, executor)
+
+
+def _record_of(plan: Fit | FitRecord | str | Path) -> FitRecord:
+    if isinstance(plan, Fit):
+        return plan.record
+    if isinstance(plan, FitRecord):
+        return plan
+    if not isinstance(plan, (str, Path)):
+        raise InvalidInput(
+            f"apply() got a {type(plan).__name__}; give a Fit, or the path of a file that Fit.save wrote."
+        )
+    try:
+        text = Path(plan).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"Cannot read the plan: {error}. Give the path of a file that Fit.save wrote.") from error
+    return FitRecord.from_json(text)
+
+
+def _check_arguments(model: object, compile: bool) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
+    if compile:
+        raise InvalidInput(
+            "compile=True is not supported yet. Compile the blocks yourself before fitting, or leave it out."
+        )
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    try:
+        own = version("retape")
+    except PackageNotFoundError:  # run from a source tree
+        own = "source"
+    return (("retape", own), ("torch", torch.__version__))
+
+
+@contextmanager
+def _telling(progress: bool) -> Iterator[Callable[[str], None]]:
+    """What to call with each thing that is being done; on a terminal it is a progress bar."""
+    if not progress:
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("[bold]fit[/]"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=_USUAL_STEPS)
+
+        def tell(what: str) -> None:
+            bar.update(task, description=what, advance=1)
+
+        yield tell
+
+
+_USUAL_STEPS = 7
+
+
+def _say(made: Fit) -> None:
+    """Promise and measurement, one line each."""
+    from rich.console import Console
+
+    record, promised = made.record, made.promised
+    plain = record.plain_seconds
+    console = Console(stderr=True, highlight=False)
+    console.print(
+        f"promised  {format_bytes(promised.peak_bytes)} of {format_bytes(record.budget_bytes)}, "
+        f"{format_seconds(promised.seconds)} a step ({promised.slowdown:.2f}x), {record.plan.quality}"
+    )
+    console.print(
+        f"measured  {format_bytes(record.measured.peak_bytes)}, {format_seconds(record.measured.seconds)} a step "
+        f"({record.measured.seconds / plain if plain else 1.0:.2f}x); fitting took {format_seconds(record.profile_seconds)}"
+    )

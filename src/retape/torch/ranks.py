@@ -1,0 +1,42 @@
+"""Several processes that train one model must do the same: rank 0 decides, and the slowest or fullest of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from retape.core.errors import RetapeError
+
+Value = TypeVar("Value")
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def decided_by_first(make: Callable[[], Value]) -> Value:
+    """What rank 0 makes of it, on every rank; an error of rank 0 is raised on all of them."""
+    if not is_distributed():
+        return make()
+    box: list[Value | RetapeError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [make()]
+        except RetapeError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=0)
+    answer = box[0]
+    if isinstance(answer, RetapeError):
+        raise answer
+    return answer  # type: ignore[return-value]
+
+
+def largest(value: int) -> int:
+    """The largest of all ranks' values."""
+    if not is_distributed():
+        return value
+    values: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
