@@ -22,7 +22,7 @@ from retape.core.frontier import Frontier, frontier
 from retape.core.plan import Plan
 from retape.core.problem import Budget, Chain
 from retape.core.record import Record
-from retape.core.solve import solve
+from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.attach import attach, detach
 from retape.torch.budgets import resolved
@@ -224,6 +224,7 @@ class Fitter:
                 if rounds.best is not None:
                     break
                 if not modelled.slack_bytes:
+                    solve(modelled.chain, self.budget)  # raises in the terms of the budget as it was given
                     raise
                 modelled = modelled.without_slack()
                 continue
@@ -275,7 +276,7 @@ class Fitter:
 
     def _limit_bytes(self, chain: Chain) -> int:
         """The budget as the bytes that the peak of one microbatch must not pass, everything counted."""
-        return decided_by_first(lambda: solve(chain, self.budget).budget_bytes)
+        return decided_by_first(partial(limit_bytes, chain, self.budget))
 
     def _not_kept(self, limit: int, last: Fitting) -> BudgetTooSmall:
         peak = last.measured.peak_bytes
