@@ -84,6 +84,15 @@ def test_graph_task():
     assert 0 <= first < second
 
 
+def test_sequence_number():
+    x = torch.ones(2, requires_grad=True)
+    first, second = x * 1, x * 2
+    assert _compat.sequence_number(first.grad_fn) < _compat.sequence_number(second.grad_fn)
+    leaf = second.grad_fn.next_functions[0][0]
+    assert leaf.variable is x
+    assert _compat.sequence_number(leaf) > _compat.sequence_number(second.grad_fn)
+
+
 def test_at_end_of_backward():
     order = []
     in_backward(lambda: (_compat.at_end_of_backward(lambda: order.append("end")), order.append("hook")))

@@ -44,6 +44,11 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def sequence_number(node: Any) -> int:
+    """When an autograd node was made, counted in its thread; an AccumulateGrad has the largest number there is."""
+    return int(node._sequence_nr())
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward pass that runs in this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
