@@ -80,7 +80,7 @@ def test_gradients_of_weights_are_added_in_slice_order():
     for part in x.detach().tensor_split(4):
         out = model(part)
         for total, gradient in zip(totals, torch.autograd.grad(out.sum(), list(model.parameters())), strict=True):
-            total += gradient
+            total.add_(gradient)
     for _ in range(3):
         model.zero_grad()
         retape.tile(model, x, tiles=4).sum().backward()
@@ -98,8 +98,8 @@ def test_gradients_of_16_bit_weights_are_added_in_float32(dtype):
     assert float(w.grad) == float(torch.tensor(2064.0, dtype=dtype)) > 2048
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("number", range(4))
 def test_error_against_float64_is_no_larger_than_plain(dtype, number):
     torch.manual_seed(number)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(dtype)
@@ -217,7 +217,7 @@ def test_a_leaf_that_only_the_graph_shows():
 def test_a_computed_tensor_that_is_found_nowhere_is_refused():
     x, leaf = whole_numbers(6, 3), whole_numbers(3)
     HIDDEN["w"] = leaf * 2
-    with pytest.raises(RegionError, match="MulBackward0.*found neither among its rows nor in its closure"):
+    with pytest.raises(RegionError, match=r"MulBackward0.*found neither among its rows nor in its closure"):
         retape.tile(lambda r: of_a_helper(r) + 1, x, tiles=3)
 
 
@@ -358,6 +358,8 @@ MIXES = {
 @pytest.mark.parametrize("tiles", [1, 3, 8])
 @pytest.mark.parametrize("fn", MIXES.values(), ids=MIXES)
 def test_a_function_that_mixes_rows_is_refused(fn, tiles):
+    if tiles == 8 and isinstance(fn, nn.BatchNorm1d):
+        pytest.skip("refuses a single row by itself")
     x = torch.randn(8, WIDTH).double().requires_grad_()
     for _ in range(2):  # a refusal is not remembered as an answer
         with pytest.raises(RegionError, match="does not treat rows independently"):
@@ -466,7 +468,9 @@ def twice(fn, *rows, tiles):
 def test_regions_around_and_inside(call, dropout):
     seed()
     model, x = mlp(dropout), torch.randn(9, WIDTH).double().requires_grad_()
-    wanted = step(lambda fn, r, tiles: in_a_loop(fn, r, tiles=tiles).tanh(), model, [x], list(model.parameters()), tiles=4)
+    wanted = step(
+        lambda fn, r, tiles: in_a_loop(fn, r, tiles=tiles).tanh(), model, [x], list(model.parameters()), tiles=4
+    )
     for _ in range(2):
         close(step(call, model, [x], list(model.parameters()), tiles=4), wanted)
 
@@ -533,6 +537,7 @@ def test_torch_func_is_refused():
         torch.func.grad(lambda r: retape.tile(torch.sin, r, tiles=2).sum())(torch.randn(4, 2))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
 def test_compiled_callers():
     model, x = mlp(), torch.randn(8, WIDTH).double().requires_grad_()
     compiled = torch.compile(lambda r: retape.tile(model, r * 2, tiles=2) + 1, backend="eager")

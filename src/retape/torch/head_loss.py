@@ -10,7 +10,7 @@ The matrix products themselves are in `products.py`; slices of any other functio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput, UnsupportedTransform
 from retape.torch import _compat
-from retape.torch.products import Products, products_of, wide
+from retape.torch.products import Products, add_product, products_of, wide
 
 _CHUNK_BYTES = {"cuda": 512 * 1024 * 1024}
 _CHUNK_BYTES_ELSEWHERE = 64 * 1024 * 1024
@@ -86,36 +86,43 @@ def linear_cross_entropy(
     then capped (`soft_cap * tanh(logits / soft_cap)`); `z_loss` times the square of their log-sum-exp is added to each row's
     loss. With `shift` position i predicts label i + 1. The loss of 16-bit inputs is float32.
     """
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(linear_cross_entropy)(  # type: ignore[no-any-return]
-            hidden, weight, labels, bias=bias, class_weight=class_weight, ignore_index=ignore_index,
-            label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap, logit_scale=logit_scale,
-            reduction=reduction, shift=shift, chunk_rows=chunk_rows,
-        )  # fmt: skip
+    options = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "soft_cap": soft_cap,
+        "logit_scale": logit_scale,
+        "reduction": reduction,
+        "chunk_rows": chunk_rows,
+    }
+    # A compiled caller is left for the call: what the compiler makes of head and loss has whole logits.
+    run = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
+    return run((hidden, weight, bias, labels, class_weight), shift, options)
+
+
+def _run(tensors: tuple[Any, ...], shift: bool, options: dict[str, Any]) -> Tensor:
     _refuse_transforms()
+    hidden, weight, bias, labels, class_weight = tensors
     _check_shapes(hidden, weight, labels, bias, class_weight)
-    loss = _Loss(
-        ignore_index=ignore_index,
-        label_smoothing=float(label_smoothing),
-        z_loss=float(z_loss),
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        logit_scale=float(logit_scale),
-        reduction=Reduction.of(reduction),
-        chunk_rows=chunk_rows,
-        dtype=_dtype_of(hidden, weight, bias),
-    )
+    options["reduction"] = Reduction.of(options["reduction"])
+    loss = _Loss(**options, dtype=_dtype_of(hidden, weight, bias))
     if shift:
-        if labels.dim() == 0 or labels.shape[-1] < 2:
-            raise InvalidInput(f"shift=True needs two labels in a row or more, and labels are {tuple(labels.shape)}.")
-        # The last position predicts nothing. It is ignored rather than cut off, which would copy `hidden`.
-        labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        labels = _shifted(labels, loss.ignore_index)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     _check_labels(flat, loss, len(weight))
+    found: Tensor
     if loss.reduction is not Reduction.NONE:
-        grads = torch.is_grad_enabled()
-        return _Reduced.apply(loss, grads, rows, weight, bias, flat, class_weight)  # type: ignore[no-any-return]
-    each = _PerRow.apply(loss, rows, weight, bias, flat, class_weight).reshape(labels.shape)
-    return each[..., :-1] if shift else each
+        found = _Reduced.apply(loss, torch.is_grad_enabled(), rows, weight, bias, flat, class_weight)
+        return found
+    found = _PerRow.apply(loss, rows, weight, bias, flat, class_weight).reshape(labels.shape)
+    return found[..., :-1] if shift else found
+
+
+def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    """Labels one place earlier. The last place predicts nothing; it is ignored rather than cut off, which would copy `hidden`."""
+    if labels.dim() == 0 or labels.shape[-1] < 2:
+        raise InvalidInput(f"shift=True needs two labels in a row or more, and labels are {tuple(labels.shape)}.")
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
 
 
 # --- one chunk ------------------------------------------------------------------------------------------------------
@@ -145,6 +152,12 @@ class _Head:
             return self.valid.sum().to(self.wide)
         return (self._class_weight[self._labels.squeeze(1)] * self.valid).sum()
 
+    def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
+        """The sum of the losses, or their mean. There is one number a row, so it costs nothing to add them up in float64."""
+        exact = torch.float64 if losses.device.type in ("cpu", "cuda") else self.wide
+        total = losses.sum(dtype=exact)
+        return (total if divisor is None else total / divisor).to(self.wide)
+
     def run(self, rows: Tensor, part: slice, *, slope: bool) -> tuple[Tensor, Tensor | None]:
         """The losses of some rows; with `slope` also their derivatives by the logits before scale and cap (less `logit_scale`).
 
@@ -162,9 +175,7 @@ class _Head:
         weights = None if self._class_weight is None else self._class_weight[labels.squeeze(1)]
         losses = picked * -self._share if weights is None else picked * weights * -self._share
         if self._rest:
-            losses -= self._rest * (
-                chances.sum(1) if self._class_weight is None else chances @ self._class_weight
-            )
+            losses -= self._rest * (chances.sum(1) if self._class_weight is None else chances @ self._class_weight)
         log_sum = at_label - picked
         if loss.z_loss:
             losses += loss.z_loss * log_sum.square()
@@ -203,7 +214,7 @@ class _Head:
 class _Gradients:
     """The sums of a head's gradients over chunks; what nobody asked for stays None."""
 
-    def __init__(self, rows: Tensor, weight: Tensor, head: _Head, wanted: tuple[bool, bool, bool]) -> None:
+    def __init__(self, rows: Tensor, weight: Tensor, head: _Head, wanted: Sequence[bool]) -> None:
         self._head = head
         self.rows = torch.empty_like(rows, dtype=head.loss.dtype) if wanted[0] else None
         self.weight = torch.zeros_like(weight, dtype=head.wide) if wanted[1] else None
@@ -220,7 +231,7 @@ class _Gradients:
             gradient *= (factor if early is None else factor * early).unsqueeze(1)
             self.rows[part] = gradient
         if self.weight is not None:
-            products.add_weight_gradient(self.weight, slope, rows * factor.unsqueeze(1).to(rows.dtype))
+            add_product(self.weight, slope, (rows * factor.unsqueeze(1).to(rows.dtype)).to(slope.dtype))
 
 
 def _chunks(rows: Tensor, classes: int, loss: _Loss, weight_gradient: bool) -> Iterator[slice]:
@@ -248,10 +259,9 @@ class _Reduced(torch.autograd.Function):
     """Mean or sum: the gradients are there before the backward pass, which scales them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: _Loss, grads: bool, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
-        class_weight: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, loss: _Loss, grads: bool, *tensors: Any) -> Tensor:
+        rows: Tensor
+        rows, weight, bias, labels, class_weight = tensors
         _, _, *wanted, _, _ = ctx.needs_input_grad if grads else (False,) * 7
         ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
         with torch.autocast(rows.device.type, enabled=False):
@@ -260,17 +270,17 @@ class _Reduced(torch.autograd.Function):
             scale = _scale(divisor, head)
             # Numbers of float16 would vanish in the division, so there it waits for the upstream gradient.
             early = None if loss.dtype is torch.float16 else scale
-            found, losses = _Gradients(rows, weight, head, tuple(wanted)), rows.new_empty(len(rows), dtype=head.wide)  # type: ignore[arg-type]
+            found = _Gradients(rows, weight, head, wanted)
+            losses = rows.new_empty(len(rows), dtype=head.wide)
             valid = head.valid.to(head.wide)
             for part in _chunks(rows, len(weight), loss, wanted[1]):
                 chunk = rows[part].to(loss.dtype)
                 losses[part], slope = head.run(chunk, part, slope=any(wanted))
                 if slope is not None:
                     found.add(chunk, part, slope, valid[part], early)
-            total = losses.sum()
         ctx.early = early is not None
         ctx.save_for_backward(found.rows, found.weight, found.bias, scale)
-        return total if divisor is None else total / divisor
+        return head.total(losses, divisor)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -293,12 +303,11 @@ class _PerRow(torch.autograd.Function):
     """No reduction: the backward pass makes every chunk again, once it knows what each row's loss is worth."""
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: _Loss, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
-        class_weight: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, loss: _Loss, *tensors: Any) -> Tensor:
+        rows: Tensor
+        rows, weight, bias, labels, class_weight = tensors
         ctx.loss = loss
-        ctx.save_for_backward(rows, weight, bias, labels, class_weight)
+        ctx.save_for_backward(*tensors)
         with torch.autocast(rows.device.type, enabled=False):
             head = _Head(loss, weight, bias, labels, class_weight)
             losses = rows.new_empty(len(rows), dtype=head.wide)
@@ -313,7 +322,7 @@ class _PerRow(torch.autograd.Function):
         loss, (_, *wanted, _, _) = ctx.loss, ctx.needs_input_grad
         with torch.autocast(rows.device.type, enabled=False):
             head = _Head(loss, weight, bias, labels, class_weight)
-            found = _Gradients(rows, weight, head, tuple(wanted))
+            found = _Gradients(rows, weight, head, wanted)
             worth = upstream.to(head.wide) * loss.logit_scale * head.valid
             ones = torch.ones_like(worth)
             for part in _chunks(rows, len(weight), loss, wanted[1]):
@@ -335,7 +344,8 @@ def _scale(divisor: Tensor | None, head: _Head) -> Tensor:
 def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
     if gradient is None:
         return None
-    return (gradient * factor.to(wide(gradient.dtype))).to(dtype)
+    scaled = torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor.to(wide(gradient.dtype)), out=scaled)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -377,7 +387,9 @@ def _check_shapes(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, class_weight: Tensor | None
 ) -> None:
     if not hidden.is_floating_point() or hidden.dim() == 0:
-        raise InvalidInput(f"hidden is {hidden.dtype} of shape {tuple(hidden.shape)}; give floating-point (..., features).")
+        raise InvalidInput(
+            f"hidden is {hidden.dtype} of shape {tuple(hidden.shape)}; give floating-point (..., features)."
+        )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or len(weight) == 0:
         raise InvalidInput(
             f"weight has shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; weight must be (classes, {hidden.shape[-1]})."
@@ -388,10 +400,14 @@ def _check_shapes(
             f"{tuple(hidden.shape[:-1])}."
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
-        raise InvalidInput(f"labels are {labels.dtype}; give class numbers as integers (probabilities are not supported).")
+        raise InvalidInput(
+            f"labels are {labels.dtype}; give class numbers as integers (probabilities are not supported)."
+        )
     for name, tensor in (("bias", bias), ("class_weight", class_weight)):
         if tensor is not None and tensor.shape != (len(weight),):
-            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}; give one number for each of {len(weight)} classes.")
+            raise InvalidInput(
+                f"{name} has shape {tuple(tensor.shape)}; give one number for each of {len(weight)} classes."
+            )
     if class_weight is not None and class_weight.requires_grad:
         raise InvalidInput("class_weight requires a gradient, which is not computed; give class_weight.detach().")
 

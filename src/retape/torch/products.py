@@ -1,8 +1,7 @@
-"""The three matrix products of a linear head, summed in float32 whatever the operands are.
+"""Matrix products of 16-bit operands that are summed in float32, and never through a float32 copy of the whole weight.
 
-`logits = rows @ weight.T`, `gradient of rows = slope @ weight`, `gradient of weight += slope.T @ rows`: all of them give
-float32 for 16-bit operands, and nothing here is larger than a chunk of rows or a slab of the weight. Which softmax the slope
-comes from is not known here (`head_loss.py`).
+`logits = rows @ weight.T` and the `gradient of rows = slope @ weight` of a linear head, and `add_product`, by which gradients of
+weights add up. What the operands are is not known here (`head_loss.py`, `slice_graph.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class Products(Protocol):
 
     def logits(self, rows: Tensor) -> Tensor: ...
     def rows_gradient(self, slope: Tensor) -> Tensor: ...
-    def add_weight_gradient(self, total: Tensor, slope: Tensor, rows: Tensor) -> None: ...
     def narrowed(self, slope: Tensor) -> Tensor:
         """The slope in the dtype in which the two products of the backward pass take it."""
 
@@ -57,9 +55,6 @@ class _AsTheyAre:
     def rows_gradient(self, slope: Tensor) -> Tensor:
         return slope @ self._weight
 
-    def add_weight_gradient(self, total: Tensor, slope: Tensor, rows: Tensor) -> None:
-        total.addmm_(slope.T, rows)
-
 
 class _InSlabs:
     """16-bit operands where no kernel sums them in float32: a slab of the weight at a time is made float32."""
@@ -85,9 +80,6 @@ class _InSlabs:
             out.addmm_(slope[:, part], self._weight[part].float())
         return out
 
-    def add_weight_gradient(self, total: Tensor, slope: Tensor, rows: Tensor) -> None:
-        total.addmm_(slope.T, rows.float())
-
 
 class _OnTensorCores:
     """16-bit operands on CUDA, whose kernels take them as they are and sum in float32."""
@@ -106,12 +98,23 @@ class _OnTensorCores:
     def rows_gradient(self, slope: Tensor) -> Tensor:
         return torch.mm(slope, self._weight, out_dtype=torch.float32)
 
-    def add_weight_gradient(self, total: Tensor, slope: Tensor, rows: Tensor) -> None:
-        if _adds_in_place(rows.dtype):
-            torch.addmm(total, slope.T, rows, out_dtype=torch.float32, out=total)
-            return
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left.T @ right`, summed in `total`'s dtype: how the gradients of a weight add up."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+    elif left.device.type != "cuda":
+        total.addmm_(left.T.to(total.dtype), right.to(total.dtype))
+    elif _adds_in_place(left.dtype):
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+    else:
         for part in _slabs(total):
-            total[part] += torch.mm(slope[:, part].T, rows, out_dtype=torch.float32)
+            total[part] += torch.mm(left[:, part].T, right, out_dtype=total.dtype)
+
+
+def add_sum(total: Tensor, rows: Tensor) -> None:
+    """`total += rows.sum(0)`, summed in `total`'s dtype."""
+    total += rows.sum(0, dtype=total.dtype)
 
 
 @cache

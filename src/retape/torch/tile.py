@@ -9,14 +9,14 @@ Whether the function treats rows independently is asked in `rowwise.py`; a loss 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RegionError, UnsupportedTransform
@@ -27,6 +27,7 @@ from retape.torch.reads import Call, capture_call
 from retape.torch.region import name_of, refuse_transforms
 from retape.torch.rowwise import Arguments, SliceRegion, Slicing, assert_rowwise
 from retape.torch.runs import is_plain
+from retape.torch.slice_graph import Linear, SliceGraph
 
 _SLICE = Policy(linkable=False)
 _PLAIN_VALUES = (type(None), bool, int, float, complex, str)
@@ -57,7 +58,9 @@ def _slicing(fn: Callable[..., Any], rows: tuple[Any, ...], tiles: int, dim: int
     for index, row in enumerate(rows):
         if isinstance(row, Tensor):
             if not -row.dim() <= dim < row.dim():
-                raise InvalidInput(f"Rows {index} of {name_of(fn)} have shape {tuple(row.shape)}, and no dim={dim} to slice along.")
+                raise InvalidInput(
+                    f"Rows {index} of {name_of(fn)} have shape {tuple(row.shape)}, and no dim={dim} to slice along."
+                )
             lengths[index] = row.shape[dim]
         elif not isinstance(row, _PLAIN_VALUES):
             raise InvalidInput(
@@ -68,7 +71,9 @@ def _slicing(fn: Callable[..., Any], rows: tuple[Any, ...], tiles: int, dim: int
         raise InvalidInput(f"{name_of(fn)} was given no tensor to slice; give one with the rows along dim={dim}.")
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{length} in argument {index}" for index, length in lengths.items())
-        raise InvalidInput(f"The rows of {name_of(fn)} along dim={dim} are of different number: {said}. Give as many in each.")
+        raise InvalidInput(
+            f"The rows of {name_of(fn)} along dim={dim} are of different number: {said}. Give as many in each."
+        )
     return Slicing(count=next(iter(lengths.values())), tiles=tiles, dim=dim)
 
 
@@ -118,7 +123,11 @@ class _Forward:
 
     def _sliced(self, start: int, length: int) -> list[Any]:
         """Slices without history; a tensor that is given twice is one slice, because code asks `q is k`."""
-        made = {id(row): row.detach().narrow(self._slicing.dim, start, length) for row in self._rows if isinstance(row, Tensor)}
+        made = {
+            id(row): row.detach().narrow(self._slicing.dim, start, length)
+            for row in self._rows
+            if isinstance(row, Tensor)
+        }
         return [made.get(id(row), row) for row in self._rows]
 
     def _take(self, values: list[Any], structure: Any, start: int, length: int) -> None:
@@ -164,7 +173,7 @@ class _Forward:
         differentiable = [any(piece.edges[i] is not None for piece in tape.slices) for i in range(len(tensors))]
         if not any(differentiable):
             return self._outputs
-        inputs = [row for row in self._rows if self._needs_grad(row)]
+        inputs = _each_once([row for row in self._rows if self._needs_grad(row)])
         # The tape is what the node saves: autograd lets go of it when it frees the graph, and not if it is retained.
         with saved_tensors_hooks(lambda _: tape, _unpack_tape):
             joined = iter(_Join.apply(tensors, differentiable, *inputs, *tape.shared.values()))
@@ -179,10 +188,11 @@ class Tape:
         self.slicing = slicing
         self.slices: list[_Slice] = []
         self.shared: dict[int, Tensor] = {}  # weights and other tensors that slices use and that need gradients
-        with _compat.unobserved(), torch.enable_grad():
-            self.anchor = torch.empty((0,), requires_grad=True)
+        with _compat.unobserved():
+            self.anchor = torch.empty((0,), requires_grad=torch.is_grad_enabled())
             # Nodes of the slices come after this one, nodes of everybody else before it.
-            self.first_node = _compat.sequence_number(self.anchor.view(0).grad_fn)
+            marker = self.anchor.view(0).grad_fn
+        self.first_node = 0 if marker is None else _compat.sequence_number(marker)
 
 
 class _Slice:
@@ -191,8 +201,10 @@ class _Slice:
     def __init__(self, fn: Callable[..., Any], given: list[Any], needs_grad: list[bool], tape: Tape) -> None:
         self._fn = fn
         self._given = _with_entries(given, needs_grad, tape.anchor)
-        self.entries = [get_gradient_edge(v) for v, needed in zip(self._given, needs_grad, strict=True) if needed]
+        entered = [value for value, needed in zip(self._given, needs_grad, strict=True) if needed]
+        self.entries = [get_gradient_edge(value) for value in _each_once(entered)]
         self.edges: list[GradientEdge | None] = []
+        self.linears: list[Linear] = []
         call = capture_call(fn, tuple(self._given), {})
         self._tensors = list(call.tensors)
         self._outside = _with_history(call, self._given)
@@ -221,16 +233,22 @@ class _Slice:
         self.edges = [
             get_gradient_edge(value) if value.requires_grad else None for value in values if isinstance(value, Tensor)
         ]
-        known = {(edge.node, edge.output_nr): tensor for edge, tensor in self._outside}
-        for tensor in _used([edge for edge in self.edges if edge is not None], known, self.entries, tape):
-            tape.shared[id(tensor)] = tensor
+        graph = SliceGraph(
+            [edge for edge in self.edges if edge is not None],
+            {(edge.node, edge.output_nr): tensor for edge, tensor in self._outside},
+            {edge.node for edge in self.entries},
+            tape.first_node,
+            tape.name,
+        )
+        tape.shared.update({id(tensor): tensor for tensor in graph.tensors})
+        self.linears = graph.linears()
         self._given, self._tensors, self._outside = [], [], []
         tape.slices.append(self)
 
-    def gradients(self, upstream: Sequence[Tensor | None], inputs: list[Any]) -> Sequence[Tensor | None]:
+    def gradients(self, upstream: Sequence[Tensor | None], inputs: list[GradientEdge]) -> Sequence[Tensor | None]:
         """What comes out at `inputs` for what goes in at the outputs."""
         pairs = [(edge, g) for edge, g in zip(self.edges, upstream, strict=True) if edge is not None and g is not None]
-        if not pairs:
+        if not pairs or not inputs:
             return [None] * len(inputs)
         outputs, gradients = zip(*pairs, strict=True)
         # The graph is retained for a second backward pass; it holds nothing, since what a slice refills is dropped again.
@@ -241,6 +259,10 @@ def _with_entries(given: list[Any], needs_grad: list[bool], anchor: Tensor) -> l
     """Rows that need gradients, each behind a node of its own. A leaf would hold the row for as long as the graph lives."""
     made = {id(v): _Entry.apply(anchor, [v]) for v, needed in zip(given, needs_grad, strict=True) if needed}
     return [made[id(v)] if needed else v for v, needed in zip(given, needs_grad, strict=True)]
+
+
+def _each_once(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 class _Entry(torch.autograd.Function):
@@ -260,29 +282,6 @@ def _with_history(call: Call, given: list[Any]) -> list[tuple[GradientEdge, Tens
     rows = {id(value) for value in given}
     found = [*call.tensors, *call.extras, *call.state]
     return [(get_gradient_edge(t), t) for t in found if t.grad_fn is not None and id(t) not in rows]
-
-
-def _used(
-    starts: Iterable[GradientEdge], known: dict[tuple[Node, int], Tensor], entries: list[GradientEdge], tape: Tape
-) -> list[Tensor]:
-    """The tensors from outside that a slice's graph leads to."""
-    inside = {edge.node for edge in entries}
-    found: dict[int, Tensor] = {}
-    pending, seen = [(edge.node, edge.output_nr) for edge in starts], set[Node]()
-    while pending:
-        node, number = pending.pop()
-        tensor = known.get((node, number), getattr(node, "variable", None))
-        if tensor is not None:
-            found[id(tensor)] = tensor
-        elif node not in seen and node not in inside:
-            seen.add(node)
-            if _compat.sequence_number(node) < tape.first_node:
-                raise RegionError(
-                    f"{tape.name} uses a tensor that needs a gradient ({node.name()}) and that was found neither among its rows nor in its "
-                    "closure, its modules or its defaults. Give it as rows, or let the function close over it."
-                )
-            pending += [(after, index) for after, index in node.next_functions if after is not None]
-    return list(found.values())
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -320,47 +319,69 @@ class _Join(torch.autograd.Function):
                 f"{tape.name} in tiles was asked for gradients that can be differentiated again (create_graph=True); its slices are run "
                 "again without that. Call the function itself, or retape.checkpoint, for second derivatives."
             )
-        return (None, None, *_gradients(tape, upstream))
+        totals, dim = _Totals(tape), tape.slicing.dim
+        with ExitStack() as stack:
+            for tensor in tape.shared.values():
+                stack.enter_context(_quiet(tensor))
+            for piece, (start, length) in zip(tape.slices, tape.slicing.parts(), strict=True):
+                parts = [None if g is None else g.narrow(dim, start, length) for g in upstream]
+                totals.take(piece, start, parts)
+        return (None, None, *totals.gradients())
 
 
-def _gradients(tape: Tape, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of rows and of shared tensors, slice by slice, in order."""
-    rows = len(tape.slices[0].entries)
-    found: list[Tensor | None] = [None] * (rows + len(tape.shared))
-    dim = tape.slicing.dim
-    ends = [get_gradient_edge(tensor) for tensor in tape.shared.values()]
-    with ExitStack() as stack:
-        for tensor in tape.shared.values():
-            stack.enter_context(_quiet(tensor))
-        for piece, (start, length) in zip(tape.slices, tape.slicing.parts(), strict=True):
-            parts = [None if g is None else g.narrow(dim, start, length) for g in upstream]
-            for index, gradient in enumerate(piece.gradients(parts, [*piece.entries, *ends])):
-                if gradient is None:
-                    continue
-                if index < rows:
-                    found[index] = _put(found[index], gradient, tape.slicing, start)
-                else:
-                    found[index] = _add(found[index], gradient)
-    dtypes = [tensor.dtype for tensor in tape.shared.values()]
-    return found[:rows] + [g if g is None else g.to(t) for g, t in zip(found[rows:], dtypes, strict=True)]
+class _Totals:
+    """The gradients of all rows and of shared tensors, while slices add to them in order."""
 
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._rows: list[Tensor | None] = [None] * len(tape.slices[0].entries)
+        self._shared: dict[int, Tensor] = {}
 
-def _put(whole: Tensor | None, part: Tensor, slicing: Slicing, start: int) -> Tensor:
-    if whole is None:
-        shape = list(part.shape)
-        shape[slicing.dim] = slicing.count
-        whole = part.new_zeros(shape)
-    whole.narrow(slicing.dim, start, part.shape[slicing.dim]).copy_(part)
-    return whole
+    def gradients(self) -> list[Tensor | None]:
+        shared = [(self._shared.get(id(tensor)), tensor.dtype) for tensor in self._tape.shared.values()]
+        return self._rows + [None if total is None else total.to(dtype) for total, dtype in shared]
 
+    def take(self, piece: _Slice, start: int, upstream: list[Tensor | None]) -> None:
+        """The gradients of one slice."""
+        apart = {id(tensor) for linear in piece.linears for tensor in linear.tensors}
+        others = [tensor for key, tensor in self._tape.shared.items() if key not in apart]
+        hooks = [linear.watch(self._total_of) for linear in piece.linears]
+        try:
+            found = piece.gradients(upstream, [*piece.entries, *map(get_gradient_edge, others)])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for index, gradient in enumerate(found[: len(self._rows)]):
+            if gradient is not None:
+                self._put(index, gradient, start)
+        for tensor, gradient in zip(others, found[len(self._rows) :], strict=True):
+            if gradient is not None:
+                self._add(tensor, gradient)
 
-def _add(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """A sum of gradients, in float32 for 16-bit ones."""
-    if gradient.layout is not torch.strided:
-        return gradient if total is None else total + gradient
-    if total is None:
-        return gradient.to(wide(gradient.dtype), copy=True)
-    return total.add_(gradient)
+    def _put(self, index: int, part: Tensor, start: int) -> None:
+        dim, whole = self._tape.slicing.dim, self._rows[index]
+        if whole is None:
+            shape = list(part.shape)
+            shape[dim] = self._tape.slicing.count
+            whole = self._rows[index] = part.new_zeros(shape)
+        whole.narrow(dim, start, part.shape[dim]).copy_(part)
+
+    def _add(self, tensor: Tensor, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided:
+            self._total_of(tensor).add_(gradient)
+        else:
+            before = self._shared.get(id(tensor))
+            self._shared[id(tensor)] = gradient if before is None else before + gradient
+
+    def _total_of(self, tensor: Tensor) -> Tensor:
+        """The sum of a shared tensor's gradients: in float32 for a 16-bit one, in float64 for a float32 one that is small."""
+        total = self._shared.get(id(tensor))
+        if total is None:
+            dtype = wide(tensor.dtype)
+            if dtype is torch.float32 and tensor.dim() < 2 and tensor.device.type in ("cpu", "cuda"):
+                dtype = torch.float64
+            total = self._shared[id(tensor)] = torch.zeros_like(tensor, dtype=dtype)
+        return total
 
 
 @contextmanager
