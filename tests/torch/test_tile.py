@@ -440,6 +440,38 @@ def test_questions_leave_no_trace():
     assert float(model.calls) == 2
 
 
+def test_a_function_that_refuses_copies_cannot_be_asked():
+    def fn(r):
+        assert len(set(r.flatten().tolist())) == r.numel()
+        return r
+
+    with pytest.raises(RegionError, match=r"could not be asked whether it treats rows independently.*AssertionError"):
+        retape.tile(fn, torch.arange(8.0).reshape(4, 2), tiles=2)
+
+
+def test_routing_by_row_is_row_wise():
+    """Experts multiply as many rows as come to them, so that a row's numbers depend on the others by rounding."""
+    torch.manual_seed(0)
+    experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    router = nn.Linear(64, 4)
+
+    def fn(r):
+        chosen = router(r).argmax(-1)
+        out = torch.zeros_like(r)
+        for number, expert in enumerate(experts):
+            mine = (chosen == number).nonzero().squeeze(1)
+            out = out.index_add(0, mine, expert(r[mine]))
+        return out
+
+    x = torch.randn(256, 64, requires_grad=True)
+    out = retape.tile(fn, x, tiles=4)
+    torch.testing.assert_close(out, fn(x))
+    found = torch.autograd.grad(out.square().sum(), [x, *experts.parameters()])
+    torch.testing.assert_close(
+        found, torch.autograd.grad(fn(x).square().sum(), [x, *experts.parameters()]), rtol=1e-4, atol=1e-4
+    )
+
+
 def test_embeddings_are_row_wise():
     table = nn.Embedding(5, 3).double()
     index = torch.tensor([4, 0, 4, 2, 1, 3, 3])

@@ -97,13 +97,15 @@ class SliceGraph:
         return [found for node in self._nodes if node in passed for found in self._linear(node)]
 
     def _leading_to_entries(self) -> set[Node]:
-        found = set(self._entries)
-        pending = [place for place in self._parents if place[0] in found]
+        users: dict[Node, list[Node]] = {}
+        for (node, _), parents in self._parents.items():
+            users.setdefault(node, []).extend(parents)
+        found, pending = set(self._entries), list(self._entries)
         while pending:
-            for parent in self._parents.get(pending.pop(), ()):
+            for parent in users.get(pending.pop(), ()):
                 if parent not in found:
                     found.add(parent)
-                    pending += [place for place in self._parents if place[0] is parent]
+                    pending.append(parent)
         return found
 
     def _linear(self, node: Node) -> list[Linear]:

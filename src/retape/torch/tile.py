@@ -392,6 +392,8 @@ def _quiet(tensor: Tensor) -> Iterator[None]:
     gradient = tensor.grad if retained else None
     if hooks:
         hooks.clear()
+    if retained:
+        tensor.grad = None  # where each slice would add its part
     try:
         yield
     finally:
