@@ -84,6 +84,15 @@ def test_graph_task():
     assert 0 <= first < second
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_graph_is_kept(kept):
+    x, seen = torch.ones(2, requires_grad=True), []
+    out = (x * 2).sum()
+    out.grad_fn.register_prehook(lambda gradients: seen.append(_compat.graph_is_kept()))
+    out.backward(retain_graph=kept)
+    assert seen == [kept]
+
+
 def test_sequence_number():
     x = torch.ones(2, requires_grad=True)
     first, second = x * 1, x * 2

@@ -9,6 +9,7 @@ import torch
 from compare import Notes, assert_equal, seed, streams
 from ledger import Ledger
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import retape
@@ -576,6 +577,26 @@ def test_compiled_callers():
     compiled(x).sum().backward()
     wanted = torch.autograd.grad((in_a_loop(model, x * 2, tiles=2) + 1).sum(), x)[0]
     torch.testing.assert_close(x.grad, wanted)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
+def test_compiled_functions():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+    model, x = torch.compile(layers, backend="aot_eager"), torch.randn(8, WIDTH, requires_grad=True)
+    wanted = torch.autograd.grad(layers(x).square().sum(), [x, *layers.parameters()])
+    for _ in range(2):
+        found = torch.autograd.grad(retape.tile(model, x, tiles=2).square().sum(), [x, *layers.parameters()])
+        torch.testing.assert_close(found, wanted)
+
+
+def test_tensors_without_values():
+    with FakeTensorMode():
+        model, x = nn.Linear(WIDTH, 3), torch.randn(8, WIDTH, requires_grad=True)
+        retape.tile(model, x, tiles=2).sum().backward()
+        assert model.weight.grad.shape == (3, WIDTH)
+        assert x.grad.shape == x.shape
 
 
 def test_lazy_modules_get_their_shape():

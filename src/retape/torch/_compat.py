@@ -44,6 +44,11 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward pass that runs in this thread leaves its graph for another one (`retain_graph`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def sequence_number(node: Any) -> int:
     """When an autograd node was made, counted in its thread; an AccumulateGrad has the largest number there is."""
     return int(node._sequence_nr())

@@ -188,10 +188,9 @@ class Tape:
         self.slicing = slicing
         self.slices: list[_Slice] = []
         self.shared: dict[int, Tensor] = {}  # weights and other tensors that slices use and that need gradients
-        with _compat.unobserved():
-            self.anchor = torch.empty((0,), requires_grad=torch.is_grad_enabled())
-            # Nodes of the slices come after this one, nodes of everybody else before it.
-            marker = self.anchor.view(0).grad_fn
+        self.anchor = torch.empty((0,), requires_grad=torch.is_grad_enabled())
+        # Nodes of the slices come after this one, nodes of everybody else before it.
+        marker = self.anchor.view(0).grad_fn
         self.first_node = 0 if marker is None else _compat.sequence_number(marker)
 
 
@@ -251,8 +250,8 @@ class _Slice:
         if not pairs or not inputs:
             return [None] * len(inputs)
         outputs, gradients = zip(*pairs, strict=True)
-        # The graph is retained for a second backward pass; it holds nothing, since what a slice refills is dropped again.
-        return torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
+        keep = _compat.graph_is_kept()  # a compiled function refuses, and what a slice has consumed can go
+        return torch.autograd.grad(outputs, inputs, gradients, retain_graph=keep, allow_unused=True)
 
 
 def _with_entries(given: list[Any], needs_grad: list[bool], anchor: Tensor) -> list[Any]:
