@@ -76,16 +76,33 @@ def test_dropout_is_replayed_slice_by_slice(tiles, dim):
 
 def test_gradients_of_weights_are_added_in_slice_order():
     seed()
-    model, x = mlp(), torch.randn(9, WIDTH).double().requires_grad_()
-    totals = [torch.zeros_like(p) for p in model.parameters()]
+    scale, x = torch.randn(WIDTH).double().requires_grad_(), torch.randn(9, WIDTH).double().requires_grad_()
+    total = torch.zeros_like(scale)
     for part in x.detach().tensor_split(4):
-        out = model(part)
-        for total, gradient in zip(totals, torch.autograd.grad(out.sum(), list(model.parameters())), strict=True):
-            total.add_(gradient)
+        total += torch.autograd.grad((part * scale).sin().sum(), scale)[0]
+    for _ in range(3):
+        scale.grad = None
+        retape.tile(lambda r: (r * scale).sin(), x, tiles=4).sum().backward()
+        assert torch.equal(scale.grad, total)
+
+
+def test_gradients_of_linear_layers_are_multiplied_onto_the_sum_in_slice_order():
+    seed()
+    model, x = mlp(), torch.randn(9, WIDTH).double().requires_grad_()
+    sums = [torch.zeros_like(p) for p in model.parameters()]
+    for part in x.detach().tensor_split(4):
+        hidden = model[0](part)
+        bent = F.gelu(hidden)
+        upstream = torch.ones(len(part), WIDTH).double()
+        (slope,) = torch.autograd.grad(bent, hidden, upstream @ model[3].weight)
+        for total, left, right in ((sums[0], slope, part), (sums[2], upstream, bent.detach())):
+            total.addmm_(left.T, right)
+        sums[1] += slope.sum(0)
+        sums[3] += upstream.sum(0)
     for _ in range(3):
         model.zero_grad()
         retape.tile(model, x, tiles=4).sum().backward()
-        assert_equal([p.grad for p in model.parameters()], totals)
+        assert_equal([p.grad for p in model.parameters()], sums)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -246,6 +263,23 @@ def test_tensors_bound_by_a_partial():
     out.sum().backward()
     wanted = torch.autograd.grad(F.linear(x, w.T, b).sum(), [x, w, b])
     assert_equal([x.grad, w.grad, b.grad], list(wanted))
+
+
+def test_products_that_are_no_plain_layers():
+    seed()
+    x, w, v, z = whole_numbers(6, 3), whole_numbers(3, 4), whole_numbers(4, 3), whole_numbers(4, 2)
+    spread, matrix, bias = whole_numbers(1), whole_numbers(1, 4), whole_numbers(2)
+
+    def fn(r):
+        first = torch.addmm(spread, r, w)  # a bias spread over the columns
+        second = torch.addmm(matrix, r, w, beta=2, alpha=3)  # the same weight again, scaled
+        turned = v.T
+        third = r @ turned + (2 * r) @ turned  # one transpose, two products
+        return torch.addmm(bias, (first + second + third).relu(), z)
+
+    tensors = [x, w, v, z, spread, matrix, bias]
+    wanted = torch.autograd.grad(fn(x).sum(), tensors)
+    assert_equal(list(torch.autograd.grad(retape.tile(fn, x, tiles=3).sum(), tensors)), list(wanted))
 
 
 def test_hooks_of_weights_run_once_on_the_whole_gradient():

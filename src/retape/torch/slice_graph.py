@@ -1,7 +1,8 @@
 """What the autograd graph of one slice says: which tensors from outside it leads to, and where its linear layers are.
 
-A linear layer with 16-bit weights is of interest because autograd rounds its weight's gradient to 16 bit in every slice. The
-operands of that gradient pass by its node, so it can be summed over slices in float32 instead (`Linear.watch`).
+Linear layers are of interest because autograd makes the whole gradient of their weight in every slice, and rounds it to 16 bit for
+16-bit weights. The operands of that gradient pass by the layer's node, so they can be multiplied onto the sum instead
+(`Linear.watch`): one pass less over the weight's gradient, and for 16-bit weights a sum in float32.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from retape.core.errors import RegionError
 from retape.torch import _compat
-from retape.torch.products import HALVES, add_product, add_sum
+from retape.torch.products import add_product, add_sum
 
 Place = tuple[Node, int]  # one output of a node
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A product with a 16-bit weight, `rows @ weight` or (`turned`) `rows @ weight.T`, and perhaps its bias."""
+    """A product with a weight, `rows @ weight` or (`turned`) `rows @ weight.T`, and perhaps its bias."""
 
     node: Node
     weight: Tensor
@@ -90,9 +92,7 @@ class SliceGraph:
         return list(self._found.values())
 
     def linears(self) -> list[Linear]:
-        """Linear layers that gradients of the rows pass through, and whose 16-bit weight and bias nobody else in the slice uses."""
-        if not any(tensor.dtype in HALVES for tensor in self._found.values()):
-            return []
+        """Linear layers that gradients of the rows pass through, and whose weight nobody else in the slice uses."""
         passed = self._leading_to_entries()
         return [found for node in self._nodes if node in passed for found in self._linear(node)]
 
@@ -117,22 +117,22 @@ class SliceGraph:
         if turned and at_weight is not None:
             at_weight = self._after(at_weight[0])[0]
         weight = self._sole_leaf(at_weight)
-        bias = self._sole_leaf(at_bias)
         if weight is None or weight.dim() != 2:
             return []
-        return [
-            Linear(node=node, weight=weight, turned=turned, bias=bias if bias is not None and bias.dim() == 1 else None)
-        ]
+        bias = self._sole_leaf(at_bias)
+        if bias is not None and bias.shape != (weight.shape[:1] if turned else weight.shape[1:]):
+            bias = None  # one that was spread over the columns; autograd sums it
+        return [Linear(node=node, weight=weight, turned=turned, bias=bias)]
 
     def _has_one_user(self, place: Place) -> bool:
         return len(self._parents.get(place, ())) == 1 and place not in self._starts
 
     def _sole_leaf(self, place: Place | None) -> Tensor | None:
-        """The 16-bit parameter at a place, if one node alone uses it."""
+        """The parameter at a place, if one node alone uses it."""
         if place is None or place in self._known or not self._has_one_user(place):
             return None
         tensor = getattr(place[0], "variable", None)
-        return tensor if tensor is not None and tensor.dtype in HALVES else None
+        return tensor if tensor is not None and type(tensor) in _PLAIN and tensor.is_floating_point() else None
 
 
 def _unknown(name: str, node: Node) -> RegionError:
