@@ -1,5 +1,7 @@
 """Small models of many makes, each with a batch and, where its output is not a loss, a step."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 import transformers as hf
@@ -44,7 +46,14 @@ def bert():
 
 def t5():
     config = hf.T5Config(
-        vocab_size=128, d_model=48, d_kv=12, d_ff=96, num_layers=3, num_heads=4, decoder_start_token_id=0, pad_token_id=0
+        vocab_size=128,
+        d_model=48,
+        d_kv=12,
+        d_ff=96,
+        num_layers=3,
+        num_heads=4,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     return hf.T5ForConditionalGeneration(config), {"input_ids": tokens(), "labels": tokens(length=24)}, None
 
@@ -79,7 +88,9 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
         self.layer1 = nn.Sequential(*[Bottleneck(width, width, 1) for _ in range(3)])
-        self.layer2 = nn.Sequential(Bottleneck(width, 2 * width, 2), *[Bottleneck(2 * width, 2 * width, 1) for _ in range(2)])
+        self.layer2 = nn.Sequential(
+            Bottleneck(width, 2 * width, 2), *[Bottleneck(2 * width, 2 * width, 1) for _ in range(2)]
+        )
         self.head = nn.Linear(2 * width, 10)
 
     def forward(self, images):
@@ -192,7 +203,7 @@ class Widening(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(a, 4 * b), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * b, b), nn.LayerNorm(b))
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in pairwise(widths)
         )
 
     def forward(self, x):

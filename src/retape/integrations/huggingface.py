@@ -1,4 +1,4 @@
-"""Hugging Face models: retape's regions behind the switch that the models already have."""
+"""Hugging Face models: retape's regions behind the switch that the models already have, and a callback that fits on the first batch."""
 
 from __future__ import annotations
 
@@ -46,3 +46,14 @@ def disable(model: nn.Module) -> nn.Module:
 def checkpointable_layers(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that carry Hugging Face's switch."""
     return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+
+
+def __getattr__(name: str) -> Any:
+    """`FitCallback` derives from a class of transformers, so it is imported when it is asked for."""
+    if name != "FitCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from retape.integrations.trainer import FitCallback
+    except ImportError as error:
+        raise InvalidInput(f"FitCallback needs transformers: pip install 'retape[huggingface]' ({error}).") from error
+    return FitCallback

@@ -39,7 +39,7 @@ from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import device_of, fixed_bytes, pending_optimizer_bytes
 from retape.torch.signature import elements
-from retape.torch.stepping import StepFunction, default_step, scalar_loss
+from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 
 TIMED_STEPS = 2
 MOST_ROUNDS = 4
@@ -78,6 +78,8 @@ class Fitter:
         check: Check,
         tell: Tell,
     ) -> None:
+        if step is None:
+            refuse_other_arguments(model, batch)
         self.model, self.batch, self.step = model, batch, step or default_step
         self.check, self.tell = check, tell
         self.device = device_of(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,15 +16,32 @@ StepFunction = Callable[[nn.Module, Any], Tensor]
 
 def default_step(model: nn.Module, batch: Any) -> Tensor:
     """Call the model (a dict is keyword arguments, a tuple positional ones) and take the loss of its output."""
-    if isinstance(batch, dict):
-        output = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
-    else:
-        output = model(batch)
+    arguments, keywords = call_of(batch)
+    output = model(*arguments, **keywords)
     loss = getattr(output, "loss", None)
     result: Tensor = output if loss is None else loss
     return result
+
+
+def call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which a model is called on a batch."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def refuse_other_arguments(model: nn.Module, batch: Any) -> None:
+    """InvalidInput where the model's forward does not take what the batch would be called with."""
+    arguments, keywords = call_of(batch)
+    try:
+        inspect.signature(model.forward).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise InvalidInput(
+            f"The batch does not match {type(model).__name__}.forward: {error}. A dict is passed as keyword arguments, a tuple as "
+            "positional ones, a tensor as the one argument; for anything else give step=lambda model, batch: ..."
+        ) from error
+    except ValueError:  # no signature to be had
+        return
 
 
 def scalar_loss(step: StepFunction, model: nn.Module, batch: Any) -> Tensor:
