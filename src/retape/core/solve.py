@@ -20,10 +20,17 @@ def solve(problem: Problem, budget: BudgetLike) -> Plan:
     asked = Budget.of(budget)
     planner = planner_of(problem)
     room = _room_bytes(asked, planner)
-    limit = planner.fixed_bytes + room // asked.in_flight
+    limit = limit_bytes(problem, asked)
     if limit < planner.floor_bytes:
         raise _too_small(asked, room, planner)
     return planner.best(limit)
+
+
+def limit_bytes(problem: Problem, budget: BudgetLike) -> int:
+    """A budget as the bytes, everything counted, that the peak of one microbatch must not pass; it may be below the floor."""
+    asked = Budget.of(budget)
+    planner = planner_of(problem)
+    return planner.fixed_bytes + _room_bytes(asked, planner) // asked.in_flight
 
 
 def _room_bytes(budget: Budget, planner: Planner) -> int:

@@ -31,6 +31,32 @@ def find_regions(model: nn.Module, wanted: Wanted | None = None) -> dict[str, nn
     return {name: module for name, module in model.named_modules() if id(module) in chosen and module is not model}
 
 
+def refined(regions: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The same regions, each taken apart into the modules that it consists of; empty where none can be."""
+    found: dict[str, nn.Module] = {}
+    for name, module in regions.items():
+        parts = {f"{name}.{own}": part for own, part in _several_parts(module)}
+        found.update(parts or {name: module})
+    return found if len(found) > len(regions) else {}
+
+
+def _several_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The parts of a module, of its only part where it has but one, and so on; empty where it has none."""
+    parts = list(_callable_parts(module))
+    if len(parts) == 1:
+        name, only = parts[0]
+        return [(f"{name}.{own}", part) for own, part in _several_parts(only)]
+    return parts
+
+
+def _callable_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in module.named_children():
+        if isinstance(part, _WITHOUT_FORWARD):
+            yield from ((f"{name}.{own}", inner) for own, inner in _callable_parts(part))
+        else:
+            yield name, part
+
+
 def _is_checkpointable(module: nn.Module) -> bool:
     """Whether a Hugging Face model itself says that this layer may be recomputed."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)

@@ -22,11 +22,11 @@ from retape.core.frontier import Frontier, frontier
 from retape.core.plan import Plan
 from retape.core.problem import Budget, Chain
 from retape.core.record import Record
-from retape.core.solve import solve
+from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.attach import attach, detach
 from retape.torch.budgets import resolved
-from retape.torch.discover import Wanted, find_regions
+from retape.torch.discover import Wanted, find_regions, refined
 from retape.torch.executor import Executor
 from retape.torch.fingerprint import unwrapped
 from retape.torch.laboratory import Laboratory, undisturbed
@@ -43,7 +43,7 @@ from retape.torch.stepping import StepFunction, default_step, scalar_loss
 
 TIMED_STEPS = 2
 MOST_ROUNDS = 4
-WORTH_USING = 0.03  # of the budget: room that a plan promised to need and did not
+WORTH_USING = 0.02  # of the peak: a promise that was further off is made again
 
 Tell = Callable[[str], None]
 
@@ -82,11 +82,15 @@ class Fitter:
         self.check, self.tell = check, tell
         self.device = device_of(model)
         self.root = unwrapped(model)
-        self.regions = find_regions(self.root, regions)
-        self.names = {id(module): name for name, module in self.regions.items()}
+        self._may_refine = regions is None
+        self._take_regions(find_regions(self.root, regions))
         self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
         self.pending_bytes = pending_optimizer_bytes(optimizer, self.device)
         self.budget = resolved(budget, self.device)
+
+    def _take_regions(self, regions: dict[str, nn.Module]) -> None:
+        self.regions = regions
+        self.names = {id(module): name for name, module in regions.items()}
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -184,45 +188,65 @@ class Fitter:
         """Find the fastest plan inside the budget that a real step confirms, and leave it attached."""
         start = time.perf_counter()
         with undisturbed(self.model) as laboratory:
-            profile, step, seconds = self.profiled(laboratory)
-            self.tell("solving")
-            overheads = engine_overheads(self.device)
-            modelled = decided_by_first(
-                lambda: model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads)
-            )
-            fitting = self._settle(laboratory, profile, modelled)
+            try:
+                fitting = self._settled(laboratory)
+            except BudgetTooSmall as error:
+                fitting = self._with_finer_regions(laboratory, error)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
 
-    def _settle(self, laboratory: Laboratory, profile: Profile, modelled: Modelled) -> Fitting:
-        """Solve, run, compare; again with what was learned, until a plan is confirmed and nothing is left on the table."""
-        limit = self._limit_bytes(modelled.chain)
-        best: Fitting | None = None
-        chain, worst = modelled.chain, 0
+    def _with_finer_regions(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
+        """Smaller regions have a smaller working set, though more inputs to hold: where blocks do not fit, their parts may."""
+        finer = refined(self.regions) if self._may_refine else {}
+        if not finer:
+            raise failure
+        self.tell("taking the regions apart")
+        self._take_regions(finer)
+        try:
+            return self._settled(laboratory)
+        except BudgetTooSmall as error:
+            raise min(failure, error, key=lambda each: each.floor_bytes) from None
+
+    def _settled(self, laboratory: Laboratory) -> Fitting:
+        """Profile, and solve, run and compare until a plan is confirmed."""
+        profile, step, seconds = self.profiled(laboratory)
+        self.tell("solving")
+        overheads = engine_overheads(self.device)
+        modelled = decided_by_first(
+            lambda: model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads)
+        )
+        rounds = _Rounds(limit_bytes=self._limit_bytes(modelled.chain), everything=self.budget.share == 1.0)
         for _ in range(MOST_ROUNDS):
             try:
-                plan = decided_by_first(partial(solve, chain, limit))
+                plan = decided_by_first(partial(solve, modelled.chain, rounds.limit_bytes))
             except BudgetTooSmall:
-                if best is None:
-                    raise
-                break
-            fitting = self._tried(laboratory, profile, replace(modelled, chain=chain), plan, limit)
-            error = fitting.measured.peak_bytes - plan.promised_peak_bytes
-            if fitting.measured.peak_bytes <= limit:
-                if best is None or _seconds(plan) < _seconds(best.plan):
-                    best = fitting
-                if fitting.assignment.keeps_everything or -error <= WORTH_USING * limit or worst:
+                if rounds.best is not None:
                     break
-            else:
-                worst = max(worst, error)
-            chain = replace(chain, fixed_bytes=max(0, chain.fixed_bytes + error))
-        if best is None:
-            raise self._not_kept(limit, fitting)
-        return best
+                if not modelled.slack_bytes:
+                    solve(modelled.chain, self.budget)  # raises in the terms of the budget as it was given
+                    raise
+                modelled = modelled.without_slack()
+                continue
+            tried = self._tried(laboratory, profile, modelled, plan, rounds)
+            if rounds.are_over(tried):
+                break
+            error = tried.measured.peak_bytes - plan.promised_peak_bytes
+            modelled = replace(
+                modelled, chain=replace(modelled.chain, fixed_bytes=max(0, modelled.chain.fixed_bytes + error))
+            )
+        if rounds.best is None:
+            raise self._not_kept(rounds.limit_bytes, tried)
+        return rounds.best
 
-    def _tried(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, limit: int) -> Fitting:
+    def _tried(
+        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: _Rounds
+    ) -> Fitting:
+        """Run a plan and measure it; one that was run before, and is only promised better now, need not run again."""
         assignment = assign(_meanings(profile, modelled), plan.actions())
+        before = rounds.best
+        if before is not None and before.assignment == assignment:
+            return replace(before, chain=modelled.chain, plan=plan, frontier=frontier(modelled.chain))
         executor = None if assignment.keeps_everything else self._executor(assignment, profile)
         self.tell("measuring the plan")
         if executor is None:
@@ -237,7 +261,7 @@ class Fitter:
             assignment=assignment,
             measured=record,
             budget=self.budget,
-            budget_bytes=limit,
+            budget_bytes=rounds.limit_bytes,
             profile_seconds=0.0,
             executor=executor,
         )
@@ -252,7 +276,7 @@ class Fitter:
 
     def _limit_bytes(self, chain: Chain) -> int:
         """The budget as the bytes that the peak of one microbatch must not pass, everything counted."""
-        return decided_by_first(lambda: solve(chain, self.budget).budget_bytes)
+        return decided_by_first(partial(limit_bytes, chain, self.budget))
 
     def _not_kept(self, limit: int, last: Fitting) -> BudgetTooSmall:
         peak = last.measured.peak_bytes
@@ -263,6 +287,28 @@ class Fitter:
             floor_bytes=peak,
             binding=last.frontier.binding,
         )
+
+
+class _Rounds:
+    """Plans that were tried for one budget, and the best of those that were measured to stay inside it."""
+
+    def __init__(self, *, limit_bytes: int, everything: bool) -> None:
+        self.limit_bytes = limit_bytes
+        self._everything = everything
+        self.best: Fitting | None = None
+
+    def are_over(self, tried: Fitting) -> bool:
+        """Take the plan if it holds and is the fastest so far; whether it also took what it had promised."""
+        peak, promised = tried.measured.peak_bytes, tried.plan.promised_peak_bytes
+        if self._everything and tried.assignment.keeps_everything:
+            # Asked for all of the activations: what they are was a prediction until now.
+            self.limit_bytes = max(self.limit_bytes, peak)
+        if peak > self.limit_bytes:
+            return False
+        confirmed = self.best is not None and self.best.assignment == tried.assignment
+        if self.best is None or confirmed or _seconds(tried.plan) < _seconds(self.best.plan):
+            self.best = replace(tried, budget_bytes=self.limit_bytes)
+        return confirmed or abs(peak - promised) <= WORTH_USING * peak
 
 
 def _seconds(plan: Plan) -> float:

@@ -9,17 +9,22 @@ straight to the next and the glue leaves nothing behind.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
 from retape.core.problem import Chain, Option, OptionKind, Stage
+from retape.core.units import format_bytes
 from retape.torch.profile import Profile, RegionCall
 from retape.torch.readings import RegionBytes, RegionSeconds, StepBytes
 from retape.torch.signature import Signature
 from retape.torch.trace import RegionTrace
-from retape.torch.treatments import Treatment, forward_bytes, select_treatments, tape_storages
+from retape.torch.treatments import Treatment, forward_bytes, select_treatments, tape_storages, treat
 
 LITTLE = 8192  # bytes of glue that a chain need not know of
+SLACK_SHARE = (
+    0.003  # of all activations: what no model of a step sees (how an allocator rounds, who frees a moment later)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +49,16 @@ class ModelledStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modelled:
-    """A chain, and what its stages stand for."""
+    """A chain, and what its stages stand for. `slack_bytes` of its fixed bytes are put aside."""
 
     chain: Chain
     stages: tuple[ModelledStage, ...]
+    slack_bytes: int = 0
+
+    def without_slack(self) -> Modelled:
+        """The same with nothing put aside for what the model does not see: for a measurement to decide."""
+        less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)
+        return replace(self, chain=less, slack_bytes=0)
 
 
 class _Readings(NamedTuple):
@@ -95,7 +106,7 @@ def model_of(
         modelled.append(about)
 
     if calls and levels.starts[0] > LITTLE:
-        add(_glue(-1, 0, levels.starts[0], readings, "before the regions"), ModelledStage(region=None))
+        add(_glue(-1, (0, levels.starts[0]), readings, "before the regions"), ModelledStage(region=None))
     for call in calls:
         following = calls[call.stage + 1] if call.stage + 1 < len(calls) else None
         linked = following is not None and _hands_over(call, following, levels)
@@ -108,10 +119,22 @@ def model_of(
         if not linked:
             end = levels.loss if following is None else levels.starts[following.stage]
             name = "after the regions" if following is None else f"after {call.name}"
-            add(_glue(call.stage, levels.ends[call.stage], end, readings, name), ModelledStage(region=None))
+            between, output = (levels.ends[call.stage], end), levels.ends[call.stage] - levels.starts[call.stage]
+            add(_glue(call.stage, between, readings, name, output), ModelledStage(region=None))
     if not calls:
-        add(_glue(-1, 0, levels.loss, readings, "the model"), ModelledStage(region=None))
-    return Modelled(chain=Chain(stages=tuple(stages), fixed_bytes=fixed_bytes), stages=tuple(modelled))
+        add(_glue(-1, (0, levels.loss), readings, "the model"), ModelledStage(region=None))
+    slack = LITTLE + int(SLACK_SHARE * sum(stage.tape_bytes for stage in stages))
+    chain = Chain(stages=tuple(stages), fixed_bytes=fixed_bytes + _left_behind(calls, levels) + slack)
+    return Modelled(chain=chain, stages=tuple(modelled), slack_bytes=slack)
+
+
+def _left_behind(calls: list[RegionCall], levels: _Levels) -> int:
+    """What regions that hand their output over leave beside it (states of generators, copies of buffers): it stays when the output goes."""
+    total = 0
+    for call, following in pairwise(calls):
+        if _hands_over(call, following, levels):
+            total += max(0, levels.ends[call.stage] - levels.starts[call.stage] - following.linked_bytes)
+    return total
 
 
 def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: RegionCall) -> int:
@@ -124,14 +147,15 @@ def _hands_over(call: RegionCall, following: RegionCall, levels: _Levels) -> boo
     return following.maker == call.stage and following.root_call == call.root_call and glue <= LITTLE
 
 
-def _glue(stage: int, begin: int, end: int, readings: _Readings, name: str) -> Stage:
+def _glue(stage: int, levels: tuple[int, int], readings: _Readings, name: str, state_bytes: int = 0) -> Stage:
+    begin, end = levels
     measured = readings.step.of(stage)
     times = [reading[stage] for reading in readings.seconds if stage in reading]
     return Stage(
         name=name,
         forward_seconds=median([time.glue_forward for time in times] or [0.0]),
         backward_seconds=median([time.glue_backward for time in times] or [0.0]),
-        state_bytes=0,
+        state_bytes=state_bytes,
         tape_bytes=end - begin,
         forward_transient_bytes=max(0, measured.glue_forward_peak - end),
         backward_transient_bytes=max(0, measured.glue_backward_peak - end),
@@ -188,6 +212,11 @@ class _Region:
         self._forward_bytes = measured.forward_peak - begin
         self._rerun_bytes = measured.rerun_peak - begin
         self._backward_bytes = measured.backward_peak - begin
+        self._unseen_forward = self._unseen_rerun = 0  # what was measured and no op of the trace shows
+        if trace is not None:
+            dropped = treat(trace, frozenset())
+            self._unseen_forward = max(0, self._forward_bytes - dropped.forward_bytes)
+            self._unseen_rerun = max(0, self._rerun_bytes - dropped.rerun_bytes)
 
     def stage(self, selections: tuple[Treatment, ...], *, state_bytes: int) -> tuple[Stage, ModelledStage]:
         seconds, overheads = self._seconds, self._overheads
@@ -213,31 +242,33 @@ class _Region:
         """How high its forward stands when it holds these storages: as played through, and as much more as was measured without."""
         if self._trace is None:
             return self._forward_bytes
-        unseen = max(0, self._forward_bytes - forward_bytes(self._trace, frozenset()))
-        return forward_bytes(self._trace, held) + unseen
+        return forward_bytes(self._trace, held) + self._unseen_forward
 
     def _recompute(self) -> Option:
-        return self._option(OptionKind.RECOMPUTE, "recompute", 0, self._seconds.rerun, self._forward_bytes)
+        return self._option(
+            OptionKind.RECOMPUTE, 0, self._seconds.rerun, forward=self._forward_bytes, rerun_peak=self._rerun_bytes
+        )
 
     def _select(self, way: Treatment) -> Option:
-        unseen = 0
-        if self._trace is not None:
-            unseen = max(0, self._forward_bytes - forward_bytes(self._trace, frozenset()))
         own = self._overheads.rerun_seconds + way.ops_left * self._overheads.op_seconds
         rerun = max(0.0, self._seconds.rerun - self._overheads.rerun_seconds) * way.share + own
         return self._option(
-            OptionKind.SELECT, f"select {way.held_bytes} B", way.held_bytes, rerun, way.forward_bytes + unseen
+            OptionKind.SELECT,
+            way.held_bytes,
+            rerun,
+            forward=way.forward_bytes + self._unseen_forward,
+            rerun_peak=way.rerun_bytes + self._unseen_rerun,
         )
 
-    def _option(self, kind: OptionKind, label: str, more_bytes: int, rerun: float, forward: int) -> Option:
+    def _option(self, kind: OptionKind, more_bytes: int, rerun: float, *, forward: int, rerun_peak: int) -> Option:
         held = self._output_bytes + more_bytes
         return Option(
             kind=kind,
-            label=label,
+            label=kind.value if not more_bytes else f"{kind.value} {format_bytes(more_bytes)}",
             held_bytes=held,
             forward_seconds=self._seconds.forward,
             backward_seconds=self._seconds.backward,
             rerun_seconds=rerun,
             forward_transient_bytes=max(0, forward - held),
-            backward_transient_bytes=max(0, max(self._rerun_bytes, self._backward_bytes) - held),
+            backward_transient_bytes=max(0, max(rerun_peak, self._backward_bytes) - held),
         )

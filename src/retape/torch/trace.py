@@ -45,7 +45,8 @@ class RegionTrace:
     """The ops of a region in order; per slot its storage; the storages of its outputs.
 
     `storage_bytes` has the size of every storage by its number, and `died` the number of ops after which it was seen to be gone
-    (the number of all ops where it outlived them), with nothing held for backward.
+    (the number of all ops where it outlived them), with nothing held for backward; `saved_at` how many ops had run when each
+    slot was saved.
     """
 
     ops: tuple[TracedOp, ...]
@@ -55,6 +56,7 @@ class RegionTrace:
     exposed: bool
     storage_bytes: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
+    saved_at: tuple[int, ...] = ()
 
     @property
     def opaque(self) -> bool:
@@ -94,6 +96,7 @@ class Recorder(Observer):
         self._sizes: list[int] = []
         self._alive: dict[int, StorageWeakRef] = {}
         self._died: dict[int, int] = {}
+        self._saved_at: list[int] = []
         self.ops: list[TracedOp] = []
         self.slots: list[int] = []
         self.slot_bytes: list[int] = []
@@ -119,6 +122,7 @@ class Recorder(Observer):
 
     def saw_slot(self, tensor: Tensor) -> None:
         self.slots.append(self.number(tensor))
+        self._saved_at.append(len(self.ops))
         self.slot_bytes.append(untyped_storage(tensor).nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,5 +174,6 @@ class Recorder(Observer):
             exposed=self._handed_out or opaque,
             outputs=made,
             storage_bytes=tuple(self._sizes),
+            saved_at=tuple(self._saved_at),
             died=tuple(self._died.get(number, len(self.ops)) for number in range(len(self._sizes))),
         )

@@ -25,7 +25,8 @@ _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 class Treatment:
     """Hold these slots. `held_bytes` come on top of the region's output; a re-run does `share` of the ops' seconds.
 
-    `forward_bytes` is how high a forward stands above its start that holds them, the output included.
+    `forward_bytes` is how high a forward stands above its start that holds them, the output included; `rerun_bytes` the same
+    of the re-run, what is held included.
     """
 
     held: frozenset[int]
@@ -33,6 +34,7 @@ class Treatment:
     share: float
     ops_left: int
     forward_bytes: int
+    rerun_bytes: int
 
 
 def is_steady(trace: RegionTrace | None) -> bool:
@@ -53,15 +55,17 @@ def treat(trace: RegionTrace, held_storages: frozenset[int]) -> Treatment:
     free = set(range(len(trace.storage_bytes))) - tape_storages(trace).keys()
     held = frozenset(i for i, s in enumerate(trace.slots) if s in held_storages or (held_storages and s in free))
     recipe = plan_recipe(trace, held) if held else None
-    total = sum(op.seconds for op in trace.ops) or 1.0
     steps = recipe.steps if recipe is not None else (Step.RUN,) * len(trace.ops)
-    run = sum(op.seconds for op, step in zip(trace.ops, steps, strict=True) if step is Step.RUN)
+    stop, whole = last_missing(trace, held), last_missing(trace, frozenset())
+    total = sum(op.seconds for op in trace.ops[:whole]) or 1.0
+    run = sum(op.seconds for op, step in zip(trace.ops[:stop], steps, strict=False) if step is Step.RUN)
     return Treatment(
         held=held,
         held_bytes=sum(trace.storage_bytes[storage] for storage in held_storages),
         share=run / total,
-        ops_left=len(trace.ops) if recipe is not None else 0,
+        ops_left=stop if recipe is not None else 0,
         forward_bytes=forward_bytes(trace, held_storages),
+        rerun_bytes=rerun_bytes(trace, held_storages, steps, stop),
     )
 
 
@@ -72,8 +76,7 @@ def select_treatments(trace: RegionTrace | None) -> tuple[Treatment, ...]:
     graph, names = _graph_of(trace)
     if len(graph.ops) > MOST_OPS:
         return ()
-    planner = GraphPlanner(graph)
-    found = {_storages(planner.best(size).held, names) for size, _ in planner.points}
+    found = {_storages(holding.held, names) for holding in GraphPlanner(graph).holdings()}
     ways = sorted((treat(trace, held) for held in found if held), key=lambda way: (way.held_bytes, way.share))
     whole = sum(tape_storages(trace).values())
     kept: list[Treatment] = []
@@ -124,22 +127,30 @@ def _graph_of(trace: RegionTrace) -> tuple[Graph, dict[str, int]]:
 
 def forward_bytes(trace: RegionTrace, held_storages: frozenset[int]) -> int:
     """How high a forward stands above its start when it holds these storages: its temporaries live as long as they did."""
-    ends = _ends(trace, held_storages)
-    born: dict[int, list[int]] = defaultdict(list)
-    gone: dict[int, list[int]] = defaultdict(list)
-    for number, op in enumerate(trace.ops):
-        for storage in op.makes:
-            born[number].append(storage)
-            gone[ends[storage]].append(storage)
+    return _highest(trace, held_storages | trace.outputs, (Step.RUN,) * len(trace.ops), len(trace.ops))
+
+
+def rerun_bytes(trace: RegionTrace, held_storages: frozenset[int], steps: tuple[Step, ...], stop: int) -> int:
+    """How high a re-run of the first `stop` ops stands above the region's start: what was held, and what it refills or makes."""
+    held = sum(trace.storage_bytes[storage] for storage in held_storages)
+    refilled = frozenset(storage for storage in trace.slots if storage not in held_storages)
+    return held + _highest(trace, refilled, steps, stop)
+
+
+def _highest(trace: RegionTrace, kept: frozenset[int], steps: tuple[Step, ...], stop: int) -> int:
+    """The most that ops make and that lives at once; `kept` lives to the end. What is answered makes nothing, what is skipped a blank."""
+    gone: dict[int, int] = defaultdict(int)
     live = peak = 0
-    for number in range(len(trace.ops)):
-        live -= sum(trace.storage_bytes[storage] for storage in gone[number])
-        live += sum(trace.storage_bytes[storage] for storage in born[number])
+    for number, (op, step) in enumerate(zip(trace.ops[:stop], steps, strict=False)):
+        live -= gone.pop(number, 0)
+        for storage in () if step is Step.ANSWER else op.makes:
+            live += trace.storage_bytes[storage]
+            if storage not in kept:
+                gone[trace.died[storage]] += trace.storage_bytes[storage]
         peak = max(peak, live)
     return peak
 
 
-def _ends(trace: RegionTrace, held_storages: frozenset[int]) -> list[int]:
-    """The number of ops after which each storage is gone."""
-    kept = held_storages | trace.outputs
-    return [len(trace.ops) if storage in kept else died for storage, died in enumerate(trace.died)]
+def last_missing(trace: RegionTrace, held: frozenset[int]) -> int:
+    """After how many ops the last slot that is not held has been refilled, and a re-run stops."""
+    return max((at for slot, at in enumerate(trace.saved_at) if slot not in held), default=0)

@@ -25,19 +25,26 @@ carries each plan's true peak in bytes, so the plans of the table rounded down a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import Enum
+from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from retape.core.schedules.chain import Move, Split, Take
-from retape.core.solvers.costs import ChainCosts, Floats, Ints, OptionCost
+from retape.core.solvers.costs import ChainCosts, Floats, Ints
 from retape.core.solvers.intervals import Intervals
 
 EXACT_LEVELS = 20_000  # a grid this fine, or finer, is worth having if it is exact
 FINE_LEVELS = 2_000
+BLOCK = 60_000  # rows x levels filled together: what stays near the processor
+PROBES = 16  # levels at which cuts are compared with takes first
 CELLS = 90_000_000  # cuts x levels of one table that take about a second
+
+
+Picks: TypeAlias = npt.NDArray[np.int16]
 
 
 class Rounding(Enum):
@@ -86,7 +93,7 @@ def most_bytes(costs: ChainCosts) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ways:
-    """Ways to begin one segment, as columns: each leaves one segment to do with less memory, and a cut another with the same.
+    """Ways to begin some segments, a line each: every way leaves one segment to do with less memory, and a cut another with the same.
 
     `level` and `bytes` are what a way takes from the first of the two, `need` is its own peak and `least` the levels of that;
     `seconds` are its own, `move` is its code in the table.
@@ -102,128 +109,201 @@ class _Ways:
     second: Ints
 
     def __add__(self, other: _Ways) -> _Ways:
-        return _Ways(**{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in _COLUMNS})
+        return _Ways(**{name: np.hstack([getattr(self, name), getattr(other, name)]) for name in _COLUMNS})
 
 
 _COLUMNS = tuple(field.name for field in fields(_Ways))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Block:
+    """Some rows between two levels: the best seconds so far, the way that has them, and from where on each way fits."""
+
+    best: Floats
+    pick: Picks
+    begin: Ints
+    low: int
+    high: int
+
+    def between(self, since: int, until: int) -> tuple[Floats, Picks]:
+        levels = slice(since - self.low, until - self.low)
+        return self.best[:, levels], self.pick[:, levels]
+
+
 class ChainTable:
     """Least seconds, the move that reaches them and its true peak, for every row of segments and every level.
 
-    A row is worked out between two levels alone: below the one nothing fits, from the other on the fastest options all do.
+    Rows of one length are filled together, a cut at a time, between two levels: below the one nothing fits, from the other on
+    the fastest options all do.
     """
 
     def __init__(self, costs: ChainCosts, intervals: Intervals, grid: Grid, rounding: Rounding) -> None:
         self.costs, self.intervals, self.grid, self.rounding = costs, intervals, grid, rounding
         self._nothing = len(intervals.segments)  # the row of the empty segment: no seconds, no bytes
-        shape = self._nothing + 1, grid.top + 1
+        shape = self._nothing + 2, grid.top + 1  # the last row, -1, is that of what cannot be: it takes for ever
         self.seconds: Floats = np.full(shape, np.inf)
+        self._beyond: Floats = np.full(shape, np.inf)  # the same, with the segment's input kept as well
         self.peak: Ints = np.zeros(shape, dtype=np.int64)
         self._move: npt.NDArray[np.int16] = np.zeros(shape, dtype=np.int16)  # stages ahead, or -1 - option
         self._low: Ints = np.full(shape[0], shape[1], dtype=np.int64)
         self._high: Ints = np.full(shape[0], shape[1], dtype=np.int64)
         self._states = grid.levels(costs.state_bytes, rounding)
-        self._columns = np.arange(shape[1])
-        self._known: dict[tuple[int, bool], _Ways] = {}
-        # One workspace for all rows: a fresh one of this size would cost more than the arithmetic.
-        most = costs.length + max(len(options) for options in costs.options)
-        self._work: Floats = np.empty(most * shape[1])
+        self._most = max(len(options) for options in costs.options)
+        self._options = tuple(self._options_of(first) for first in (False, True))
         self.seconds[self._nothing] = 0.0
         self._low[self._nothing] = self._high[self._nothing] = 0
-        for row, (start, stop) in enumerate(intervals.segments):
-            self._fill(row, start, stop)
+        segments = np.array(intervals.segments)
+        lengths = segments[:, 1] - segments[:, 0]
+        most = max(1, BLOCK // shape[1])
+        for begin, end in pairwise([0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(segments)]):
+            for row in range(begin, end, most):
+                some = segments[row : min(row + most, end)]
+                self._fill(row, some[:, 0], some[:, 1])
 
-    def _fill(self, row: int, start: int, stop: int) -> None:
-        ways = self._takes(start, stop)  # first: on a tie, what runs nothing twice
-        high = self._settle(row, start, ways)
-        last = self.costs.last_cut(start, stop)
-        if last > start:
-            ways = ways + self._cuts(start, stop, last)
-        begin = np.maximum(np.maximum(ways.least, self._low[ways.second]), ways.level + self._low[ways.first])
-        low = int(begin.min())
-        if low >= high:
-            self._low[row] = min(low, len(self._columns))
-            return
-        self._low[row] = low
-        fitting = np.flatnonzero(begin < high)
-        total = self._totals(ways, fitting, begin, low, high)
-        best = total.argmin(axis=0)
-        columns = self._columns[low:high]
-        pick = fitting[best]
-        self.seconds[row, low:high] = total[best, columns - low]
-        self._move[row, low:high] = ways.move[pick]
-        peak = self.peak[ways.first[pick], columns - ways.level[pick]] + ways.bytes[pick]
-        np.maximum(peak, ways.need[pick], out=peak)
-        self.peak[row, low:high] = np.maximum(peak, self.peak[ways.second[pick], columns])
-
-    def _settle(self, row: int, start: int, takes: _Ways) -> int:
-        """The level from which on the fastest option of each stage fits: there is nothing to find there, so it is noted."""
-        fastest = min(range(len(takes.move)), key=lambda i: (takes.seconds[i], takes.bytes[i]))
-        rest = int(takes.first[fastest])
-        high = max(int(takes.least[fastest]), int(takes.level[fastest] + self._high[rest]))
-        if high > self.grid.top:
-            return len(self._columns)
-        self._high[row] = high
-        self.seconds[row, high:] = takes.seconds[fastest] + self.seconds[rest, -1]
-        self._move[row, high:] = takes.move[fastest]
-        self.peak[row, high:] = max(int(takes.need[fastest]), int(takes.bytes[fastest] + self.peak[rest, -1]))
-        return high
-
-    def _totals(self, ways: _Ways, fitting: Ints, begin: Ints, low: int, high: int) -> Floats:
-        """The seconds of each way that fits, at the levels from `low` up to `high`."""
-        width = high - low
-        total = self._work[: len(fitting) * width].reshape(len(fitting), width)
-        parts = (column[fitting].tolist() for column in (begin, ways.level, ways.first, ways.second))
-        for line, since, shift, first, second in zip(total, *parts, strict=True):
-            line[: since - low] = np.inf
-            np.add(
-                self.seconds[first, since - shift : high - shift],
-                self.seconds[second, since:high],
-                out=line[since - low :],
-            )
-        total += ways.seconds[fitting, None]
-        return total
-
-    def _takes(self, start: int, stop: int) -> _Ways:
-        """Each option of the first stage."""
-        rest = int(self.intervals.row[start + 1, stop]) if stop - start > 1 else self._nothing
-        options, first = self.costs.options[start], stop == self.costs.length
-        known = self._known.get((id(options), first))
-        if known is None:
-            known = self._known[id(options), first] = self._options(options, first)
-        return replace(known, first=np.full(len(options), rest))
-
-    def _options(self, options: tuple[OptionCost, ...], first: bool) -> _Ways:
-        work = np.array([option.work_bytes[first] for option in options], dtype=np.int64)
-        held = np.array([option.held_bytes for option in options], dtype=np.int64)
+    def _options_of(self, first: bool) -> _Ways:
+        """The options of each stage, the same number for all: what there is not needs more than there is."""
+        shape = self.costs.length, self._most
+        held, work, move = np.zeros((3, *shape), dtype=np.int64)
+        seconds = np.full(shape, np.inf)
+        for i, options in enumerate(self.costs.options):
+            for j, option in enumerate(options):
+                held[i, j], work[i, j], move[i, j] = option.held_bytes, option.work_bytes[first], -1 - option.index
+                seconds[i, j] = option.seconds
         level = self.grid.levels(held, self.rounding)
-        nothing = np.full(len(options), self._nothing)
+        least = np.where(np.isinf(seconds), self.grid.top + 1, np.maximum(self.grid.levels(work, self.rounding), level))
+        nothing = np.full(shape, self._nothing)
         return _Ways(
-            move=np.array([-1 - option.index for option in options]),
-            level=level,
-            bytes=held,
-            need=work,
-            least=np.maximum(self.grid.levels(work, self.rounding), level),
-            seconds=np.array([option.seconds for option in options]),
-            first=nothing,
-            second=nothing,
+            move=move, level=level, bytes=held, need=work, least=least, seconds=seconds, first=nothing, second=nothing
         )
 
-    def _cuts(self, start: int, stop: int, last: int) -> _Ways:
-        """Each cut of the segment up to the `last`."""
-        cuts = slice(start + 1, last + 1)
-        needs = self.costs.advance_bytes(start, last, stop == self.costs.length)
+    def _fill(self, row: int, starts: Ints, stops: Ints) -> None:
+        """The rows from `row` on, of these segments, which have one length."""
+        takes = self._takes(starts, stops)  # first: on a tie, what runs nothing twice
+        ways = takes + self._cuts(starts, stops)
+        begin = np.maximum(np.maximum(ways.least, self._low[ways.second]), ways.level + self._low[ways.first])
+        rows = slice(row, row + len(starts))
+        self._low[rows] = np.minimum(begin.min(axis=1), self.grid.top + 1)
+        fastest = self._fastest(rows, takes)
+        low, high = int(self._low[rows].min()), int(self._high[rows].max())
+        if low < high:
+            self._find(rows, ways, begin, low, high)
+        self._settle(rows, takes, fastest)
+        for line, state in zip(range(rows.start, rows.stop), self._states[starts].tolist(), strict=True):
+            if state <= self.grid.top:
+                self._beyond[line, state:] = self.seconds[line, : self.grid.top + 1 - state]
+
+    def _takes(self, starts: Ints, stops: Ints) -> _Ways:
+        """Each option of the first stage."""
+        again, anew = self._options
+        inner = self.intervals.row[np.minimum(starts + 1, self.costs.length), stops]
+        rest = np.where(stops - starts > 1, inner, self._nothing)
+        first = (stops == self.costs.length)[:, None]
+        columns = {
+            name: np.where(first, getattr(anew, name)[starts], getattr(again, name)[starts]) for name in _COLUMNS
+        }
+        columns["first"] = np.repeat(rest[:, None], self._most, axis=1)
+        return _Ways(**columns)
+
+    def _cuts(self, starts: Ints, stops: Ints) -> _Ways:
+        """Each cut of the segments; one that a segment does not have leaves what cannot be."""
+        last = np.minimum(stops - 1, self.costs.reach[starts])
+        ahead = np.arange(1, int((last - starts).max()) + 1)
+        there = starts[:, None] + ahead <= last[:, None]
+        middle = np.minimum(starts[:, None] + ahead, self.costs.length)
+        first = (stops == self.costs.length)[:, None]
+        sweep = np.where(first, self.costs.sweep_bytes[1][middle - 1], self.costs.sweep_bytes[0][middle - 1])
+        lead = np.where(first[:, 0], self.costs.lead_bytes[1][starts], self.costs.lead_bytes[0][starts])
+        sweep[:, :1] = lead[:, None]
+        needs = np.maximum.accumulate(sweep, axis=1)
         return _Ways(
-            move=np.arange(1, last - start + 1),
-            level=self._states[cuts],
-            bytes=self.costs.state_bytes[cuts],
+            move=np.broadcast_to(ahead, there.shape),
+            level=self._states[middle],
+            bytes=self.costs.state_bytes[middle],
             need=needs,
             least=self.grid.levels(needs, self.rounding),
-            seconds=self.costs.forward[cuts] - self.costs.forward[start],
-            first=self.intervals.row[cuts, stop],
-            second=self.intervals.row[start, cuts],
+            seconds=self.costs.forward[middle] - self.costs.forward[starts][:, None],
+            first=np.where(there, self.intervals.row[middle, stops[:, None]], -1),
+            second=np.where(there, self.intervals.row[starts[:, None], middle], -1),
         )
+
+    def _find(self, rows: slice, ways: _Ways, begin: Ints, low: int, high: int) -> None:
+        """The best way of each row at each level from `low` up to `high`; a way fits from its own `begin` on."""
+        best = self.seconds[rows, low:high]
+        pick = np.zeros(best.shape, dtype=np.int16)
+        block = _Block(best=best, pick=pick, begin=begin, low=low, high=high)
+        for way in range(self._most):
+            self._try_take(block, ways, way)
+        self._try_cuts(block, ways)
+        self._move[rows, low:high] = np.take_along_axis(ways.move, pick, axis=1)
+        self._weigh(rows, ways, pick, np.arange(low, high))
+
+    def _try_take(self, block: _Block, ways: _Ways, way: int) -> None:
+        """A line at a time, for each takes a size of its own."""
+        parts = (column[:, way].tolist() for column in (block.begin, ways.level, ways.first, ways.seconds))
+        for line, (since, shift, rest, seconds) in enumerate(zip(*parts, strict=True)):
+            if since < block.high:
+                total = self.seconds[rest, since - shift : block.high - shift] + seconds
+                known = block.best[line, since - block.low :]
+                np.copyto(block.pick[line, since - block.low :], way, where=total < known)
+                np.minimum(known, total, out=known)
+
+    def _try_cuts(self, block: _Block, ways: _Ways) -> None:
+        """All lines at once, where the cut can be faster than the takes."""
+        windows = zip(block.begin.min(axis=0).tolist(), self._until(block, ways), strict=True)
+        sides = np.maximum(self._low[ways.second], ways.level + self._low[ways.first])
+        apart = (_apart(ways.first) | _apart(ways.second)).tolist()
+        work = np.empty(block.best.size)
+        for way, (since, until) in enumerate(windows):
+            if since >= until or way < self._most:
+                continue
+            known, picked = block.between(since, until)
+            total = work[: known.size].reshape(known.shape)
+            first, second = (_rows(column[:, way], apart[way]) for column in (ways.first, ways.second))
+            np.add(self._beyond[first, since:until], self.seconds[second, since:until], out=total)
+            total += ways.seconds[:, way, None]
+            for line in np.flatnonzero(
+                block.begin[:, way] > sides[:, way]
+            ):  # running ahead needs more than either side
+                total[line, : block.begin[line, way] - since] = np.inf
+            np.copyto(picked, way, where=total < known)
+            np.minimum(known, total, out=known)
+
+    def _until(self, block: _Block, ways: _Ways) -> list[int]:
+        """Up to which level each way can be faster than the best so far: from there on that beats it with all memory."""
+        least = self._beyond[ways.first, block.high - 1] + self.seconds[ways.second, block.high - 1] + ways.seconds
+        probes = np.linspace(0, block.best.shape[1], PROBES, endpoint=False).astype(np.int64)
+        slower = (block.best[:, None, probes] > least[:, :, None]).any(axis=0)
+        ends = block.low + np.append(probes, block.best.shape[1])
+        until: list[int] = ends[np.where(slower, np.arange(1, PROBES + 1), 0).max(axis=1)].tolist()
+        return until
+
+    def _weigh(self, rows: slice, ways: _Ways, pick: Picks, columns: Ints) -> None:
+        """The true peaks of what was picked."""
+        level, first, second = (np.take_along_axis(c, pick, axis=1) for c in (ways.level, ways.first, ways.second))
+        peak = self.peak[first, np.maximum(columns - level, 0)]
+        peak += np.take_along_axis(ways.bytes, pick, axis=1)
+        np.maximum(peak, np.take_along_axis(ways.need, pick, axis=1), out=peak)
+        np.maximum(peak, self.peak[second, columns], out=peak)
+        self.peak[rows, columns[0] : columns[-1] + 1] = peak
+
+    def _fastest(self, rows: slice, takes: _Ways) -> Ints:
+        """The fastest option of each row, and the level from which on it fits and so do those of the rest."""
+        order = np.lexsort((takes.bytes, takes.seconds), axis=1)
+        fastest: Ints = order[:, :1]
+        least, level, rest = (
+            np.take_along_axis(column, fastest, axis=1)[:, 0] for column in (takes.least, takes.level, takes.first)
+        )
+        self._high[rows] = np.minimum(np.maximum(least, level + self._high[rest]), self.grid.top + 1)
+        return fastest[:, 0]
+
+    def _settle(self, rows: slice, takes: _Ways, fastest: Ints) -> None:
+        """Where the fastest options all fit there is nothing to find."""
+        for line, way in enumerate(fastest.tolist()):
+            row, rest = rows.start + line, int(takes.first[line, way])
+            high = int(self._high[row])
+            self.seconds[row, high:] = self.seconds[rest, -1] + takes.seconds[line, way]
+            self._move[row, high:] = takes.move[line, way]
+            self.peak[row, high:] = max(takes.need[line, way], takes.bytes[line, way] + self.peak[rest, -1])
 
     def plans(self) -> ChainPlans:
         """What a planner keeps of the table: the moves, and what the whole chain comes to."""
@@ -284,3 +364,14 @@ class ChainPlans:
         state = self.grid.level(int(self.costs.state_bytes[middle]), self.rounding)
         todo += [(start, middle, level), (middle, stop, level - state)]
         return Split(move)
+
+
+def _apart(rows: Ints) -> npt.NDArray[np.bool_]:
+    """Of which columns the rows do not follow one another."""
+    apart: npt.NDArray[np.bool_] = (np.diff(rows, axis=0) != 1).any(axis=0) | (rows[0] < 0)
+    return apart
+
+
+def _rows(rows: Ints, apart: bool) -> Ints | slice:
+    """An index that copies nothing where the rows follow one another, as those of stages that all differ do."""
+    return rows if apart else slice(int(rows[0]), int(rows[-1]) + 1)

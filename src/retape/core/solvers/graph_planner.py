@@ -38,11 +38,17 @@ class GraphPlanner:
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
         """A few budgets from the floor to store-all, each solved exactly."""
+        return tuple((holding.held_bytes, holding.rerun_seconds) for holding in self.holdings())
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """What to hold at a few budgets from the floor to store-all, each faster than the one before."""
         span = max(self.store_all_bytes - self.floor_bytes, 0)
         budgets = [self.floor_bytes + span * i // POINTS for i in range(POINTS + 1)]
-        found = [self._hold(budget) for budget in budgets]
-        points = sorted({(holding.held_bytes, holding.rerun_seconds) for holding in found})
-        return tuple(point for i, point in enumerate(points) if not i or point[1] < points[i - 1][1])
+        kept: list[Holding] = []
+        for holding in sorted(map(self._hold, budgets), key=lambda h: (h.held_bytes, h.rerun_seconds)):
+            if not kept or holding.rerun_seconds < kept[-1].rerun_seconds:
+                kept.append(holding)
+        return tuple(kept)
 
     def best(self, budget_bytes: int) -> Plan:
         """The least re-run seconds within a budget that is not below the floor, and the fewest bytes for those."""

@@ -42,6 +42,8 @@ class Intervals:
             starts = length - size + 1
             pairs = names[:starts] * (length + 1) + kinds[size - 1 :]
             _, example, names = np.unique(pairs, return_index=True, return_inverse=True)
+            order = np.argsort(example)  # rows in the order of the chain: those of neighbours are neighbours
+            example, names = example[order], np.argsort(order)[names]
             # Alike segments hold the same pinned stages, and none is like one that reaches the end.
             met = (example + size <= reach[example]) | (example + size == length)
             numbers = np.where(met, len(segments) + np.cumsum(met) - 1, -1)
