@@ -138,7 +138,7 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
 
 def _correction(record: FitRecord) -> str:
     more = record.chain.fixed_bytes - record.measured.base_bytes
-    return f" (and {format_bytes(more)} that a measured step took more than planned)" if more > 0 else ""
+    return f" (and {format_bytes(more)} found by measuring)" if more > 0 else ""
 
 
 def _peak(record: FitRecord) -> str:

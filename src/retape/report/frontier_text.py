@@ -73,22 +73,20 @@ class _Canvas:
 
     def curve(self, marks: Marks) -> None:
         """A staircase: between two points the slower one is the best there is."""
+        points = sorted((self._column(point), point.seconds) for point in self._frontier.points)
         before: int | None = None
-        span = self._high_bytes - self._low_bytes
         for column in range(self._width):
-            size = self._low_bytes + span * (column + 1) // self._width
-            seconds = self._frontier.seconds_at(size)
-            if seconds is None:
-                continue
-            row = self._row(seconds)
+            row = self._row(min(seconds for place, seconds in points if place <= column))
             for between in range(row if before is None else before + 1, row):
                 self._cells[between][column] = marks.steep
             self._cells[row][column] = marks.flat
             before = row
 
     def mark(self, point: FrontierPoint, sign: str) -> None:
-        share = (point.bytes - self._low_bytes) / (self._high_bytes - self._low_bytes)
-        self._cells[self._row(point.seconds)][min(self._width - 1, int(share * self._width))] = sign
+        self._cells[self._row(point.seconds)][self._column(point)] = sign
+
+    def _column(self, point: FrontierPoint) -> int:
+        return (point.bytes - self._low_bytes) * (self._width - 1) // (self._high_bytes - self._low_bytes)
 
     def lines(self, marks: Marks) -> list[str]:
         labels = {0: format_seconds(self._high), self._height - 1: format_seconds(self._low)}
