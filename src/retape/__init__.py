@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from retape.api import fit as fit
     from retape.torch.checkpoint import checkpoint as checkpoint
     from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
+    from retape.torch.head_loss import linear_cross_entropy as linear_cross_entropy
     from retape.torch.meter import measure as measure
     from retape.torch.region import keep as keep
     from retape.torch.region import recomputing as recomputing
+    from retape.torch.tile import tile as tile
     from retape.torch.verify import verify as verify
 
 # Names that need PyTorch are imported when they are first used: the planner and its command start without it.
@@ -31,7 +33,9 @@ _LAZY = {
     "checkpoint": "retape.torch.checkpoint",
     "checkpoint_sequential": "retape.torch.checkpoint",
     "keep": "retape.torch.region",
+    "linear_cross_entropy": "retape.torch.head_loss",
     "recomputing": "retape.torch.region",
+    "tile": "retape.torch.tile",
     "verify": "retape.torch.verify",
 }
 
@@ -46,9 +50,11 @@ __all__ = [
     "errors",
     "fit",
     "keep",
+    "linear_cross_entropy",
     "measure",
     "recomputing",
     "solve",
+    "tile",
     "verify",
 ]
 __version__ = "0.1.0"

@@ -84,6 +84,44 @@ def test_graph_task():
     assert 0 <= first < second
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_graph_is_kept(kept):
+    x, seen = torch.ones(2, requires_grad=True), []
+    out = (x * 2).sum()
+    out.grad_fn.register_prehook(lambda gradients: seen.append(_compat.graph_is_kept()))
+    out.backward(retain_graph=kept)
+    assert seen == [kept]
+
+
+def test_sequence_number():
+    x = torch.ones(2, requires_grad=True)
+    first, second = x * 1, x * 2
+    assert _compat.sequence_number(first.grad_fn) < _compat.sequence_number(second.grad_fn)
+    leaf = second.grad_fn.next_functions[0][0]
+    assert leaf.variable is x
+    assert _compat.sequence_number(leaf) > _compat.sequence_number(second.grad_fn)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 3)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_places(shape, bias):
+    layer = torch.nn.Linear(3, 2, bias=bias)
+    node = layer(torch.randn(shape)).grad_fn
+    node = node if _compat.linear_places(node) else node.next_functions[0][0]
+    at_weight, at_bias = _compat.linear_places(node)
+    assert at_weight[0].name() == "TBackward0"
+    assert at_weight[0].next_functions[0][0].variable is layer.weight
+    assert (at_bias[0].variable is layer.bias) if bias else (at_bias is None)
+    assert _compat.linear_places(torch.addmm(layer.weight, layer.weight, torch.ones(3, 3), alpha=2).grad_fn) is None
+    assert _compat.linear_places(layer.weight.sin().grad_fn) is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_rows(bias):
+    x = torch.randn(4, 3)
+    assert torch.equal(_compat.linear_rows(torch.nn.Linear(3, 2, bias=bias)(x).grad_fn), x)
+
+
 def test_at_end_of_backward():
     order = []
     in_backward(lambda: (_compat.at_end_of_backward(lambda: order.append("end")), order.append("hook")))

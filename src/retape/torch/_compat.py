@@ -44,6 +44,34 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward pass that runs in this thread leaves its graph for another one (`retain_graph`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def sequence_number(node: Any) -> int:
+    """When an autograd node was made, counted in its thread; an AccumulateGrad has the largest number there is."""
+    return int(node._sequence_nr())
+
+
+def linear_places(node: Any) -> tuple[Any, Any] | None:
+    """Where the gradients of weight and bias of a linear layer's node go (None for one that needs none); None for other nodes."""
+    kind = node.name()
+    if kind == "AddmmBackward0" and node._saved_alpha == 1 and node._saved_beta == 1:
+        bias, _, weight = node.next_functions
+    elif kind == "MmBackward0":
+        bias, (_, weight) = (None, 0), node.next_functions
+    else:
+        return None
+    return (weight if weight[0] is not None else None), (bias if bias[0] is not None else None)
+
+
+def linear_rows(node: Any) -> torch.Tensor:
+    """What a linear layer's node has saved of the rows that it multiplied."""
+    saved: torch.Tensor = node._saved_mat1 if node.name() == "AddmmBackward0" else node._saved_self
+    return saved
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward pass that runs in this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

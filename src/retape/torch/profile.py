@@ -175,12 +175,12 @@ class ProfileSession:
         if captured.is_lazy:
             return plain_call(*args, **keywords)
         stage, self._stage = self._stage, self._stage + 1
+        inputs = list(captured.tensors)
+        self.mark(Phase.FORWARD, stage)  # what a region notes before it runs is a part of it
         region = ProfiledRegion(
             plain_call, args, keywords, policy=self._policy, check=Check.METADATA, captured=captured
         )
         region.session, region.stage = self, stage
-        inputs = list(captured.tensors)
-        self.mark(Phase.FORWARD, stage)
         outputs = region.run(plain_call, args, keywords)
         self.mark(Phase.FORWARD_END, stage)
         made = links.tensors_of(outputs)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retape.core.errors import RecomputeMismatch, StateChanged
 from retape.torch import _compat
 from retape.torch.state import GeneratorStream
-from retape.torch.trace import RegionTrace, TracedOp
+from retape.torch.trace import Hole, RegionTrace, TracedOp
 from retape.torch.watch import version_of
 
 if TYPE_CHECKING:
@@ -63,8 +63,9 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
     if trace.opaque or not held:
         return None
     holder = {trace.slots[slot]: slot for slot in sorted(held, reverse=True) if slot < len(trace.slots)}
+    empty = {storage for storage, size in enumerate(trace.storage_bytes) if not size}  # which nobody can read
     needed = {storage for slot, storage in enumerate(trace.slots) if slot not in held}
-    used = {storage for op in trace.ops for storage in op.reads} | set(trace.slots) | trace.outputs
+    used = {storage for op in trace.ops for storage in op.reads} | set(trace.slots) | trace.outputs | empty
     rewritten = {storage for op in trace.ops for storage in op.writes}
     steps: list[Step] = []
     later_seeded = False
@@ -76,7 +77,7 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
         steps.append(step)
     steps.reverse()
     answers = tuple(
-        tuple(holder[result[0]] for result in op.results) if step is Step.ANSWER else ()
+        tuple(holder.get(result[0], _BLANK) for result in op.results) if step is Step.ANSWER else ()
         for op, step in zip(trace.ops, steps, strict=True)
     )
     return Recipe(ops=trace.ops, steps=tuple(steps), slots=answers)
@@ -91,7 +92,11 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
     dangling = any(storage not in used for storage in op.makes)
     if dangling or (op.seeded and later_seeded):
         return Step.RUN
-    if op.makes and not op.writes and answerable.issuperset(op.makes) and len(op.makes) == len(op.results):
+    if not op.can_be_answered:
+        return Step.RUN
+    one_each = len(op.makes) == len(op.results)
+    held = op.makes and not op.writes and one_each and not answerable.isdisjoint(op.makes)
+    if held and needed.intersection(op.makes) <= answerable:
         return Step.ANSWER
     if needed.intersection(op.makes) or needed.intersection(op.writes):
         return Step.RUN
@@ -99,6 +104,7 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
 
 
 _RUN = Step.RUN
+_BLANK = -1  # in the place of a slot: nobody needs this result
 _NO_STEP: tuple[Any, Any, Any, Any] = (None, None, None, ())
 
 
@@ -131,13 +137,15 @@ class Replay(TorchDispatchMode):
         if step is Step.ANSWER:
             if op.returns_one:
                 return self._answer(slots[0], op.results[0])
-            return tuple([self._answer(slot, result) for slot, result in zip(slots, op.results, strict=True)])
+            return _framed(op, [self._answer(slot, result) for slot, result in zip(slots, op.results, strict=True)])
         if op.writes:
             return args[0] if op.returns_one else tuple(args[: len(op.results)])
-        blanks = [torch.empty_strided(r[1], r[2], dtype=r[4], device=r[5]) for r in op.results]
-        return blanks[0] if op.returns_one else tuple(blanks)
+        blanks = [_blank(result) for result in op.results]
+        return blanks[0] if op.returns_one else _framed(op, blanks)
 
     def _answer(self, slot: int, result: tuple[Any, ...]) -> Tensor:
+        if slot == _BLANK:
+            return _blank(result)
         value = self._values.get(slot)
         if value is None:
             raise Diverged
@@ -147,6 +155,18 @@ class Replay(TorchDispatchMode):
         if plain and alias.shape == shape and alias.stride() == stride and alias.storage_offset() == offset:
             return alias
         return torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), offset, shape, stride)
+
+
+def _blank(result: tuple[Any, ...]) -> Tensor:
+    """A tensor of the right shape whose values nobody needs."""
+    return torch.empty_strided(result[1], result[2], dtype=result[4], device=result[5])
+
+
+def _framed(op: TracedOp, tensors: list[Tensor]) -> tuple[Any, ...]:
+    """What the op returned, with these tensors in their places."""
+    assert op.frame is not None
+    found = iter(tensors)
+    return tuple(next(found) if item is Hole.TENSOR else item for item in op.frame)
 
 
 # --- through PyTorch's context_fn: a policy per op --------------------------------------------------------------------

@@ -8,6 +8,7 @@ With a stopwatch each op is timed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,11 @@ _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedOp:
-    """One op: the storages it reads, makes and writes to, and the shape of each tensor it returns."""
+    """One op: the storages it reads, makes and writes to, and the shape of each tensor it returns.
+
+    `frame` is the tuple it returns, with holes in the places of tensors; it is None itself where the op returns one tensor, or
+    something that is no flat tuple: then nobody but the op can answer for it.
+    """
 
     op: Any
     reads: tuple[int, ...]
@@ -34,6 +39,11 @@ class TracedOp:
     seeded: bool
     uninitialised: bool
     seconds: float = 0.0
+    frame: tuple[Any, ...] | None = None
+
+    @property
+    def can_be_answered(self) -> bool:
+        return self.returns_one or self.frame is not None
 
     @property
     def is_view(self) -> bool:
@@ -74,6 +84,18 @@ class RegionTrace:
             if op.uninitialised:
                 blank.update(op.makes)
         return bool(blank.intersection(self.slots) or blank & self.outputs)
+
+
+class Hole(Enum):
+    """Stands for a tensor in what an op returned."""
+
+    TENSOR = "tensor"
+
+
+def _frame_of(out: Any) -> tuple[Any, ...] | None:
+    if not isinstance(out, tuple) or not all(isinstance(item, (Tensor, int, float, type(None))) for item in out):
+        return None
+    return tuple(Hole.TENSOR if isinstance(item, Tensor) else item for item in out)
 
 
 class OpStopwatch(Protocol):
@@ -146,6 +168,7 @@ class Recorder(Observer):
                     for n, t in zip(numbers, tensors, strict=True)
                 ),
                 returns_one=isinstance(out, Tensor),
+                frame=_frame_of(out),
                 seeded=torch.Tag.nondeterministic_seeded in func.tags,
                 uninitialised=func._schema.name.startswith(_EMPTY),
             )

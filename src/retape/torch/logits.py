@@ -1,0 +1,82 @@
+"""A stand-in of a head's logits: what a model does to them before the loss is written down, and not done.
+
+Multiplying, dividing and tanh are followed: the scales and soft caps of the models that are. Anything else is refused, because a
+stand-in has no numbers to give.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retape.core.errors import InvalidInput
+from retape.torch.head_loss import linear_cross_entropy
+
+
+class Logits:
+    """Stands for `cap * tanh(scale / cap * head(rows))`, or without a cap for `scale * head(rows)`."""
+
+    def __init__(self, rows: Tensor, head: nn.Linear, *, scale: float = 1.0, cap: float | None = None) -> None:
+        self.rows = rows
+        self.head = head
+        self.scale = scale
+        self.cap = cap
+        self.shape = torch.Size((*rows.shape[:-1], head.out_features))
+        self.device = rows.device
+        self.dtype = rows.dtype
+
+    def loss(self, labels: Tensor, *, ignore_index: int, reduction: str, shift: bool) -> Tensor:
+        """The cross entropy of the logits with `labels`."""
+        return linear_cross_entropy(
+            self.rows,
+            self.head.weight,
+            labels.reshape(self.shape[:-1]) if labels.numel() == self.shape[:-1].numel() else labels,
+            bias=self.head.bias,
+            ignore_index=ignore_index,
+            logit_scale=self.scale,
+            soft_cap=self.cap,
+            reduction=reduction,
+            shift=shift,
+        )
+
+    def __mul__(self, factor: Any) -> Logits:
+        if not isinstance(factor, (int, float)) or (self.cap is not None and factor <= 0):
+            raise _refused(f"multiply them with {factor!r}")
+        cap = None if self.cap is None else self.cap * factor
+        return Logits(self.rows, self.head, scale=self.scale * factor, cap=cap)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Logits:
+        if not isinstance(divisor, (int, float)):
+            raise _refused(f"divide them by {divisor!r}")
+        return self * (1.0 / divisor)
+
+    def float(self) -> Logits:
+        """Itself: the loss is computed in float32 anyway."""
+        return self
+
+    def tanh(self) -> Logits:
+        if self.cap is not None:
+            raise _refused("take tanh twice")
+        return Logits(self.rows, self.head, scale=self.scale, cap=1.0)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tanh:
+            return args[0].tanh()
+        raise _refused(f"call {getattr(func, '__name__', func)}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol that Python asks about
+            raise AttributeError(name)
+        raise _refused(f"use .{name}")
+
+
+def _refused(what: str) -> InvalidInput:
+    return InvalidInput(
+        f"The model would {what} between head and loss, and its logits are not there: its loss is fused with its head. Multiplying "
+        "with numbers, dividing by them and tanh are followed. Undo the fusing for this model (unfuse_loss)."
+    )

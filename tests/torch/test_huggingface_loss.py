@@ -1,0 +1,240 @@
+"""Causal language models with a fused loss: the same loss and gradients as their own, and nothing else about them changes."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retape.errors import InvalidInput
+from retape.integrations import huggingface_loss
+from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 64
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.1}
+MODELS = {
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", SMALL),
+    "GPT2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", SMALL),
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SMALL, "num_local_experts": 4, "output_router_logits": True}),
+    "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**SMALL, "tie_word_embeddings": True}),
+    "Phi (bias)": ("PhiForCausalLM", "PhiConfig", SMALL),
+    "Gemma2 (soft cap)": ("Gemma2ForCausalLM", "Gemma2Config", {**SMALL, "final_logit_softcapping": 5.0}),
+    "Cohere (scale)": ("CohereForCausalLM", "CohereConfig", {**SMALL, "logit_scale": 0.25}),
+    "Granite (divisor)": ("GraniteForCausalLM", "GraniteConfig", {**SMALL, "logits_scaling": 4.0}),
+}
+
+
+def make(name="Llama", **changes):
+    model, config, sizes = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**{**sizes, **changes})).train()
+
+
+def batch(rows=3, length=7):
+    torch.manual_seed(1)
+    tokens = torch.randint(1, VOCAB, (rows, length))
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def step(model, **given):
+    """Loss, gradients and outputs of one step from the same random state."""
+    torch.manual_seed(2)
+    model.zero_grad()
+    out = model(**given)
+    out.loss.backward()
+    return out, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+class Seen(TorchDispatchMode):
+    """Whether an op returned a tensor with the logits of more than `rows` rows."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.found = rows, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[-1] == VOCAB:
+                self.found = max(self.found, leaf.numel() // VOCAB)
+        return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_gradients_and_outputs_are_the_models_own(name):
+    model = make(name)
+    given = {**batch(), "output_hidden_states": True}
+    wanted, gradients = step(model, **given)
+    assert fuse_loss(model) is model
+    out, found = step(model, **given)
+    assert type(out) is type(wanted)
+    assert out.logits is None
+    assert set(out.keys()) == set(wanted.keys()) - {"logits"}
+    torch.testing.assert_close(out.loss, wanted.loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-6)
+    assert all(map(torch.equal, out.hidden_states, wanted.hidden_states))
+    if name == "Mixtral":
+        assert torch.equal(out.aux_loss, wanted.aux_loss)
+    if "past_key_values" in wanted:
+        assert out.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
+    unfuse_loss(model)
+    again, gradients_again = step(model, **given)
+    assert torch.equal(again.logits, wanted.logits)
+    torch.testing.assert_close(gradients_again, gradients, rtol=0, atol=0)
+
+
+def test_the_logits_are_never_there(monkeypatch):
+    from retape.torch import logits
+
+    fused = logits.linear_cross_entropy
+    monkeypatch.setattr(logits, "linear_cross_entropy", lambda *a, **k: fused(*a, **k, chunk_rows=4))
+    model, given = make(), batch()
+    with Seen(0) as plain:
+        step(model, **given)
+    assert plain.found >= 21
+    fuse_loss(model)
+    with Seen(0) as seen:
+        step(model, **given)
+    assert 1 <= seen.found <= 16  # a chunk of rows, or the gradient of the head: its 16 features
+
+
+@pytest.mark.parametrize("items", [5, torch.tensor(5)])
+def test_the_trainers_way_of_counting(items):
+    model, given = make(), {**batch(), "num_items_in_batch": items}
+    wanted, gradients = step(model, **given)
+    out, found = step(fuse_loss(model), **given)
+    torch.testing.assert_close(out.loss, wanted.loss)
+    torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_in_float64():
+    model, given = make().double(), batch()
+    wanted, gradients = step(model, **given)
+    out, found = step(fuse_loss(model), **given)
+    assert out.loss.dtype is wanted.loss.dtype
+    torch.testing.assert_close(out.loss, wanted.loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_labels_shifted_by_the_caller():
+    model, given = make(), batch()
+    given["shift_labels"] = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)
+    wanted, gradients = step(model, **given)
+    out, found = step(fuse_loss(model), **given)
+    torch.testing.assert_close(out.loss, wanted.loss)
+    torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_tuples():
+    model, given = make(), {**batch(), "return_dict": False}
+    wanted = model(**given)
+    out = fuse_loss(model)(**given)
+    assert isinstance(out, tuple)
+    assert len(out) == len(wanted)
+    torch.testing.assert_close(out[0], wanted[0])
+    assert out[1] is None
+
+
+def test_evaluation_generation_and_no_labels_are_unchanged():
+    model, given = make(), batch()
+    wanted = model(**given).logits
+    fuse_loss(model)
+    assert torch.equal(model(input_ids=given["input_ids"]).logits, wanted)
+    model.eval()
+    out = model(**given)
+    assert torch.equal(out.logits, wanted)
+    assert out.loss is not None
+    assert torch.equal(model.lm_head(torch.ones(2, 16)), torch.ones(2, 16) @ model.lm_head.weight.T)
+    tokens = model.generate(given["input_ids"], max_new_tokens=3, do_sample=False)
+    assert torch.equal(tokens, unfuse_loss(model).generate(given["input_ids"], max_new_tokens=3, do_sample=False))
+
+
+def test_names_copies_and_pickles():
+    model = make()
+    keys, kind = list(model.state_dict()), type(model)
+    fuse_loss(fuse_loss(model))  # twice is once
+    assert list(model.state_dict()) == keys
+    assert type(model) is kind
+    wanted = step(model, **batch())[1]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            twin.lm_head.weight.mul_(2)
+        out, found = step(twin, **batch())
+        assert out.logits is None
+        assert not torch.equal(found["lm_head.weight"], wanted["lm_head.weight"])  # of its own weights
+    torch.testing.assert_close(step(model, **batch())[1], wanted)
+    unfuse_loss(model)
+    assert not model._forward_hooks
+    assert not model.lm_head._forward_pre_hooks
+    assert not model._forward_hooks_always_called
+
+
+def test_a_forward_that_fails_leaves_nothing_behind():
+    model, given = fuse_loss(make()), batch()
+    with pytest.raises(InvalidInput, match="labels have shape"):
+        model(input_ids=given["input_ids"], labels=given["labels"][:, :5])
+    with pytest.raises(Exception, match=r".+"):
+        model(input_ids=torch.tensor([[VOCAB + 5]]), labels=torch.tensor([[1]]))
+    assert isinstance(model.lm_head(torch.ones(2, 16)), torch.Tensor)
+    assert model(**given).logits is None
+
+
+def test_it_is_said_once(caplog):
+    huggingface_loss._say_once.cache_clear()
+    model = fuse_loss(make())
+    with caplog.at_level(logging.WARNING, logger="retape"):
+        model(**batch())
+        model(**batch())
+    assert [record.message for record in caplog.records] == [
+        "The loss is fused with the head: in training, with labels, the model's output has no .logits (None)."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda logits: logits * torch.ones(VOCAB), "multiply them with"),
+        (lambda logits: logits / torch.ones(VOCAB), "divide them by"),
+        (lambda logits: logits.tanh() * -1.0, "multiply them with -1.0"),
+        (lambda logits: logits.tanh().tanh(), "take tanh twice"),
+        (lambda logits: torch.softmax(logits, -1), "call softmax"),
+        (lambda logits: logits.argmax(-1), r"use \.argmax"),
+    ],
+)
+def test_what_a_stand_in_cannot_do_is_refused(use, words):
+    class Odd(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            return self.loss_function(use(logits), labels, VOCAB)
+
+    model = fuse_loss(Odd(transformers.LlamaConfig(**SMALL)).train())
+    with pytest.raises(InvalidInput, match=f"(?s){words}.*unfuse_loss"):
+        model(**batch())
+
+
+def test_models_that_cannot_be_fused():
+    with pytest.raises(InvalidInput, match="Linear has no plain linear head"):
+        fuse_loss(torch.nn.Linear(2, 2))
+    model = make()
+    model.loss_function = lambda *args, **kwargs: None
+    with pytest.raises(InvalidInput, match="has a loss function of its own"):
+        fuse_loss(model)
