@@ -27,10 +27,10 @@ SEED = 0
 LEARNING_RATE = 0.5
 FLOOR_TRIES = 4
 TIMED_ROWS = 4
-MOST_ROWS = 8
+LEAST_ROWS, MOST_ROWS = 2, 8
 # Plain steps that fitting and comparing take in all, about; the batch is made as large as the time allows.
 STEPS_OF_A_DEMO = 110
-SECONDS_OF_A_DEMO = 60.0
+SECONDS_OF_A_DEMO = 70.0
 
 Tell = Callable[[str], None]
 
@@ -169,7 +169,7 @@ def demonstrate(sizes: Sizes, tell: Tell = lambda what: None) -> Demonstration:
     try:
         tell("a few plain steps")
         row_seconds = _quickest_row(sizes, threads)
-        rows = sizes.rows or max(1, min(MOST_ROWS, int(SECONDS_OF_A_DEMO / STEPS_OF_A_DEMO / row_seconds)))
+        rows = sizes.rows or max(LEAST_ROWS, min(MOST_ROWS, int(SECONDS_OF_A_DEMO / STEPS_OF_A_DEMO / row_seconds)))
         return _demonstrate(sizes, _batches(sizes, rows), tell)
     finally:
         torch.set_num_threads(threads)

@@ -44,14 +44,7 @@ def bert():
 
 def t5():
     config = hf.T5Config(
-        vocab_size=128,
-        d_model=48,
-        d_kv=12,
-        d_ff=96,
-        num_layers=3,
-        num_heads=4,
-        decoder_start_token_id=0,
-        pad_token_id=0,
+        vocab_size=128, d_model=48, d_kv=12, d_ff=96, num_layers=3, num_heads=4, decoder_start_token_id=0, pad_token_id=0
     )
     return hf.T5ForConditionalGeneration(config), {"input_ids": tokens(), "labels": tokens(length=24)}, None
 
@@ -86,9 +79,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
         self.layer1 = nn.Sequential(*[Bottleneck(width, width, 1) for _ in range(3)])
-        self.layer2 = nn.Sequential(
-            Bottleneck(width, 2 * width, 2), *[Bottleneck(2 * width, 2 * width, 1) for _ in range(2)]
-        )
+        self.layer2 = nn.Sequential(Bottleneck(width, 2 * width, 2), *[Bottleneck(2 * width, 2 * width, 1) for _ in range(2)])
         self.head = nn.Linear(2 * width, 10)
 
     def forward(self, images):
