@@ -10,9 +10,9 @@ demo: $(READY)
 	$(BIN)/retape schedule revolve --steps 24 --snapshots 4
 	@echo
 	@echo 'Steps run across, time runs down. Plain reversal holds 24 tapes; here at most 4 states are stored, for 51 more'
-	@echo 'forward steps. No schedule with 4 states needs fewer. Next, a transformer with every block in a region:'
+	@echo 'forward steps. No schedule with 4 states needs fewer. Next, a GPT inside four budgets (a minute or two):'
 	@echo
-	$(BIN)/python examples/checkpoint_a_transformer.py
+	$(BIN)/retape demo
 
 test: lint unit
 

@@ -23,7 +23,9 @@ from retape.core.plan import Plan
 from retape.core.problem import Budget, BudgetLike
 from retape.core.record import Record
 from retape.core.units import format_bytes, format_seconds
+from retape.report.fit_html import render_fit_html
 from retape.report.fit_text import explain
+from retape.report.frontier_file import write_frontier
 from retape.torch.discover import Wanted
 from retape.torch.executor import Executor
 from retape.torch.fingerprint import fingerprint, unwrapped
@@ -81,6 +83,10 @@ class Fit:
         """A table: per kind of region what is held, what is recomputed and why, bytes and milliseconds each."""
         return explain(self.record)
 
+    def plot(self, path: str | Path) -> None:
+        """Draw the frontier, with this plan and its budget, into a file that ends in .svg or (with `retape[plot]`) .png."""
+        write_frontier(self.record, path)
+
     def save(self, path: str | Path) -> None:
         """Write the plan and all that was measured as JSON; `retape.apply` puts it on a model of the same structure."""
         Path(path).write_text(self.record.to_json() + "\n", encoding="utf-8")
@@ -101,6 +107,9 @@ class Fit:
         if self._executor is not None:
             take_off(unwrapped(self._model), self._regions)
             self._executor = None
+
+    def _repr_html_(self) -> str:
+        return render_fit_html(self.record)
 
     def __repr__(self) -> str:
         promised, measured = self.promised, self.measured

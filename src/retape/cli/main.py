@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from retape.cli import schedule
+from retape.cli import demo, fit, schedule
 from retape.core.errors import RetapeError
 
-_COMMANDS = (schedule,)
+_COMMANDS = (fit, demo, schedule)
 _NOT_WRITTEN = 1
 _BAD_INPUT = 2
 

@@ -1,10 +1,166 @@
-"""A fit as text for a terminal."""
+"""A fit as text for a terminal: what is held, what is recomputed and why, and what came of it. Plain characters, no colours."""
 
 from __future__ import annotations
 
+import io
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+
 from retape.core.fit_record import FitRecord
+from retape.core.problem import OptionKind
+from retape.core.units import format_bytes, format_seconds
+from retape.report.fit_rows import RegionRow, glue_row, region_rows
+from retape.report.memory_text import sparkline
+
+WIDTH = 110
+_NUMBERS = ("count", "slots held", "bytes held", "more time")
 
 
-def explain(record: FitRecord) -> str:
-    """What is held and what is recomputed, per kind of region."""
-    return record.model
+def explain(record: FitRecord, *, width: int = WIDTH, ascii_only: bool = False) -> str:
+    """A table of the regions, those treated alike in one row, and under it the budget, the promise and the measurement."""
+    return rendered(_regions(record), _totals(record, width, ascii_only), width=width, ascii_only=ascii_only)
+
+
+def rendered(*parts: RenderableType, width: int = WIDTH, ascii_only: bool = False) -> str:
+    """Tables and lines of rich as plain text, one under the other."""
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, color_system=None, force_terminal=False, highlight=False, legacy_windows=False
+    )
+    for part in parts:
+        console.print(part)
+    lines = [line.rstrip() for line in out.getvalue().rstrip().splitlines()]
+    text = "\n".join(lines)
+    return text.translate(_ASCII).encode("ascii", "replace").decode("ascii") if ascii_only else text
+
+
+# Lines of tables and blocks of sparklines, for terminals that have neither.
+_ASCII = str.maketrans("─━│┃▁▂▃▄▅▆▇█·●", "-=||_.:-=+*#.o")
+
+
+def new_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    """A table in the house's style: one line under the head, numbers to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        right = column in numbers
+        table.add_column(column, justify="right" if right else "left", no_wrap=right)
+    return table
+
+
+# --- the regions --------------------------------------------------------------------------------------------------
+
+
+def _regions(record: FitRecord) -> Table:
+    table = new_table("regions", "count", "plan", "slots held", "bytes held", "more time", "why", numbers=_NUMBERS)
+    for row in region_rows(record):
+        table.add_row(
+            row.label,
+            str(row.count),
+            "segment" if row.start else row.option.value,
+            f"{row.held_slots} of {row.slots}",
+            format_bytes(row.held_bytes),
+            format_seconds(row.extra_seconds) if row.extra_seconds > 0 else "0",
+            _why(row, everything=record.assignment.keeps_everything),
+        )
+    glue = glue_row(record)
+    if glue.places:
+        table.add_row(
+            "glue",
+            str(glue.places),
+            "keep",
+            "",
+            format_bytes(glue.held_bytes),
+            "0",
+            "outside every region: always held",
+        )
+    return table
+
+
+def _why(row: RegionRow, *, everything: bool) -> str:
+    if everything:
+        return "fits, so nothing is dropped"
+    dropped = format_bytes(row.dropped_bytes)
+    if row.start:
+        return f"inputs dropped too: run again from the input of {row.start}; {dropped} less held"
+    match row.option:
+        case OptionKind.KEEP:
+            return f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}"
+        case OptionKind.SELECT:
+            return _why_select(row)
+        case OptionKind.RECOMPUTE:
+            return f"made again from its input: {dropped} less held"
+        case _:
+            return f"{row.option.value}: {dropped} less held"
+
+
+def _why_select(row: RegionRow) -> str:
+    """What is dropped and what is held, called large, cheap, small and dear only where the figures say so."""
+    whole = row.rerun_seconds + row.spared_seconds
+    large = row.dropped_bytes > row.all_bytes / 2
+    cheap = row.rerun_seconds * row.all_bytes < whole * row.dropped_bytes  # less than its share of the bytes
+    what, rest = ("large and cheap, ", "small and dear, ") if large and cheap else ("", "")
+    return (
+        f"dropped {format_bytes(row.dropped_bytes)}: {what}{format_seconds(row.rerun_seconds)} to run again; "
+        f"held the rest: {rest}{format_seconds(row.spared_seconds)} spared"
+    )
+
+
+# --- the totals ---------------------------------------------------------------------------------------------------
+
+
+def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_row("", "")
+    for name, text in (
+        (
+            "fixed",
+            f"{format_bytes(record.measured.base_bytes)}: weights, gradients, optimizer, batch{_correction(record)}",
+        ),
+        ("budget", f"{format_bytes(record.budget_bytes)}, everything counted"),
+        ("peak", _peak(record)),
+        ("step", _step(record)),
+        ("plan", _quality(record)),
+        ("floor", f"{format_bytes(record.frontier.floor_bytes)}{_binding(record)}"),
+        ("keep all", f"{format_bytes(record.frontier.store_all_bytes)}, {format_seconds(record.plain_seconds)} a step"),
+        ("fitting", f"took {format_seconds(record.profile_seconds)} on {record.measured.device}"),
+    ):
+        table.add_row(name, text)
+    if record.measured.timeline:
+        table.add_row(
+            "memory", f"{sparkline(record.measured, width=max(8, min(60, width - 45)))}  live bytes over the step"
+        )
+    return table
+
+
+def _correction(record: FitRecord) -> str:
+    more = record.chain.fixed_bytes - record.measured.base_bytes
+    return f" (and {format_bytes(more)} found by measuring)" if more > 0 else ""
+
+
+def _peak(record: FitRecord) -> str:
+    promised, measured = record.plan.promised_peak_bytes, record.measured.peak_bytes
+    share = measured / record.budget_bytes
+    return f"{format_bytes(promised)} promised, {format_bytes(measured)} measured: {share:.1%} of the budget"
+
+
+def _step(record: FitRecord) -> str:
+    plain, measured = record.plain_seconds, record.measured.seconds
+    ratio = f" ({measured / plain:.2f}x)" if plain else ""
+    return (
+        f"{format_seconds(record.plan.promised_seconds or 0.0)} promised ({record.promised_slowdown:.2f}x keeping all), "
+        f"{format_seconds(measured)} measured{ratio}"
+    )
+
+
+def _quality(record: FitRecord) -> str:
+    said = {"optimal": "optimal: no plan of its kind is faster within the budget"}
+    quality = record.plan.quality
+    return said.get(quality, f"{quality} of the fastest there can be" if quality.startswith("within") else quality)
+
+
+def _binding(record: FitRecord) -> str:
+    return f", bound by {record.frontier.binding}" if record.frontier.binding else ""

@@ -1,0 +1,165 @@
+"""What a fit does, in rows: regions that are treated alike together, what they hold and what they run again. No drawing here.
+
+The seconds are those of the plan's own actions, so that the rows add up to what the plan promises above a step that keeps
+everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from retape.core.actions import Backward, Forward, Item, Save, Tape
+from retape.core.assignment import Choice
+from retape.core.fit_record import FitRecord
+from retape.core.problem import Chain, OptionKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageUse:
+    """What a plan does with one stage: bytes held when the backward pass begins, and seconds that it takes more than plain.
+
+    `runs` counts how often its forward is run by the chain; a re-run inside its own backward is not among them.
+    """
+
+    held_bytes: int
+    extra_seconds: float
+    runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionRow:
+    """Regions of one kind that are treated alike. Bytes and seconds are of each; seconds are the mean where they differ.
+
+    `rerun_seconds` is what refilling the dropped slots takes, `spared_seconds` what the held ones spare beside recomputing all.
+    `start` names where a segment begins whose regions drop their inputs as well.
+    """
+
+    names: tuple[str, ...]
+    option: OptionKind
+    held_slots: int
+    slots: int
+    held_bytes: int
+    all_bytes: int
+    extra_seconds: float
+    rerun_seconds: float
+    spared_seconds: float
+    start: str = ""
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    @property
+    def dropped_bytes(self) -> int:
+        return max(0, self.all_bytes - self.held_bytes)
+
+    @property
+    def label(self) -> str:
+        """The names of the regions, numbers as ranges."""
+        return folded(self.names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlueRow:
+    """All that stands outside the regions: how many places, and the bytes that they always hold."""
+
+    places: int
+    held_bytes: int
+
+
+def stage_uses(chain: Chain, plan_actions: Iterable[object]) -> tuple[StageUse, ...]:
+    """Count what the actions of a chain's plan do with each stage."""
+    count = chain.length
+    held, seconds, runs, option = [0] * count, [0.0] * count, [0] * count, [0] * count
+    first = True
+    for action in plan_actions:
+        if isinstance(action, Forward):
+            for step in range(action.start, action.stop):
+                seconds[step] += chain.stages[step].forward_seconds
+                runs[step] += 1
+        elif isinstance(action, Tape):
+            choice = chain.stages[action.step].choices[action.option]
+            option[action.step] = action.option
+            seconds[action.step] += choice.forward_seconds
+            runs[action.step] += 1
+            if first:
+                held[action.step] = choice.held_bytes
+        elif isinstance(action, Save) and first and action.item is Item.STATE:
+            held[action.step] = chain.stages[action.step].state_bytes
+        elif isinstance(action, Backward):
+            first = False
+            choice = chain.stages[action.step].choices[option[action.step]]
+            seconds[action.step] += choice.backward_seconds + choice.rerun_seconds
+    plain = [stage.forward_seconds + stage.backward_seconds for stage in chain.stages]
+    return tuple(StageUse(held_bytes=held[i], extra_seconds=seconds[i] - plain[i], runs=runs[i]) for i in range(count))
+
+
+def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
+    """One row per kind of region and way to treat it, in the order in which the model first calls them."""
+    found: dict[tuple[object, ...], list[tuple[Choice, int]]] = {}
+    stages = [number for number, stage in enumerate(record.chain.stages) if not stage.pinned]
+    starts = _segment_starts(record.assignment.choices)
+    for place, (choice, stage) in enumerate(zip(record.assignment.choices, stages, strict=True)):
+        key = (choice.kind, choice.option, choice.held, starts[place])
+        found.setdefault(key, []).append((choice, stage))
+    uses = stage_uses(record.chain, record.plan.actions())
+    return tuple(_row(record, members, uses, str(key[-1])) for key, members in found.items())
+
+
+def _segment_starts(choices: tuple[Choice, ...]) -> list[str]:
+    """For each region of a segment the name of its first one; empty where an input is kept and nothing after it is dropped."""
+    starts = [""] * len(choices)
+    for place, choice in enumerate(choices):
+        if choice.drop_input and place:
+            starts[place - 1] = starts[place - 1] or choices[place - 1].name
+            starts[place] = starts[place - 1]
+    return starts
+
+
+def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[StageUse, ...], start: str) -> RegionRow:
+    choice, number = members[0]
+    stage = record.chain.stages[number]
+    chosen = stage.choices[record.plan.choices[number]]
+    whole = next((way.rerun_seconds for way in stage.options if way.kind is OptionKind.RECOMPUTE), 0.0)
+    keeps = choice.option is OptionKind.KEEP
+    return RegionRow(
+        names=tuple(member.name for member, _ in members),
+        option=choice.option,
+        held_slots=choice.slots if keeps else len(choice.held),
+        slots=choice.slots,
+        held_bytes=max(uses[at].held_bytes for _, at in members),
+        all_bytes=stage.tape_bytes,
+        extra_seconds=sum(uses[at].extra_seconds for _, at in members) / len(members),
+        rerun_seconds=chosen.rerun_seconds,
+        spared_seconds=whole if keeps else max(0.0, whole - chosen.rerun_seconds),
+        start=start,
+    )
+
+
+def glue_row(record: FitRecord) -> GlueRow:
+    """All glue together."""
+    glue = [stage for stage in record.chain.stages if stage.pinned]
+    return GlueRow(places=len(glue), held_bytes=sum(stage.tape_bytes for stage in glue))
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names that differ in their last number only as one: blocks.0, blocks.1, blocks.2, head -> blocks.0-2, head."""
+    return ", ".join(_folded(list(dict.fromkeys(names))))
+
+
+def _folded(names: list[str]) -> Iterator[str]:
+    parts = [(name, *_split(name)) for name in names]
+    counted = enumerate(parts)
+    for _, group in groupby(counted, key=lambda item: (item[1][1], item[1][3], item[1][2] - item[0])):
+        run = [part for _, part in group]
+        (first, before, low, after), (_, _, high, _) = run[0], run[-1]
+        yield first if len(run) == 1 or low < 0 else f"{before}{low}-{high}{after}"
+
+
+def _split(name: str) -> tuple[str, int, str]:
+    """Around the last number of a name; -1 where it has none."""
+    match = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
+    return (match[1], int(match[2]), match[3]) if match else (name, -1, "")
