@@ -45,6 +45,8 @@ TIMED_STEPS = 2
 MOST_ROUNDS = 4
 WORTH_USING = 0.02  # of the peak: a promise that was further off is made again
 
+A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
+
 Tell = Callable[[str], None]
 
 
@@ -221,12 +223,11 @@ class Fitter:
         rounds = _Rounds(limit_bytes=self._limit_bytes(modelled.chain), everything=self.budget.share == 1.0)
         for _ in range(MOST_ROUNDS):
             try:
-                plan = decided_by_first(partial(solve, modelled.chain, rounds.limit_bytes))
+                plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
             except BudgetTooSmall:
                 if rounds.best is not None:
                     break
                 if not modelled.slack_bytes:
-                    solve(modelled.chain, self.budget)  # raises in the terms of the budget as it was given
                     raise
                 modelled = modelled.without_slack()
                 continue
@@ -240,6 +241,17 @@ class Fitter:
         if rounds.best is None:
             raise self._not_kept(rounds.limit_bytes, tried)
         return rounds.best
+
+    def _solved(self, chain: Chain, rounds: _Rounds) -> Plan:
+        """The best plan for the budget; a hair below the floor the floor's own, for a measurement to decide."""
+        try:
+            return solve(chain, rounds.limit_bytes)
+        except BudgetTooSmall as error:
+            if error.floor_bytes > rounds.limit_bytes * (1 + A_HAIR) or rounds.tried_floor:
+                solve(chain, self.budget)  # raises in the terms of the budget as it was given
+                raise
+            rounds.tried_floor = True
+            return solve(chain, error.floor_bytes)
 
     def _tried(
         self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: _Rounds
@@ -297,6 +309,7 @@ class _Rounds:
     def __init__(self, *, limit_bytes: int, everything: bool) -> None:
         self.limit_bytes = limit_bytes
         self._everything = everything
+        self.tried_floor = False
         self.best: Fitting | None = None
 
     def are_over(self, tried: Fitting) -> bool:
