@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from retape.torch import _compat
-from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, Holder, ListHolder, ModuleHolder, SlotHolder, tracked
+from retape.torch.holders import ATOMS, DictHolder, Holder, ListHolder, SlotHolder, tracked
+from retape.torch.layouts import Tree, read_tree
 
 _MOST_DEPTH = 8
 _MOST_ITEMS = 256
@@ -42,21 +42,24 @@ class Call:
 
     __slots__ = (
         "_leaves",
+        "_placed",
         "_seen",
         "arguments",
         "codes",
         "extras",
+        "fills_what_it_saved",
         "function",
         "generators",
         "holders",
         "keywords",
         "modules",
-        "places",
+        "only_parameters",
         "plain",
         "renormalised",
         "roots",
         "state",
         "statistics",
+        "switches",
         "tensors",
         "twins",
     )
@@ -70,16 +73,19 @@ class Call:
         self.extras: list[Tensor] = []  # of closures, defaults and globals
         self.roots: list[nn.Module] = []
         self.modules: list[nn.Module] = []
-        self.holders: list[Holder] = []
-        self.places: list[tuple[Any, Any]] = []  # where holders hold their tensors: which container, which key
-        self.state: list[Tensor] = []  # those tensors
+        self.holders: list[Holder | Tree] = []
+        self.state: list[Tensor] = []  # the tensors that holders hold
+        self.only_parameters = True  # and nothing else among those
+        self.switches: list[bool] = []  # plain truth values in fields of modules
         self.generators: list[Any] = []
         self.codes: list[Any] = []  # of functions met, to tell apart what one wrapper wraps
+        self.fills_what_it_saved = False  # it runs `rrelu`: autograd saves an output of it before its kernel has filled it
         self.renormalised: set[int] = set()  # parameters that their own module writes to in its forward
         self.statistics: set[int] = (
             set()
         )  # buffers that their module writes to, though its first batch may leave them as they are
         self.twins: list[tuple[int, int]] = []  # places that hold the same tensor: code asks `q is k`
+        self._placed: list[tuple[Any, Any] | Tree] = []
         self._leaves: dict[int, int] = {}
         self._seen: set[int] = set()
 
@@ -117,6 +123,17 @@ class Call:
     # --- everything else ------------------------------------------------------------------------------------------
 
     @property
+    def places(self) -> list[tuple[Any, Any]]:
+        """Where the tensors of `state` stand: in which container, under which key."""
+        found: list[tuple[Any, Any]] = []
+        for place in self._placed:
+            if type(place) is tuple:
+                found.append(place)
+            else:
+                found += place.places()
+        return found
+
+    @property
     def has_switches(self) -> bool:
         """Whether some argument is a plain value."""
         return not ATOMS.isdisjoint(map(type, self.arguments)) or not ATOMS.isdisjoint(
@@ -124,14 +141,9 @@ class Call:
         )
 
     @property
-    def fills_what_it_saved(self) -> bool:
-        """Whether it runs `rrelu`, the one op that autograd saves an output of before its kernel has filled it."""
-        return nn.RReLU in map(type, self.modules) or any("rrelu" in code.co_names for code in self.codes)
-
-    @property
     def is_lazy(self) -> bool:
         """Whether a parameter has no shape yet: the first call of a lazy module makes it."""
-        return not _PARAMETERS.issuperset(map(type, self.state)) and any(map(is_lazy, self.state))
+        return not self.only_parameters and any(map(is_lazy, self.state))
 
     def meet(self, value: Any, depth: int = 0) -> None:
         """Note what the function can reach through `value`, other than through its arguments."""
@@ -156,6 +168,8 @@ class Call:
     def _meet_other(self, value: Any, depth: int) -> None:
         if isinstance(value, types.FunctionType):
             self.codes.append(value.__code__)
+            if "rrelu" in value.__code__.co_names:
+                self.fills_what_it_saved = True
         for inner in _reachable(value, depth):
             self.meet(inner, depth + 1)
         if depth > 2 or isinstance(value, _NOT_FOLLOWED):
@@ -166,55 +180,45 @@ class Call:
             self._meet_slots(value, depth)
 
     def _meet_modules(self, root: nn.Module) -> None:
-        stack = [root]
-        while stack:
-            module = stack.pop()
-            self._seen.add(id(module))
+        seen = self._seen
+        tree, scripted = read_tree(root, seen)
+        for module in scripted:
+            seen.add(id(module))
             self.modules.append(module)
-            fields = module.__dict__
-            if "_parameters" not in fields:  # a scripted module keeps everything elsewhere
-                self.extras += [*module.parameters(), *module.buffers()]
-                continue
-            # FSDP itself exchanges sharded for gathered parameters, in the forward and again in the re-run.
-            holder = ModuleHolder(fields, parameters=not _compat.fsdp_in_use())
-            self.holders.append(holder)
-            for held in (fields["_parameters"], fields["_buffers"]):
-                for key, tensor in held.items() if held else ():
-                    if tensor is not None:  # as _place does
-                        self._seen.add(id(tensor))
-                        self.places.append((held, key))
-                        self.state.append(tensor)
-            if isinstance(module, _compat.NORMS) and fields["training"]:
-                self.statistics.update(id(buffer) for buffer in fields["_buffers"].values() if buffer is not None)
-            own = fields.keys() - OWN_FIELDS
-            if own:
-                self._meet_fields(holder, own, 1)
-                if fields.get("max_norm") is not None:  # an embedding that scales its rows as it looks them up
-                    self.renormalised.update(map(id, fields["_parameters"].values()))
-            for child in fields["_modules"].values():
-                if child is not None and id(child) not in self._seen:
-                    stack.append(child)
-
-    def _meet_fields(self, holder: DictHolder, keys: Iterable[Any], depth: int, *, only_tensors: bool = False) -> None:
-        """Remember what a dict holds under `keys`, and follow its containers."""
-        container, then = holder.container, holder.then
-        for key in keys:
-            value = container[key]
-            kind = type(value)
-            if kind in ATOMS or kind is types.FunctionType:
-                if not only_tensors:  # a setting
-                    then[key] = value
-            elif isinstance(value, Tensor):
-                self._place(container, key, value)
-                then[key] = tracked(value)
-            elif only_tensors or not isinstance(value, nn.Module):
-                self.meet(value, depth + 1)
+            self.extras += [*module.parameters(), *module.buffers()]
+        if tree is None:
+            return
+        self.modules += tree.modules
+        self.holders.append(tree)
+        self._placed.append(tree)
+        self.state += tree.state
+        self.switches += tree.switches
+        if not tree.layout.only_parameters:
+            self.only_parameters = False
+        if tree.layout.fills_what_it_saved:
+            self.fills_what_it_saved = True
+        if tree.statistics:
+            self.statistics |= tree.statistics
+        if tree.renormalised:
+            self.renormalised |= tree.renormalised
+        seen.update(map(id, tree.modules))
+        seen.update(map(id, tree.state))
+        for value in tree.others:
+            self.meet(value, 2)
 
     def _follow(self, container: dict[Any, Any], depth: int) -> None:
         """A dict that is no module's: its tensors count, its plain values are the user's own."""
         holder = DictHolder(container)
         self.holders.append(holder)
-        self._meet_fields(holder, list(container), depth, only_tensors=True)
+        for key, value in list(container.items()):
+            kind = type(value)
+            if kind in ATOMS or kind is types.FunctionType:
+                continue
+            if isinstance(value, Tensor):
+                self._place(container, key, value)
+                holder.then[key] = tracked(value)
+            else:
+                self.meet(value, depth + 1)
 
     def _meet_slots(self, value: Any, depth: int) -> None:
         names = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
@@ -242,8 +246,9 @@ class Call:
 
     def _place(self, container: Any, key: Any, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
-        self.places.append((container, key))
+        self._placed.append((container, key))
         self.state.append(tensor)
+        self.only_parameters = False
 
     def function_again(self) -> Callable[..., Any]:
         """The function over variables of its own: a re-run may write to them, and the next one must not see that."""
@@ -280,7 +285,6 @@ class _Rebuilt:
         return twin
 
 
-_PARAMETERS = frozenset({nn.Parameter})
 # Objects whose attributes say nothing about what a forward reads.
 _NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial, torch.optim.Optimizer)
 # Globals that hold no state: most of what a function names.

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from retape.torch.region import Region
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_PARAMETER = frozenset({nn.Parameter})
 _NO_TWINS: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _ELSEWHERE = torch.empty(0)
@@ -92,7 +91,7 @@ class Watch:
         self.arguments_need_grad = [tensor.requires_grad for tensor in call.tensors]
         self._needs_grad = [tensor.requires_grad for tensor in call.state]
         # Where modules hold nothing but parameters there is no history to leave out and nothing to copy but arguments.
-        usual = self._known is _NOTHING and not call.extras and _PARAMETER.issuperset(map(type, call.state))
+        usual = self._known is _NOTHING and not call.extras and call.only_parameters
         worth = self._worth_copying(call.tensors if usual else watched)
         self._copies: Copies | None = Copies(watched, worth) if worth else None
         self._leaves: list[bool] | None = None
@@ -335,13 +334,12 @@ class Guard(Observer):
 def _kind_of(call: Call) -> tuple[Any, Any]:
     """What tells first calls apart: the modules and their switches, or the code. Counters change in every call, and do not count."""
     code = getattr(call.function, "__code__", None)
-    flags = tuple([switch for holder in call.holders for switch in holder.switches()])
     plain = (
         [value for value in (*call.arguments, *call.keywords.values()) if _is_switch(value)]
         if call.has_switches
         else ()
     )
-    shape = (len(call.tensors), len(call.extras), len(call.state), flags, *call.codes, *plain)
+    shape = (len(call.tensors), len(call.extras), len(call.state), tuple(call.switches), *call.codes, *plain)
     if call.roots:
         return call.roots[0], (code, tuple([id(root) for root in call.roots[1:]]), shape)
     return code if code is not None else call.function, shape
