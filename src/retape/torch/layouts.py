@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from operator import is_, itemgetter
 from typing import Any
@@ -30,17 +30,17 @@ _flat = chain.from_iterable
 # Of `dict` itself: an OrderedDict's own are slower, and the order is the same one each time.
 _values = dict.values
 _keys = dict.keys
+_vars: Callable[[Any], dict[str, Any]] = vars
 
 
 class Layout:
     """Where everything stands in a tree of modules. A number counts through all fields of all modules ("field" numbers), or
-    through all entries of their buffers, children and parameters ("held" numbers)."""
+    through all entries of their buffers, children and parameters ("held" numbers).
+    """
 
     __slots__ = (
         "_children",
         "_expected",
-        "field_types",
-        "held_lengths",
         "_held_types",
         "_pick_held",
         "_pick_hooks",
@@ -48,8 +48,10 @@ class Layout:
         "_weak",
         "field_keys",
         "field_lengths",
+        "field_types",
         "fills_what_it_saved",
         "held_keys",
+        "held_lengths",
         "only_parameters",
         "others",
         "pick_settings",
@@ -69,7 +71,7 @@ class Layout:
         self._root_type = type(modules[0])
         self._weak = [weakref.ref(module) for module in modules[1:]]
         self.fills_what_it_saved = nn.RReLU in map(type, modules)
-        fields = list(map(vars, modules))
+        fields = list(map(_vars, modules))
         self.field_keys: list[str] = list(_flat(fields))
         self.field_lengths = list(map(len, fields))
         values = list(_flat(map(_values, fields)))
@@ -128,7 +130,9 @@ class Layout:
         self, modules: list[nn.Module], at: dict[tuple[int, str], int], entries: list[tuple[int, Any]]
     ) -> None:
         """What modules write to by themselves: the statistics of norms, the rows of an embedding that scales them."""
-        self.statistics: list[tuple[int, list[int]]] = []  # the number of the `training` flag, the buffers' held numbers
+        self.statistics: list[
+            tuple[int, list[int]]
+        ] = []  # the number of the `training` flag, the buffers' held numbers
         self.renormalised: list[int] = []
         for owner, module in enumerate(modules):
             if isinstance(module, _compat.NORMS) and (owner, "training") in at:
@@ -143,12 +147,12 @@ class Layout:
         weak = self._weak
         modules: list[Any] = [root, *[reference() for reference in weak]] if weak else [root]
         try:
-            fields = list(map(vars, modules))
+            fields: list[dict[str, Any]] = list(map(_vars, modules))
         except TypeError:  # one is gone
             return None
-        if type(root) is not self._root_type or list(map(len, fields)) != self.field_lengths:
+        if list(_flat(fields)) != self.field_keys or type(root) is not self._root_type:
             return None
-        if list(_flat(fields)) != self.field_keys:
+        if weak and list(map(len, fields)) != self.field_lengths:
             return None
         values = list(_flat(map(_values, fields)))
         if list(map(type, values)) != self.field_types:
@@ -159,23 +163,21 @@ class Layout:
         held = list(_flat(map(_values, content)))
         if list(map(type, held)) != self._held_types:
             return None
-        if self._children is not None and self._expected is not None:
-            if not all(map(is_, self._children(held), self._expected(modules))):
-                return None
-        return Tree(self, modules, fields, values, content, held, self._pick_hooks(values))
+        children, expected = self._children, self._expected
+        if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
+            return None
+        hooks = self._pick_hooks(values)
+        return Tree(self, modules, fields, values=values, content=content, held=held, hooks=hooks)
 
 
-Pick = Callable[[Any], tuple[Any, ...]]
+Pick = Callable[[Any], Sequence[Any]]
 
 
 def _picker(numbers: list[int]) -> Pick | None:
     """What takes the items with these numbers out of a list, in C."""
     if not numbers:
         return None
-    if len(numbers) == 1:
-        number = numbers[0]
-        return lambda items: (items[number],)
-    return itemgetter(*numbers)
+    return itemgetter(*numbers) if len(numbers) > 1 else itemgetter(slice(numbers[0], numbers[0] + 1))
 
 
 def _owned(dicts: Any) -> Iterator[tuple[int, Any]]:
@@ -191,6 +193,7 @@ class Tree:
     __slots__ = (
         "_content",
         "_entered",
+        "_fields_are_as_then",
         "_held",
         "_hook_copies",
         "_hooks",
@@ -211,6 +214,7 @@ class Tree:
         layout: Layout,
         modules: list[nn.Module],
         fields: list[dict[str, Any]],
+        *,
         values: list[Any],
         content: tuple[dict[Any, Any], ...],
         held: list[Any],
@@ -219,8 +223,8 @@ class Tree:
         self.layout = layout
         self.modules = modules
         self.fields = fields
-        self.state: tuple[Tensor, ...] = layout.tensors(held) if layout.tensors is not None else ()
-        self.switches = layout.pick_switches(values) if layout.pick_switches is not None else ()
+        self.state: Sequence[Tensor] = layout.tensors(held) if layout.tensors is not None else ()
+        self.switches = tuple(layout.pick_switches(values)) if layout.pick_switches is not None else ()
         self.others: list[Any] = [values[number] for number in layout.others] if layout.others else _NONE
         self.statistics: set[int] | None = None
         self.renormalised: set[int] | None = None
@@ -235,6 +239,7 @@ class Tree:
         self._hook_copies = [hook.copy() for hook in hooks] if any(hooks) else None
         self._kept: list[Any] = _NONE
         self._entered: list[ModuleHolder] | None = None
+        self._fields_are_as_then = True
 
     def _meet_buffers(self, values: list[Any], held: list[Any]) -> None:
         """Buffers, and tensors in fields: some are statistics, and a history among them could close a cycle through the graph."""
@@ -242,7 +247,7 @@ class Tree:
         if layout.statistics:
             self.statistics = {id(held[n]) for flag, buffers in layout.statistics if values[flag] for n in buffers}
         if layout.tensor_fields:
-            self.state += tuple([values[number] for number in layout.tensor_fields])
+            self.state = [*self.state, *[values[number] for number in layout.tensor_fields]]
         for items, numbers in ((values, layout.tensor_fields), (held, layout.tensor_numbers)):
             for number in numbers:
                 if items[number].grad_fn is not None:
@@ -263,20 +268,21 @@ class Tree:
     def enter(self) -> None:
         """Put back what the modules held; usually they hold it still."""
         self._entered = None
-        if self._fields_are_as_then() and self._held_is_as_then() and self.layout.with_parameters:
-            return
-        self._entered = self._one_by_one()
-        for holder in self._entered:
-            holder.enter()
+        if not self._is_as_then() or not self.layout.with_parameters:
+            self._entered = self._one_by_one()
+            for holder in self._entered:
+                holder.enter()
 
     def leave(self) -> None:
         """Put back what they held when it was entered."""
         holders, kept = self._entered, self._kept
         if holders is None:
-            if self._fields_are_as_then() and self._hooks_are_as_then():
-                if not self._held_is_as_then():
-                    self._put_held_back()
+            if self._is_as_then():
                 self._kept = _NONE
+                return
+            if self._fields_are_as_then and self._hooks_are_as_then():
+                self._kept = _NONE
+                self._put_held_back()
                 return
             holders = self._one_by_one()
             keys = _slices(self.layout.field_keys, self.layout.field_lengths)
@@ -286,29 +292,23 @@ class Tree:
         for holder in holders:
             holder.leave()
 
-    def _fields_are_as_then(self) -> bool:
-        """Whether every field of every module holds, by identity, what it held when the region first ran."""
-        layout = self.layout
-        self._kept = values = list(_flat(map(_values, self.fields)))
+    def _is_as_then(self) -> bool:
+        """Whether every module holds, by identity, what it held when the region first ran."""
+        layout, fields, content = self.layout, self.fields, self._content
+        self._fields_are_as_then = False
+        self._kept = values = list(_flat(map(_values, fields)))
         settings: Any = values
         if layout.pick_settings is not None:  # the others are no concern, unless a tensor has come in their place
             if list(map(type, values)) != layout.field_types:
                 return False
             settings = layout.pick_settings(values)
+        if not all(map(is_, settings, self._then)) or list(_flat(fields)) != layout.field_keys:
+            return False
+        self._fields_are_as_then = True
         return (
-            len(values) == len(layout.field_keys)
-            and all(map(is_, settings, self._then))
-            and list(_flat(self.fields)) == layout.field_keys
-        )
-
-    def _held_is_as_then(self) -> bool:
-        """The same of buffers, children and parameters."""
-        held = list(_flat(map(_values, self._content)))
-        return (
-            len(held) == len(self._held)
-            and all(map(is_, held, self._held))
-            and list(_flat(map(_keys, self._content))) == self.layout.held_keys
-            and self._hooks_are_as_then()
+            all(map(is_, _flat(map(_values, content)), self._held))
+            and list(_flat(map(_keys, content))) == layout.held_keys
+            and (not any(self._hooks) if self._hook_copies is None else self._hooks_are_as_then())
         )
 
     def _put_held_back(self) -> None:
@@ -334,8 +334,12 @@ class Tree:
         layout, then = self.layout, self._then
         settings = dict(zip(layout.settings, then, strict=True)) if layout.pick_settings is not None else then
         known = set(layout.settings)
-        held = [dict(zip(*part, strict=True)) for part in zip(
-            _slices(layout.held_keys, layout.held_lengths), _slices(self._held, layout.held_lengths), strict=True)]
+        held = [
+            dict(zip(*part, strict=True))
+            for part in zip(
+                _slices(layout.held_keys, layout.held_lengths), _slices(self._held, layout.held_lengths), strict=True
+            )
+        ]
         hooks = self._hook_copies or [{} for _ in self._hooks]
         first, holders = 0, []
         for number, (fields, length) in enumerate(zip(self.fields, layout.field_lengths, strict=True)):
@@ -368,9 +372,9 @@ def _spread(owners: Any, lengths: list[int]) -> list[Any]:
 _LAYOUTS: weakref.WeakKeyDictionary[nn.Module, Layout] = weakref.WeakKeyDictionary()
 
 
-def read_tree(root: nn.Module, seen: set[int]) -> tuple[Tree | None, list[nn.Module]]:
+def read_tree(root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[Tree | None, list[nn.Module]]:
     """What a root and the modules below it hold, but for those in `seen`; and the scripted ones, which keep theirs elsewhere."""
-    with_parameters = not _compat.fsdp_in_use()
+    with_parameters = not fsdp
     layout = _LAYOUTS.get(root)
     if layout is not None and layout.with_parameters is with_parameters:
         tree = layout.read(root)

@@ -53,23 +53,23 @@ class HeldHere:
 
     def __init__(self, tensors: list[Tensor], *, inputs: Inputs, total: Callable[[Tensor], int] | None) -> None:
         if inputs is Inputs.HOLD:
-            self._held: list[Any] = [t if t.grad_fn is None else t.detach() for t in tensors]
+            self.held: list[Any] = list(map(hold, tensors))
         else:
-            self._held = [_link(t, inputs, total) or hold(t) for t in tensors]
-            self.holds_here = not any(isinstance(held, Link) for held in self._held)
+            self.held = [_link(t, inputs, total) or hold(t) for t in tensors]
+            self.holds_here = not any(isinstance(held, Link) for held in self.held)
 
     def present(self) -> list[Tensor | None]:
-        return self._held if self.holds_here else [None if type(held) is Link else held for held in self._held]
+        return self.held if self.holds_here else [None if type(held) is Link else held for held in self.held]
 
     @property
     def links(self) -> list[Link]:
-        return [] if self.holds_here else [held for held in self._held if type(held) is Link and held.value is None]
+        return [] if self.holds_here else [held for held in self.held if type(held) is Link and held.value is None]
 
     def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
         if self.holds_here:
-            return self._held
+            return self.held
         make_again(self.links, made, region.policy.way)
-        return [held.load(region, made) if type(held) is Link else held for held in self._held]
+        return [held.load(region, made) if type(held) is Link else held for held in self.held]
 
     def hold_again(self, region: Region, made: Made) -> None:
         """Hold from now on what was made again for the links."""
@@ -249,11 +249,12 @@ def refilled(region: Region, task: int) -> None:
         return
     regions = _REFILLED.get(task)
     if regions is None:
-        regions = _REFILLED[task] = {}
+        regions = _REFILLED[task] = {id(region): weakref.ref(region)}
         _compat.at_end_of_backward(partial(_release, task))
         if len(_REFILLED) > _MOST_TASKS:  # passes that ended in an exception never called back
             _REFILLED.popitem(last=False)
-    for key, reference in list(regions.items()) if regions else ():
+        return
+    for key, reference in list(regions.items()):
         other = reference()
         if other is None or (other is not region and not other.refilling and other.release()):
             del regions[key]

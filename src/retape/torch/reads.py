@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from retape.torch import _compat
 from retape.torch.holders import ATOMS, DictHolder, Holder, ListHolder, SlotHolder, tracked
 from retape.torch.layouts import Tree, read_tree
 
@@ -37,56 +38,42 @@ class Leaf:
         self.index = index
 
 
+_LEAVES = tuple([Leaf(index) for index in range(32)])
+_ONE_LEAF = _LEAVES[:1]
+_ONLY_LEAVES = frozenset({Leaf})
+_NOTHING: frozenset[int] = frozenset()
+
+
 class Call:
     """A function and its arguments as they were, and everything that the walk met on the way."""
 
-    __slots__ = (
-        "_leaves",
-        "_placed",
-        "_seen",
-        "arguments",
-        "codes",
-        "extras",
-        "fills_what_it_saved",
-        "function",
-        "generators",
-        "holders",
-        "keywords",
-        "modules",
-        "only_parameters",
-        "plain",
-        "renormalised",
-        "roots",
-        "state",
-        "statistics",
-        "switches",
-        "tensors",
-        "twins",
-    )
+    # What most calls leave as it is has its value here: setting two dozen fields is what making one costs.
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any]
+    plain = True  # every argument is a tensor or no container: nothing to rebuild
+    only_tensors = False  # every argument is a tensor
+    has_switches = False  # some argument is a plain value
+    roots: tuple[nn.Module, ...] = ()
+    modules: list[nn.Module] = []  # noqa: RUF012 - never changed, only replaced
+    only_parameters = True  # `state` holds nothing else
+    switches: tuple[bool, ...] = ()  # plain truth values in fields of modules
+    generators: tuple[Any, ...] = ()
+    codes: tuple[Any, ...] = ()  # of functions met, to tell apart what one wrapper wraps
+    fills_what_it_saved = False  # it runs `rrelu`: autograd saves an output of it before its kernel has filled it
+    renormalised: frozenset[int] = _NOTHING  # parameters that their own module writes to in its forward
+    # Buffers that their module writes to, though its first batch may leave them as they are.
+    statistics: frozenset[int] = _NOTHING
+    twins: tuple[tuple[int, int], ...] = ()  # places that hold the same tensor: code asks `q is k`
 
     def __init__(self) -> None:
-        self.function: Callable[..., Any] = _nothing
-        self.arguments: tuple[Any, ...] = ()
-        self.keywords: dict[str, Any] = {}
-        self.plain = True  # every argument is a tensor or no container: nothing to rebuild
+        self.keywords = {}
         self.tensors: list[Tensor] = []  # of the arguments, in order
         self.extras: list[Tensor] = []  # of closures, defaults and globals
-        self.roots: list[nn.Module] = []
-        self.modules: list[nn.Module] = []
-        self.holders: list[Holder | Tree] = []
         self.state: list[Tensor] = []  # the tensors that holders hold
-        self.only_parameters = True  # and nothing else among those
-        self.switches: list[bool] = []  # plain truth values in fields of modules
-        self.generators: list[Any] = []
-        self.codes: list[Any] = []  # of functions met, to tell apart what one wrapper wraps
-        self.fills_what_it_saved = False  # it runs `rrelu`: autograd saves an output of it before its kernel has filled it
-        self.renormalised: set[int] = set()  # parameters that their own module writes to in its forward
-        self.statistics: set[int] = (
-            set()
-        )  # buffers that their module writes to, though its first batch may leave them as they are
-        self.twins: list[tuple[int, int]] = []  # places that hold the same tensor: code asks `q is k`
+        self.holders: list[Holder | Tree] = []
+        self.fsdp = _compat.fsdp_in_use()
         self._placed: list[tuple[Any, Any] | Tree] = []
-        self._leaves: dict[int, int] = {}
         self._seen: set[int] = set()
 
     # --- arguments ----------------------------------------------------------------------------------------------
@@ -96,14 +83,14 @@ class Call:
         if isinstance(value, Tensor):
             # One for each place, though the same tensor may stand in several: how many a nested region saves must not
             # depend on which tensors are one object, since in a re-run they may be an argument and its closure's twin.
-            leaf = Leaf(len(self.tensors))
-            first = self._leaves.setdefault(id(value), leaf.index)
-            if first != leaf.index:
-                self.twins.append((leaf.index, first))
+            index = len(self.tensors)
             self.tensors.append(value)
-            return leaf
+            return _LEAVES[index] if index < len(_LEAVES) else Leaf(index)
         kind = type(value)
-        if kind in ATOMS or depth > _MOST_DEPTH:
+        if kind in ATOMS:
+            self.has_switches = True
+            return value
+        if depth > _MOST_DEPTH:
             return value
         if kind is list or kind is tuple:
             return kind([self.take(item, depth + 1) for item in value])
@@ -127,18 +114,8 @@ class Call:
         """Where the tensors of `state` stand: in which container, under which key."""
         found: list[tuple[Any, Any]] = []
         for place in self._placed:
-            if type(place) is tuple:
-                found.append(place)
-            else:
-                found += place.places()
+            found += place.places() if isinstance(place, Tree) else [place]
         return found
-
-    @property
-    def has_switches(self) -> bool:
-        """Whether some argument is a plain value."""
-        return not ATOMS.isdisjoint(map(type, self.arguments)) or not ATOMS.isdisjoint(
-            map(type, self.keywords.values())
-        )
 
     @property
     def is_lazy(self) -> bool:
@@ -153,10 +130,10 @@ class Call:
         if isinstance(value, Tensor):
             self.extras.append(value)
         elif isinstance(value, nn.Module):
-            self.roots.append(value)
+            self.roots += (value,)
             self._meet_modules(value)
         elif is_generator(value):
-            self.generators.append(value)
+            self.generators += (value,)
         elif isinstance(value, (dict, list, deque)):
             self._meet_container(value, depth)
         else:
@@ -167,7 +144,7 @@ class Call:
 
     def _meet_other(self, value: Any, depth: int) -> None:
         if isinstance(value, types.FunctionType):
-            self.codes.append(value.__code__)
+            self.codes += (value.__code__,)
             if "rrelu" in value.__code__.co_names:
                 self.fills_what_it_saved = True
         for inner in _reachable(value, depth):
@@ -181,14 +158,14 @@ class Call:
 
     def _meet_modules(self, root: nn.Module) -> None:
         seen = self._seen
-        tree, scripted = read_tree(root, seen)
+        tree, scripted = read_tree(root, seen, fsdp=self.fsdp)
         for module in scripted:
             seen.add(id(module))
-            self.modules.append(module)
+            self.modules = [*self.modules, module]
             self.extras += [*module.parameters(), *module.buffers()]
         if tree is None:
             return
-        self.modules += tree.modules
+        self.modules = self.modules + tree.modules if self.modules else tree.modules
         self.holders.append(tree)
         self._placed.append(tree)
         self.state += tree.state
@@ -258,11 +235,13 @@ class Call:
 
     def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments and keywords with `tensors` in their places, in containers of their own."""
+        if self.only_tensors:
+            return tuple(tensors), {}
         if self.plain:
-            return (
-                tuple([tensors[a.index] if type(a) is Leaf else a for a in self.arguments]),
-                {k: tensors[a.index] if type(a) is Leaf else a for k, a in self.keywords.items()},
-            )
+            arguments = tuple([tensors[a.index] if type(a) is Leaf else a for a in self.arguments])
+            if not self.keywords:
+                return arguments, {}
+            return arguments, {k: tensors[a.index] if type(a) is Leaf else a for k, a in self.keywords.items()}
         return (
             tuple([_put_back(a, tensors) for a in self.arguments]),
             {k: _put_back(a, tensors) for k, a in self.keywords.items()},
@@ -350,8 +329,18 @@ def _fields_of(value: Any) -> list[tuple[str, Any]]:
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
-def _nothing() -> None:
-    """The function of a call that has none yet."""
+_CONTAINERS = (list, tuple, dict, deque, _Rebuilt)
+
+
+def _holds_no_container(taken: Iterable[Any]) -> bool:
+    return not any(type(value) is not Leaf and isinstance(value, _CONTAINERS) for value in taken)
+
+
+def _twins(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
+    """The places of tensors that stand elsewhere before, with the first such place."""
+    first: dict[int, int] = {}
+    pairs = [(index, first.setdefault(id(tensor), index)) for index, tensor in enumerate(tensors)]
+    return tuple([pair for pair in pairs if pair[0] != pair[1]])
 
 
 def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
@@ -361,11 +350,18 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         keywords = {**function.keywords, **keywords}
         function = function.func
     call = Call()
-    call.arguments = tuple([call.take(value) for value in arguments])
-    call.keywords = {key: call.take(value) for key, value in keywords.items()} if keywords else {}
-    for value in (*call.arguments, *call.keywords.values()):
-        if type(value) is not Leaf and isinstance(value, (list, tuple, dict, deque, _Rebuilt)):
-            call.plain = False
+    if len(arguments) == 1 and type(arguments[0]) is Tensor:
+        call.tensors, call.arguments, call.only_tensors = [arguments[0]], _ONE_LEAF, True  # the usual call, in short
+    else:
+        call.arguments = tuple([call.take(value) for value in arguments])
+        call.only_tensors = _ONLY_LEAVES.issuperset(map(type, call.arguments))
+        call.plain = call.only_tensors or _holds_no_container(call.arguments)
+    if keywords:
+        call.only_tensors = False
+        call.keywords = {key: call.take(value) for key, value in keywords.items()}
+        call.plain = call.plain and _holds_no_container(call.keywords.values())
+    if len(call.tensors) > 1:
+        call.twins = _twins(call.tensors)
     call.meet(function)
     call.function = _as_of_now(function) if type(function) is types.FunctionType else function
     return call
