@@ -13,6 +13,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from operator import is_, itemgetter
 from typing import Any
@@ -52,6 +53,7 @@ class Layout:
         "fills_what_it_saved",
         "held_keys",
         "held_lengths",
+        "kinds",
         "only_parameters",
         "others",
         "pick_settings",
@@ -68,6 +70,8 @@ class Layout:
     def __init__(self, modules: list[nn.Module], *, with_parameters: bool) -> None:
         # FSDP itself exchanges sharded for gathered parameters, in the forward and again in the re-run.
         self.with_parameters = with_parameters
+        # What calls of the root are known to change (see `watch.py`), once the layout is kept.
+        self.kinds: dict[Any, frozenset[int]] | None = None
         self._root_type = type(modules[0])
         self._weak = [weakref.ref(module) for module in modules[1:]]
         self.fills_what_it_saved = nn.RReLU in map(type, modules)
@@ -369,18 +373,35 @@ def _spread(owners: Any, lengths: list[int]) -> list[Any]:
 
 # --- which layout -----------------------------------------------------------------------------------------------------
 
-_LAYOUTS: weakref.WeakKeyDictionary[nn.Module, Layout] = weakref.WeakKeyDictionary()
+# By the id of the root, held weakly: asking a WeakKeyDictionary costs as much as the rest of a look.
+_LAYOUTS: dict[int, tuple[weakref.ref[nn.Module], Layout]] = {}
+
+
+def known_layout(root: nn.Module) -> Layout | None:
+    """The layout of the last walk from `root`, if it is kept."""
+    entry = _LAYOUTS.get(id(root))
+    return entry[1] if entry is not None and entry[0]() is root else None
+
+
+def _keep(root: nn.Module, layout: Layout) -> None:
+    before, key = known_layout(root), id(root)
+    layout.kinds = before.kinds if before is not None else {}
+    _LAYOUTS[key] = (weakref.ref(root, partial(_forget, key)), layout)
+
+
+def _forget(key: int, reference: weakref.ref[nn.Module]) -> None:
+    if key in _LAYOUTS and _LAYOUTS[key][0] is reference:  # unless a new module has taken the id meanwhile
+        del _LAYOUTS[key]
 
 
 def read_tree(root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[Tree | None, list[nn.Module]]:
     """What a root and the modules below it hold, but for those in `seen`; and the scripted ones, which keep theirs elsewhere."""
-    with_parameters = not fsdp
-    layout = _LAYOUTS.get(root)
-    if layout is not None and layout.with_parameters is with_parameters:
-        tree = layout.read(root)
+    entry = _LAYOUTS.get(id(root))
+    if entry is not None and entry[0]() is root and entry[1].with_parameters is not fsdp:
+        tree = entry[1].read(root)
         if tree is not None and (len(seen) <= 1 or seen.isdisjoint(map(id, tree.modules[1:]))):
             return tree, _NONE
-    return _walked(root, seen, with_parameters)
+    return _walked(root, seen, not fsdp)
 
 
 def _walked(root: nn.Module, seen: set[int], with_parameters: bool) -> tuple[Tree | None, list[nn.Module]]:
@@ -404,7 +425,7 @@ def _walked(root: nn.Module, seen: set[int], with_parameters: bool) -> tuple[Tre
         return None, scripted
     layout = Layout(modules, with_parameters=with_parameters)
     if whole and not scripted:
-        _LAYOUTS[root] = layout
+        _keep(root, layout)
     tree = layout.read(modules[0])
     assert tree is not None
     return tree, scripted

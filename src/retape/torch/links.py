@@ -47,16 +47,14 @@ class Held(Protocol):
 
 
 class HeldHere:
-    """Inputs held by the region itself, less those that another region made and that `inputs` says to drop."""
+    """Inputs held by the region itself, or links in the place of those that another region makes again."""
 
     holds_here = True
 
-    def __init__(self, tensors: list[Tensor], *, inputs: Inputs, total: Callable[[Tensor], int] | None) -> None:
-        if inputs is Inputs.HOLD:
-            self.held: list[Any] = list(map(hold, tensors))
-        else:
-            self.held = [_link(t, inputs, total) or hold(t) for t in tensors]
-            self.holds_here = not any(isinstance(held, Link) for held in self.held)
+    def __init__(self, held: list[Any], *, linked: bool = False) -> None:
+        self.held = held
+        if linked:
+            self.holds_here = False
 
     def present(self) -> list[Tensor | None]:
         return self.held if self.holds_here else [None if type(held) is Link else held for held in self.held]
@@ -75,6 +73,12 @@ class HeldHere:
         """Hold from now on what was made again for the links."""
         for link in self.links:
             link.value = link.load(region, made)
+
+
+def held_or_linked(tensors: list[Tensor], inputs: Inputs, total: Callable[[Tensor], int] | None) -> HeldHere:
+    """Inputs held by the region itself, less those that another region made."""
+    held = [_link(t, inputs, total) or hold(t) for t in tensors]
+    return HeldHere(held, linked=any(isinstance(each, Link) for each in held))
 
 
 class Link:

@@ -56,6 +56,7 @@ class Call:
     has_switches = False  # some argument is a plain value
     roots: tuple[nn.Module, ...] = ()
     modules: list[nn.Module] = []  # noqa: RUF012 - never changed, only replaced
+    kinds: dict[Any, frozenset[int]] | None = None  # what calls of the first root are known to change
     only_parameters = True  # `state` holds nothing else
     switches: tuple[bool, ...] = ()  # plain truth values in fields of modules
     generators: tuple[Any, ...] = ()
@@ -165,6 +166,8 @@ class Call:
             self.extras += [*module.parameters(), *module.buffers()]
         if tree is None:
             return
+        if len(self.roots) == 1:
+            self.kinds = tree.layout.kinds
         self.modules = self.modules + tree.modules if self.modules else tree.modules
         self.holders.append(tree)
         self._placed.append(tree)
@@ -362,6 +365,12 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.plain = call.plain and _holds_no_container(call.keywords.values())
     if len(call.tensors) > 1:
         call.twins = _twins(call.tensors)
+    if isinstance(function, nn.Module):
+        call._seen.add(id(function))
+        call.roots = (function,)
+        call._meet_modules(function)
+        call.function = function
+        return call
     call.meet(function)
     call.function = _as_of_now(function) if type(function) is types.FunctionType else function
     return call

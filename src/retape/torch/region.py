@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -32,7 +32,7 @@ from retape.torch import _compat, links, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number
-from retape.torch.policy import DROP, Check, Policy
+from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
 from retape.torch.runs import THREAD, Run, Stop, current_runs
 from retape.torch.select import Answering, Diverged, Replay
@@ -120,10 +120,12 @@ class Region:
     # --- the first run -----------------------------------------------------------------------------------------
 
     def _hold_inputs(self) -> links.Held:
+        tensors, inputs = self._call.tensors, self.policy.inputs
         if _compat.top_hooks(True) is not None:
-            return links.SavedInNode(self._call.tensors)  # Rule 7
-        total = checksum if self.check is Check.VALUES else None
-        return links.HeldHere(self._call.tensors, inputs=self.policy.inputs, total=total)
+            return links.SavedInNode(tensors)  # Rule 7
+        if inputs is Inputs.HOLD:
+            return links.HeldHere([t if t.grad_fn is None else t.detach() for t in tensors])
+        return links.held_or_linked(tensors, inputs, checksum if self.check is Check.VALUES else None)
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run the function for the first time."""
@@ -245,10 +247,11 @@ class Region:
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
         inputs, watch = self._inputs, self._watch
-        suspects = watch.check(inputs.present(), self)
         if type(inputs) is links.HeldHere and inputs.holds_here:
             held = inputs.held
+            suspects = watch.check(held, self)
         else:
+            suspects = watch.check(inputs.present(), self)
             self.refilling = True  # loading its inputs may refill others
             try:
                 held = inputs.load(self, watch.changed, {} if made is None else made)
@@ -296,7 +299,8 @@ class Region:
         try:
             before = AsBefore(self._watch)
             try:
-                args, keywords = self._call.rebuild(before.arguments(held))
+                call, tensors = self._call, before.arguments(held)
+                args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
                 if self._backward_inside:
                     before.keep_gradients()
                 if self._contexts is None and mode is None:
@@ -325,7 +329,7 @@ class Region:
         """Whether the function, or a module behind it, is compiled: a dispatch mode around it would silently make it eager."""
         return any(_compat.is_compiled(part) for part in (self._call.function, *self._call.modules))
 
-    def _hooked(self, filler: Filler, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)
         try:
             function = self._call.function

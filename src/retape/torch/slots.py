@@ -65,7 +65,7 @@ class Filler:
         # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
         self._for_itself = region._backward_inside
         # Modes of our own need not be told of what the hooks do; those of others may count on it.
-        usual = region.policy.recipe is None and region.repeatable
+        usual = region.policy.recipe is None and region._contexts is None
         self._detach = _compat.detach_unseen if not usual and region.is_selective else Tensor.detach
         self._next = 0
         self._filled: list[Slot] = []

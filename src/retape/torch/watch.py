@@ -73,6 +73,7 @@ class Watch:
         "_copies",
         "_fsdp",
         "_kind",
+        "_kinds",
         "_known",
         "_leaves",
         "_needs_grad",
@@ -85,8 +86,8 @@ class Watch:
         self._call = call
         self._fsdp = _sharded_twins(call.state) if call.fsdp else None
         self._kind = _kind_of(call)
-        kinds = _kinds_of(self._kind[0])
-        self._known = kinds.get(self._kind[1])
+        self._kinds = _kinds_of(self._kind[0]) if call.kinds is None else call.kinds
+        self._known = self._kinds.get(self._kind[1])
         watched = call.tensors + call.extras + call.state
         known_types = call.only_parameters and not call.extras
         self._plain = not self._fsdp and _PLAIN.issuperset(map(type, call.tensors if known_types else watched))
@@ -136,7 +137,7 @@ class Watch:
     def settle(self, arguments: list[Tensor], region: Region) -> None:
         """After the call: learn what it changed, and let go of the copies of what it did not."""
         watched = arguments + self._call.extras + self._call.state
-        after = self._versions(watched)
+        after = list(map(_version, watched)) if self._plain else self._versions(watched)
         self._after = after
         copies, self._copies = self._copies, None
         # BatchNorm's kernels write without a version. Looking costs a wait on a GPU, so there only the first call is looked at.
@@ -151,7 +152,7 @@ class Watch:
         else:
             changed |= self._known
         if not changed <= (self._known or _NOTHING) or self._known is None:
-            _kinds_of(self._kind[0])[self._kind[1]] = frozenset(changed) or _NOTHING
+            self._kinds[self._kind[1]] = frozenset(changed) or _NOTHING
         if not changed:
             return
         lost = {i for i in (changed - copies.indices if copies else changed) if not _compat.is_fake(watched[i])}
@@ -174,7 +175,7 @@ class Watch:
         watched: list[Any] = arguments + self._call.extras + self._call.state
         if type(None) in map(type, arguments):
             watched = [_ELSEWHERE if tensor is None else tensor for tensor in watched]
-        now = self._versions(watched)
+        now = list(map(_version, watched)) if self._plain else self._versions(watched)
         if now == self._after:
             return []
         pairs = enumerate(zip(self._after, now, strict=True))
