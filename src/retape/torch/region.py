@@ -86,8 +86,7 @@ class Region:
         self.policy = policy
         self.check = check
         self.early_stop = early_stop
-        self.reruns = 0
-        self.refilling = False
+        self.reruns, self.refilling = 0, False
         self.kept: list[Any] = []
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
@@ -96,8 +95,7 @@ class Region:
             self.early_stop = False
             self.check = Check.OFF if check is Check.OFF else Check.METADATA
         self._running = True
-        self._backward_inside = False  # the function asks for gradients itself
-        self._diverged = False
+        self._backward_inside = self._diverged = False  # the first: the function asks for gradients itself
         if _compat.count_dispatch_modes():
             with _compat.unobserved():
                 self._observe(call)
@@ -332,9 +330,8 @@ class Region:
     def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)
         try:
-            function = self._call.function
-            if type(function) is FunctionType:
-                function = self._call.function_again()
+            call = self._call
+            function = call.function_again() if type(call.function) is FunctionType else call.function
             return function(*args, **keywords)
         finally:
             _compat.pop_hooks()

@@ -272,6 +272,12 @@ class Replay:
             seek(draws)
         _compat.set_grad_enabled(True)
 
+    def __enter__(self) -> None:
+        """Nothing: it is entered when it is made."""
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
     def leave(self) -> None:
         _compat.set_grad_enabled(self._grad)
         if peek(self._found) != self._stood:

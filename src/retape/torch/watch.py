@@ -299,6 +299,13 @@ class AsBefore:
         leaves = [tensor for tensor in self._watch._call.state if tensor.requires_grad and tensor.is_leaf]
         self._grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
 
+    def __enter__(self) -> AsBefore:
+        """Nothing: it is entered when it is made."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
     def leave(self) -> None:
         for tensor, value in reversed(self._overwritten or ()):
             _compat.write_unseen(tensor, value)
