@@ -44,11 +44,11 @@ def test_torch_checkpoint():
     assert _compat.TORCH_CHECKPOINT.__module__ == "torch.utils.checkpoint"
 
 
-def test_saved_tensor_hooks_active():
-    assert not _compat.saved_tensor_hooks_active()
+def test_top_hooks():
+    assert _compat.top_hooks(True) is None
     with saved_tensors_hooks(identity, identity):
-        assert _compat.saved_tensor_hooks_active()
-    assert not _compat.saved_tensor_hooks_active()
+        assert _compat.top_hooks(True) is not None
+    assert _compat.top_hooks(True) is None
 
 
 def test_push_hooks():
@@ -66,7 +66,7 @@ def test_push_hooks():
 def test_pop_hooks():
     _compat.push_hooks(identity, identity)
     _compat.pop_hooks()
-    assert not _compat.saved_tensor_hooks_active()
+    assert _compat.top_hooks(True) is None
 
 
 def in_backward(action):
@@ -262,16 +262,88 @@ def test_selective_mutation_allowed():
         assert _compat.selective_mutation_allowed(again) is allowed
 
 
-def test_early_stop_setting():
-    assert _compat.early_stop_setting() is None
+def test_checkpoint_settings():
+    assert _compat.checkpoint_settings() == (None, None)
     with torchs.set_checkpoint_early_stop(False):
-        assert _compat.early_stop_setting() is False
-
-
-def test_debug_setting():
-    assert _compat.debug_setting() is None
+        assert _compat.checkpoint_settings() == (None, False)
     with torchs.set_checkpoint_debug_enabled(True):
-        assert _compat.debug_setting() is True
+        assert _compat.checkpoint_settings() == (True, None)
+
+
+@_compat.at_trace_time
+def noted():
+    NOTES.append(torch.compiler.is_compiling())
+    return True
+
+
+NOTES = []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_at_trace_time():
+    compiled = torch.compile(lambda a: a + 1 if noted() else a, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert compiled(torch.ones(1)).item() == 2
+    assert len(NOTES) == 1  # called while tracing, and not by what was compiled
+
+
+def test_in_a_transform():
+    assert not _compat.in_a_transform()
+    assert torch.func.vmap(lambda a: a * _compat.in_a_transform())(torch.ones(2)).all()
+    with forward_ad.dual_level():
+        assert _compat.in_a_transform()
+    assert not _compat.in_a_transform()
+
+
+def test_count_dispatch_modes():
+    assert _compat.count_dispatch_modes() == 0
+    with TorchDispatchMode():
+        assert _compat.count_dispatch_modes() == 1
+
+
+def test_cuda_built():
+    assert hasattr(torch._C, "_cuda_getDeviceCount") == _compat.CUDA_BUILT
+
+
+def test_cuda_initialized():
+    assert _compat.cuda_initialized() == torch.cuda.is_initialized()
+
+
+DRAWS = {
+    "nothing": lambda g: None,
+    "uniform": lambda g: torch.rand(3, generator=g),
+    "a twister's length": lambda g: torch.rand(624, generator=g),
+    "one normal number": lambda g: torch.randn(1, generator=g),
+    "doubles": lambda g: torch.randn(3, generator=g, dtype=torch.float64),
+    "many": lambda g: torch.randn(100, generator=g),
+    "log normal": lambda g: torch.empty(1).log_normal_(generator=g),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("seed", [0, 7, 2**63 - 1])
+def test_read_generator(draw, seed):
+    generator = torch.Generator().manual_seed(seed)
+    words = _compat.generator_words(generator)
+    for _ in range(3):
+        draw(generator)
+        token = _compat.read_generator(words)
+        assert torch.equal(_compat.generator_state(token), generator.get_state())
+
+
+def test_generator_words():
+    generator = torch.Generator().manual_seed(1)
+    words = _compat.generator_words(generator)
+    before = _compat.read_generator(words)
+    torch.rand(1, generator=generator)
+    assert _compat.read_generator(words) != before
+
+
+def test_generator_state():
+    generator, other = torch.Generator().manual_seed(1), torch.Generator()
+    torch.randn(3, generator=generator)
+    other.set_state(_compat.generator_state(_compat.read_generator(_compat.generator_words(generator))))
+    assert torch.equal(torch.randn(5, generator=other), torch.randn(5, generator=generator))
 
 
 def test_fsdp_in_use():

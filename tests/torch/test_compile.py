@@ -7,6 +7,7 @@ from compare import assert_equal, seed
 from torch import nn
 
 import retape
+from retape.torch import checkpoint as checkpoint_room
 from retape.torch.policy import HOLD, Inputs, Policy
 from retape.torch.region import Region, run_region
 from retape.torch.select import plan_recipe
@@ -184,6 +185,25 @@ def test_a_compiled_caller_delegates_to_torchs_operator():
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert len(graphs) == 1
     assert sum("tag_activation_checkpoint" in target for target in targets) == 2
+
+
+def test_a_compiled_caller_says_once_that_it_delegates(caplog):
+    checkpoint_room._said.cache_clear()
+    module, x = caller(retape.checkpoint)
+    torch.compile(module, backend="eager", fullgraph=True)(x)  # no break in the graph
+    torch._dynamo.reset()
+    torch.compile(module, backend="eager", fullgraph=True)(x)
+    [record] = [record for record in caplog.records if record.name == "retape"]
+    assert record.levelname == "WARNING"
+    assert "it is PyTorch's own checkpoint operator" in record.message
+    assert "Call retape.checkpoint outside" in record.message
+
+
+def test_an_eager_caller_says_nothing(caplog):
+    checkpoint_room._said.cache_clear()
+    module, x = caller(retape.checkpoint)
+    module(x)
+    assert not [record for record in caplog.records if record.name == "retape"]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

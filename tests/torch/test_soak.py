@@ -1,4 +1,4 @@
-"""Some hundred steps in which exceptions fall at random points of forward, re-run and backward; nothing may be left behind."""
+"""Two thousand steps in which exceptions fall at random points of forward, re-run and backward; nothing may be left behind."""
 
 import copy
 import gc
@@ -14,7 +14,7 @@ from torch import nn
 import retape
 from retape.torch.runs import plain
 
-STEPS = 300
+STEPS = 2000
 
 
 class Broken(Exception):
@@ -64,24 +64,31 @@ class Noisy(nn.Module):
 
 
 def layer():
-    return nn.Sequential(Fuse(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), Noisy(), Fuse(), nn.Tanh())
+    return nn.Sequential(Fuse(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), Noisy())
 
 
-class Model(nn.Module):
-    """Regions one by one, nested, and in segments."""
+class Nested(nn.Module):
+    """Regions inside a region."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(5))
+        self.first, self.second = layer(), layer()
 
     def forward(self, a):
-        a = retape.checkpoint(self.layers[0], a, use_reentrant=False)
-        a = retape.checkpoint(self.inner, a, use_reentrant=False, check="values")
-        return retape.checkpoint_sequential([*self.layers[3:], torch.sin], 3, a, use_reentrant=False).sum()
+        a = retape.checkpoint(self.first, a, use_reentrant=False)
+        return retape.checkpoint(self.second, a, early_stop=False).sin()
 
-    def inner(self, a):
-        a = retape.checkpoint(self.layers[1], a, use_reentrant=False)
-        return retape.checkpoint(self.layers[2], a, early_stop=False).sin()
+
+class Model(nn.Module):
+    """Regions nested, and in segments."""
+
+    def __init__(self):
+        super().__init__()
+        self.nested, self.last = Nested(), layer()
+
+    def forward(self, a):
+        a = retape.checkpoint(self.nested, a, use_reentrant=False, check="values")
+        return retape.checkpoint_sequential([self.last, torch.sin, torch.cos], 3, a, use_reentrant=False).sum()
 
 
 def attempt(model, batch, fuse):
@@ -142,7 +149,7 @@ def put_back(model, twin):
 def test_a_fuse_blows_in_forward_and_in_backward():
     seed()
     model, batch = Model(), torch.randn(8, 4)
-    blown = {attempt(twin_of(model), batch, fuse) for fuse in range(1, 50, 3)}
+    blown = {attempt(twin_of(model), batch, fuse) for fuse in range(1, 20)}
     assert blown == {"forward", "backward", None}
 
 
@@ -169,7 +176,7 @@ def soaked(model, twin, batch, fuse):
     return where
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_soak():
     seed()
     draw = random.Random(1)
@@ -178,25 +185,25 @@ def test_soak():
     twin = twin_of(model)
     tensors, blown = None, {"forward": 0, "backward": 0, None: 0}
     for number in range(STEPS):
-        where = soaked(model, twin, batch, draw.randrange(-16, 45))
+        where = soaked(model, twin, batch, draw.randrange(-4, 12))
         blown[where] += 1
-        if number % 50 == 10:
+        if number % 200 == 10:
             gc.collect()
             tensors = tensors or live_tensors()
             assert live_tensors() <= tensors  # fewer, if what other tests left behind is freed meanwhile
-    assert min(blown.values()) > 20
+    assert min(blown.values()) > STEPS / 10
 
 
 def test_what_a_blown_step_leaves_is_freed_by_counting_alone():
     seed()
     model, batch = Model(), torch.randn(8, 4)
-    for fuse in (-1, 2, 30):  # first exceptions import things that hold on to their frames
+    for fuse in (-1, 2, 6):  # first exceptions import things that hold on to their frames
         attempt(model, batch, fuse)
         model.zero_grad()
     gc.collect()
     gc.disable()
     try:
-        for fuse in range(1, 50, 4):
+        for fuse in range(1, 16):
             with Ledger() as ledger:
                 attempt(model, batch, fuse)
                 model.zero_grad()

@@ -29,19 +29,13 @@ _NOTHING_TO_HIDE: AbstractContextManager[Any] = nullcontext()
 TORCH_CHECKPOINT = torch_checkpoint.checkpoint
 
 
-def saved_tensor_hooks_active() -> bool:
-    """Whether somebody's saved-tensor hooks are in force around the caller."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 # The context manager around these costs more than they do.
 push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-
-
-def graph_task() -> int:
-    """The id of the backward pass that runs in this thread, or -1."""
-    return int(torch._C._current_graph_task_id())
+# The hooks in force around the caller, or None; asked with True, that a tracer is at work does not count.
+top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+# The id of the backward pass that runs in this thread, or -1.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def graph_is_kept() -> bool:
@@ -72,9 +66,8 @@ def linear_rows(node: Any) -> torch.Tensor:
     return saved
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call back when the backward pass that runs in this thread is done."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Call back when the backward pass that runs in this thread is done.
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def unobserved() -> AbstractContextManager[Any]:
@@ -132,6 +125,24 @@ def is_compiled(value: Any) -> bool:
     )
 
 
+def in_a_transform() -> bool:
+    """Whether a torch.func transform or a forward-mode level is around the caller."""
+    return _functorch_level() is not None or _forward_ad._current_level >= 0
+
+
+_functorch_level = torch._C._functorch.maybe_current_level
+_forward_ad = torch.autograd.forward_ad
+
+
+def at_trace_time(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Mark a function to be called while a caller is being compiled, instead of becoming a part of what is compiled.
+
+    What `torch.compiler.assume_constant_result` does, without importing the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def functorch_transform() -> str | None:
     """The name of the innermost torch.func transform around the caller, if any."""
     if torch._C._functorch.maybe_current_level() is None:
@@ -143,6 +154,11 @@ def functorch_transform() -> str | None:
 def forward_mode_active() -> bool:
     """Whether the caller is inside a forward-mode (dual number) level."""
     return int(torch.autograd.forward_ad._current_level) >= 0
+
+
+# Whether this process uses CUDA; a build without it never does, and need not be asked.
+CUDA_BUILT = torch.backends.cuda.is_built() or torch.version.hip is not None
+cuda_initialized: Callable[[], bool] = torch.cuda.is_initialized if CUDA_BUILT else bool
 
 
 def cuda_devices_in_use() -> tuple[int, ...]:
@@ -197,14 +213,9 @@ def selective_mutation_allowed(context: object) -> bool:
     return bool(getattr(context, "allow_cache_entry_mutation", False))
 
 
-def early_stop_setting() -> bool | None:
-    """What `torch.utils.checkpoint.set_checkpoint_early_stop` has set, if anything."""
-    return getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
-
-
-def debug_setting() -> bool | None:
-    """What `torch.utils.checkpoint.set_checkpoint_debug_enabled` has set, if anything."""
-    return getattr(torch_checkpoint, "_checkpoint_debug_enabled", None)
+def checkpoint_settings() -> tuple[bool | None, bool | None]:
+    """What `set_checkpoint_debug_enabled` and `set_checkpoint_early_stop` of torch.utils.checkpoint have set, if anything."""
+    return torch_checkpoint._checkpoint_debug_enabled, torch_checkpoint._enable_checkpoint_early_stop
 
 
 def fsdp_in_use() -> bool:
@@ -236,6 +247,66 @@ def python_random_words() -> Any:
     instance = random._inst
     offset = ctypes.string_at(id(instance), sys.getsizeof(instance)).find(wanted)
     return None if offset < 0 else _Words.from_address(id(instance) + offset)
+
+
+def generator_words(generator: torch.Generator) -> tuple[Any, Any] | None:
+    """Views of the state of a CPU generator, its twister and its spare normal numbers, or None where its layout is not the known one.
+
+    `get_state()` makes a tensor of 5056 bytes; reading the memory costs a tenth.
+    """
+    if generator.device.type != "cpu" or _GENERATOR_OFFSET is None:
+        return None
+    address = _address(generator) + _GENERATOR_OFFSET
+    return _Twister.from_address(address), _Spares.from_address(address + ctypes.sizeof(_Twister))
+
+
+def read_generator(words: tuple[Any, Any]) -> bytes:
+    """Where a generator stands, as bytes that are the same whenever it stands there."""
+    twister, spares = words
+    raw: bytes = spares.raw
+    if raw[4] or raw[16]:
+        single, has_single, double, has_double = struct.unpack("=f?xxxd?", raw)
+        spare = struct.pack(
+            "=f?d?", single if has_single else 0.0, has_single, double if has_double else 0.0, has_double
+        )
+        return bytes(twister.raw + spare)
+    return twister.raw  # type: ignore[no-any-return]
+
+
+def generator_state(token: bytes) -> torch.Tensor:
+    """What `torch.Generator.set_state` takes, from what `read_generator` has read."""
+    seed, left, seeded, following = struct.unpack_from("=QiBxxxI", token)
+    words = struct.unpack_from("=624I", token, 20)
+    spare = (0.0, False, 0.0, False) if len(token) == ctypes.sizeof(_Twister) else struct.unpack("=f?d?", token[2520:])
+    single, has_single, double, has_double = spare
+    numbers = (seed, left, seeded, following, *words, 0.0, double, 0.0, has_double, single, has_single)
+    return torch.frombuffer(bytearray(struct.pack("=QiiQ624QdddixxxxfBxxx", *numbers)), dtype=torch.uint8)
+
+
+def _address(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def _generator_offset() -> int | None:
+    """Where the twister of a CPU generator stands in memory, found with one whose state is known, spare numbers and all."""
+    probe = torch.Generator().manual_seed(_A_SEED)
+    octets = bytearray(bytes(probe.get_state().tolist()))
+    if len(octets) != 5056:
+        return None
+    octets[5024:5032], octets[5040:5044] = struct.pack("=d", _A_SPARE), struct.pack("=i", 1)
+    octets[5048:5053] = struct.pack("=fB", 0.5, 1)
+    probe.set_state(torch.frombuffer(octets, dtype=torch.uint8))
+    offset = ctypes.string_at(_address(probe), 256).find(struct.pack("=Q", _A_SEED))  # it is ten times as large
+    if offset < 0:
+        return None
+    address = _address(probe) + offset
+    words = _Twister.from_address(address), _Spares.from_address(address + ctypes.sizeof(_Twister))
+    return offset if torch.equal(generator_state(read_generator(words)), probe.get_state()) else None
+
+
+_A_SEED = 0x0123_4567_89AB_CDEF
+_Twister = ctypes.c_char * 2520  # a seed, three numbers and 624 words
+_Spares = ctypes.c_char * 17  # a float and a double, each with a flag after it
 
 
 def numpy_generator() -> Any:
@@ -308,6 +379,8 @@ def _stderr_unheard() -> Iterator[None]:
         os.close(nowhere)
 
 
+_GENERATOR_OFFSET = _generator_offset()
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
@@ -341,11 +414,14 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("deterministic algorithms, warn only", torch._C._get_deterministic_algorithms_warn_only, _put_warn_only),
     ("float32 matmul precision", torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
     ("mkldnn enabled", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    ("cudnn enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    ("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    ("cudnn deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     ("flash attention", torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    ("memory-efficient attention", torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     ("math attention", torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    ("cudnn attention", torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
 )
+if CUDA_BUILT:  # what the CPU's kernels never ask
+    SETTINGS += (
+        ("cudnn enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+        ("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+        ("cudnn deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+        ("memory-efficient attention", torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+        ("cudnn attention", torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    )

@@ -6,6 +6,8 @@ region draws from it, and dropping it there is a wrong gradient.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,22 +43,43 @@ def checkpoint(
     Takes what `torch.utils.checkpoint.checkpoint` takes; `check` is "off", "metadata" or "values".
     """
     if torch.compiler.is_compiling():
+        _say_delegated()
         # Dynamo takes a context_fn only where one is written out, so the default is left out.
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = context_fn
         return _compat.TORCH_CHECKPOINT(function, *args, use_reentrant=False, **kwargs)
-    debug = _chosen(_compat.debug_setting(), debug)
-    if use_reentrant and (debug or context_fn is not noop_context_fn):
+    debug_setting, stop_setting = _compat.checkpoint_settings()  # PyTorch's context managers win over its arguments
+    debug = debug if debug_setting is None else debug_setting
+    unusual = debug or context_fn is not noop_context_fn
+    if use_reentrant and unusual:
         raise InvalidInput("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
     return run_region(
         function,
         *args,
         keywords=kwargs,
         policy=DROP_IN,
-        check=_check_of(check, determinism_check),
-        early_stop=_chosen(_compat.early_stop_setting(), early_stop),
-        contexts=_contexts_of(context_fn, debug),
+        check=Check.METADATA
+        if check is None and determinism_check == "default"
+        else _check_of(check, determinism_check),
+        early_stop=early_stop if stop_setting is None else stop_setting,
+        contexts=_contexts_of(context_fn, debug) if unusual else None,
     )
+
+
+@_compat.at_trace_time
+def _say_delegated() -> bool:
+    """Say, while a caller is being compiled, that its regions are not retape's."""
+    return _said()
+
+
+@functools.cache
+def _said() -> bool:
+    logging.getLogger("retape").warning(
+        "retape.checkpoint was called by code that torch.compile or torch.export is tracing. There it is PyTorch's own checkpoint "
+        "operator: what retape sees again and checks (check=, buffers, random streams) is left to the compiler. Call "
+        "retape.checkpoint outside, on the compiled function, to have it. This is said once."
+    )
+    return True
 
 
 def checkpoint_sequential(
@@ -95,11 +118,6 @@ def _check_of(check: str | Check | None, determinism_check: str) -> Check:
     if check is None:
         return Check.METADATA if determinism_check == "default" else Check.OFF
     return Check.of(check)
-
-
-def _chosen(setting: bool | None, argument: bool) -> bool:
-    """PyTorch's context managers win over its arguments."""
-    return argument if setting is None else setting
 
 
 def _contexts_of(context_fn: Callable[[], Contexts], debug: bool) -> Contexts | None:

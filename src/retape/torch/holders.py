@@ -41,9 +41,6 @@ class DictHolder:
         self._count = len(container)
         self._kept: dict[Any, Any] | None = None
 
-    def switches(self) -> list[bool]:
-        return [value for value in self.then.values() if value is True or value is False]
-
     def enter(self) -> None:
         container = self.container
         self._kept = dict(container)
@@ -83,9 +80,6 @@ class ListHolder:
         self.then = [tracked(item) if isinstance(item, Tensor) else item for item in container]
         self._kept: list[Any] | None = None
 
-    def switches(self) -> tuple[bool, ...]:
-        return ()
-
     def enter(self) -> None:
         self._kept = list(self.container)
         self._put(self.then, _same)
@@ -105,24 +99,30 @@ class ListHolder:
 
 
 class ModuleHolder(DictHolder):
-    """A module's fields, parameters, buffers and forward hooks: five dicts in one go, because a region has many modules."""
+    """A module's fields, and its dicts: parameters, buffers, children, forward hooks. Made only where something has changed."""
 
     __slots__ = ("_dicts", "_kept_dicts", "_then_dicts")
 
-    def __init__(self, fields: dict[str, Any], *, parameters: bool) -> None:
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        count: int,
+        then: dict[str, Any],
+        dicts: tuple[dict[Any, Any], ...],
+        then_dicts: list[dict[Any, Any]],
+    ) -> None:
         self.container = fields
-        self.then = (
-            {"training": fields["training"]} if "training" in fields else {}
-        )  # a compiled module has none of its own
-        self._count = len(fields)
+        self.then = then
+        self._count = count
         self._kept = None
-        parts = (fields["_buffers"], fields["_forward_hooks"], fields["_forward_pre_hooks"], fields["_modules"])
-        self._dicts = (*parts, fields["_parameters"]) if parameters else parts
-        self._then_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
-        for then in self._then_dicts:
-            if then and not _WITHOUT_HISTORY.issuperset(map(type, then.values())):
-                then.update({key: tracked(value) for key, value in then.items() if isinstance(value, Tensor)})
+        self._dicts = dicts
+        self._then_dicts = then_dicts
         self._kept_dicts: list[dict[Any, Any]] = []
+
+    def entered_with(self, fields: dict[str, Any]) -> None:
+        """It was entered while the module had these fields, and in its dicts what it had held at first."""
+        self._kept = fields
+        self._kept_dicts = self._then_dicts
 
     def enter(self) -> None:
         super().enter()
@@ -140,7 +140,6 @@ class ModuleHolder(DictHolder):
 
 
 _EMPTY: dict[Any, Any] = {}
-_WITHOUT_HISTORY = frozenset({nn.Parameter, type(None)})
 
 
 def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:
@@ -159,9 +158,6 @@ class SlotHolder:
         self._object = value
         self._then = {name: tracked(getattr(value, name)) for name in names}
         self._kept: dict[str, Any] = {}
-
-    def switches(self) -> tuple[bool, ...]:
-        return ()
 
     def enter(self) -> None:
         self._kept = {name: getattr(self._object, name, None) for name in self._then}

@@ -47,34 +47,38 @@ class Held(Protocol):
 
 
 class HeldHere:
-    """Inputs held by the region itself, less those that another region made and that `inputs` says to drop."""
+    """Inputs held by the region itself, or links in the place of those that another region makes again."""
 
     holds_here = True
 
-    def __init__(self, tensors: list[Tensor], *, inputs: Inputs, total: Callable[[Tensor], int] | None) -> None:
-        if inputs is Inputs.HOLD:
-            self._held: list[Any] = [t if t.grad_fn is None else t.detach() for t in tensors]
-        else:
-            self._held = [_link(t, inputs, total) or hold(t) for t in tensors]
-            self.holds_here = not any(isinstance(held, Link) for held in self._held)
+    def __init__(self, held: list[Any], *, linked: bool = False) -> None:
+        self.held = held
+        if linked:
+            self.holds_here = False
 
     def present(self) -> list[Tensor | None]:
-        return self._held if self.holds_here else [None if type(held) is Link else held for held in self._held]
+        return self.held if self.holds_here else [None if type(held) is Link else held for held in self.held]
 
     @property
     def links(self) -> list[Link]:
-        return [] if self.holds_here else [held for held in self._held if type(held) is Link and held.value is None]
+        return [] if self.holds_here else [held for held in self.held if type(held) is Link and held.value is None]
 
     def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
         if self.holds_here:
-            return self._held
+            return self.held
         make_again(self.links, made, region.policy.way)
-        return [held.load(region, made) if type(held) is Link else held for held in self._held]
+        return [held.load(region, made) if type(held) is Link else held for held in self.held]
 
     def hold_again(self, region: Region, made: Made) -> None:
         """Hold from now on what was made again for the links."""
         for link in self.links:
             link.value = link.load(region, made)
+
+
+def held_or_linked(tensors: list[Tensor], inputs: Inputs, total: Callable[[Tensor], int] | None) -> HeldHere:
+    """Inputs held by the region itself, less those that another region made."""
+    held = [_link(t, inputs, total) or hold(t) for t in tensors]
+    return HeldHere(held, linked=any(isinstance(each, Link) for each in held))
 
 
 class Link:
@@ -249,11 +253,12 @@ def refilled(region: Region, task: int) -> None:
         return
     regions = _REFILLED.get(task)
     if regions is None:
-        regions = _REFILLED[task] = {}
+        regions = _REFILLED[task] = {id(region): weakref.ref(region)}
         _compat.at_end_of_backward(partial(_release, task))
         if len(_REFILLED) > _MOST_TASKS:  # passes that ended in an exception never called back
             _REFILLED.popitem(last=False)
-    for key, reference in list(regions.items()) if regions else ():
+        return
+    for key, reference in list(regions.items()):
         other = reference()
         if other is None or (other is not region and not other.refilling and other.release()):
             del regions[key]

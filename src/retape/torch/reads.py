@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
-from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, Holder, ListHolder, ModuleHolder, SlotHolder, tracked
+from retape.torch.holders import ATOMS, DictHolder, Holder, ListHolder, SlotHolder, tracked
+from retape.torch.layouts import Tree, read_tree
 
 _MOST_DEPTH = 8
 _MOST_ITEMS = 256
@@ -37,50 +38,43 @@ class Leaf:
         self.index = index
 
 
+_LEAVES = tuple([Leaf(index) for index in range(32)])
+_ONE_LEAF = _LEAVES[:1]
+_ONLY_LEAVES = frozenset({Leaf})
+_NOTHING: frozenset[int] = frozenset()
+
+
 class Call:
     """A function and its arguments as they were, and everything that the walk met on the way."""
 
-    __slots__ = (
-        "_leaves",
-        "_seen",
-        "arguments",
-        "codes",
-        "extras",
-        "function",
-        "generators",
-        "holders",
-        "keywords",
-        "modules",
-        "places",
-        "plain",
-        "renormalised",
-        "roots",
-        "state",
-        "statistics",
-        "tensors",
-        "twins",
-    )
+    # What most calls leave as it is has its value here: setting two dozen fields is what making one costs.
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any]
+    plain = True  # every argument is a tensor or no container: nothing to rebuild
+    only_tensors = False  # every argument is a tensor
+    has_switches = False  # some argument is a plain value
+    roots: tuple[nn.Module, ...] = ()
+    modules: list[nn.Module] = []  # noqa: RUF012 - never changed, only replaced
+    kinds: dict[Any, frozenset[int]] | None = None  # what calls of the first root are known to change
+    only_parameters = True  # `state` holds nothing else
+    switches: tuple[bool, ...] = ()  # plain truth values in fields of modules
+    generators: tuple[Any, ...] = ()
+    codes: tuple[Any, ...] = ()  # of functions met, to tell apart what one wrapper wraps
+    fills_what_it_saved = False  # it runs `rrelu`: autograd saves an output of it before its kernel has filled it
+    renormalised: frozenset[int] = _NOTHING  # parameters that their own module writes to in its forward
+    # Buffers that their module writes to, though its first batch may leave them as they are.
+    statistics: frozenset[int] = _NOTHING
+    twins: tuple[tuple[int, int], ...] = ()  # places that hold the same tensor: code asks `q is k`
 
     def __init__(self) -> None:
-        self.function: Callable[..., Any] = _nothing
-        self.arguments: tuple[Any, ...] = ()
-        self.keywords: dict[str, Any] = {}
-        self.plain = True  # every argument is a tensor or no container: nothing to rebuild
+        self.keywords = {}
         self.tensors: list[Tensor] = []  # of the arguments, in order
         self.extras: list[Tensor] = []  # of closures, defaults and globals
-        self.roots: list[nn.Module] = []
-        self.modules: list[nn.Module] = []
-        self.holders: list[Holder] = []
-        self.places: list[tuple[Any, Any]] = []  # where holders hold their tensors: which container, which key
-        self.state: list[Tensor] = []  # those tensors
-        self.generators: list[Any] = []
-        self.codes: list[Any] = []  # of functions met, to tell apart what one wrapper wraps
-        self.renormalised: set[int] = set()  # parameters that their own module writes to in its forward
-        self.statistics: set[int] = (
-            set()
-        )  # buffers that their module writes to, though its first batch may leave them as they are
-        self.twins: list[tuple[int, int]] = []  # places that hold the same tensor: code asks `q is k`
-        self._leaves: dict[int, int] = {}
+        self.state: list[Tensor] = []  # the tensors that holders hold
+        self.holders: list[Holder | Tree] = []
+        self.fsdp = _compat.fsdp_in_use()
+        self._placed: list[tuple[Any, Any] | Tree] = []
         self._seen: set[int] = set()
 
     # --- arguments ----------------------------------------------------------------------------------------------
@@ -90,14 +84,14 @@ class Call:
         if isinstance(value, Tensor):
             # One for each place, though the same tensor may stand in several: how many a nested region saves must not
             # depend on which tensors are one object, since in a re-run they may be an argument and its closure's twin.
-            leaf = Leaf(len(self.tensors))
-            first = self._leaves.setdefault(id(value), leaf.index)
-            if first != leaf.index:
-                self.twins.append((leaf.index, first))
+            index = len(self.tensors)
             self.tensors.append(value)
-            return leaf
+            return _LEAVES[index] if index < len(_LEAVES) else Leaf(index)
         kind = type(value)
-        if kind in ATOMS or depth > _MOST_DEPTH:
+        if kind in ATOMS:
+            self.has_switches = True
+            return value
+        if depth > _MOST_DEPTH:
             return value
         if kind is list or kind is tuple:
             return kind([self.take(item, depth + 1) for item in value])
@@ -117,21 +111,17 @@ class Call:
     # --- everything else ------------------------------------------------------------------------------------------
 
     @property
-    def has_switches(self) -> bool:
-        """Whether some argument is a plain value."""
-        return not ATOMS.isdisjoint(map(type, self.arguments)) or not ATOMS.isdisjoint(
-            map(type, self.keywords.values())
-        )
-
-    @property
-    def fills_what_it_saved(self) -> bool:
-        """Whether it runs `rrelu`, the one op that autograd saves an output of before its kernel has filled it."""
-        return nn.RReLU in map(type, self.modules) or any("rrelu" in code.co_names for code in self.codes)
+    def places(self) -> list[tuple[Any, Any]]:
+        """Where the tensors of `state` stand: in which container, under which key."""
+        found: list[tuple[Any, Any]] = []
+        for place in self._placed:
+            found += place.places() if isinstance(place, Tree) else [place]
+        return found
 
     @property
     def is_lazy(self) -> bool:
         """Whether a parameter has no shape yet: the first call of a lazy module makes it."""
-        return not _PARAMETERS.issuperset(map(type, self.state)) and any(map(is_lazy, self.state))
+        return not self.only_parameters and any(map(is_lazy, self.state))
 
     def meet(self, value: Any, depth: int = 0) -> None:
         """Note what the function can reach through `value`, other than through its arguments."""
@@ -141,10 +131,10 @@ class Call:
         if isinstance(value, Tensor):
             self.extras.append(value)
         elif isinstance(value, nn.Module):
-            self.roots.append(value)
+            self.roots += (value,)
             self._meet_modules(value)
         elif is_generator(value):
-            self.generators.append(value)
+            self.generators += (value,)
         elif isinstance(value, (dict, list, deque)):
             self._meet_container(value, depth)
         else:
@@ -155,7 +145,9 @@ class Call:
 
     def _meet_other(self, value: Any, depth: int) -> None:
         if isinstance(value, types.FunctionType):
-            self.codes.append(value.__code__)
+            self.codes += (value.__code__,)
+            if "rrelu" in value.__code__.co_names:
+                self.fills_what_it_saved = True
         for inner in _reachable(value, depth):
             self.meet(inner, depth + 1)
         if depth > 2 or isinstance(value, _NOT_FOLLOWED):
@@ -166,55 +158,47 @@ class Call:
             self._meet_slots(value, depth)
 
     def _meet_modules(self, root: nn.Module) -> None:
-        stack = [root]
-        while stack:
-            module = stack.pop()
-            self._seen.add(id(module))
-            self.modules.append(module)
-            fields = module.__dict__
-            if "_parameters" not in fields:  # a scripted module keeps everything elsewhere
-                self.extras += [*module.parameters(), *module.buffers()]
-                continue
-            # FSDP itself exchanges sharded for gathered parameters, in the forward and again in the re-run.
-            holder = ModuleHolder(fields, parameters=not _compat.fsdp_in_use())
-            self.holders.append(holder)
-            for held in (fields["_parameters"], fields["_buffers"]):
-                for key, tensor in held.items() if held else ():
-                    if tensor is not None:  # as _place does
-                        self._seen.add(id(tensor))
-                        self.places.append((held, key))
-                        self.state.append(tensor)
-            if isinstance(module, _compat.NORMS) and fields["training"]:
-                self.statistics.update(id(buffer) for buffer in fields["_buffers"].values() if buffer is not None)
-            own = fields.keys() - OWN_FIELDS
-            if own:
-                self._meet_fields(holder, own, 1)
-                if fields.get("max_norm") is not None:  # an embedding that scales its rows as it looks them up
-                    self.renormalised.update(map(id, fields["_parameters"].values()))
-            for child in fields["_modules"].values():
-                if child is not None and id(child) not in self._seen:
-                    stack.append(child)
-
-    def _meet_fields(self, holder: DictHolder, keys: Iterable[Any], depth: int, *, only_tensors: bool = False) -> None:
-        """Remember what a dict holds under `keys`, and follow its containers."""
-        container, then = holder.container, holder.then
-        for key in keys:
-            value = container[key]
-            kind = type(value)
-            if kind in ATOMS or kind is types.FunctionType:
-                if not only_tensors:  # a setting
-                    then[key] = value
-            elif isinstance(value, Tensor):
-                self._place(container, key, value)
-                then[key] = tracked(value)
-            elif only_tensors or not isinstance(value, nn.Module):
-                self.meet(value, depth + 1)
+        seen = self._seen
+        tree, scripted = read_tree(root, seen, fsdp=self.fsdp)
+        for module in scripted:
+            seen.add(id(module))
+            self.modules = [*self.modules, module]
+            self.extras += [*module.parameters(), *module.buffers()]
+        if tree is None:
+            return
+        if len(self.roots) == 1:
+            self.kinds = tree.layout.kinds
+        self.modules = self.modules + tree.modules if self.modules else tree.modules
+        self.holders.append(tree)
+        self._placed.append(tree)
+        self.state += tree.state
+        self.switches += tree.switches
+        if not tree.layout.only_parameters:
+            self.only_parameters = False
+        if tree.layout.fills_what_it_saved:
+            self.fills_what_it_saved = True
+        if tree.statistics:
+            self.statistics |= tree.statistics
+        if tree.renormalised:
+            self.renormalised |= tree.renormalised
+        seen.update(map(id, tree.modules))
+        seen.update(map(id, tree.state))
+        for value in tree.others:
+            self.meet(value, 2)
 
     def _follow(self, container: dict[Any, Any], depth: int) -> None:
         """A dict that is no module's: its tensors count, its plain values are the user's own."""
         holder = DictHolder(container)
         self.holders.append(holder)
-        self._meet_fields(holder, list(container), depth, only_tensors=True)
+        for key, value in list(container.items()):
+            kind = type(value)
+            if kind in ATOMS or kind is types.FunctionType:
+                continue
+            if isinstance(value, Tensor):
+                self._place(container, key, value)
+                holder.then[key] = tracked(value)
+            else:
+                self.meet(value, depth + 1)
 
     def _meet_slots(self, value: Any, depth: int) -> None:
         names = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
@@ -242,8 +226,9 @@ class Call:
 
     def _place(self, container: Any, key: Any, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
-        self.places.append((container, key))
+        self._placed.append((container, key))
         self.state.append(tensor)
+        self.only_parameters = False
 
     def function_again(self) -> Callable[..., Any]:
         """The function over variables of its own: a re-run may write to them, and the next one must not see that."""
@@ -253,11 +238,13 @@ class Call:
 
     def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments and keywords with `tensors` in their places, in containers of their own."""
+        if self.only_tensors:
+            return tuple(tensors), {}
         if self.plain:
-            return (
-                tuple([tensors[a.index] if type(a) is Leaf else a for a in self.arguments]),
-                {k: tensors[a.index] if type(a) is Leaf else a for k, a in self.keywords.items()},
-            )
+            arguments = tuple([tensors[a.index] if type(a) is Leaf else a for a in self.arguments])
+            if not self.keywords:
+                return arguments, {}
+            return arguments, {k: tensors[a.index] if type(a) is Leaf else a for k, a in self.keywords.items()}
         return (
             tuple([_put_back(a, tensors) for a in self.arguments]),
             {k: _put_back(a, tensors) for k, a in self.keywords.items()},
@@ -280,7 +267,6 @@ class _Rebuilt:
         return twin
 
 
-_PARAMETERS = frozenset({nn.Parameter})
 # Objects whose attributes say nothing about what a forward reads.
 _NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial, torch.optim.Optimizer)
 # Globals that hold no state: most of what a function names.
@@ -346,8 +332,18 @@ def _fields_of(value: Any) -> list[tuple[str, Any]]:
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
-def _nothing() -> None:
-    """The function of a call that has none yet."""
+_CONTAINERS = (list, tuple, dict, deque, _Rebuilt)
+
+
+def _holds_no_container(taken: Iterable[Any]) -> bool:
+    return not any(type(value) is not Leaf and isinstance(value, _CONTAINERS) for value in taken)
+
+
+def _twins(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
+    """The places of tensors that stand elsewhere before, with the first such place."""
+    first: dict[int, int] = {}
+    pairs = [(index, first.setdefault(id(tensor), index)) for index, tensor in enumerate(tensors)]
+    return tuple([pair for pair in pairs if pair[0] != pair[1]])
 
 
 def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
@@ -357,11 +353,24 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         keywords = {**function.keywords, **keywords}
         function = function.func
     call = Call()
-    call.arguments = tuple([call.take(value) for value in arguments])
-    call.keywords = {key: call.take(value) for key, value in keywords.items()} if keywords else {}
-    for value in (*call.arguments, *call.keywords.values()):
-        if type(value) is not Leaf and isinstance(value, (list, tuple, dict, deque, _Rebuilt)):
-            call.plain = False
+    if len(arguments) == 1 and type(arguments[0]) is Tensor:
+        call.tensors, call.arguments, call.only_tensors = [arguments[0]], _ONE_LEAF, True  # the usual call, in short
+    else:
+        call.arguments = tuple([call.take(value) for value in arguments])
+        call.only_tensors = _ONLY_LEAVES.issuperset(map(type, call.arguments))
+        call.plain = call.only_tensors or _holds_no_container(call.arguments)
+    if keywords:
+        call.only_tensors = False
+        call.keywords = {key: call.take(value) for key, value in keywords.items()}
+        call.plain = call.plain and _holds_no_container(call.keywords.values())
+    if len(call.tensors) > 1:
+        call.twins = _twins(call.tensors)
+    if isinstance(function, nn.Module):
+        call._seen.add(id(function))
+        call.roots = (function,)
+        call._meet_modules(function)
+        call.function = function
+        return call
     call.meet(function)
     call.function = _as_of_now(function) if type(function) is types.FunctionType else function
     return call

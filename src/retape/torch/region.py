@@ -19,21 +19,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from retape.core.errors import RegionError, StateChanged, UnsupportedTransform
-from retape.torch import _compat, links, runs, state
+from retape.torch import _compat, links, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number
-from retape.torch.policy import DROP, Check, Policy
+from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
-from retape.torch.runs import Run, Stop, current_runs, is_plain
+from retape.torch.runs import THREAD, Run, Stop, current_runs
 from retape.torch.select import Answering, Diverged, Replay
 from retape.torch.slots import Filler, Slot
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
@@ -85,29 +86,30 @@ class Region:
         self.policy = policy
         self.check = check
         self.early_stop = early_stop
-        self.reruns = 0
-        self.refilling = False
+        self.reruns, self.refilling = 0, False
         self.kept: list[Any] = []
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
-        self._call = captured or capture_call(function, arguments, keywords)
-        if self._call.fills_what_it_saved:
+        self._call = call = captured or capture_call(function, arguments, keywords)
+        if call.fills_what_it_saved:
             self.early_stop = False
             self.check = Check.OFF if check is Check.OFF else Check.METADATA
-        with _compat.unobserved():
-            self._observe(self._call)
+        self._running = True
+        self._backward_inside = self._diverged = False  # the first: the function asks for gradients itself
+        if _compat.count_dispatch_modes():
+            with _compat.unobserved():
+                self._observe(call)
+        else:
+            self._observe(call)
         self._inputs = self._hold_inputs()
 
     def _observe(self, call: Call) -> None:
         """Note how everything stands that a re-run must see again."""
-        self._arguments = {id(tensor) for tensor in call.tensors}
+        self._arguments = set(map(id, call.tensors))
+        self._own = set(map(id, call.state))
         self._watch = Watch(call)
-        self._own = {id(tensor) for tensor in call.state}
         self._ambient = state.capture()
         self._draws = state.streams(call.generators)
-        self._running = True
-        self._backward_inside = False  # the function asks for gradients itself
-        self._diverged = False
 
     @property
     def name(self) -> str:
@@ -116,15 +118,18 @@ class Region:
     # --- the first run -----------------------------------------------------------------------------------------
 
     def _hold_inputs(self) -> links.Held:
-        if _compat.saved_tensor_hooks_active():
-            return links.SavedInNode(self._call.tensors)  # Rule 7
-        total = checksum if self.check is Check.VALUES else None
-        return links.HeldHere(self._call.tensors, inputs=self.policy.inputs, total=total)
+        tensors, inputs = self._call.tensors, self.policy.inputs
+        if _compat.top_hooks(True) is not None:
+            return links.SavedInNode(tensors)  # Rule 7
+        if inputs is Inputs.HOLD:
+            return links.HeldHere([t if t.grad_fn is None else t.detach() for t in tensors])
+        return links.held_or_linked(tensors, inputs, checksum if self.check is Check.VALUES else None)
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run the function for the first time."""
         tensors, self._call.tensors = self._call.tensors, []
-        running = runs.enter(Run(self, rerun=False))
+        running = THREAD.runs
+        running.append(Run(self, rerun=False))
         _compat.push_hooks(self._pack, _unpack)
         try:
             outputs = (
@@ -141,10 +146,13 @@ class Region:
             _compat.pop_hooks()
             running.pop()
         self._draws = state.drawn(self._draws)
-        with _compat.unobserved():
+        if _compat.count_dispatch_modes():
+            with _compat.unobserved():
+                self._watch.settle(tensors, self)
+        else:
             self._watch.settle(tensors, self)
         self._running = False
-        if not self.repeatable:
+        if self._contexts is not None:  # not repeatable
             links.forget_outputs(outputs)
         elif self.policy.linkable:
             links.register_outputs(self, outputs)
@@ -236,12 +244,17 @@ class Region:
             return recorder.trace(links.tensors_of(outputs))
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
-        suspects = self._watch.check(self._inputs.present(), self)
-        self.refilling = True  # loading its inputs may refill others
-        try:
-            held = self._inputs.load(self, self._watch.changed, {} if made is None else made)
-        finally:
-            self.refilling = False
+        inputs, watch = self._inputs, self._watch
+        if type(inputs) is links.HeldHere and inputs.holds_here:
+            held = inputs.held
+            suspects = watch.check(held, self)
+        else:
+            suspects = watch.check(inputs.present(), self)
+            self.refilling = True  # loading its inputs may refill others
+            try:
+                held = inputs.load(self, watch.changed, {} if made is None else made)
+            finally:
+                self.refilling = False
         if suspects:
             if self.is_compiled or not self._watch.can_be_guarded(suspects):
                 raise self._watch.has_changed(self, self._watch.index_of(suspects[0]))
@@ -258,18 +271,12 @@ class Region:
     def _attempt(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
         """One re-run under `mode`; None if it was stopped."""
         self.reruns += 1
-        running = runs.enter(Run(self, rerun=True))
+        running = THREAD.runs
+        running.append(Run(self, rerun=True))
         try:
-            with state.Replay(self._ambient, self._draws), AsBefore(self._watch) as before:
-                args, keywords = self._call.rebuild(before.arguments(held))
-                if self._backward_inside:
-                    before.keep_gradients()
-                if self._contexts is None and mode is None:
-                    return self._hooked(filler, args, keywords)
-                with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext():
-                    return self._hooked(filler, args, keywords)
+            return self._replayed(filler, held, mode)
         except Stop as stop:
-            if stop.filler is not filler:
+            if stop.args[0] is not filler:
                 filler.undo()
                 raise
             return None
@@ -283,6 +290,25 @@ class Region:
             raise
         finally:
             running.pop()
+
+    def _replayed(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
+        """Run again with everything as it was; afterwards all is as it is."""
+        around = state.Replay(self._ambient, self._draws)
+        try:
+            before = AsBefore(self._watch)
+            try:
+                call, tensors = self._call, before.arguments(held)
+                args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
+                if self._backward_inside:
+                    before.keep_gradients()
+                if self._contexts is None and mode is None:
+                    return self._hooked(filler, args, keywords)
+                with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext():
+                    return self._hooked(filler, args, keywords)
+            finally:
+                before.leave()
+        finally:
+            around.leave()
 
     @property
     def is_selective(self) -> bool:
@@ -301,10 +327,12 @@ class Region:
         """Whether the function, or a module behind it, is compiled: a dispatch mode around it would silently make it eager."""
         return any(_compat.is_compiled(part) for part in (self._call.function, *self._call.modules))
 
-    def _hooked(self, filler: Filler, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)
         try:
-            return self._call.function_again()(*args, **keywords)
+            call = self._call
+            function = call.function_again() if type(call.function) is FunctionType else call.function
+            return function(*args, **keywords)
         finally:
             _compat.pop_hooks()
 
@@ -391,16 +419,17 @@ def run_region(
 ) -> Any:
     """Call `function(*arguments, **keywords)` as a region; `done` is called with it when its first run is over."""
     keywords = keywords or {}
-    if not torch.is_grad_enabled() or is_plain():
+    if not torch.is_grad_enabled() or THREAD.plain:
         return function(*arguments, **keywords)
-    refuse_transforms(function)
+    if _compat.in_a_transform():
+        refuse_transforms(function)
     call = capture_call(function, arguments, keywords)
     if _compat.parametrizations_cached() and any("parametrizations" in module._modules for module in call.modules):
         raise UnsupportedTransform(
             f"Region {name_of(function)} runs inside torch.nn.utils.parametrize.cached(), whose cache a re-run would not find. "
             "Leave cached() out around regions."
         )
-    if call.is_lazy:
+    if not call.only_parameters and call.is_lazy:
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
     region = Region(
         function,

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class Stop(BaseException):
-    """Ends a re-run after the last missing slot. No Exception, so that `except Exception` in user code does not catch it."""
+    """Ends a re-run, of the filler that it is made with, after the last missing slot.
 
-    def __init__(self, filler: object) -> None:
-        super().__init__("end of a re-run")
-        self.filler = filler
+    No Exception, so that `except Exception` in user code does not catch it.
+    """
 
 
 class Run:
@@ -74,31 +73,24 @@ class _Thread(threading.local):
         self.plain = 0
 
 
-_THREAD = _Thread()
+THREAD = _Thread()
 
 
 def current_runs() -> list[Run]:
     """The runs that the caller is inside of, outermost first."""
-    return _THREAD.runs
-
-
-def enter(run: Run) -> list[Run]:
-    """Make `run` the current one of this thread; pop the list that is returned when it is over."""
-    runs = _THREAD.runs
-    runs.append(run)
-    return runs
+    return THREAD.runs
 
 
 def is_plain() -> bool:
     """Whether regions are switched off in this thread, so that their functions are simply called."""
-    return _THREAD.plain > 0
+    return THREAD.plain > 0
 
 
 @contextmanager
 def plain() -> Iterator[None]:
     """Switch regions off in this thread: what runs inside is plain autograd."""
-    _THREAD.plain += 1
+    THREAD.plain += 1
     try:
         yield
     finally:
-        _THREAD.plain -= 1
+        THREAD.plain -= 1

@@ -9,7 +9,7 @@ instead of run leaves its generator where the op had left it.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,12 @@ class Recipe:
     ops: tuple[TracedOp, ...]
     steps: tuple[Step, ...]
     slots: tuple[tuple[int, ...], ...]
+    plan: tuple[tuple[Any, bool, TracedOp, Step, tuple[int, ...]], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """What a re-run asks of each op, side by side: its overload, whether it is simply run, and the rest."""
+        rows = zip(self.ops, self.steps, self.slots, strict=True)
+        object.__setattr__(self, "plan", tuple([(op.op, s is Step.RUN, op, s, slots) for op, s, slots in rows]))
 
     @property
     def run(self) -> int:
@@ -103,9 +109,8 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
     return Step.SKIP
 
 
-_RUN = Step.RUN
 _BLANK = -1  # in the place of a slot: nobody needs this result
-_NO_STEP: tuple[Any, Any, Any, Any] = (None, None, None, ())
+_NO_STEP: tuple[Any, Any, Any, Any, Any] = (None, False, None, None, ())
 
 
 class Diverged(BaseException):
@@ -118,21 +123,19 @@ class Replay(TorchDispatchMode):
     def __init__(self, recipe: Recipe, region: Region) -> None:
         super().__init__()
         self._values = region.held_values()
-        self._plan = [
-            (op.op, step, op, slots) for op, step, slots in zip(recipe.ops, recipe.steps, recipe.slots, strict=True)
-        ]
+        self._plan = recipe.plan
         self._count = len(self._plan)
         self._next = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         index = self._next
-        known, step, op, slots = self._plan[index] if index < self._count else _NO_STEP
+        known, runs, op, step, slots = self._plan[index] if index < self._count else _NO_STEP
         if known is not func:
             if func in _compat.IGNORED_OPS:
                 return func(*args, **(kwargs or {}))
             raise Diverged
         self._next = index + 1
-        if step is _RUN:
+        if runs:
             return func(*args, **kwargs) if kwargs else func(*args)
         if step is Step.ANSWER:
             if op.returns_one:

@@ -32,9 +32,10 @@ class Slot:
         self.index = index
         self.metadata = metadata
         self.value: Tensor | None = None
-        self.version: Any = None
         self.refilled = False
-        self.consumed = False
+
+    version: Any  # of the value, from when there is one
+    consumed: bool  # from when it is refilled
 
 
 class Filler:
@@ -64,7 +65,8 @@ class Filler:
         # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
         self._for_itself = region._backward_inside
         # Modes of our own need not be told of what the hooks do; those of others may count on it.
-        self._detach = _compat.detach_unseen if region.is_selective else Tensor.detach
+        usual = region.policy.recipe is None and region._contexts is None
+        self._detach = _compat.detach_unseen if not usual and region.is_selective else Tensor.detach
         self._next = 0
         self._filled: list[Slot] = []
         self.done = False

@@ -8,11 +8,13 @@ case, in one copy that regions share until it moves. The tokens are the streams'
 from __future__ import annotations
 
 import ctypes
+import operator
 import random
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,24 +32,46 @@ class Stream(Protocol):
 
 
 class GeneratorStream:
-    """A torch.Generator, of the CPU or of a device."""
+    """A torch.Generator, of the CPU or of a device. Its token is the raw state, or what `get_state` says where that cannot be read."""
 
-    __slots__ = ("_last", "generator")
+    __slots__ = ("_glimpse", "_last", "_words", "generator")
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self._last = b""
+        self._words = _compat.generator_words(generator)
+        self._glimpse = None if self._words is None else _part(self._words[0], 0)
+        self._last: tuple[bytes, bytes] = (b"", b"")
 
     def peek(self) -> Token:
-        state = self.generator.get_state()  # on the CPU, whatever the generator's device
-        token = ctypes.string_at(state.data_ptr(), state.numel())
-        if token == self._last:  # regions that draw nothing share one copy
-            return self._last
-        self._last = token
+        last = self._last
+        if self._words is None or self._glimpse is None:
+            state = self.generator.get_state()  # on the CPU, whatever the generator's device
+            token = ctypes.string_at(state.data_ptr(), state.numel())
+            if token == last[1]:
+                return last[1]
+            self._last = (b"", token)
+            return token
+        spare = self._words[1].raw
+        if spare == last[0] and last[1].startswith(self._glimpse.raw):  # regions that draw nothing share one copy
+            return last[1]
+        token = _compat.read_generator(self._words)
+        self._last = (spare, token)
         return token
 
     def seek(self, token: Token) -> None:
-        self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
+        if self._words is not None:
+            self.generator.set_state(_compat.generator_state(token))
+        else:
+            self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
+
+
+# A twister's first words and its index tell where it stands: copying all of its 2,500 bytes is for when it has moved.
+_GLIMPSE_BYTES = 96
+
+
+def _part(words: Any, start: int, size: int = _GLIMPSE_BYTES) -> Any:
+    """A view of some bytes of another one."""
+    return (ctypes.c_char * size).from_buffer(words, start)
 
 
 class ObjectStream:
@@ -76,14 +100,22 @@ class ObjectStream:
 class PythonStream:
     """Python's `random`. Its token is the raw state words and the spare normal number, or `getstate()` where those cannot be read."""
 
-    __slots__ = ("_instance", "_words")
+    __slots__ = ("_glimpse", "_instance", "_last", "_words")
 
     def __init__(self) -> None:
         self._words = _compat.python_random_words()
+        self._glimpse = None if self._words is None else _part(self._words, 0)  # the index comes first
         self._instance: Any = random._inst
+        self._last: tuple[bytes, Any] = (b"", None)
 
     def peek(self) -> Token:
-        return random.getstate() if self._words is None else (self._words.raw, self._instance.gauss_next)
+        if self._words is None or self._glimpse is None:
+            return random.getstate()
+        last, spare = self._last, self._instance.gauss_next
+        if spare is last[1] and last[0].startswith(self._glimpse.raw):
+            return last
+        self._last = last = (self._words.raw, spare)
+        return last
 
     def seek(self, token: Token) -> None:
         if self._words is not None:
@@ -95,21 +127,36 @@ class PythonStream:
 class NumpyStream:
     """numpy's global generator: its state words, and the second number that its legacy normal generator keeps in hand."""
 
-    __slots__ = ("_generator", "_spare", "_words")
+    __slots__ = ("_current", "_first", "_generator", "_index", "_last", "_spare", "_words")
 
     def __init__(self) -> None:
+        self._current: Any = None
         self._generator: Any = None
         self._words: Any = None
         self._spare: Any = None
+        self._first: Any = None
+        self._index: Any = None
+        self._last: tuple[bytes, bytes] = (b"", b"")
+
+    def _meet(self, generator: Any) -> None:
+        self._current = getattr(sys.modules["numpy.random"], "get_bit_generator", None)  # numpy 1.24 and later have it
+        self._generator = generator
+        self._words, self._spare = _compat.numpy_random_words(generator), _compat.numpy_spare_words()
+        if self._words is not None:
+            self._first, self._index = _part(self._words, 0), _part(self._words, 624 * 4, 4)
+        self._last = (b"", b"")
 
     def peek(self) -> Token:
-        generator = _compat.numpy_generator()
+        generator = self._current() if self._current is not None else _compat.numpy_generator()
         if generator is not self._generator:
-            self._generator = generator
-            self._words, self._spare = _compat.numpy_random_words(generator), _compat.numpy_spare_words()
+            self._meet(generator)
         if self._words is None or self._spare is None:
             return _OtherState(sys.modules["numpy.random"].get_state(legacy=False))
-        return self._words.raw, self._spare.raw
+        last, spare = self._last, self._spare.raw
+        if spare == last[1] and last[0].startswith(self._first.raw) and last[0].endswith(self._index.raw):
+            return last
+        self._last = last = (self._words.raw, spare)
+        return last
 
     def seek(self, token: Token) -> None:
         numpy_random = sys.modules["numpy.random"]
@@ -147,18 +194,29 @@ NONE_DRAWN: Draws = ((), [])
 
 def seek(draws: Draws) -> None:
     """Put streams where they stood."""
-    for stream, token in zip(*draws, strict=True):
-        stream.seek(token)
+    with _compat.unobserved():
+        for stream, token in zip(*draws, strict=True):
+            stream.seek(token)
+
+
+def peek(found: tuple[Stream, ...]) -> list[Token]:
+    """Where streams stand."""
+    if found is _ONLY_CPU:
+        return [_CPU.peek()]
+    with _compat.unobserved():
+        return [stream.peek() for stream in found]
 
 
 def streams(generators: Sequence[Any]) -> Draws:
     """Where every random stream stands that the caller could draw from; the first is the CPU's own."""
-    found: tuple[Stream, ...] = _WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY
-    devices = _compat.cuda_devices_in_use() if torch.cuda.is_initialized() else ()
-    if devices or generators:
+    devices = _compat.cuda_devices_in_use() if _compat.cuda_initialized() else ()
+    with_numpy = "numpy.random" in sys.modules
+    if devices or generators or not with_numpy:
         others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
-        found = (*found, *[GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others])
-    return found, [stream.peek() for stream in found]
+        more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
+        found = (*(_WITH_NUMPY if with_numpy else _WITHOUT_NUMPY), *more)
+        return found, peek(found)
+    return _WITH_NUMPY, [_CPU.peek(), _PYTHON.peek(), _NUMPY.peek()]
 
 
 _WITH_NUMPY = (_CPU, _PYTHON, _NUMPY)
@@ -175,71 +233,72 @@ def drawn(before: Draws) -> Draws:
     return tuple([found[i] for i in kept]), [tokens[i] for i in kept]
 
 
-# What surrounds a call: PyTorch's settings, autocast for each device type, torch-function modes, the current CUDA device.
-Ambient = tuple[list[Any], tuple[tuple[str, bool, torch.dtype], ...], tuple[Any, ...], int | None]
+# What surrounds a call: PyTorch's settings and autocast (`_AUTOCAST`), torch-function modes, the current CUDA device.
+Ambient = tuple[list[Any], tuple[Any, ...], int | None]
 
 
 def capture() -> Ambient:
     """What surrounds the caller now."""
-    settings = [get() for get in _GETTERS]
     modes = _compat.function_modes() if _compat.count_function_modes() else ()
-    cpu = ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-    if not torch.cuda.is_initialized():
-        return settings, (cpu,), modes, None
-    cuda = ("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-    return settings, (cpu, cuda), modes, torch.cuda.current_device()
+    if not _compat.cuda_initialized():
+        return list(map(_call, _GETTERS)), modes, None
+    return list(map(_call, _GETTERS)), modes, torch.cuda.current_device()
 
 
-_GETTERS = tuple(get for _, get, _ in _compat.SETTINGS)
+_DEVICES = ("cpu", "cuda") if _compat.CUDA_BUILT else ("cpu",)
+_SETTINGS = len(_compat.SETTINGS)
+_GETTERS = (
+    *[get for _, get, _ in _compat.SETTINGS],
+    *[partial(torch.is_autocast_enabled, device) for device in _DEVICES],
+    *[partial(torch.get_autocast_dtype, device) for device in _DEVICES],
+)
 
 
 class Replay:
-    """Surrounds a re-run with what surrounded the first run; afterwards all is as it was."""
+    """Surrounds a re-run, from when it is made, with what surrounded the first run; when it is left, all is as it was."""
 
-    __slots__ = ("_ambient", "_around", "_draws", "_grad", "_stood")
+    __slots__ = ("_around", "_found", "_grad", "_stood")
 
     def __init__(self, ambient: Ambient, draws: Draws) -> None:
-        self._ambient = ambient
-        self._draws = draws
-        self._stood: list[Token] = []
-        self._around: Any = None
-        self._grad = True
-
-    def __enter__(self) -> None:
         now = capture()
         self._grad = torch.is_grad_enabled()
-        if now != self._ambient or now[1][0][1] or now[1][-1][1]:  # something is different, or autocast is on
-            self._around = _as_then(self._ambient, now)
+        self._around: Any = None
+        if now != ambient or True in now[0][_SETTINGS : _SETTINGS + len(_DEVICES)]:  # or autocast is on
+            self._around = _as_then(ambient, now)
             self._around.__enter__()
-        found, tokens = self._draws
-        with _compat.unobserved():
-            self._stood = [stream.peek() for stream in found]
-            if self._stood != tokens:
-                seek(self._draws)
+        self._found = draws[0]
+        self._stood = peek(draws[0])
+        if self._stood != draws[1]:
+            seek(draws)
         _compat.set_grad_enabled(True)
 
-    def __exit__(self, *error: Any) -> None:
+    def __enter__(self) -> None:
+        """Nothing: it is entered when it is made."""
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
         _compat.set_grad_enabled(self._grad)
-        found = self._draws[0]
-        with _compat.unobserved():
-            if [stream.peek() for stream in found] != self._stood:
-                seek((found, self._stood))
+        if peek(self._found) != self._stood:
+            seek((self._found, self._stood))
         if self._around is not None:
-            self._around.__exit__(*error)
+            self._around.__exit__(None, None, None)
 
 
 @contextmanager
 def _as_then(ambient: Ambient, now: Ambient) -> Iterator[None]:
-    settings, autocast, modes, cuda_device = ambient
+    settings, modes, cuda_device = ambient
     with ExitStack() as stack:
         stack.callback(_put_settings, settings, now[0])
         _put_settings(now[0], settings)
-        if cuda_device != now[3] and cuda_device is not None:
+        if cuda_device != now[2] and cuda_device is not None:
             stack.enter_context(torch.cuda.device(cuda_device))
         for mode in modes:  # `torch.set_default_device` is one of them
-            if mode not in now[2]:
+            if mode not in now[1]:
                 stack.enter_context(mode)
-        for kind, enabled, dtype in autocast:
+        enabled_now, dtypes = settings[_SETTINGS:], settings[_SETTINGS + len(_DEVICES) :]
+        for kind, enabled, dtype in zip(_DEVICES, enabled_now, dtypes, strict=False):
             # Without the weight cache: a cast that lives in the cache belongs to another graph than the re-run's, and one
             # that the re-run left there would be found by code outside.
             if enabled or torch.is_autocast_enabled(kind):
@@ -248,8 +307,16 @@ def _as_then(ambient: Ambient, now: Ambient) -> Iterator[None]:
 
 
 def _put_settings(present: list[Any], wanted: list[Any]) -> None:
+    """Set what differs; autocast, behind the settings, has contexts of its own."""
     if present == wanted:
         return
-    for (_, _, put), now, then in zip(_compat.SETTINGS, present, wanted, strict=True):
+    for (_, _, put), now, then in zip(_compat.SETTINGS, present, wanted, strict=False):
         if now != then:
             put(then)
+
+
+def _call_it(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+_call: Callable[[Any], Any] = getattr(operator, "call", _call_it)  # in C from Python 3.11 on

@@ -7,6 +7,7 @@ the kind is known to change is copied beforehand, and what is small in any case.
 
 from __future__ import annotations
 
+import operator
 import types
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from retape.torch.region import Region
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_PARAMETER = frozenset({nn.Parameter})
+_version = operator.attrgetter("_version")
+_needs_grad = operator.attrgetter("requires_grad")
+_backward_hooks = operator.attrgetter("_backward_hooks")
 _NO_TWINS: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _ELSEWHERE = torch.empty(0)
@@ -70,6 +73,7 @@ class Watch:
         "_copies",
         "_fsdp",
         "_kind",
+        "_kinds",
         "_known",
         "_leaves",
         "_needs_grad",
@@ -80,20 +84,22 @@ class Watch:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._fsdp = _sharded_twins(call.state) if _compat.fsdp_in_use() else None
+        self._fsdp = _sharded_twins(call.state) if call.fsdp else None
         self._kind = _kind_of(call)
-        kinds = _kinds_of(self._kind[0])
-        self._known = kinds.get(self._kind[1])
+        self._kinds = _kinds_of(self._kind[0]) if call.kinds is None else call.kinds
+        self._known = self._kinds.get(self._kind[1])
         watched = call.tensors + call.extras + call.state
-        self._plain = not self._fsdp and _PLAIN.issuperset(map(type, watched))
+        known_types = call.only_parameters and not call.extras
+        self._plain = not self._fsdp and _PLAIN.issuperset(map(type, call.tensors if known_types else watched))
         self._before = self._versions(watched)
         self._after: list[Any] | None = None
         self.changed: frozenset[int] = _NOTHING
-        self.arguments_need_grad = [tensor.requires_grad for tensor in call.tensors]
-        self._needs_grad = [tensor.requires_grad for tensor in call.state]
+        self.arguments_need_grad = list(map(_needs_grad, call.tensors))
+        self._needs_grad = list(map(_needs_grad, call.state))
         # Where modules hold nothing but parameters there is no history to leave out and nothing to copy but arguments.
-        usual = self._known is _NOTHING and not call.extras and _PARAMETER.issuperset(map(type, call.state))
-        worth = self._worth_copying(call.tensors if usual else watched)
+        usual = self._known is _NOTHING and known_types
+        small = call.tensors if usual else watched
+        worth = self._worth_copying(small) if not usual or False in self.arguments_need_grad else None
         self._copies: Copies | None = Copies(watched, worth) if worth else None
         self._leaves: list[bool] | None = None
         if not usual:
@@ -104,7 +110,7 @@ class Watch:
     def _versions(self, tensors: list[Tensor]) -> list[Any]:
         if self._plain:
             try:
-                return [tensor._version for tensor in tensors]
+                return list(map(_version, tensors))
             except RuntimeError:  # an inference tensor has no version
                 self._plain = False
         twins = self._fsdp or _NO_TWINS
@@ -125,13 +131,13 @@ class Watch:
         return [
             index
             for index, tensor in enumerate(watched)
-            if index in known or (_may_change(tensor) and not tensor.requires_grad and tensor.nbytes <= _SMALL_BYTES)
+            if index in known or (not tensor.requires_grad and _may_change(tensor) and tensor.nbytes <= _SMALL_BYTES)
         ]
 
     def settle(self, arguments: list[Tensor], region: Region) -> None:
         """After the call: learn what it changed, and let go of the copies of what it did not."""
         watched = arguments + self._call.extras + self._call.state
-        after = self._versions(watched)
+        after = list(map(_version, watched)) if self._plain else self._versions(watched)
         self._after = after
         copies, self._copies = self._copies, None
         # BatchNorm's kernels write without a version. Looking costs a wait on a GPU, so there only the first call is looked at.
@@ -146,7 +152,7 @@ class Watch:
         else:
             changed |= self._known
         if not changed <= (self._known or _NOTHING) or self._known is None:
-            _kinds_of(self._kind[0])[self._kind[1]] = frozenset(changed) or _NOTHING
+            self._kinds[self._kind[1]] = frozenset(changed) or _NOTHING
         if not changed:
             return
         lost = {i for i in (changed - copies.indices if copies else changed) if not _compat.is_fake(watched[i])}
@@ -169,7 +175,7 @@ class Watch:
         watched: list[Any] = arguments + self._call.extras + self._call.state
         if type(None) in map(type, arguments):
             watched = [_ELSEWHERE if tensor is None else tensor for tensor in watched]
-        now = self._versions(watched)
+        now = list(map(_version, watched)) if self._plain else self._versions(watched)
         if now == self._after:
             return []
         pairs = enumerate(zip(self._after, now, strict=True))
@@ -216,34 +222,35 @@ class Watch:
 
 
 class AsBefore:
-    """While it is entered, everything a region reads is as it was before the region first ran; afterwards as it is now."""
+    """From when it is made until it is left, everything a region reads is as it was before the region first ran."""
 
     __slots__ = ("_copies", "_grads", "_hook_counts", "_leaves", "_needs_grad", "_overwritten", "_watch")
 
     def __init__(self, watch: Watch) -> None:
+        call = watch._call
         self._watch = watch
-        self._copies: dict[int, Tensor] = {}
-        self._overwritten: list[tuple[Tensor, Tensor]] = []
-        self._needs_grad: list[Tensor] = []
-        self._grads: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
-        self._leaves: list[Tensor] = []
-        self._hook_counts: list[int] = []
-
-    def __enter__(self) -> AsBefore:
-        call, watch = self._watch._call, self._watch
+        self._copies: dict[int, Tensor] = _NO_TWINS
+        self._overwritten: list[tuple[Tensor, Tensor]] | None = None
+        self._needs_grad: list[Tensor] | None = None
+        self._grads: list[tuple[Tensor, Tensor | None, Tensor | None]] | None = None
         for holder in call.holders:
             holder.enter()
-        if watch._needs_grad != [tensor.requires_grad for tensor in call.state]:
+        if watch._needs_grad != list(map(_needs_grad, call.state)):
             self._put_needs_grad(call, watch)
         if watch._copies is not None:
             with _compat.unobserved():
                 self._put_copies(call, watch._copies)
-        self._leaves = [tensor for tensor in (*call.extras, *call.state) if tensor.requires_grad]
-        self._hook_counts = [len(tensor._backward_hooks or ()) for tensor in self._leaves]
-        return self
+        self._leaves = call.extras + call.state
+        hooked = any(map(_backward_hooks, self._leaves))
+        self._hook_counts = (
+            [len(hooks) if hooks else 0 for hooks in map(_backward_hooks, self._leaves)]
+            if hooked
+            else [0] * len(self._leaves)
+        )
 
     def _put_needs_grad(self, call: Call, watch: Watch) -> None:
         """Parameters frozen or thawed since: what autograd saves depends on it."""
+        self._needs_grad = []
         leaves = watch._leaves or [True] * len(call.state)
         for tensor, needed, leaf in zip(call.state, watch._needs_grad, leaves, strict=True):
             if leaf and tensor.requires_grad is not needed:
@@ -251,6 +258,7 @@ class AsBefore:
                 self._needs_grad.append(tensor)
 
     def _put_copies(self, call: Call, copies: Copies) -> None:
+        self._overwritten = []
         first = len(self._watch._before) - len(call.state)
         extras = first - len(call.extras)
         needs_grad = dict(enumerate(self._watch.arguments_need_grad))
@@ -275,15 +283,15 @@ class AsBefore:
         tensors = [
             copies[i]
             if i in copies
-            else (tensor if not needed or type(tensor) is nn.Parameter else fresh(tensor, True))
+            else (tensor if not needed or type(tensor) is nn.Parameter else tensor.detach().requires_grad_(True))
             for i, (tensor, needed) in pairs
         ]
         for place, first in self._watch._call.twins:
             tensors[place] = tensors[first]
-        for tensor in tensors:
-            if type(tensor) is nn.Parameter:  # handed on as it is
-                self._leaves.append(tensor)
-                self._hook_counts.append(len(tensor._backward_hooks or ()))
+        if nn.Parameter in map(type, tensors):  # handed on as they are
+            mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
+            self._leaves += mine
+            self._hook_counts += [len(tensor._backward_hooks or ()) for tensor in mine]
         return tensors
 
     def keep_gradients(self) -> None:
@@ -291,19 +299,27 @@ class AsBefore:
         leaves = [tensor for tensor in self._watch._call.state if tensor.requires_grad and tensor.is_leaf]
         self._grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
 
-    def __exit__(self, *error: Any) -> None:
-        for tensor, value in reversed(self._overwritten):
+    def __enter__(self) -> AsBefore:
+        """Nothing: it is entered when it is made."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        for tensor, value in reversed(self._overwritten or ()):
             _compat.write_unseen(tensor, value)
-        for tensor in self._needs_grad:
+        for tensor in self._needs_grad or ():
             tensor.requires_grad_(not tensor.requires_grad)
-        for leaf, gradient, before in self._grads:
+        for leaf, gradient, before in self._grads or ():
             leaf.grad = gradient
             if gradient is not None and before is not None:
                 _compat.write_unseen(gradient, before)
-        for tensor, count in zip(self._leaves, self._hook_counts, strict=True):
-            hooks = tensor._backward_hooks
-            while hooks and len(hooks) > count:  # registered once more by the re-run
-                hooks.popitem()
+        if any(map(_backward_hooks, self._leaves)):
+            for tensor, count in zip(self._leaves, self._hook_counts, strict=True):
+                hooks = tensor._backward_hooks
+                while hooks and len(hooks) > count:  # registered once more by the re-run
+                    hooks.popitem()
         for holder in self._watch._call.holders:
             holder.leave()
 
@@ -334,16 +350,15 @@ class Guard(Observer):
 
 def _kind_of(call: Call) -> tuple[Any, Any]:
     """What tells first calls apart: the modules and their switches, or the code. Counters change in every call, and do not count."""
-    code = getattr(call.function, "__code__", None)
-    flags = tuple([switch for holder in call.holders for switch in holder.switches()])
-    plain = (
-        [value for value in (*call.arguments, *call.keywords.values()) if _is_switch(value)]
-        if call.has_switches
-        else ()
-    )
-    shape = (len(call.tensors), len(call.extras), len(call.state), flags, *call.codes, *plain)
-    if call.roots:
-        return call.roots[0], (code, tuple([id(root) for root in call.roots[1:]]), shape)
+    function, roots = call.function, call.roots
+    shape: tuple[Any, ...] = (len(call.tensors), len(call.extras), len(call.state), call.switches, *call.codes)
+    if call.has_switches:
+        shape += tuple([value for value in (*call.arguments, *call.keywords.values()) if _is_switch(value)])
+    if roots and roots[0] is function:  # a module by itself: nearly always
+        return function, shape
+    code = getattr(function, "__code__", None)
+    if roots:
+        return roots[0], (code, tuple(map(id, roots[1:])), shape)
     return code if code is not None else call.function, shape
 
 
