@@ -103,7 +103,9 @@ def test_inference_and_generation_are_plain(fitted):
     made.remove()
     with torch.no_grad():
         assert torch.equal(managed, model(**batch).logits)
-    assert torch.equal(ids, model.generate(batch["input_ids"][:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0))
+    assert torch.equal(
+        ids, model.generate(batch["input_ids"][:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    )
     assert runs == made_regions_in_fitting(made)
 
 
@@ -166,7 +168,14 @@ def test_bad_input(gpt2):
     refused(InvalidInput, "speaks of cuda:0 only", model, batch, budget={"cuda:0": "1GiB"})
     refused(InvalidInput, "does not contain", model, batch, budget=0.5, regions="transformer.nothing")
     refused(InvalidInput, "a container that is never called", model, batch, budget=0.5, regions="transformer.h")
-    refused(InvalidInput, "Name one of the two", model, batch, budget=0.5, regions=["transformer.h.0", "transformer.h.0.mlp"])
+    refused(
+        InvalidInput,
+        "Name one of the two",
+        model,
+        batch,
+        budget=0.5,
+        regions=["transformer.h.0", "transformer.h.0.mlp"],
+    )
     refused(InvalidInput, "give classes, names or modules", model, batch, budget=0.5, regions=[3])
 
 
@@ -377,7 +386,9 @@ def test_a_module_called_twice(gpt2):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
+            )
 
         def forward(self, x):
             for block in (*self.blocks, *self.blocks):

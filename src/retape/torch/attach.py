@@ -35,8 +35,8 @@ class _Attached:
         reduced = super().__reduce_ex__(protocol)
         original = original_class(type(self))
         if isinstance(reduced, tuple) and len(reduced) >= 2 and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            made = tuple(original if part is type(self) else part for part in reduced[1])
-            return (reduced[0], made, *reduced[2:])
+            # pickle would insist on the class of the object itself, and a loaded model must not need retape
+            return (object.__new__, (original,), *reduced[2:])
         return reduced
 
 

@@ -220,7 +220,12 @@ class Fitter:
         modelled = decided_by_first(
             lambda: model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads)
         )
-        rounds = _Rounds(limit_bytes=self._limit_bytes(modelled.chain), everything=self.budget.share == 1.0)
+        rounds = _Rounds(
+            limit_bytes=self._limit_bytes(modelled.chain),
+            everything=self.budget.share == 1.0,
+            # Of the chain as it was profiled: what is learned from running one plan is about that one.
+            frontier=decided_by_first(partial(frontier, modelled.chain)),
+        )
         for _ in range(MOST_ROUNDS):
             try:
                 plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
@@ -260,7 +265,7 @@ class Fitter:
         assignment = assign(_meanings(profile, modelled), plan.actions())
         before = rounds.best
         if before is not None and before.assignment == assignment:
-            return replace(before, chain=modelled.chain, plan=plan, frontier=frontier(modelled.chain))
+            return replace(before, chain=modelled.chain, plan=plan)
         executor = None if assignment.keeps_everything else self._executor(assignment, profile)
         self.tell("measuring the plan")
         if executor is None:
@@ -271,7 +276,7 @@ class Fitter:
         return Fitting(
             chain=modelled.chain,
             plan=plan,
-            frontier=frontier(modelled.chain),
+            frontier=rounds.frontier,
             assignment=assignment,
             measured=record,
             budget=self.budget,
@@ -306,8 +311,9 @@ class Fitter:
 class _Rounds:
     """Plans that were tried for one budget, and the best of those that were measured to stay inside it."""
 
-    def __init__(self, *, limit_bytes: int, everything: bool) -> None:
+    def __init__(self, *, limit_bytes: int, everything: bool, frontier: Frontier) -> None:
         self.limit_bytes = limit_bytes
+        self.frontier = frontier
         self._everything = everything
         self.tried_floor = False
         self.best: Fitting | None = None
