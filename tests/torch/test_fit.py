@@ -159,7 +159,6 @@ def refused(kind, text, model, batch, **options):
 
 def test_bad_input(gpt2):
     model, batch = gpt2
-    refused(InvalidInput, "does not match GPT2LMHeadModel.forward", model, {"inputs": batch["input_ids"]}, budget=0.5)
     refused(InvalidInput, "not a scalar loss", model, {"input_ids": batch["input_ids"]}, budget=0.5)
     refused(InvalidInput, "not a fraction", model, batch, budget=float("nan"))
     refused(InvalidInput, "options='some' is not known", model, batch, budget=0.5, options="some")
@@ -177,6 +176,13 @@ def test_bad_input(gpt2):
         regions=["transformer.h.0", "transformer.h.0.mlp"],
     )
     refused(InvalidInput, "give classes, names or modules", model, batch, budget=0.5, regions=[3])
+
+
+def test_a_batch_that_does_not_match():
+    model, batch, _ = zoo.make("transformer")
+    text = r"does not match Translator.forward: missing a required argument.**give step="
+    refused(InvalidInput, text, model, batch[0], budget=0.5)
+    refused(InvalidInput, "unexpected keyword argument 'sauce'", model, {"sauce": batch[0]}, budget=0.5)
 
 
 def test_nothing_to_train(gpt2):
@@ -215,7 +221,7 @@ def test_kinds_of_budget(gpt2):
     model, batch = gpt2
     half = fit(model, batch, budget=0.5)
     half.remove()
-    room = half.record.budget_bytes - half.record.chain.fixed_bytes
+    room = half.record.budget_bytes - half.frontier.fixed_bytes
     for budget in (
         half.record.budget_bytes,
         retape.Budget.activations(room),

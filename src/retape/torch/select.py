@@ -8,6 +8,7 @@ instead of run leaves its generator where the op had left it.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -38,12 +39,17 @@ class Step(Enum):
 
     RUN = "run"
     ANSWER = "answer"
+    BECOME = "become"
     SKIP = "skip"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What to do with each op of a region's re-run; `slots` names the held slot that answers each result of each op."""
+    """What to do with each op of a region's re-run; `slots` names the held slot that answers each result of each op.
+
+    Where the op's result was written to in place afterwards, the answer is what it became, and those writes are skipped;
+    such an answer stands apart, with a version of its own, which the skipped writes move: its step is BECOME.
+    """
 
     ops: tuple[TracedOp, ...]
     steps: tuple[Step, ...]
@@ -69,27 +75,40 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
     if trace.opaque or not held:
         return None
     holder = {trace.slots[slot]: slot for slot in sorted(held, reverse=True) if slot < len(trace.slots)}
-    empty = {storage for storage, size in enumerate(trace.storage_bytes) if not size}  # which nobody can read
-    needed = {storage for slot, storage in enumerate(trace.slots) if slot not in held}
-    used = {storage for op in trace.ops for storage in op.reads} | set(trace.slots) | trace.outputs | empty
     rewritten = {storage for op in trace.ops for storage in op.writes}
+    settled = holder.keys() & trace.settled()
+    while True:
+        steps = _steps(trace, held, (holder.keys() - rewritten) | settled, settled)
+        torn = {storage for op, step in zip(trace.ops, steps, strict=True) if step is Step.RUN for storage in op.writes}
+        if torn.isdisjoint(settled):
+            break
+        settled = settled - torn  # a write that must run again needs memory of its own, and all the writes to it
+    answers = tuple(
+        tuple(holder.get(result[0], _BLANK) for result in op.results) if step in (Step.ANSWER, Step.BECOME) else ()
+        for op, step in zip(trace.ops, steps, strict=True)
+    )
+    return Recipe(ops=trace.ops, steps=steps, slots=answers)
+
+
+def _steps(trace: RegionTrace, held: frozenset[int], answerable: Set[int], settled: Set[int]) -> tuple[Step, ...]:
+    """What to do with each op, given the storages that can be answered from what is held."""
+    empty = {storage for storage, size in enumerate(trace.storage_bytes) if not size}  # which nobody can read
+    needed = {storage for slot, storage in enumerate(trace.slots) if slot not in held} - settled
+    used = {storage for op in trace.ops for storage in op.reads} | set(trace.slots) | trace.outputs | empty
     steps: list[Step] = []
     later_seeded = False
     for op in reversed(trace.ops):
-        step = _step(op, needed, used, later_seeded, {s for s in holder if s not in rewritten})
-        if step is Step.RUN and not op.is_view:
-            needed.update(op.reads)
+        step = _step(op, needed, used, later_seeded, answerable)
+        if not settled.isdisjoint(op.makes) and (step is Step.ANSWER or op.uninitialised):
+            step = Step.BECOME
+        if step is Step.RUN and not op.is_view and not op.uninitialised:  # `empty_like` reads a shape, no values
+            needed.update(storage for storage in op.reads if storage not in settled)
             later_seeded = later_seeded or op.seeded
         steps.append(step)
-    steps.reverse()
-    answers = tuple(
-        tuple(holder.get(result[0], _BLANK) for result in op.results) if step is Step.ANSWER else ()
-        for op, step in zip(trace.ops, steps, strict=True)
-    )
-    return Recipe(ops=trace.ops, steps=tuple(steps), slots=answers)
+    return tuple(reversed(steps))
 
 
-def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, answerable: set[int]) -> Step:
+def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, answerable: Set[int]) -> Step:
     if op.is_view or op.uninitialised or not op.results:
         # A view costs nothing; what reads values into Python (`.item()`) must see true ones.
         if not op.results:
@@ -131,22 +150,24 @@ class Replay(TorchDispatchMode):
         index = self._next
         known, runs, op, step, slots = self._plan[index] if index < self._count else _NO_STEP
         if known is not func:
-            if func in _compat.IGNORED_OPS:
+            if func in _compat.IGNORED_OPS or _is_view(func):  # hooks of others (a FLOP counter's) insert views
                 return func(*args, **(kwargs or {}))
             raise Diverged
         self._next = index + 1
         if runs:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if step is Step.ANSWER:
+        if step is not Step.SKIP:
+            apart = step is Step.BECOME
             if op.returns_one:
-                return self._answer(slots[0], op.results[0])
-            return _framed(op, [self._answer(slot, result) for slot, result in zip(slots, op.results, strict=True)])
+                return self._answer(slots[0], op.results[0], apart)
+            pairs = zip(slots, op.results, strict=True)
+            return _framed(op, [self._answer(slot, result, apart) for slot, result in pairs])
         if op.writes:
             return args[0] if op.returns_one else tuple(args[: len(op.results)])
         blanks = [_blank(result) for result in op.results]
         return blanks[0] if op.returns_one else _framed(op, blanks)
 
-    def _answer(self, slot: int, result: tuple[Any, ...]) -> Tensor:
+    def _answer(self, slot: int, result: tuple[Any, ...], apart: bool) -> Tensor:
         if slot == _BLANK:
             return _blank(result)
         value = self._values.get(slot)
@@ -155,7 +176,13 @@ class Replay(TorchDispatchMode):
         _, shape, stride, offset, dtype, device = result
         alias = _compat.detach_below_autograd(value)
         plain = alias.dtype == dtype and not alias.is_conj() and not alias.is_neg()
-        if plain and alias.shape == shape and alias.stride() == stride and alias.storage_offset() == offset:
+        if (
+            plain
+            and not apart
+            and alias.shape == shape
+            and alias.stride() == stride
+            and alias.storage_offset() == offset
+        ):
             return alias
         return torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), offset, shape, stride)
 

@@ -68,6 +68,17 @@ class RegionTrace:
     died: tuple[int, ...] = ()
     saved_at: tuple[int, ...] = ()
 
+    def settled(self) -> frozenset[int]:
+        """Storages made here and then written to in place, of which nobody but the writers sees what they were before the last write."""
+        made = {storage for op in self.ops for storage in op.makes}
+        last = {storage: number for number, op in enumerate(self.ops) for storage in op.writes if storage in made}
+        seen: set[int] = set()
+        for number, op in enumerate(self.ops):
+            if _reads_values(op):
+                seen.update(s for s in op.reads if number < last.get(s, -1) and s not in op.writes)
+        seen.update(s for s, at in zip(self.slots, self.saved_at, strict=True) if at <= last.get(s, -1))
+        return frozenset(last.keys() - seen)
+
     @property
     def opaque(self) -> bool:
         """Whether something that dispatch cannot see may have read or written.
@@ -84,6 +95,10 @@ class RegionTrace:
             if op.uninitialised:
                 blank.update(op.makes)
         return bool(blank.intersection(self.slots) or blank & self.outputs)
+
+
+def _reads_values(op: TracedOp) -> bool:
+    return not op.is_view and not op.uninitialised
 
 
 class Hole(Enum):

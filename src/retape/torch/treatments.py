@@ -15,9 +15,10 @@ import torch
 from retape.core.problem import Graph, GraphTensor, Op
 from retape.core.solvers.graph_planner import GraphPlanner
 from retape.torch.select import Step, plan_recipe
-from retape.torch.trace import RegionTrace
+from retape.torch.trace import RegionTrace, TracedOp
 
 MOST_OPS = 600  # of a region whose graph is still solved exactly
+_ANSWERED = (Step.ANSWER, Step.BECOME)
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -91,38 +92,74 @@ def _storages(held: tuple[str, ...], names: dict[str, int]) -> frozenset[int]:
 
 
 def _graph_of(trace: RegionTrace) -> tuple[Graph, dict[str, int]]:
-    """The region's ops on storages, each write to one a tensor of its own; and which of the tensors are storages to hold."""
-    tape = tape_storages(trace)
-    too_much = sum(tape.values()) + 1  # what can only be made again
-    made = {storage for op in trace.ops for storage in op.makes}
-    rewritten = {storage for op in trace.ops for storage in op.writes}
-    version: dict[int, int] = defaultdict(int)
-    sizes: dict[str, int] = {}
+    """The region's ops on storages, and which of the tensors are storages to hold.
 
-    def name(storage: int) -> str:
-        text = f"{storage}.{version[storage]}"
-        holdable = storage in tape and storage not in rewritten
-        sizes.setdefault(text, tape[storage] if holdable else too_much if storage in made else 0)
+    Each write to a storage makes a tensor of its own, except where nobody sees what was there before: then the op that makes it
+    and the writes are one op.
+    """
+    return _GraphMaker(trace).graph()
+
+
+class _GraphMaker:
+    def __init__(self, trace: RegionTrace) -> None:
+        self._trace = trace
+        self._tape = tape_storages(trace)
+        self._too_much = sum(self._tape.values()) + 1  # what can only be made again
+        self._settled = trace.settled()
+        self._made = {storage for op in trace.ops for storage in op.makes}
+        self._rewritten = {storage for op in trace.ops for storage in op.writes} - self._settled
+        self._version: dict[int, int] = defaultdict(int)
+        self._sizes: dict[str, int] = {}
+
+    def _name(self, storage: int) -> str:
+        text = f"{storage}.{self._version[storage]}"
+        holdable = storage in self._tape and storage not in self._rewritten
+        size = self._tape[storage] if holdable else self._too_much if storage in self._made else 0
+        self._sizes.setdefault(text, size)
         return text
 
-    ops, inputs = [], {name(s) for s in range(len(trace.storage_bytes)) if s not in made}
-    for number, op in enumerate(trace.ops):
-        if op.is_view or not (op.makes or op.writes):
-            continue
-        reads = tuple(name(storage) for storage in op.reads)
-        for storage in op.writes:
-            if storage not in op.makes:
-                version[storage] += 1
-        outputs = tuple(name(s) for s in dict.fromkeys((*op.makes, *op.writes)))
-        ops.append(Op(name=f"{number} {op.op}", seconds=op.seconds, inputs=reads, outputs=outputs))
-    saved = tuple(dict.fromkeys(name(storage) for storage in trace.slots))
-    graph = Graph(
-        ops=tuple(ops),
-        tensors=tuple(GraphTensor(name=text, bytes=size) for text, size in sizes.items()),
-        inputs=tuple(sorted(inputs)),
-        saved=saved,
-    )
-    return graph, {f"{storage}.0": storage for storage in tape}
+    def graph(self) -> tuple[Graph, dict[str, int]]:
+        trace = self._trace
+        inputs = {self._name(s) for s in range(len(trace.storage_bytes)) if s not in self._made}
+        ops = [self._op(number, group) for number, group in enumerate(self._groups())]
+        saved = tuple(dict.fromkeys(self._name(storage) for storage in trace.slots))
+        graph = Graph(
+            ops=tuple(ops),
+            tensors=tuple(GraphTensor(name=text, bytes=size) for text, size in self._sizes.items()),
+            inputs=tuple(sorted(inputs)),
+            saved=saved,
+        )
+        return graph, {f"{storage}.0": storage for storage in self._tape}
+
+    def _groups(self) -> list[list[TracedOp]]:
+        """The ops that compute something; writes to settled storages belong with the op before the last of them."""
+        pending: dict[int, list[TracedOp]] = {}
+        last = {s: i for i, op in enumerate(self._trace.ops) for s in op.writes if s in self._settled}
+        groups: list[list[TracedOp]] = []
+        for number, op in enumerate(self._trace.ops):
+            if op.is_view or not (op.makes or op.writes):
+                continue
+            touched = [s for s in dict.fromkeys((*op.makes, *op.writes)) if s in self._settled]
+            group = [*(pending.pop(touched[0], []) if touched else []), op]
+            if touched and number < last[touched[0]]:
+                pending[touched[0]] = group
+            else:
+                groups.append(group)
+        return groups
+
+    def _op(self, number: int, group: list[TracedOp]) -> Op:
+        reads: dict[str, None] = {}
+        outputs: dict[str, None] = {}
+        for op in group:
+            own = {s for each in group for s in each.makes}
+            if not op.uninitialised:
+                reads.update(dict.fromkeys(self._name(s) for s in op.reads if s not in own))
+            for storage in op.writes:
+                if storage not in self._settled:
+                    self._version[storage] += 1
+            outputs.update(dict.fromkeys(self._name(s) for s in (*op.makes, *op.writes)))
+        seconds = sum(op.seconds for op in group)
+        return Op(name=f"{number} {group[-1].op}", seconds=seconds, inputs=tuple(reads), outputs=tuple(outputs))
 
 
 def forward_bytes(trace: RegionTrace, held_storages: frozenset[int]) -> int:
@@ -143,7 +180,7 @@ def _highest(trace: RegionTrace, kept: frozenset[int], steps: tuple[Step, ...], 
     live = peak = 0
     for number, (op, step) in enumerate(zip(trace.ops[:stop], steps, strict=False)):
         live -= gone.pop(number, 0)
-        for storage in () if step is Step.ANSWER else op.makes:
+        for storage in () if step in _ANSWERED else op.makes:
             live += trace.storage_bytes[storage]
             if storage not in kept:
                 gone[trace.died[storage]] += trace.storage_bytes[storage]
