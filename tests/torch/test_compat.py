@@ -453,3 +453,16 @@ def test_settings(setting):
 
 def test_compiled_code():
     assert callable(_compat.COMPILED_CODE) or _compat.COMPILED_CODE is None
+
+
+def test_memory_events():
+    with _compat.memory_events("mark ") as events:
+        kept = torch.empty(1000, dtype=torch.uint8)
+        with torch.autograd.profiler.record_function("mark 0"):
+            pass
+        del kept
+    sizes = [what for _, what in events]
+    place = sizes.index("mark 0")
+    assert sum(sizes[:place]) == 1000
+    assert sum(sizes[place + 1 :]) == -1000
+    assert [at for at, _ in events] == sorted(at for at, _ in events)
