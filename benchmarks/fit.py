@@ -1,10 +1,11 @@
 """`retape.fit` beside PyTorch's checkpointing on an eager Llama: at the peak of each of PyTorch's rows, the time of both.
 
-    python -m benchmarks.fit [--layers 16 --batch 8 --tokens 4096 --rounds 6] [--rows NAME ...] [--out FILE] [--seed N]
+    python -m benchmarks.fit [--layers 16 --batch 8 --tokens 4096 --rounds 6] [--rows NAME ...] [--budgets GIB ...]
+                             [--options exact] [--out FILE] [--seed N]
 
 bf16 on a GPU and float32 on a CPU, random weights, made-up tokens. Peak is what a step allocates above resident weights and gradients
 (on a CPU, above everything that stood there). Each row of PyTorch's is measured first; `retape.fit` gets its peak as
-`Budget.activations`, and both are then timed in turns. Gradients are compared with plain autograd's, bit for bit, on one
+`Budget.activations`, and both are then timed in turns. Each of `--budgets` is fitted beside plain. Gradients are compared with plain autograd's, bit for bit, on one
 row of the batch with deterministic kernels.
 """
 
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import retape
 from retape.integrations.huggingface import checkpointable_layers
+from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.meter import weighing
 from retape.torch.runs import plain
 
@@ -130,10 +132,6 @@ def compare(model, batch, device, switch, plain_seconds: float, rounds: int) -> 
     times = in_turns({"torch": theirs, "retape": lambda: seconds(model, batch, device)}, rounds)
     fitted.remove()
     medians = {name: statistics.median(taken) for name, taken in times.items()}
-    kinds: dict[str, int] = {}
-    for choice in fitted.record.assignment.choices:
-        name = choice.option.value + (", input dropped" if choice.drop_input else "")
-        kinds[name] = kinds.get(name, 0) + 1
     return {
         "torch_peak_gib": peak / 2**30,
         "retape_peak_gib": own / 2**30,
@@ -145,10 +143,55 @@ def compare(model, batch, device, switch, plain_seconds: float, rounds: int) -> 
         "torch_slowdown": medians["torch"] / plain_seconds,
         "retape_slowdown": medians["retape"] / plain_seconds,
         "spread_ms": {name: 1e3 * (max(taken) - min(taken)) for name, taken in times.items()},
-        "regions": kinds,
+        "regions": kinds_of(fitted),
         "plan": fitted.plan.quality,
         "fit_seconds": fitted.record.profile_seconds,
     }
+
+
+def at_budget(model, batch, device, gib: float, options: str, rounds: int) -> dict:
+    """What `fit` does with so many GiB of activations, in turns with a step that keeps everything."""
+    try:
+        fitted = retape.fit(
+            model, batch, budget=retape.Budget.activations(int(gib * 2**30)), options=options, progress=False
+        )
+    except retape.errors.BudgetTooSmall as error:
+        return {"floor": str(error)}
+    own = peak_bytes(model, batch, device)
+
+    def everything() -> float:
+        if fitted.record.fused_loss:
+            unfuse_loss(model)
+        with plain():
+            taken = seconds(model, batch, device)
+        if fitted.record.fused_loss:
+            fuse_loss(model)
+        return taken
+
+    times = in_turns({"plain": everything, "retape": lambda: seconds(model, batch, device)}, rounds)
+    fitted.remove()
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    return {
+        "peak_gib": own / 2**30,
+        "promised_peak_gib": (fitted.promised.peak_bytes - fitted.measured.base_bytes) / 2**30,
+        "plain_ms": 1e3 * medians["plain"],
+        "retape_ms": 1e3 * medians["retape"],
+        "slowdown": medians["retape"] / medians["plain"],
+        "promised_slowdown": fitted.promised.slowdown,
+        "fused_loss": fitted.record.fused_loss,
+        "plan": fitted.plan.quality,
+        "regions": kinds_of(fitted),
+        "fit_seconds": fitted.record.profile_seconds,
+    }
+
+
+def kinds_of(fitted) -> dict[str, int]:
+    """How many regions there are of each treatment."""
+    kinds: dict[str, int] = {}
+    for choice in fitted.record.assignment.choices:
+        name = choice.option.value + (", input dropped" if choice.drop_input else "")
+        kinds[name] = kinds.get(name, 0) + 1
+    return kinds
 
 
 def equal_gradients(model, batch) -> str:
@@ -167,6 +210,8 @@ def main() -> None:
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
+    parser.add_argument("--budgets", nargs="*", type=float, default=[])
+    parser.add_argument("--options", default="exact")
     parser.add_argument("--out")
     options = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matmuls need
@@ -182,6 +227,10 @@ def main() -> None:
     print(results["verify, one row, deterministic kernels"], flush=True)
     for name in options.rows:
         results[name] = compare(model, batch, device, ROWS[name], alone, options.rounds)
+        print(name, results[name], flush=True)
+    for gib in options.budgets:
+        name = f"{gib:g} GiB, options={options.options}"
+        results[name] = at_budget(model, batch, device, gib, options.options, options.rounds)
         print(name, results[name], flush=True)
     print(record("fit", options.seed, results, options.out))
 

@@ -30,6 +30,7 @@ from retape.torch.discover import Wanted
 from retape.torch.executor import Executor
 from retape.torch.fingerprint import fingerprint, unwrapped
 from retape.torch.fitting import Fitter, put_on, take_off
+from retape.torch.fused_loss import fuse_loss, unfuse_loss
 from retape.torch.policy import Check
 from retape.torch.stepping import StepFunction, rows_of
 
@@ -107,6 +108,8 @@ class Fit:
         if self._executor is not None:
             take_off(unwrapped(self._model), self._regions)
             self._executor = None
+        if self.record.fused_loss:
+            unfuse_loss(unwrapped(self._model))
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
@@ -134,12 +137,14 @@ def fit(
 ) -> Fit:
     """Make a model train inside `budget` bytes, as fast as those allow, with the gradients of plain autograd bit for bit.
 
+    With `options=ALL` the loss of a Hugging Face causal language model may be computed in slices, without whole logits: its
+    gradients are then summed in another order, and the output has no `.logits` in training.
+
     Runs a few real steps of `batch` to measure (never the optimizer's), solves, attaches the plan to the model and measures it.
     A dict is called as keyword arguments, a tuple as positional ones; `step(model, batch)` returns the scalar loss where the
     model does not. Weights, buffers, gradients and random streams are afterwards as before.
     """
     _check_arguments(model, compile)
-    OptionSet.of(options)
     with _telling(progress) as tell:
         fitter = Fitter(
             model,
@@ -148,6 +153,7 @@ def fit(
             step=step,
             optimizer=optimizer,
             regions=regions,
+            options=OptionSet.of(options),
             check=Check.of(check),
             tell=tell,
         )
@@ -162,6 +168,7 @@ def fit(
         assignment=found.assignment,
         measured=found.measured,
         profile_seconds=found.profile_seconds,
+        fused_loss=found.fused_loss,
         rows=rows_of(batch),
         versions=_versions(),
     )
@@ -181,6 +188,8 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             f"{type(unwrapped(model)).__name__} of structure {found}: its modules, shapes, dtypes or trained parameters differ. "
             "Fit this model, or apply the plan that belongs to it."
         )
+    if record.fused_loss:
+        fuse_loss(unwrapped(model))
     modules = dict(unwrapped(model).named_modules())
     regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
     if record.assignment.keeps_everything:

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.errors import InvalidInput
-from retape.integrations import huggingface_loss
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
+from retape.torch import fused_loss
 
 transformers = pytest.importorskip("transformers")
 
@@ -199,7 +199,7 @@ def test_a_forward_that_fails_leaves_nothing_behind():
 
 
 def test_it_is_said_once(caplog):
-    huggingface_loss._say_once.cache_clear()
+    fused_loss._say_once.cache_clear()
     model = fuse_loss(make())
     with caplog.at_level(logging.WARNING, logger="retape"):
         model(**batch())

@@ -38,6 +38,7 @@ class FitRecord:
     assignment: Assignment
     measured: Record
     profile_seconds: float = 0.0
+    fused_loss: bool = False
     rows: int = 0
     versions: tuple[tuple[str, str], ...] = ()
 
@@ -87,7 +88,7 @@ class FitRecord:
             raise PlanFormatError(f"This saved fit cannot be meant: {error!r}. Fit again.") from error
 
 
-_PLAIN = ("model", "fingerprint", "budget_bytes", "profile_seconds", "rows")
+_PLAIN = ("model", "fingerprint", "budget_bytes", "profile_seconds", "fused_loss", "rows")
 
 
 def _read(data: dict[str, Any]) -> FitRecord:

@@ -19,8 +19,9 @@ from torch import nn
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.errors import BudgetTooSmall, RetapeError
 from retape.core.frontier import Frontier, frontier
+from retape.core.option_set import OptionSet
 from retape.core.plan import Plan
-from retape.core.problem import Budget, Chain
+from retape.core.problem import Budget, BudgetKind, Chain
 from retape.core.record import Record
 from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
@@ -29,6 +30,7 @@ from retape.torch.budgets import resolved
 from retape.torch.discover import Wanted, find_regions, refined
 from retape.torch.executor import Executor
 from retape.torch.fingerprint import unwrapped
+from retape.torch.fused_loss import can_fuse_loss, fuse_loss, unfuse_loss
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.meter import Scale, synchronize, thinned, weighing
 from retape.torch.modelling import Modelled, model_of
@@ -63,6 +65,8 @@ class Fitting:
     budget_bytes: int
     profile_seconds: float
     executor: Executor | None
+    regions: dict[str, nn.Module]
+    fused_loss: bool = False
 
 
 class Fitter:
@@ -77,17 +81,20 @@ class Fitter:
         step: StepFunction | None,
         optimizer: torch.optim.Optimizer | None,
         regions: Wanted | None,
+        options: OptionSet,
         check: Check,
         tell: Tell,
     ) -> None:
         if step is None:
             refuse_other_arguments(model, batch)
         self.model, self.batch, self.step = model, batch, step or default_step
-        self.check, self.tell = check, tell
+        self.options, self.check, self.tell = options, check, tell
         self.device = device_of(model)
         self.root = unwrapped(model)
         self._may_refine = regions is None
-        self._take_regions(find_regions(self.root, regions))
+        self._limit: int | None = None
+        self._first_regions = find_regions(self.root, regions)
+        self._take_regions(self._first_regions)
         self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
         self.pending_bytes = pending_optimizer_bytes(optimizer, self.device)
         self.budget = resolved(budget, self.device)
@@ -192,13 +199,46 @@ class Fitter:
         """Find the fastest plan inside the budget that a real step confirms, and leave it attached."""
         start = time.perf_counter()
         with undisturbed(self.model) as laboratory:
-            try:
-                fitting = self._settled(laboratory)
-            except BudgetTooSmall as error:
-                fitting = self._with_finer_regions(laboratory, error)
+            fitting = self._fitted(laboratory)
+            if self.options is OptionSet.ALL and can_fuse_loss(self.root):
+                fitting = self._with_fused_loss(laboratory, fitting)
+        if isinstance(fitting, BudgetTooSmall):
+            raise fitting
+        self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
+
+    def _fitted(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
+        try:
+            try:
+                return self._settled(laboratory)
+            except BudgetTooSmall as error:
+                return self._with_finer_regions(laboratory, error)
+        except BudgetTooSmall as error:
+            return error
+
+    def _with_fused_loss(self, laboratory: Laboratory, without: Fitting | BudgetTooSmall) -> Fitting | BudgetTooSmall:
+        """The same with the loss computed in slices: kept where it is faster inside the budget, or where nothing else fits."""
+        if isinstance(without, Fitting) and without.assignment.keeps_everything:
+            return without
+        self.tell("with the loss fused")
+        self._take_regions(self._first_regions)
+        fuse_loss(self.root)
+        fused: Fitting | BudgetTooSmall | None = None
+        try:
+            fused = self._fitted(laboratory)
+        finally:
+            better = isinstance(fused, Fitting) and (
+                isinstance(without, BudgetTooSmall) or fused.measured.seconds < without.measured.seconds
+            )
+            if not better:
+                unfuse_loss(self.root)
+        if better:
+            assert isinstance(fused, Fitting)
+            return replace(fused, fused_loss=True)
+        both = [each for each in (without, fused) if isinstance(each, BudgetTooSmall)]
+        return min(both, key=lambda each: each.floor_bytes) if len(both) == 2 else without
 
     def _with_finer_regions(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
         """Smaller regions have a smaller working set, though more inputs to hold: where blocks do not fit, their parts may."""
@@ -253,7 +293,8 @@ class Fitter:
             return solve(chain, rounds.limit_bytes)
         except BudgetTooSmall as error:
             if error.floor_bytes > rounds.limit_bytes * (1 + A_HAIR) or rounds.tried_floor:
-                solve(chain, self.budget)  # raises in the terms of the budget as it was given
+                if self.budget.kind is not BudgetKind.FRACTION:
+                    solve(chain, self.budget)  # raises in the terms of the budget as it was given
                 raise
             rounds.tried_floor = True
             return solve(chain, error.floor_bytes)
@@ -283,6 +324,7 @@ class Fitter:
             budget_bytes=rounds.limit_bytes,
             profile_seconds=0.0,
             executor=executor,
+            regions=self.regions,
         )
 
     def _executor(self, assignment: Assignment, profile: Profile) -> Executor:
@@ -294,8 +336,13 @@ class Fitter:
         return executor
 
     def _limit_bytes(self, chain: Chain) -> int:
-        """The budget as the bytes that the peak of one microbatch must not pass, everything counted."""
-        return decided_by_first(partial(limit_bytes, chain, self.budget))
+        """The budget as the bytes that the peak of one microbatch must not pass, everything counted.
+
+        A fraction is one of the model as it came: whatever is tried afterwards has the same limit.
+        """
+        if self._limit is None:
+            self._limit = decided_by_first(partial(limit_bytes, chain, self.budget))
+        return self._limit
 
     def _not_kept(self, limit: int, last: Fitting) -> BudgetTooSmall:
         peak = last.measured.peak_bytes

@@ -1,0 +1,154 @@
+"""Hugging Face causal language models: head and loss without whole logits, behind the model's own forward.
+
+`fuse_loss(model)` leaves hooks and a loss function on the model. In training, when labels are given, the head hands on a
+stand-in of its logits (`retape.torch.logits`); the loss function computes the loss from what it stands for, and the output's
+`.logits` is None. Everything else of the model runs as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from retape.core.errors import InvalidInput
+from retape.torch.logits import Logits
+
+_LOG = logging.getLogger("retape")
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.heads: dict[
+            int, Tensor | None
+        ] = {}  # heads whose next call is stood in for; the rows, once it is given them
+
+
+_THREAD = _Thread()
+
+
+def fuse_loss(model: nn.Module) -> nn.Module:
+    """Compute the training loss of a causal language model without whole logits; returns the model."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head = _head_of(model)
+    if getattr(model, "loss_function", None) is fused_causal_loss:
+        return model
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        raise InvalidInput(
+            f"{type(model).__name__} has a loss function of its own; only the causal one can be fused with the head."
+        )
+    model.loss_function = fused_causal_loss  # type: ignore[assignment]
+    model.register_forward_pre_hook(_before_model, with_kwargs=True)
+    model.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
+    head.register_forward_pre_hook(_before_head)
+    head.register_forward_hook(_after_head)
+    return model
+
+
+def can_fuse_loss(model: nn.Module) -> bool:
+    """Whether `fuse_loss` knows this model: a causal language model of Hugging Face's whose loss is not fused yet."""
+    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
+        return False
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss and type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
+
+
+def unfuse_loss(model: nn.Module) -> nn.Module:
+    """Undo `fuse_loss`; returns the model."""
+    if getattr(model, "loss_function", None) is fused_causal_loss:
+        del model._loss_function
+    for module in (model, _head_of(model)):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in hooks.items() if hook in _HOOKS]:
+                for where in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
+                    where.pop(number, None)
+                module._forward_hooks_always_called.pop(number, None)
+    return model
+
+
+def _head_of(model: nn.Module) -> nn.Linear:
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    if type(head) is not nn.Linear:
+        raise InvalidInput(
+            f"{type(model).__name__} has no plain linear head (found {type(head).__name__}); this is for Hugging Face's causal language "
+            "models. Call retape.linear_cross_entropy in models of your own."
+        )
+    return head
+
+
+def fused_causal_loss(logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Transformers' `ForCausalLMLoss`, and the same from a stand-in of the logits."""
+    if isinstance(logits, Logits):
+        return _loss_of(logits, labels, *args, **kwargs)
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    found: Tensor = ForCausalLMLoss(logits, labels, vocab_size, *args, **kwargs)
+    return found
+
+
+def _loss_of(
+    logits: Logits,
+    labels: Any,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    total = logits.loss(
+        (labels if shift_labels is None else shift_labels).to(logits.device),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        shift=shift_labels is None,
+    )
+    total = total.float()  # as transformers has it, for float64 too
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total if num_items_in_batch is None else total / num_items_in_batch
+
+
+# --- hooks: functions of the module, so that a model with them can be copied and pickled ----------------------------
+
+
+def _before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    head = _head_of(model)
+    _THREAD.heads.pop(id(head), None)
+    if model.training and kwargs.get("labels") is not None:
+        _say_once()
+        _THREAD.heads[id(head)] = None
+
+
+def _before_head(head: nn.Module, args: tuple[Any, ...]) -> Any:
+    if id(head) not in _THREAD.heads:
+        return None
+    _THREAD.heads[id(head)] = args[0]
+    return (args[0][:0],)  # no rows: its forward costs nothing
+
+
+def _after_head(head: Any, args: Any, output: Any) -> Any:
+    rows = _THREAD.heads.pop(id(head), None)
+    return None if rows is None else Logits(rows, head)
+
+
+def _after_model(model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    _THREAD.heads.pop(id(_head_of(model)), None)
+    if isinstance(output, tuple):
+        return tuple(None if isinstance(value, Logits) else value for value in output)
+    if not isinstance(getattr(output, "logits", None), Logits):
+        return None
+    fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return type(output)(**{**fields, "logits": None})
+
+
+_HOOKS = (_before_model, _before_head, _after_head, _after_model)
+
+
+@cache
+def _say_once() -> None:
+    _LOG.warning("The loss is fused with the head: in training, with labels, the model's output has no .logits (None).")
