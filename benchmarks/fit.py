@@ -5,7 +5,8 @@
 
 bf16 on a GPU and float32 on a CPU, random weights, made-up tokens. Peak is what a step allocates above resident weights and gradients
 (on a CPU, above everything that stood there). Each row of PyTorch's is measured first; `retape.fit` gets its peak as
-`Budget.activations`, and both are then timed in turns. Each of `--budgets` is fitted beside plain. Gradients are compared with plain autograd's, bit for bit, on one
+`Budget.activations`, and both are then timed in turns. Each of `--budgets` is fitted beside plain.
+Gradients are compared with plain autograd's, bit for bit, on one
 row of the batch with deterministic kernels.
 """
 
