@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from retape.torch.checkpoint import checkpoint as checkpoint
     from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
     from retape.torch.head_loss import linear_cross_entropy as linear_cross_entropy
-    from retape.torch.meter import measure as measure
     from retape.torch.loop import scan as scan
     from retape.torch.loop import while_loop as while_loop
+    from retape.torch.meter import measure as measure
     from retape.torch.region import keep as keep
     from retape.torch.region import recomputing as recomputing
     from retape.torch.tile import tile as tile

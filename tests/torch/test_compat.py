@@ -120,36 +120,12 @@ def test_linear_places(shape, bias):
 def test_linear_rows(bias):
     x = torch.randn(4, 3)
     assert torch.equal(_compat.linear_rows(torch.nn.Linear(3, 2, bias=bias)(x).grad_fn), x)
-def test_keeps_graph():
-    seen = []
-
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(_compat.keeps_graph())
-            return grad * 2
-
-    leaf = torch.ones(2, requires_grad=True)
-    loss = Node.apply(leaf).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert seen == [True, False]
 
 
 def test_next_sequence_number():
     before = _compat.next_sequence_number()
     node = (torch.ones(1, requires_grad=True) * 2).grad_fn
     assert _compat.sequence_number(node) == before < _compat.next_sequence_number()
-
-
-def test_sequence_number():
-    first = torch.ones(1, requires_grad=True) * 2
-    second = first * 2
-    assert _compat.sequence_number(first.grad_fn) < _compat.sequence_number(second.grad_fn)
 
 
 def test_at_end_of_backward():

@@ -144,16 +144,16 @@ class _Parts:
 
     def probe(self) -> Probe:
         body = Body(self.name, self._body_step, self._xs, None, first_differs=self._differs)
-        return probe(body, self.hidden, self.initial, self.call.generators)
+        return probe(body, self.hidden, self.initial, list(self.call.generators))
 
     def driver(self, plan: LoopPlan, levels: tuple[Tier, ...], resume: Any) -> Driver:
-        reached = Reached(self.name, self.call, self._params)
+        reached = Reached(self.name, [*self._params, *self.hidden.tensors(), *self.call.extras])
         return Driver(
             self.body,
             reached,
             self.hidden,
             self.initial,
-            generators=self.call.generators,
+            generators=list(self.call.generators),
             store=_store(plan, levels, self.initial.nbytes),
             snapshots=plan.snapshots,
             block=plan.block,

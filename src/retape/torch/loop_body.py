@@ -195,11 +195,13 @@ class Body:
         return State(leaves, spec, needs_grad)
 
     def _run(self, carry: Any, x_leaves: list[Any], step: int) -> Any:
-        run = runs.enter(runs.Run(cast(Any, _Kept(self.name, kept := self._kept_at(step))), rerun=self.rerun))
+        kept = self._kept_at(step)
+        running = runs.current_runs()
+        running.append(runs.Run(cast(Any, _Kept(self.name, kept)), rerun=self.rerun))
         try:
             result = self._step(carry, self.xs.tree(x_leaves))
         finally:
-            run.pop()
+            running.pop()
         if kept and not self.rerun:
             self._kept[step] = kept
         return result

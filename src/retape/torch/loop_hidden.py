@@ -18,8 +18,7 @@ from retape.core.errors import RegionError, StateChanged
 from retape.torch import _compat
 from retape.torch.copies import Copies, copyable
 from retape.torch.disk import SnapshotLost
-from retape.torch.holders import DictHolder
-from retape.torch.loop_places import ABSENT, Items, ListPlace, MemoryPlace, new_fields, places_of, same
+from retape.torch.loop_places import ABSENT, Items, ListPlace, MemoryPlace, dicts_of, new_fields, places_of, same
 from retape.torch.reads import Call
 from retape.torch.watch import version_of
 
@@ -51,7 +50,7 @@ class Hidden:
         self._start_versions = _versions(self._start)
         self._versions = list(self._start_versions)
         self._initial = Copies(self._seen, self._worth(_LARGE_BYTES))
-        self._dicts = [(h.container, set(h.container)) for h in call.holders if isinstance(h, DictHolder)]
+        self._dicts = [(fields, set(fields)) for fields in dicts_of(call)]
         self.changed: set[int] = {
             i for i, value in enumerate(self._seen) if isinstance(value, Tensor) and id(value) in call.statistics
         }
@@ -170,6 +169,10 @@ class Hidden:
         self._versions = _versions(self._seen)
         self._initial = self._initial.only({*self._worth(_SMALL_BYTES), *self.changed})
         self._steps += 1
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that stood in a place when the loop began, with its history."""
+        return [value for value in self._start if isinstance(value, Tensor)]
 
     def unchanged(self) -> list[tuple[str, Tensor]]:
         """The tensors that no step was seen to change, each with where it stands."""

@@ -33,7 +33,7 @@ class LoopNode(torch.autograd.Function):
                 "Call backward without create_graph, or run the loop plainly where second derivatives are needed."
             )
         carry, ys = outputs.sorted(grads)
-        found_carry, found_xs, sums = driver.backward(carry, ys, keep=_compat.keeps_graph())
+        found_carry, found_xs, sums = driver.backward(carry, ys, keep=_compat.graph_is_kept())
         wanted = [grad for grad, needed in zip(found_carry, outputs.carry_inputs, strict=True) if needed]
         xs = [grad for grad, needed in zip(found_xs, driver.body.xs.needs_grad, strict=True) if needed]
         return (None, None, *wanted, *xs, *sums)

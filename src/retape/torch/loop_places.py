@@ -158,10 +158,10 @@ def places_of(name: str, call: Call, function: Callable[..., Any]) -> Iterator[P
     for holder in call.holders:
         if isinstance(holder, ListHolder):
             yield ListPlace(holder.container)
-        elif isinstance(holder, DictHolder):
-            for key, value in holder.container.items():
-                if key not in OWN_FIELDS - {"training"} and type(value) in ATOMS:
-                    yield DictPlace(holder.container, key)
+    for fields in dicts_of(call):
+        for key, value in fields.items():
+            if key not in OWN_FIELDS - {"training"} and type(value) in ATOMS:
+                yield DictPlace(fields, key)
     for place in _variables(name, function, 0, set()):
         value = place.get()
         if isinstance(value, Tensor):
@@ -170,6 +170,12 @@ def places_of(name: str, call: Call, function: Callable[..., Any]) -> Iterator[P
     for tensor in call.extras:
         if id(tensor) not in bound:
             yield MemoryPlace(tensor)
+
+
+def dicts_of(call: Call) -> list[dict[Any, Any]]:
+    """The dicts that a call reaches: the fields of modules and of other objects, and dicts themselves."""
+    own = [holder.container for holder in call.holders if isinstance(holder, DictHolder)]
+    return [*[module.__dict__ for module in call.modules], *own]
 
 
 def new_fields(fields: dict[Any, Any], known: set[Any]) -> Iterator[DictPlace]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput, RegionError
 from retape.torch import _compat
-from retape.torch.reads import Call
 
 
 def _leaf_node() -> type:
@@ -30,12 +29,12 @@ _ACCUMULATE: Any = _leaf_node()
 class Reached:
     """The tensors outside the loop that its steps have used so far, in the order they were met."""
 
-    def __init__(self, name: str, call: Call, params: Iterable[Tensor]) -> None:
+    def __init__(self, name: str, candidates: Iterable[Tensor]) -> None:
         self._name = name
         self._edges: dict[tuple[Any, int], Tensor] = {}
         self.tensors: list[Tensor] = []
         self._indices: dict[int, int] = {}
-        self._candidates = [*params, *call.extras, *call.state]
+        self._candidates = list(candidates)
         self._closed = False
         for tensor in self._candidates:
             if tensor.grad_fn is not None:
