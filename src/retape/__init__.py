@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from retape.torch.checkpoint import checkpoint as checkpoint
     from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
     from retape.torch.head_loss import linear_cross_entropy as linear_cross_entropy
+    from retape.torch.loop import scan as scan
+    from retape.torch.loop import while_loop as while_loop
     from retape.torch.meter import measure as measure
     from retape.torch.region import keep as keep
     from retape.torch.region import recomputing as recomputing
@@ -36,7 +38,9 @@ _LAZY = {
     "linear_cross_entropy": "retape.torch.head_loss",
     "recomputing": "retape.torch.region",
     "tile": "retape.torch.tile",
+    "scan": "retape.torch.loop",
     "verify": "retape.torch.verify",
+    "while_loop": "retape.torch.loop",
 }
 
 __all__ = [
@@ -53,9 +57,11 @@ __all__ = [
     "linear_cross_entropy",
     "measure",
     "recomputing",
+    "scan",
     "solve",
     "tile",
     "verify",
+    "while_loop",
 ]
 __version__ = "0.1.0"
 

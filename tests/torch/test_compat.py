@@ -122,6 +122,12 @@ def test_linear_rows(bias):
     assert torch.equal(_compat.linear_rows(torch.nn.Linear(3, 2, bias=bias)(x).grad_fn), x)
 
 
+def test_next_sequence_number():
+    before = _compat.next_sequence_number()
+    node = (torch.ones(1, requires_grad=True) * 2).grad_fn
+    assert _compat.sequence_number(node) == before < _compat.next_sequence_number()
+
+
 def test_at_end_of_backward():
     order = []
     in_backward(lambda: (_compat.at_end_of_backward(lambda: order.append("end")), order.append("hook")))

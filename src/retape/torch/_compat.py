@@ -66,6 +66,11 @@ def linear_rows(node: Any) -> torch.Tensor:
     return saved
 
 
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
 # Call back when the backward pass that runs in this thread is done.
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 

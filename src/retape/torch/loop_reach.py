@@ -1,0 +1,128 @@
+"""Which tensors outside a step its graph reaches: parameters, and tensors with a history that the step reads from its closure.
+
+The graph of every step is walked once, in the forward, so that no tensor that needs a gradient is missed. A closure's tensor
+with a history must be known beforehand (found by walking closures and modules, or given as `params`); one that is not is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retape.core.errors import InvalidInput, RegionError
+from retape.torch import _compat
+
+
+def _leaf_node() -> type:
+    """The type of the nodes that stand for leaves, whatever mode this module is first imported in."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = torch.zeros(1, requires_grad=True).view(1).grad_fn
+        return type(node.next_functions[0][0])
+
+
+_ACCUMULATE: Any = _leaf_node()
+
+
+class Reached:
+    """The tensors outside the loop that its steps have used so far, in the order they were met."""
+
+    def __init__(self, name: str, candidates: Iterable[Tensor]) -> None:
+        self._name = name
+        self._edges: dict[tuple[Any, int], Tensor] = {}
+        self.tensors: list[Tensor] = []
+        self._indices: dict[int, int] = {}
+        self._candidates = list(candidates)
+        self._closed = False
+        for tensor in self._candidates:
+            if tensor.grad_fn is not None:
+                self._edges.setdefault((tensor.grad_fn, tensor.output_nr), tensor)
+
+    def close(self) -> None:
+        """From now on nothing is added: all tensors that were found beforehand count, and another one is an error."""
+        for tensor in self._candidates:
+            if tensor.requires_grad:
+                self._note(tensor)
+        self._closed = True
+
+    def walk(self, roots: Iterable[Tensor], own: set[int], since: int) -> None:
+        """Note what a graph that was begun at sequence number `since` reaches, beside its `own` leaves (by id)."""
+        stack = []
+        seen = set()
+        for root in roots:
+            node = root.grad_fn
+            if node is None:
+                if root.requires_grad and id(root) not in own:
+                    self._note(root)
+            elif not self._visit(node, root.output_nr, own, since) and node not in seen:
+                seen.add(node)
+                stack.append(node)
+        while stack:
+            for following, number in stack.pop().next_functions:
+                if following is None or following in seen or self._visit(following, number, own, since):
+                    continue
+                seen.add(following)
+                stack.append(following)
+
+    def _visit(self, node: Any, number: int, own: set[int], since: int) -> bool:
+        """Whether the walk ends at this node: a leaf, or a tensor from outside."""
+        if type(node) is _ACCUMULATE:  # a leaf stands behind it
+            if id(node.variable) not in own:
+                self._note(node.variable)
+            return True
+        known = self._edges.get((node, number))
+        if known is not None:
+            self._note(known)
+            return True
+        if _compat.sequence_number(node) < since and not _leads_to(node, own):
+            raise RegionError(
+                f"{self._name}: the step reads a tensor that needs a gradient and has a history (made by {node.name()}), "
+                "and that was found neither in its closure nor in its modules; or it keeps a result of an earlier step outside its carry. "
+                "Put it into the carry, give it as params=[...], or detach it."
+            )
+        return False
+
+    def _note(self, tensor: Tensor) -> None:
+        if id(tensor) not in self._indices:
+            if self._closed:
+                raise RegionError(
+                    f"{self._name}: the step uses a parameter of shape {tuple(tensor.shape)} that was found neither in its closure nor "
+                    "in its modules, so that a run that is resumed could not tell which one it is. Give it as params=[...]."
+                )
+            self._indices[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+
+
+def _leads_to(node: Any, own: set[int]) -> bool:
+    """Whether a graph reaches the leaves of the step at hand: then it was made by it, in another thread, which counts for itself.
+
+    That is so for the graph of a gradient that the step takes of its own on a GPU.
+    """
+    stack, seen = [node], {node}
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is None or following in seen:
+                continue
+            if type(following) is _ACCUMULATE and id(following.variable) in own:
+                return True
+            seen.add(following)
+            stack.append(following)
+    return False
+
+
+def tensors_of_params(params: Any) -> list[Tensor]:
+    """The tensors that `params` names: a module's parameters, one tensor, or any iterable of those."""
+    if params is None:
+        return []
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+        raise InvalidInput(
+            f"params holds a {type(params).__name__}; give tensors that the step uses, a module, or an iterable of those."
+        )
+    items = params.values() if isinstance(params, dict) else params
+    return [tensor for item in items for tensor in tensors_of_params(item)]
