@@ -14,6 +14,7 @@ from retape.core.solve import solve
 if TYPE_CHECKING:
     from retape.torch.checkpoint import checkpoint as checkpoint
     from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
+    from retape.torch.ode import odeint as odeint
     from retape.torch.region import keep as keep
     from retape.torch.region import recomputing as recomputing
     from retape.torch.verify import verify as verify
@@ -23,6 +24,7 @@ _LAZY = {
     "checkpoint": "retape.torch.checkpoint",
     "checkpoint_sequential": "retape.torch.checkpoint",
     "keep": "retape.torch.region",
+    "odeint": "retape.torch.ode",
     "recomputing": "retape.torch.region",
     "verify": "retape.torch.verify",
 }
@@ -35,6 +37,7 @@ __all__ = [
     "checkpoint_sequential",
     "errors",
     "keep",
+    "odeint",
     "recomputing",
     "solve",
     "verify",

@@ -43,9 +43,13 @@ class Tableau:
     def __post_init__(self) -> None:
         stages = len(self.b)
         if len(self.c) != stages or [len(row) for row in self.a] != list(range(stages)):
-            raise InvalidInput(f"A tableau of {stages} stages has {len(self.c)} times and rows of {[len(r) for r in self.a]}")
+            raise InvalidInput(
+                f"A tableau of {stages} stages has {len(self.c)} times and rows of {[len(r) for r in self.a]}"
+            )
         if self.adaptive and not (len(self.error) == len(self.dense) == stages and self.a[-1] == self.b[:-1]):
-            raise InvalidInput(f"The embedded pair of {self.method.value} is not one of {stages} stages whose last is at the solution")
+            raise InvalidInput(
+                f"The embedded pair of {self.method.value} is not one of {stages} stages whose last is at the solution"
+            )
 
     @property
     def adaptive(self) -> bool:

@@ -1,7 +1,8 @@
 """How large the steps of an adaptive solver are: options, error norm, first size, next size. Decides in numbers, never in a graph.
 
 The rules are those of Hairer, Nørsett and Wanner, Solving Ordinary Differential Equations I (2nd edition, 1993), section II.4, with
-torchdiffeq's constants and option names, so that the same problem takes the same steps. One number is read from the device for each attempt.
+torchdiffeq's constants and option names, so that the same problem takes the same steps. One number is read from the device for each
+attempt.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class AdaptiveOptions:
         if self.first_step is not None and not 0 < self.first_step < math.inf:
             raise InvalidInput(f"first_step is {self.first_step}; it is a positive number of time units")
         if not 0 <= self.min_step <= self.max_step or self.max_step == 0:
-            raise InvalidInput(f"min_step is {self.min_step} and max_step {self.max_step}; give 0 <= min_step <= max_step")
+            raise InvalidInput(
+                f"min_step is {self.min_step} and max_step {self.max_step}; give 0 <= min_step <= max_step"
+            )
         if not (0 < self.safety <= 1 and 0 < self.dfactor <= 1 <= self.ifactor):
             raise InvalidInput(
                 f"safety, dfactor and ifactor are {self.safety}, {self.dfactor} and {self.ifactor}; "
@@ -87,7 +90,9 @@ def _known(options: Mapping[str, Any], kind: type, method: str) -> Mapping[str, 
     unknown = sorted(set(options) - set(names))
     if unknown:
         hint = "; for a jump of f, integrate up to it and start again there" if "jump_t" in unknown else ""
-        raise InvalidInput(f"{method} knows no option {', '.join(map(repr, unknown))}; it knows {', '.join(names)}{hint}")
+        raise InvalidInput(
+            f"{method} knows no option {', '.join(map(repr, unknown))}; it knows {', '.join(names)}{hint}"
+        )
     return options
 
 

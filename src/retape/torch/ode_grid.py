@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,13 +53,20 @@ def _equal_steps(problem: Ivp, step_size: float) -> Grid:
 def _constructed(problem: Ivp, constructor: Callable[..., Tensor]) -> Grid:
     points = constructor(problem.f, problem.y0, problem.times)
     if not isinstance(points, Tensor) or points.dim() != 1 or len(points) < 2:
-        raise InvalidInput("grid_constructor(f, y0, t) returned no 1-D tensor of at least two times; return all ends of steps, the first included")
+        raise InvalidInput(
+            "grid_constructor(f, y0, t) returned no 1-D tensor of at least two times; return the ends of all steps, t[0] included"
+        )
     points = points.to(device=problem.y0.device, dtype=torch.float64)
     numbers, direction = tuple(points.tolist()), problem.direction
-    ordered = all((after - before) * direction > 0 for before, after in zip(numbers, numbers[1:], strict=False))
+    ordered = all((after - before) * direction > 0 for before, after in pairwise(numbers))
     if (numbers[0], numbers[-1]) != (problem.numbers[0], problem.numbers[-1]) or not ordered:
         raise InvalidInput(
             f"grid_constructor returned {len(numbers)} times from {numbers[0]:.6g} to {numbers[-1]:.6g}; "
             f"they must run strictly from t[0] = {problem.numbers[0]:.6g} to t[-1] = {problem.numbers[-1]:.6g}"
         )
-    return Grid(steps=len(numbers) - 1, time=points.__getitem__, number=numbers.__getitem__, reads=(points,) if points.requires_grad else ())
+    return Grid(
+        steps=len(numbers) - 1,
+        time=points.__getitem__,
+        number=numbers.__getitem__,
+        reads=(points,) if points.requires_grad else (),
+    )

@@ -1,8 +1,8 @@
 """Where the solution at the requested times goes while a loop runs, and how its gradient finds the way back.
 
-A loop of bounded memory keeps no graph of its steps, so a step cannot simply hand out a tensor with a history. Its value is written into one
-result, and the step that made it is joined to the state that it passes on. When backward reaches the result, the gradient of every row is put
-down here; when the loop later tapes that step again, the joint hands the step its rows. What a row is worth never enters the state itself.
+A loop of bounded memory keeps no graph of its steps, so a step cannot simply hand out a tensor with a history. Its value is put down here,
+and the step that made it is joined to the state that it passes on. When backward reaches the result, the gradient of every row is put
+down too; when the loop later tapes that step again, the joint hands the step what belongs to its rows. No value is changed by it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Outputs(Protocol):
 class PlainOutputs:
     """For plain autograd, which keeps every step's graph: rows stay joined to it."""
 
-    def __init__(self, y0: Tensor, times: int) -> None:
+    def __init__(self, y0: Tensor) -> None:
         self._rows = [y0.unsqueeze(0)]
 
     def put(self, first: int, rows: Tensor, state: Tensor, *, fresh: bool) -> Tensor:
@@ -36,17 +36,17 @@ class PlainOutputs:
 
 
 class LoopOutputs:
-    """For a loop that forgets its steps: values in one tensor, gradients through a joint."""
+    """For a loop that forgets its steps: values without history, gradients through a joint."""
 
-    def __init__(self, y0: Tensor, times: int) -> None:
-        self._y0 = y0
-        self._values: Tensor | None = torch.empty((times, *y0.shape), dtype=y0.dtype, device=y0.device)
+    def __init__(self, y0: Tensor) -> None:
+        # Older than every step, so that the gradient of row 0 is added to y0's last, as in plain autograd: sums round alike.
+        self._y0 = y0.unsqueeze(0)
+        self._rows: list[Tensor] = []
         self._gradient: Tensor | None = None
 
     def put(self, first: int, rows: Tensor, state: Tensor, *, fresh: bool) -> Tensor:
-        if fresh and self._values is not None:
-            with torch.no_grad():
-                self._values[first : first + len(rows)] = rows.detach()
+        if fresh:
+            self._rows.append(rows.detach())
         if not (torch.is_grad_enabled() and rows.requires_grad):
             return state
         joined: Tensor = _Join.apply(state, rows, self, first)
@@ -56,12 +56,10 @@ class LoopOutputs:
         collected: Tensor = _Collect.apply(self._y0, last, self)
         return collected
 
-    def take_values(self) -> Tensor:
-        """The result, which from now on belongs to the caller alone."""
-        values, self._values = self._values, None
-        assert values is not None, "the outputs of a loop are collected once"
-        values[0], self._y0 = self._y0, values[:0]
-        return values
+    def take_rows(self) -> list[Tensor]:
+        """The rows after the first, which from now on belong to the caller alone."""
+        rows, self._rows = self._rows, []
+        return rows
 
     def set_gradient(self, gradient: Tensor) -> None:
         self._gradient = gradient
@@ -91,10 +89,10 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y0: Tensor, last: Tensor, outputs: LoopOutputs) -> Tensor:
         ctx.outputs = outputs
-        return outputs.take_values()
+        return torch.cat([y0, *outputs.take_rows()])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.outputs.set_gradient(gradient)
-        return gradient[0], torch.zeros_like(gradient[0]), None
+        return gradient[:1], torch.zeros_like(gradient[0]), None

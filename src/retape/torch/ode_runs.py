@@ -1,7 +1,7 @@
 """One integration as the step of a loop: `go_on(carry)` and `advance(carry)`, with a record of what was decided.
 
-The first time a step is taken it is decided (its size, the times that fall into it) and recorded: a number a step, no tensors. Taken again, the same
-step does what the record says and decides nothing. Which loop drives it is not known here.
+The first time a step is taken it is decided (its size, the times that fall into it) and recorded: a number a step, no tensors. Taken
+again, the same step does what the record says and decides nothing. Which loop drives it is not known here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from retape.torch.ode_grid import Grid
 from retape.torch.ode_outputs import Outputs
 from retape.torch.ode_steps import (
     Pair,
+    Point,
     Slope,
     adaptive_stages,
     cubic_output,
@@ -68,8 +69,11 @@ def first_index() -> Tensor:
 class AdaptiveRun:
     """Steps whose sizes the error chooses; carries (number, time, state, slope there)."""
 
-    def __init__(self, problem: Ivp, tableau: Tableau, control: Control, outputs: Outputs) -> None:
+    def __init__(
+        self, problem: Ivp, tableau: Tableau, control: Control, outputs: Outputs, generators: Sequence[Any] = ()
+    ) -> None:
         self.problem, self.tableau, self.control, self.outputs = problem, tableau, control, outputs
+        self._generators = generators
         self.sizes = array("d")  # signed sizes of the accepted steps
         self.rows: dict[int, tuple[int, int]] = {}  # step -> the times that fall into it
         self.rejected = 0
@@ -98,35 +102,33 @@ class AdaptiveRun:
         return carry[2]
 
     def advance(self, carry: Carry) -> Carry:
-        index, time, y, slope = carry
+        index, here = carry[0], Point(*carry[1:])
         step = int(index)
         fresh = step == len(self.sizes)
-        if fresh:
-            slopes, end = self._decide(time, y, slope)
-        else:
-            slopes, end = self._stages(time, y, slope, self.sizes[step])
+        slopes, end = self._decide(here) if fresh else self._stages(here, self.sizes[step])
         size = self.sizes[step]
         # Without a tape nobody asks for rows that are written already.
         if step in self.rows and (fresh or torch.is_grad_enabled()):
             first, stop = self.rows[step]
-            rows = dense_output(self._dense, time, y, slopes, size, self.problem.times[first:stop])
+            rows = dense_output(self._dense, here, slopes, size, self.problem.times[first:stop])
             end = self.outputs.put(first, rows, end, fresh=fresh)
-        return index + 1, time + size, end, slopes[-1]
+        return index + 1, here.time + size, end, slopes[-1]
 
-    def _stages(self, time: Tensor, y: Tensor, slope: Tensor, size: float) -> tuple[list[Tensor], Tensor]:
-        return adaptive_stages(self.tableau, self.problem.f, time, y, slope, size)
+    def _stages(self, here: Point, size: float) -> tuple[list[Tensor], Tensor]:
+        return adaptive_stages(self.tableau, self.problem.f, here, size)
 
-    def _decide(self, time: Tensor, y: Tensor, slope: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Attempt a step until its error is allowed. Every attempt draws the same random numbers, so that a re-run, which makes only the last,
-        draws them too.
+    def _decide(self, here: Point) -> tuple[list[Tensor], Tensor]:
+        """Attempt a step until its error is allowed.
+
+        Every attempt draws the same random numbers, so that a re-run, which makes only the last of them, draws them too.
         """
-        drawn = streams(())
+        drawn = streams(self._generators)
         while True:
             size = self._next_attempt()
-            slopes, end = self._stages(time, y, slope, self.problem.direction * size)
+            slopes, end = self._stages(here, self.problem.direction * size)
             with torch.no_grad():
                 error = error_estimate(self.tableau, [slope.detach() for slope in slopes], size)
-            ratio = self.control.error_ratio(error, y, end)
+            ratio = self.control.error_ratio(error, here.state, end)
             self._size = self.control.next_size(size, ratio)
             if ratio <= 1 or (size <= self.control.options.min_step and math.isfinite(ratio)):
                 self._accept(self.problem.direction * size)
@@ -140,8 +142,8 @@ class AdaptiveRun:
         if self._attempts > options.max_num_steps:
             wanted = self.problem.numbers[self._next_row]
             raise IntegrationFailed(
-                f"{options.max_num_steps} steps were tried towards t = {wanted:.6g} and reached t = {self._now:.6g}; the next would be of size "
-                f"{self._size:.3g}. Raise max_num_steps, or loosen rtol and atol",
+                f"{options.max_num_steps} steps were tried towards t = {wanted:.6g} and reached t = {self._now:.6g}; the next would be of "
+                f"size {self._size:.3g}. Raise max_num_steps, or loosen rtol and atol",
                 t=self._now,
                 size=self._size,
                 steps=len(self.sizes),
@@ -173,9 +175,13 @@ class AdaptiveRun:
         if self._now + self._size != self._now and self._size < size:
             return
         if not math.isfinite(ratio):
-            raise self._failed(size, "f(t, y) or the state is not finite even there; mend f, or look for a solution that ends at this time")
+            raise self._failed(
+                size,
+                "f(t, y) or the state is not finite even there; mend f, or look for a solution that ends at this time",
+            )
         raise self._failed(
-            self._size, "the equation is too stiff there or f is not smooth; loosen rtol and atol, or set options={'min_step': ...}"
+            self._size,
+            "the equation is too stiff there or f is not smooth; loosen rtol and atol, or set options={'min_step': ...}",
         )
 
     def _failed(self, size: float, why: str) -> IntegrationFailed:

@@ -31,7 +31,9 @@ class StateShape:
         first = parts[0]
         for part in parts:
             if not (part.is_floating_point() or part.is_complex()):
-                raise InvalidInput(f"y0 holds {part.dtype}; a state is of floating-point or complex numbers: y0.to(torch.float32)")
+                raise InvalidInput(
+                    f"y0 holds {part.dtype}; a state is of floating-point or complex numbers: y0.to(torch.float32)"
+                )
             if part.dtype != first.dtype or part.device != first.device:
                 raise InvalidInput(
                     f"The parts of y0 are {first.dtype} on {first.device} and {part.dtype} on {part.device}; "
@@ -53,14 +55,18 @@ class StateShape:
         return tuple(part.reshape(*state.shape[:-1], *shape) for part, shape in zip(parts, self.shapes, strict=True))
 
     def flat_slope(self, f: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
-        """f on one tensor."""
+        """F on one tensor."""
         if not self.is_tuple:
             return f
 
         def slope(t: Tensor, y: Tensor) -> Tensor:
             parts = f(t, self.shaped(y))
-            if not isinstance(parts, (tuple, list)) or [getattr(part, "shape", None) for part in parts] != list(self.shapes):
-                raise InvalidInput(f"f(t, y) returned {_shapes(parts)} for a tuple of {_shapes(self.shapes)}; return one derivative for each state")
+            if not isinstance(parts, (tuple, list)) or [getattr(part, "shape", None) for part in parts] != list(
+                self.shapes
+            ):
+                raise InvalidInput(
+                    f"f(t, y) returned {_shapes(parts)} for a tuple of {_shapes(self.shapes)}; return one derivative for each state"
+                )
             return torch.cat([part.reshape(-1) for part in parts])
 
         return slope
@@ -80,8 +86,12 @@ def tolerance_like(name: str, value: Any, shape: StateShape, state: Tensor) -> f
     """A tolerance as a number, or as a tensor beside the state; for a tuple of states also one for each."""
     if isinstance(value, tuple | list):
         if not shape.is_tuple or len(value) != len(shape.shapes):
-            raise InvalidInput(f"{name} has {len(value)} entries for {len(shape.shapes)} states; give one number, or one for each state of a tuple")
-        parts = [torch.as_tensor(v, device=state.device).expand(s.numel()) for v, s in zip(value, shape.shapes, strict=True)]
+            raise InvalidInput(
+                f"{name} has {len(value)} entries for {len(shape.shapes)} states; give one number, or one for each state of a tuple"
+            )
+        parts = [
+            torch.as_tensor(v, device=state.device).expand(s.numel()) for v, s in zip(value, shape.shapes, strict=True)
+        ]
         value = torch.cat(parts)
     if isinstance(value, Tensor):
         if value.requires_grad:

@@ -1,12 +1,13 @@
 """One step of an explicit Runge-Kutta method, and its solution inside the step. No loop, no choice of step sizes, no memory.
 
-An adaptive step takes its size as a number: the controller carries no gradient. A step on a given grid takes both its ends as tensors, so that
-gradients reach them. Sums over stages are chains of additions, never matrix products: autocast and TF32 leave them alone.
+An adaptive step takes its size as a number: the controller carries no gradient. A step on a given grid takes both its ends as tensors, so
+that gradients reach them. Sums over stages are chains of additions, never matrix products: autocast and TF32 leave them alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from retape.core.tableaux import Tableau
 
 Slope = Callable[[Tensor, Tensor], Tensor]
 Pair = tuple[Tensor, Tensor]
+
+
+class Point(NamedTuple):
+    """Where a step begins: the time (in float64), the state, and the slope there."""
+
+    time: Tensor
+    state: Tensor
+    slope: Tensor
 
 
 class CheckedSlope:
@@ -29,7 +38,9 @@ class CheckedSlope:
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
         slope = self.function(t, y)
         if not isinstance(slope, Tensor):
-            raise InvalidInput(f"f(t, y) returned a {type(slope).__name__}; return a tensor like y, or a tuple like a tuple y0")
+            raise InvalidInput(
+                f"f(t, y) returned a {type(slope).__name__}; return a tensor like y, or a tuple like a tuple y0"
+            )
         if slope.shape != y.shape or slope.dtype != y.dtype or slope.device != y.device:
             raise InvalidInput(
                 f"f(t, y) returned {_kind(slope)} for a state of {_kind(y)}; a derivative has the shape, dtype and device of its state "
@@ -48,21 +59,19 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def weighted(y: Tensor, slopes: Sequence[Tensor], weights: Sequence[float], size: float) -> Tensor:
-    """y + size * sum(weights * slopes)."""
+    """Y + size * sum(weights * slopes)."""
     for slope, weight in zip(slopes, weights, strict=True):
         if weight:
             y = torch.add(y, slope, alpha=size * weight)
     return y
 
 
-def adaptive_stages(
-    tableau: Tableau, f: Slope, t: Tensor, y: Tensor, slope: Tensor, size: float
-) -> tuple[list[Tensor], Tensor]:
-    """All slopes of a step from (t, y), whose first is known, and the state at its end; the last slope is that of the end."""
-    time = t.to(real_dtype(y.dtype))
-    slopes, stage, at = [slope], y, time
+def adaptive_stages(tableau: Tableau, f: Slope, start: Point, size: float) -> tuple[list[Tensor], Tensor]:
+    """All slopes of a step, and the state at its end; the first slope is known, the last is that of the end."""
+    time = start.time.to(real_dtype(start.state.dtype))
+    slopes, stage, at = [start.slope], start.state, time
     for i in range(1, len(tableau.b)):
-        stage = weighted(y, slopes, tableau.a[i], size)
+        stage = weighted(start.state, slopes, tableau.a[i], size)
         if tableau.c[i] != tableau.c[i - 1]:
             at = time + tableau.c[i] * size
         slopes.append(f(at, stage))
@@ -74,14 +83,12 @@ def error_estimate(tableau: Tableau, slopes: Sequence[Tensor], size: float) -> T
     return weighted(torch.zeros_like(slopes[0]), slopes, tableau.error, size)
 
 
-def dense_output(
-    powers_table: Tensor, t: Tensor, y: Tensor, slopes: Sequence[Tensor], size: float, times: Tensor
-) -> Tensor:
-    """The solution at several times inside a step, stacked; `powers_table` is the tableau's `dense` beside the state."""
-    theta = ((times - t) / size).to(powers_table.dtype)
+def dense_output(table: Tensor, start: Point, slopes: Sequence[Tensor], size: float, times: Tensor) -> Tensor:
+    """The solution at several times inside a step, stacked; `table` is the tableau's `dense` beside the state."""
+    theta = ((times - start.time) / size).to(table.dtype)
     powers = torch.stack([theta, theta**2, theta**3, theta**4], dim=-1)
-    weights = (powers.unsqueeze(1) * powers_table).sum(-1).reshape(len(times), len(slopes), *[1] * y.dim())
-    outputs = y.expand(len(times), *y.shape)
+    weights = (powers.unsqueeze(1) * table).sum(-1).reshape(len(times), len(slopes), *[1] * start.state.dim())
+    outputs = start.state.expand(len(times), *start.state.shape)
     for i, slope in enumerate(slopes):
         outputs = torch.addcmul(outputs, weights[:, i], slope, value=size)
     return outputs
