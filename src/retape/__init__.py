@@ -14,6 +14,8 @@ from retape.core.solve import solve
 if TYPE_CHECKING:
     from retape.torch.checkpoint import checkpoint as checkpoint
     from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
+    from retape.torch.loop import scan as scan
+    from retape.torch.loop import while_loop as while_loop
     from retape.torch.region import keep as keep
     from retape.torch.region import recomputing as recomputing
     from retape.torch.verify import verify as verify
@@ -24,7 +26,9 @@ _LAZY = {
     "checkpoint_sequential": "retape.torch.checkpoint",
     "keep": "retape.torch.region",
     "recomputing": "retape.torch.region",
+    "scan": "retape.torch.loop",
     "verify": "retape.torch.verify",
+    "while_loop": "retape.torch.loop",
 }
 
 __all__ = [
@@ -36,8 +40,10 @@ __all__ = [
     "errors",
     "keep",
     "recomputing",
+    "scan",
     "solve",
     "verify",
+    "while_loop",
 ]
 __version__ = "0.1.0"
 
