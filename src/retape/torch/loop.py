@@ -14,10 +14,11 @@ from retape.core.problem import BudgetLike, Tier
 from retape.core.quantities import is_whole, shown
 from retape.core.schedules.revolve import revolve
 from retape.torch.loop_body import Body, Xs, Ys
+from retape.torch.loop_hidden import Hidden
 from retape.torch.loop_reach import Reached, tensors_of_params
 from retape.torch.loop_run import Driver, LoopNode, Outputs
 from retape.torch.loop_state import Spec, State, flatten, unflatten
-from retape.torch.reads import capture_call
+from retape.torch.reads import Call, capture_call
 from retape.torch.region import name_of, refuse_transforms
 from retape.torch.runs import is_plain
 
@@ -51,7 +52,7 @@ def scan(
     initial = State.of(carry)
     ys = Ys(name, steps)
     body = Body(name, step, given, ys)
-    driver = Driver(body, call, Reached(name, call, tensors_of_params(params)), initial, block=block)
+    driver = _driver(body, step, call, params, initial, block=block)
     driver.run_known(steps, partial(revolve, -(-steps // block), snapshots))
     return _through_node(driver, carry, ys)
 
@@ -84,11 +85,16 @@ def while_loop(
             return bool(cond(unflatten(state.leaves, state.spec)))
 
     body = Body(name, lambda carry, _: (step(carry), ()), Xs(None), None)
-    driver = Driver(body, call, Reached(name, call, tensors_of_params(params)), initial)
+    driver = _driver(body, step, call, params, initial)
     driver.run_unknown(goes_on, snapshots)
     if not driver.steps:
         return carry, 0
     return _through_node(driver, carry, None)[0], driver.steps
+
+
+def _driver(body: Body, step: Any, call: Call, params: Any, initial: State, *, block: int = 1) -> Driver:
+    reached = Reached(body.name, call, tensors_of_params(params))
+    return Driver(body, call.generators, reached, Hidden(body.name, call, step), initial, block=block)
 
 
 def _through_node(driver: Driver, carry: Any, ys: Ys | None) -> tuple[Any, Any]:

@@ -20,40 +20,44 @@ from retape.core.errors import RegionError, StateChanged, UnsupportedTransform
 from retape.core.schedules.online import forward_phase, reverse_phase
 from retape.torch import _compat, state
 from retape.torch.loop_body import Body
+from retape.torch.loop_hidden import Hidden, Saved
 from retape.torch.loop_reach import Reached
 from retape.torch.loop_state import State
 from retape.torch.loop_tape import Grads, Tape
-from retape.torch.reads import Call
 from retape.torch.watch import version_of
 
 Actions = Callable[[], Iterator[Action]]
 
 
 class Snapshot(NamedTuple):
-    """Everything that a run needs to start at a step: the carry, and where the random streams stood."""
+    """Everything that a run needs to start at a step: the carry, the random streams, the state that steps hide."""
 
     state: State
     tokens: list[Any]
+    hidden: Saved
 
 
 class Driver:
     """Carries out a schedule's actions over a loop's body."""
 
-    def __init__(self, body: Body, call: Call, reached: Reached, initial: State, *, block: int = 1) -> None:
+    def __init__(
+        self, body: Body, generators: list[Any], reached: Reached, hidden: Hidden, initial: State, *, block: int = 1
+    ) -> None:
         self.body = body
+        self._hidden = hidden
         self.reached = reached
         self.initial = initial
         self.steps = 0
         self.final = initial
         self._block = block
-        self._call = call
         self._ambient = state.capture()
-        self._streams, self._tokens = state.streams(call.generators)
+        self._streams, self._tokens = state.streams(generators)
         self._stored: dict[int, Snapshot] = {}
         self._tapes: dict[int, Tape] = {}
         self._working = initial
         self._tape: Tape | None = None
         self._rest: Actions = lambda: iter(())
+        self._read: list[tuple[str, Tensor]] = []
         self._after: list[Any] = []
         self._released = False
 
@@ -101,11 +105,9 @@ class Driver:
 
     def _settle(self) -> None:
         self.final = self._working
-        self._after = [version_of(tensor) for tensor in self._watched()]
+        self._read = [*self._hidden.unchanged(), *[("its graph", tensor) for tensor in self.reached.tensors]]
+        self._after = [version_of(tensor) for _, tensor in self._read]
         self.body.rerun = True
-
-    def _watched(self) -> list[Tensor]:
-        return [*self._call.extras, *self._call.state, *self.reached.tensors]
 
     # --- the schedule's actions --------------------------------------------------------------------------------
 
@@ -133,6 +135,7 @@ class Driver:
         tape, self._working = self.body.tape(self._working, start, stop)
         if not self.body.rerun:
             self.reached.walk(tape.roots(), tape.own_leaves(), since)
+            self._hidden.after_step()
         return tape
 
     def _save(self, action: Save) -> None:
@@ -140,12 +143,15 @@ class Driver:
             assert self._tape is not None
             self._tapes[action.step], self._tape = self._tape, None
         else:
-            self._stored[action.step] = Snapshot(self._working, [stream.peek() for stream in self._streams])
+            self._stored[action.step] = Snapshot(
+                self._working, [stream.peek() for stream in self._streams], self._hidden.save()
+            )
 
     def _load(self, unit: int) -> None:
         snapshot = self._stored[unit]
         snapshot.state.check(self.body.name, self._first_step(unit))
         self._working = snapshot.state
+        self._hidden.restore(snapshot.hidden)
         state.seek((self._streams, snapshot.tokens))
 
     # --- the backward pass -------------------------------------------------------------------------------------
@@ -159,10 +165,12 @@ class Driver:
             )
         self._check_unchanged()
         stored, tapes, last = dict(self._stored), dict(self._tapes), self._tape
+        self._hidden.lend()
         try:
             with state.Replay(self._ambient, (self._streams, self._tokens)):
                 return _Reversal(self, carry, ys, keep=keep).run(self._rest())
         finally:
+            self._hidden.give_back()
             if keep:
                 self._stored, self._tapes, self._tape = stored, tapes, last
             else:
@@ -174,10 +182,10 @@ class Driver:
                 f"{self.body.name}: a tensor of xs has been modified by an inplace operation after the loop, so that its gradients would be "
                 "wrong. Change it after backward, or give the loop a copy (.clone())."
             )
-        for index, (tensor, then) in enumerate(zip(self._watched(), self._after, strict=True)):
+        for (place, tensor), then in zip(self._read, self._after, strict=True):
             if version_of(tensor) != then:
                 raise StateChanged(
-                    f"{self.body.name}: a tensor that the step reads (number {index}, shape {tuple(tensor.shape)}) has been modified by an "
+                    f"{self.body.name}: a tensor that the step reads ({place}, shape {tuple(tensor.shape)}) has been modified by an "
                     "inplace operation after the loop, so that its gradients would be wrong. Change it after backward (optimizer.step() too)."
                 )
 
