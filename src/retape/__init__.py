@@ -14,6 +14,8 @@ from retape.core.solve import solve
 if TYPE_CHECKING:
     from retape.torch.checkpoint import checkpoint as checkpoint
     from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
+    from retape.torch.loop import scan as scan
+    from retape.torch.loop import while_loop as while_loop
     from retape.torch.ode import odeint as odeint
     from retape.torch.region import keep as keep
     from retape.torch.region import recomputing as recomputing
@@ -26,7 +28,9 @@ _LAZY = {
     "keep": "retape.torch.region",
     "odeint": "retape.torch.ode",
     "recomputing": "retape.torch.region",
+    "scan": "retape.torch.loop",
     "verify": "retape.torch.verify",
+    "while_loop": "retape.torch.loop",
 }
 
 __all__ = [
@@ -39,8 +43,10 @@ __all__ = [
     "keep",
     "odeint",
     "recomputing",
+    "scan",
     "solve",
     "verify",
+    "while_loop",
 ]
 __version__ = "0.1.0"
 

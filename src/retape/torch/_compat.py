@@ -41,6 +41,22 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs in this thread was asked to retain its graph; True where nobody can tell."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def sequence_number(node: Any) -> int:
+    """When an autograd node was made, in the count of the thread that made it."""
+    return int(node._sequence_nr())
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward pass that runs in this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

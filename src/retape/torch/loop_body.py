@@ -1,0 +1,220 @@
+"""The body of a loop: how one step is called, what is checked around it, and where its results go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from retape.core.errors import InvalidInput
+from retape.torch import runs
+from retape.torch.loop_state import Spec, State, check_same, flatten, unflatten
+from retape.torch.loop_tape import Grads, StepEnds, Tape
+from retape.torch.watch import version_of
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Xs:
+    """What the steps are given: slices of tensors with a leading dimension; what is no tensor is given to every step as it is."""
+
+    def __init__(self, tree: Any) -> None:
+        self.leaves, self._spec = flatten(tree)
+        self.needs_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves]
+        self._held = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        self._versions = self._now()
+
+    def length(self) -> int | None:
+        """The steps that the tensors have slices for; None if there is no tensor."""
+        sizes = set()
+        for index, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if leaf.dim() == 0:
+                raise InvalidInput(
+                    f"Leaf {index} of xs is a tensor without dimensions, which has no slice for each step. "
+                    "Give it a leading dimension of the number of steps, or let the step read it from its closure."
+                )
+            sizes.add(leaf.shape[0])
+        if len(sizes) > 1:
+            raise InvalidInput(
+                f"The tensors of xs have different leading dimensions, {sorted(sizes)}: each must have one slice for each step."
+            )
+        return sizes.pop() if sizes else None
+
+    def at(self, step: int) -> list[Any]:
+        """The leaves for one step, fit to be the inputs of a graph of their own."""
+        made: list[Any] = []
+        for leaf, needed in zip(self._held, self.needs_grad, strict=True):
+            part = leaf[step] if isinstance(leaf, Tensor) else leaf
+            made.append(part.detach().requires_grad_() if needed else part)
+        return made
+
+    def plain(self, step: int) -> Any:
+        """What one step is given in the plain loop: slices with their history."""
+        return self.tree([leaf[step] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
+
+    def tree(self, leaves: list[Any]) -> Any:
+        return unflatten(leaves, self._spec)
+
+    def _now(self) -> list[Any]:
+        return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in self._held]
+
+    def written_to(self) -> bool:
+        return self._now() != self._versions
+
+
+class Ys:
+    """What the steps gave beside their carry, stacked as they come."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self._name = name
+        self._length = length
+        self._spec: Spec | None = None
+        self._stacked: list[Any] = []
+        self._count = 0
+        self.needs_grad: list[bool] = []
+
+    def put(self, leaves: list[Any], spec: Spec) -> None:
+        if self._spec is None:
+            self._spec = spec
+            self._stacked = [_place_for(leaf, self._length) for leaf in leaves]
+            self.needs_grad = [False] * len(leaves)
+        elif spec != self._spec:
+            raise InvalidInput(
+                f"{self._name}: step {self._count} returned a y of another structure than the steps before. "
+                "Return the same containers in every step."
+            )
+        with torch.no_grad():
+            for index, leaf in enumerate(leaves):
+                self._put(index, leaf)
+        self._count += 1
+
+    def _put(self, index: int, leaf: Any) -> None:
+        stacked = self._stacked[index]
+        if not isinstance(stacked, Tensor):
+            if isinstance(leaf, Tensor):
+                raise InvalidInput(
+                    f"{self._name}: step {self._count} returned a tensor for leaf {index} of its y, which was none before. "
+                    "Return the same kinds in every step."
+                )
+            stacked.append(leaf)
+            return
+        if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (stacked.shape[1:], stacked.dtype):
+            raise InvalidInput(
+                f"{self._name}: leaf {index} of the y of step {self._count} cannot be stacked on those before: its shape or dtype is another "
+                f"than {tuple(stacked.shape[1:])} {stacked.dtype}. Return the same in every step, or give reduce=."
+            )
+        stacked[self._count].copy_(leaf)
+        self.needs_grad[index] = self.needs_grad[index] or leaf.requires_grad
+
+    def result(self) -> tuple[list[Any], Spec]:
+        """The stacked leaves; values that are no tensors as a list, or None if all are None."""
+        assert self._spec is not None
+        plain = [
+            leaf if isinstance(leaf, Tensor) or any(item is not None for item in leaf) else None
+            for leaf in self._stacked
+        ]
+        return plain, self._spec
+
+
+def _place_for(leaf: Any, length: int) -> Any:
+    if isinstance(leaf, Tensor):
+        return torch.empty((length, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
+    return []
+
+
+class _Kept:
+    """What `retape.keep` was given in one step."""
+
+    __slots__ = ("kept", "name")
+
+    def __init__(self, name: str, kept: list[Any]) -> None:
+        self.name = name
+        self.kept = kept
+
+
+class Body:
+    """Runs steps. In the first run their results are recorded; in a re-run nothing outside hears of them."""
+
+    def __init__(self, name: str, step: Step, xs: Xs, ys: Ys | None, *, first_differs: bool = False) -> None:
+        self.name = name
+        self.xs = xs
+        self._step = step
+        self._ys = ys
+        self._first_differs = first_differs  # a reduction has nothing to start from before the first step
+        self._kept: dict[int, list[Any]] = {}
+        self.alias: dict[int, tuple[int, ...]] = {}
+        self._usual_alias: tuple[int, ...] | None = None
+        self.rerun = False
+        self.steps_run = 0
+
+    def tape(self, state: State, start: int, stop: int) -> tuple[Tape, State]:
+        """Run steps as one graph; returns it and the state after them."""
+        carry_in = carry = state.fresh()
+        before = state
+        ends = []
+        for step in range(start, stop):
+            out, spec, end = self._call(before, carry, step)
+            ends.append(end)
+            before = State(out, spec)
+            carry = out
+        return Tape(start, carry_in, carry, ends), before
+
+    def _call(self, before: State, carry: list[Any], step: int) -> tuple[list[Any], Spec, StepEnds]:
+        x_leaves = self.xs.at(step)
+        run = runs.enter(runs.Run(cast(Any, _Kept(self.name, kept := self._kept_at(step))), rerun=self.rerun))
+        self.steps_run += 1
+        try:
+            result = self._step(unflatten(carry, before.spec), self.xs.tree(x_leaves))
+        finally:
+            run.pop()
+        if kept and not self.rerun:
+            self._kept[step] = kept
+        tree, y = self._two(result, step)
+        out, spec = flatten(tree)
+        if not (self._first_differs and step == 0):
+            check_same(self.name, step, before, out, spec)
+        self._check_writes(before, step)
+        y_leaves, y_spec = flatten(y)
+        if not self.rerun and self._ys is not None:
+            self._ys.put(y_leaves, y_spec)
+            self._note_alias(step, out, y_leaves)
+        return out, spec, StepEnds(x_leaves, y_leaves)
+
+    def _kept_at(self, step: int) -> list[Any]:
+        return self._kept.get(step, []) if self.rerun else []
+
+    def _two(self, result: Any, step: int) -> tuple[Any, Any]:
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise InvalidInput(
+                f"{self.name}: step {step} returned {type(result).__name__ if not isinstance(result, tuple) else f'{len(result)} values'}; "
+                "a step returns two: the next carry, and a y (None if there is none)."
+            )
+        return result[0], result[1]
+
+    def _check_writes(self, before: State, step: int) -> None:
+        leaf = before.written_to()
+        if leaf is not None or self.xs.written_to():
+            what = "its x" if leaf is None else f"leaf {leaf} of its carry"
+            raise InvalidInput(
+                f"{self.name}: step {step} changed {what} in place. What a step is given must stay as it is, for the step may run again: "
+                "return a new tensor instead (x = x + 1, not x += 1)."
+            )
+
+    def _note_alias(self, step: int, out: list[Any], ys: list[Any]) -> None:
+        """Which leaf of the next carry each y is, if it is one; most steps are alike, and only others are remembered."""
+        places = {id(leaf): index for index, leaf in enumerate(out) if isinstance(leaf, Tensor)}
+        alias = tuple([places.get(id(leaf), -1) for leaf in ys])
+        if self._usual_alias is None:
+            self._usual_alias = alias
+        elif alias != self._usual_alias:
+            self.alias[step] = alias
+
+    def alias_of(self, step: int) -> tuple[int, ...]:
+        return self.alias.get(step, self._usual_alias or ())
+
+    def no_y_grads(self) -> Grads:
+        return [None] * len(self._usual_alias or ())

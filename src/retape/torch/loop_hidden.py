@@ -1,0 +1,170 @@
+"""State that a step keeps outside its carry: buffers, module attributes, closure variables that it writes to or binds anew.
+
+Whatever the step is seen to change belongs to the snapshots: a re-run sees it as it was at its step, and afterwards everything is as the
+first run left it, once. A tensor with a history that is kept that way would carry gradients past the carry, so it is an error.
+The values before the loop are copied beforehand where they are small, and all of them for the first step, because some kernels (BatchNorm's)
+write without a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from retape.core.errors import RegionError, StateChanged
+from retape.torch.copies import Copies, copyable
+from retape.torch.holders import DictHolder
+from retape.torch.loop_places import ABSENT, Items, MemoryPlace, new_fields, places_of, same
+from retape.torch.reads import Call
+from retape.torch.watch import version_of
+
+_SMALL_BYTES = 64 * 1024
+_LARGE_BYTES = 256 * 1024 * 1024  # a table or a data set: copying it could be what does not fit
+
+
+class Saved(NamedTuple):
+    """What the places held that a step changes: copies of tensors, and other values, by place."""
+
+    tensors: Copies | None
+    values: dict[int, Any]
+
+
+NOTHING_SAVED = Saved(None, {})
+
+
+class Hidden:
+    """Watches everything that a step can reach and could change."""
+
+    def __init__(self, name: str, call: Call, function: Callable[..., Any]) -> None:
+        self._name = name
+        self._call = call
+        self._places = list(places_of(name, call, function))
+        self._start = [place.get() for place in self._places]
+        self._seen = list(self._start)
+        self._start_versions = _versions(self._start)
+        self._versions = list(self._start_versions)
+        self._initial = Copies(self._seen, self._worth(_LARGE_BYTES))
+        self._dicts = [(h.container, set(h.container)) for h in call.holders if isinstance(h, DictHolder)]
+        self.changed: set[int] = {
+            i for i, value in enumerate(self._seen) if isinstance(value, Tensor) and id(value) in call.statistics
+        }
+        self._steps = 0
+        self._lent: list[tuple[int, Any]] = []
+
+    def _worth(self, limit: int) -> list[int]:
+        return [
+            i
+            for i, value in enumerate(self._start)
+            if isinstance(value, Tensor) and not value.requires_grad and copyable(value) and value.nbytes <= limit
+        ]
+
+    # --- the first run -----------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Learn what the step that just ran has changed."""
+        if not self._steps:
+            self._add_new_fields()
+        contents = [place.get() for place in self._places]
+        versions = _versions(contents)
+        changed = set() if self._steps else self._unseen(contents)
+        if versions != self._versions or not all(map(same, contents, self._seen)):
+            pairs = zip(contents, self._seen, versions, self._versions, strict=True)
+            changed |= {i for i, (now, then, new, old) in enumerate(pairs) if new != old or not same(now, then)}
+        for index in changed:
+            self._check(index, contents[index])
+        self.changed |= changed
+        self._seen, self._versions = contents, versions
+        if not self._steps:
+            self._initial = self._initial.only({*self._worth(_SMALL_BYTES), *self.changed})
+        self._steps += 1
+
+    def _unseen(self, contents: list[Any]) -> set[int]:
+        """What the first step wrote to without a version, found by value."""
+        bound = {i for i in self._initial.indices if contents[i] is self._start[i]}
+        return self._initial.only(bound).different(self._start)
+
+    def _check(self, index: int, value: Any) -> None:
+        parts = value.values if isinstance(value, Items) else (value,)
+        if any(isinstance(part, Tensor) and part.grad_fn is not None for part in parts):
+            raise RegionError(
+                f"{self._name}: the step keeps a tensor with a history in {self._places[index].words}, outside its carry, where no gradient "
+                "follows it from step to step. Return it as a part of the carry, or keep it without its history (.detach())."
+            )
+        start = self._start[index]
+        written = isinstance(start, Tensor) and version_of(start) != self._start_versions[index]
+        if index not in self.changed and written and index not in self._initial.indices:
+            raise StateChanged(
+                f"{self._name}: step {self._steps} changed {self._places[index].words} in place, whose value before the loop is lost: it "
+                "is a parameter, or too large to be copied in case that happens. Make it a part of the carry."
+            )
+
+    def _add_new_fields(self) -> None:
+        """Attributes that the first step has made: before it there were none."""
+        for fields, known in self._dicts:
+            for place in new_fields(fields, known):
+                self._places.append(place)
+                for contents in (self._start, self._seen):
+                    contents.append(ABSENT)
+                for versions in (self._start_versions, self._versions):
+                    versions.append(None)
+
+    def save(self) -> Saved:
+        """Copies of what the steps change, as it is now."""
+        if not self.changed:
+            return NOTHING_SAVED
+        contents = [place.get() if i in self.changed else None for i, place in enumerate(self._places)]
+        tensors = [i for i, value in enumerate(contents) if isinstance(value, Tensor)]
+        values = {i: contents[i] for i in self.changed if not isinstance(contents[i], Tensor)}
+        return Saved(Copies(contents, tensors) if tensors else None, values)
+
+    def unchanged(self) -> list[tuple[str, Tensor]]:
+        """The tensors that no step was seen to change, each with where it stands."""
+        pairs = zip(self._places, self._start, strict=True)
+        return [(p.words, v) for i, (p, v) in enumerate(pairs) if isinstance(v, Tensor) and i not in self.changed]
+
+    # --- the backward pass -------------------------------------------------------------------------------------
+
+    def lend(self) -> None:
+        """Make everything reachable hold what it held when the loop began; `give_back` undoes it."""
+        self._lent = []
+        for index, (place, then) in enumerate(zip(self._places, self._start, strict=True)):
+            now = place.get()
+            if isinstance(place, MemoryPlace):
+                if index in self.changed:
+                    self._lent.append((index, now.detach().clone()))
+                continue
+            self._lent.append((index, now))
+            if not same(now, then):
+                place.put(then)
+        for holder in self._call.holders:
+            holder.enter()
+
+    def give_back(self) -> None:
+        """Undo `lend`, and all that re-runs have done meanwhile."""
+        for holder in reversed(self._call.holders):
+            holder.leave()
+        for index, value in self._lent:
+            place = self._places[index]
+            if not same(place.get(), value):
+                place.put(value)
+        self._lent = []
+
+    def restore(self, saved: Saved) -> None:
+        """Put what the steps change to how it was at a snapshot."""
+        if not self.changed:
+            return
+        made: dict[int, Any] = dict(saved.tensors.rebuild({})) if saved.tensors is not None else {}
+        rest = self.changed - made.keys() - saved.values.keys()
+        # What only later steps change was as at the start.
+        early: dict[int, Any] = dict(self._initial.only(rest).rebuild({})) if rest else {}
+        for index in self.changed:
+            value = self._start[index]
+            for known in (early, saved.values, made):
+                value = known.get(index, value)
+            self._places[index].put(value)
+
+
+def _versions(contents: list[Any]) -> list[Any]:
+    return [version_of(value) if isinstance(value, Tensor) else None for value in contents]

@@ -1,0 +1,179 @@
+"""The places where a step can keep something outside its carry: entries of dicts, lists, closure variables, memory.
+
+Each can be read and bound anew. Whether a step changes what stands there, and what a re-run must find, is in `loop_hidden.py`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from retape.core.errors import InvalidInput
+from retape.torch import _compat
+from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, ListHolder
+from retape.torch.reads import Call
+
+ABSENT = object()
+_FUNCTIONS_DEEP = 4
+
+
+class DictPlace(NamedTuple):
+    """An entry of a dict, or of a list whose length stays."""
+
+    container: Any
+    key: Any
+
+    def get(self) -> Any:
+        try:
+            return self.container[self.key]
+        except (KeyError, IndexError):
+            return ABSENT
+
+    def put(self, value: Any) -> None:
+        if value is not ABSENT:
+            self.container[self.key] = value
+        elif isinstance(self.container, dict):
+            self.container.pop(self.key, None)
+
+    @property
+    def words(self) -> str:
+        return f"{self.key!r} of a {'module or dict' if isinstance(self.container, dict) else 'list'}"
+
+
+class CellPlace(NamedTuple):
+    """A variable of a closure."""
+
+    cell: types.CellType
+    name: str
+
+    def get(self) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            return ABSENT
+
+    def put(self, value: Any) -> None:
+        if value is not ABSENT:
+            self.cell.cell_contents = value
+
+    @property
+    def words(self) -> str:
+        return f"its variable {self.name!r}"
+
+
+class MemoryPlace(NamedTuple):
+    """A tensor that the step reaches by a way that nobody can bind anew: its memory is lent to the re-run."""
+
+    tensor: Tensor
+
+    def get(self) -> Any:
+        return self.tensor
+
+    def put(self, value: Any) -> None:
+        if value is not self.tensor:
+            _compat.write_unseen(self.tensor, value)
+
+    @property
+    def words(self) -> str:
+        return f"a tensor of shape {tuple(self.tensor.shape)} that it reaches"
+
+
+class Items(NamedTuple):
+    """What a list held."""
+
+    values: tuple[Any, ...]
+
+    def same(self, other: Items) -> bool:
+        if len(self.values) != len(other.values):
+            return False
+        return all(map(_same_item, self.values, other.values))
+
+
+class ListPlace(NamedTuple):
+    """A whole list or deque."""
+
+    container: Any
+
+    def get(self) -> Any:
+        return Items(tuple(self.container))
+
+    def put(self, value: Any) -> None:
+        self.container.clear()
+        self.container.extend(value.values)
+
+    @property
+    def words(self) -> str:
+        return f"a {type(self.container).__name__} that it reaches"
+
+
+Place = DictPlace | CellPlace | MemoryPlace | ListPlace
+
+
+def same(now: Any, then: Any) -> bool:
+    """Whether a place still holds what it held: the object itself, or an equal plain value."""
+    if now is then:
+        return True
+    if isinstance(now, Items) and isinstance(then, Items):
+        return now.same(then)
+    return _same_item(now, then)
+
+
+def _same_item(now: Any, then: Any) -> bool:
+    return now is then or (type(now) in ATOMS and type(now) is type(then) and bool(now == then))
+
+
+def places_of(name: str, call: Call, function: Callable[..., Any]) -> Iterator[Place]:
+    """Every place that the walk of a call met, and the variables of its functions."""
+    bound: set[int] = set()
+    for container, key in call.places:
+        yield DictPlace(container, key)
+    for holder in call.holders:
+        if isinstance(holder, ListHolder):
+            yield ListPlace(holder.container)
+        elif isinstance(holder, DictHolder):
+            for key, value in holder.container.items():
+                if key not in OWN_FIELDS - {"training"} and type(value) in ATOMS:
+                    yield DictPlace(holder.container, key)
+    for place in _variables(name, function, 0, set()):
+        value = place.get()
+        if isinstance(value, Tensor):
+            bound.add(id(value))
+        yield place
+    for tensor in call.extras:
+        if id(tensor) not in bound:
+            yield MemoryPlace(tensor)
+
+
+def new_fields(fields: dict[Any, Any], known: set[Any]) -> Iterator[DictPlace]:
+    """What has been put into a dict since: before there was nothing in that place."""
+    for key in fields.keys() - known - OWN_FIELDS:
+        if type(fields[key]) in ATOMS or isinstance(fields[key], Tensor):
+            yield DictPlace(fields, key)
+
+
+def _variables(name: str, function: Any, depth: int, seen: set[int]) -> Iterator[Place]:
+    """The closure variables and globals of a function, and of functions that it calls by these names."""
+    function = getattr(function, "__func__", getattr(function, "func", function))
+    if not isinstance(function, types.FunctionType) or depth > _FUNCTIONS_DEEP or id(function) in seen:
+        return
+    seen.add(id(function))
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    names = [name for name in function.__code__.co_names if name in function.__globals__]
+    found: list[Place] = [CellPlace(cell, name) for name, cell in cells]
+    found += [DictPlace(function.__globals__, name) for name in names]
+    for place in found:
+        value = place.get()
+        if isinstance(value, types.FunctionType):
+            yield from _variables(name, value, depth + 1, seen)
+        elif isinstance(value, Iterator):
+            raise InvalidInput(
+                f"{name}: the step reads an iterator ({place.words}), which cannot be read again. "
+                "Give its values as xs, or count in the carry."
+            )
+        elif type(value) in ATOMS or isinstance(value, Tensor):
+            yield place
+
+

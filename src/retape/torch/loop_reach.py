@@ -1,0 +1,90 @@
+"""Which tensors outside a step its graph reaches: parameters, and tensors with a history that the step reads from its closure.
+
+The graph of every step is walked once, in the forward, so that no tensor that needs a gradient is missed. A closure's tensor
+with a history must be known beforehand (found by walking closures and modules, or given as `params`); one that is not is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retape.core.errors import InvalidInput, RegionError
+from retape.torch import _compat
+from retape.torch.reads import Call
+
+_ACCUMULATE: type = type(torch.zeros(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+
+class Reached:
+    """The tensors outside the loop that its steps have used so far, in the order they were met."""
+
+    def __init__(self, name: str, call: Call, params: Iterable[Tensor]) -> None:
+        self._name = name
+        self._edges: dict[tuple[Any, int], Tensor] = {}
+        self.tensors: list[Tensor] = []
+        self._indices: dict[int, int] = {}
+        for tensor in (*params, *call.extras, *call.state):
+            if tensor.grad_fn is not None:
+                self._edges.setdefault((tensor.grad_fn, tensor.output_nr), tensor)
+
+    def walk(self, roots: Iterable[Tensor], own: set[int], since: int) -> None:
+        """Note what a graph that was begun at sequence number `since` reaches, beside its `own` leaves (by id)."""
+        stack = []
+        seen = set()
+        for root in roots:
+            node = root.grad_fn
+            if node is None:
+                if root.requires_grad and id(root) not in own:
+                    self._note(root)
+            elif not self._visit(node, root.output_nr, own, since) and node not in seen:
+                seen.add(node)
+                stack.append(node)
+        while stack:
+            for following, number in stack.pop().next_functions:
+                if following is None or following in seen or self._visit(following, number, own, since):
+                    continue
+                seen.add(following)
+                stack.append(following)
+
+    def _visit(self, node: Any, number: int, own: set[int], since: int) -> bool:
+        """Whether the walk ends at this node: a leaf, or a tensor from outside."""
+        if type(node) is _ACCUMULATE:
+            if id(node.variable) not in own:
+                self._note(node.variable)
+            return True
+        known = self._edges.get((node, number))
+        if known is not None:
+            self._note(known)
+            return True
+        if _compat.sequence_number(node) < since:
+            raise RegionError(
+                f"{self._name}: the step reads a tensor that needs a gradient and has a history (made by {node.name()}), "
+                "and that was found neither in its closure nor in its modules; or it keeps a result of an earlier step outside its carry. "
+                "Put it into the carry, give it as params=[...], or detach it."
+            )
+        return False
+
+    def _note(self, tensor: Tensor) -> None:
+        if id(tensor) not in self._indices:
+            self._indices[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+
+
+def tensors_of_params(params: Any) -> list[Tensor]:
+    """The tensors that `params` names: a module's parameters, one tensor, or any iterable of those."""
+    if params is None:
+        return []
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+        raise InvalidInput(
+            f"params holds a {type(params).__name__}; give tensors that the step uses, a module, or an iterable of those."
+        )
+    items = params.values() if isinstance(params, dict) else params
+    return [tensor for item in items for tensor in tensors_of_params(item)]

@@ -1,0 +1,104 @@
+"""The tape of consecutive steps: a graph of their own, and its reversal.
+
+Gradients are summed in the order in which plain autograd sums them over the unrolled loop: what came from later steps is handed to the
+graph first, as the gradient of the leaf itself, and the contributions of these steps are added to it one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Grads = list[Tensor | None]
+
+
+class StepEnds(NamedTuple):
+    """What one step of a tape was given beside its carry, and what it gave beside its carry: leaves."""
+
+    xs: list[Any]
+    ys: list[Any]
+
+
+class Reversed(NamedTuple):
+    """The gradients of a tape's first carry, of each step's xs, and the sums of all captured tensors so far."""
+
+    carry: Grads
+    xs: list[Grads]
+    sums: Grads
+
+
+class Tape(NamedTuple):
+    """The graph of consecutive steps from `start` on, by its ends."""
+
+    start: int
+    carry_in: list[Any]
+    carry_out: list[Any]
+    steps: list[StepEnds]
+
+    def roots(self) -> Iterator[Tensor]:
+        """Everything that a gradient may come in through."""
+        for leaves in (self.carry_out, *[step.ys for step in self.steps]):
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    yield leaf
+
+    def own_leaves(self) -> set[int]:
+        """The ids of the leaves of this graph that stand for the carry and the xs."""
+        return {id(leaf) for leaves in (self.carry_in, *[step.xs for step in self.steps]) for leaf in leaves}
+
+    def reverse(
+        self,
+        carry: Sequence[Tensor | None],
+        ys: Sequence[Sequence[Tensor | None]],
+        *,
+        seeds: Sequence[Tensor | None],
+        captured: Sequence[Tensor],
+        sums: Grads,
+        retain: bool,
+    ) -> Reversed:
+        """Carry gradients back through these steps. `seeds` are gradients of the first carry that come before all others."""
+        roots: list[Tensor] = []
+        grads: list[Tensor] = []
+        pairs = [
+            (captured, sums),
+            (self.carry_in, seeds),
+            (self.carry_out, carry),
+            *zip([s.ys for s in self.steps], ys, strict=True),
+        ]
+        for leaves, given in pairs:
+            for leaf, grad in zip(leaves, given, strict=True):
+                if grad is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
+                    roots.append(leaf)
+                    grads.append(grad)
+        groups = [self.carry_in, *[step.xs for step in self.steps], list(captured)]
+        wanted = [[isinstance(leaf, Tensor) and leaf.requires_grad for leaf in group] for group in groups]
+        inputs = [
+            leaf for group, needed in zip(groups, wanted, strict=True) for leaf, n in zip(group, needed, strict=True) if n
+        ]
+        found: list[Tensor | None] = [None] * len(inputs)
+        if roots and inputs:
+            with _hooks_aside(captured):
+                found = list(torch.autograd.grad(roots, inputs, grads, retain_graph=retain, allow_unused=True))
+        rest = iter(found)
+        result: list[Grads] = [[next(rest) if n else None for n in needed] for needed in wanted]
+        return Reversed(result[0], result[1:-1], result[-1])
+
+
+@contextmanager
+def _hooks_aside(captured: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks of a parameter, and `retain_grad`, are for its whole gradient: they run when the loop hands that over, not at every step."""
+    hooked = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in captured if tensor._backward_hooks]
+    retained = [(tensor, tensor.grad) for tensor in captured if tensor.retains_grad]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)
+        for tensor, grad in retained:
+            tensor.grad = grad
