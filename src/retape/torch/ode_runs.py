@@ -32,6 +32,7 @@ from retape.torch.ode_steps import (
     linear_output,
     real_dtype,
 )
+from retape.torch.reads import Opaque
 from retape.torch.state import seek, streams
 
 Carry = tuple[Tensor, ...]
@@ -66,7 +67,7 @@ def first_index() -> Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
-class AdaptiveRun:
+class AdaptiveRun(Opaque):
     """Steps whose sizes the error chooses; carries (number, time, state, slope there)."""
 
     def __init__(
@@ -199,7 +200,7 @@ def _landings(step_t: Sequence[float], start: float, direction: float) -> list[f
     return sorted(ahead, key=lambda landing: -direction * landing)
 
 
-class GridRun:
+class GridRun(Opaque):
     """Steps from point to point of a grid; carries (number, state)."""
 
     def __init__(self, problem: Ivp, tableau: Tableau, grid: Grid, options: GridOptions, outputs: Outputs) -> None:
