@@ -4,9 +4,20 @@ import math
 
 import pytest
 import torch
-from ode_cases import METHODS, Net, gradients, lorenz, recorded_steps, solve_plainly, taylor_orders, van_der_pol
+from ode_cases import (
+    METHODS,
+    Evaluations,
+    Net,
+    gradients,
+    lorenz,
+    recorded_steps,
+    solve_plainly,
+    taylor_orders,
+    van_der_pol,
+)
 
 import retape
+from retape.core.schedules import Schedule, count
 from retape.torch.ode import in_a_loop, integrate
 
 F64 = torch.float64
@@ -29,12 +40,12 @@ def constant_steps(method, size):
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=lambda v: v if isinstance(v, str) else "")
 def test_gradients_equal_plain_autograd_bit_for_bit(method, options, snapshots):
     net = Net()
+    named = {"method": method, "options": options, **LOOSE}
     for _ in range(2):  # at one point, and again at another
         y0 = torch.randn(4, 3, dtype=F64, requires_grad=True)
         t = torch.tensor([0.0, 0.3, 0.31, 1.0, 1.7], dtype=F64, requires_grad=True)
         weights = torch.randn(5, 4, 3, dtype=F64)
         inputs = (y0, t, *net.parameters())
-        named = {"method": method, "options": options, **LOOSE}
         wanted = gradients(lambda y0=y0, t=t: solve_plainly(net, y0, t, **named), inputs, weights)
         found = gradients(lambda y0=y0, t=t: retape.odeint(net, y0, t, snapshots=snapshots, **named), inputs, weights)
         for one, other in zip(wanted, found, strict=True):
@@ -111,30 +122,48 @@ def test_van_der_pol_has_the_gradient_error_of_backpropagation(snapshots):
 
 
 def test_f_is_evaluated_as_often_as_the_schedule_promises():
-    """Six evaluations a step (the seventh slope is the next step's first), once for the start, once for the first size."""
+    """Six evaluations a step: the seventh slope is the next step's first. One at the start; a given first step needs no trial."""
     net, y0 = Net(), torch.randn(2, 3, dtype=F64, requires_grad=True)
-    t = torch.tensor([0.0, 1.0], dtype=F64)
-    steps = 16
+    t, steps = torch.tensor([0.0, 1.0], dtype=F64), 16
     options = constant_steps("dopri5", 1 / steps)
-    solution = retape.odeint(net, y0, t, options=options, snapshots=steps)
-    assert net.calls == 1 + 6 * steps  # a given first step needs no trial
-    solution.sum().backward()
-    # With a snapshot for every step each is taped again but the last, whose tape is kept.
-    assert net.calls == 1 + 6 * steps + 6 * (steps - 1)
-    net.calls = 0
-    retape.odeint(net, y0, t, options=options, snapshots=1).sum().backward()
-    assert net.calls == 1 + 6 * (steps + (steps - 1) * steps // 2)
+    with Evaluations() as forward:
+        solution = retape.odeint(net, y0, t, options=options, snapshots=steps)
+    assert forward.count == 1 + 6 * steps
+    with Evaluations() as backward:
+        solution.sum().backward()
+    assert backward.count == 6 * (
+        steps - 1
+    )  # a snapshot for every step: each is taped once more, but for the last, whose tape is kept
+    with Evaluations() as both:
+        retape.odeint(net, y0, t, options=options, snapshots=1).sum().backward()
+    assert both.count == 1 + 6 * (steps + (steps - 1) * steps // 2)
+    with Evaluations() as both:
+        retape.odeint(net, y0, t, options=options, snapshots=5).sum().backward()
+    again = count(Schedule(family="revolve", steps=steps, snapshots=5)).forward_steps
+    assert both.count <= 1 + 6 * 1.1 * again
 
 
-def test_no_evaluation_is_spent_on_the_past_without_gradients():
+def test_rejected_steps_are_not_taken_again():
+    net, y0 = Net(), 3 * torch.randn(2, 3, dtype=F64, requires_grad=True)
+    t = torch.tensor([0.0, 3.0], dtype=F64)
+    options = {"first_step": 2.0}
+    with Evaluations() as forward:
+        solution, run = integrate(net, y0, t, in_a_loop(100), options=options)
+    assert run.rejected >= 2
+    assert forward.count == 1 + 6 * (len(run.sizes) + run.rejected)
+    with Evaluations() as backward:
+        solution.sum().backward()
+    assert backward.count == 6 * (len(run.sizes) - 1)
+
+
+def test_without_gradients_nothing_is_kept_or_run_again():
     net, y0 = Net(), torch.randn(2, 3, dtype=F64)
     t = torch.tensor([0.0, 1.0], dtype=F64)
-    with torch.no_grad():
+    with torch.no_grad(), Evaluations() as forward:
         solution = retape.odeint(net, y0, t, options=constant_steps("dopri5", 0.125))
-    assert net.calls == 1 + 6 * 8
+    assert forward.count == 1 + 6 * 8
     assert not solution.requires_grad
-    wanted = solve_plainly(net, y0, t, options=constant_steps("dopri5", 0.125))
-    assert torch.equal(solution, wanted)
+    assert torch.equal(solution, solve_plainly(net, y0, t, options=constant_steps("dopri5", 0.125)))
 
 
 def test_a_tuple_of_states():
@@ -176,9 +205,10 @@ def test_decreasing_times_go_back_to_the_start(method):
 
 def test_a_single_time_gives_the_start():
     net, y0 = Net(), torch.randn(3, dtype=F64, requires_grad=True)
-    solution = retape.odeint(net, y0, torch.tensor([0.5], dtype=F64))
+    with Evaluations() as forward:
+        solution = retape.odeint(net, y0, torch.tensor([0.5], dtype=F64))
     assert torch.equal(solution, y0[None])
-    assert net.calls == 0
+    assert forward.count == 0
     assert torch.equal(torch.autograd.grad(solution.sum(), y0)[0], torch.ones(3, dtype=F64))
 
 

@@ -1,0 +1,65 @@
+"""Memory of `odeint`: flat in the number of steps, counted in bytes that live at once; nothing left behind."""
+
+import gc
+import weakref
+
+import torch
+from ledger import Ledger
+from ode_cases import Net, solve_plainly
+
+import retape
+
+WIDTH = 2000
+STATE = WIDTH * 8
+
+
+def peak_units(solve, steps, times=2):
+    """The most bytes that live at once in forward and backward, in states."""
+    y0 = torch.randn(WIDTH, dtype=torch.float64, requires_grad=True)
+    t = torch.linspace(0, 1, times, dtype=torch.float64)
+    size = 1 / steps
+    options = {"first_step": size, "min_step": size, "max_step": size}
+    with Ledger() as ledger:
+        solve(lambda t, y: torch.sin(y) * t, y0, t, options=options)[-1].sum().backward()
+    return ledger.peak / STATE
+
+
+def in_a_loop(snapshots):
+    return lambda *args, **named: retape.odeint(*args, snapshots=snapshots, **named)
+
+
+def test_the_peak_is_flat_in_the_number_of_steps():
+    short, long = (peak_units(in_a_loop(4), steps) for steps in (25, 100))
+    assert long <= short + 2  # one snapshot more may be in use at the peak
+    plain_short, plain_long = (peak_units(solve_plainly, steps) for steps in (10, 40))
+    assert plain_long > 3.5 * plain_short
+    assert long < plain_short / 3
+
+
+def test_a_snapshot_weighs_a_state_and_its_slope():
+    few, many = (peak_units(in_a_loop(snapshots), 60) for snapshots in (5, 25))
+    assert 2 * 20 <= many - few <= 2.5 * 20
+
+
+def test_outputs_weigh_themselves_and_their_gradients():
+    few, many = (peak_units(in_a_loop(4), 40, times) for times in (2, 52))
+    assert 50 <= many - few <= 3 * 50 + 10
+
+
+def test_a_finished_integration_leaves_nothing_behind():
+    net, y0 = Net(), torch.randn(3, dtype=torch.float64, requires_grad=True)
+    t = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    gc.collect()
+    gc.disable()  # reference counting alone must do
+    try:
+        solution = retape.odeint(net, y0, t)
+        node = weakref.ref(solution.grad_fn)
+        solution.sum().backward()
+        del solution
+        assert node() is None
+        abandoned = retape.odeint(net, y0, t)  # never run backward
+        node = weakref.ref(abandoned.grad_fn)
+        del abandoned
+        assert node() is None
+    finally:
+        gc.enable()
