@@ -84,6 +84,38 @@ def test_graph_task():
     assert 0 <= first < second
 
 
+def test_keeps_graph():
+    seen = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(_compat.keeps_graph())
+            return grad * 2
+
+    leaf = torch.ones(2, requires_grad=True)
+    loss = Node.apply(leaf).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [True, False]
+
+
+def test_next_sequence_number():
+    before = _compat.next_sequence_number()
+    node = (torch.ones(1, requires_grad=True) * 2).grad_fn
+    assert _compat.sequence_number(node) == before < _compat.next_sequence_number()
+
+
+def test_sequence_number():
+    first = torch.ones(1, requires_grad=True) * 2
+    second = first * 2
+    assert _compat.sequence_number(first.grad_fn) < _compat.sequence_number(second.grad_fn)
+
+
 def test_at_end_of_backward():
     order = []
     in_backward(lambda: (_compat.at_end_of_backward(lambda: order.append("end")), order.append("hook")))

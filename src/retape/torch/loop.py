@@ -1,9 +1,14 @@
-"""scan and while_loop: loops of any length with exact gradients, in memory for a few snapshots and one block of steps."""
+"""scan and while_loop: loops of any length with exact gradients, in memory for a few snapshots and one block of steps.
+
+Here arguments are checked and the parts put together; how steps run is in `loop_body.py`, what is stored when in `loop_plan.py`, and the
+run itself in `loop_run.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +17,32 @@ from torch import Tensor
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike, Tier
 from retape.core.quantities import is_whole, shown
-from retape.core.schedules.revolve import revolve
+from retape.torch.disk import Scratch
 from retape.torch.loop_body import Body, Xs, Ys
 from retape.torch.loop_hidden import Hidden
+from retape.torch.loop_journal import Journal, fingerprint_of
+from retape.torch.loop_node import LoopNode, Outputs
+from retape.torch.loop_plan import (
+    LoopPlan,
+    Sizes,
+    check_tiers,
+    default_block,
+    default_snapshots,
+    plan_in_tiers,
+    plan_within,
+    tier_slots,
+)
+from retape.torch.loop_probe import Probe, probe
 from retape.torch.loop_reach import Reached, tensors_of_params
-from retape.torch.loop_run import Driver, LoopNode, Outputs
+from retape.torch.loop_resume import Resume, check_generators
+from retape.torch.loop_run import Driver
 from retape.torch.loop_state import Spec, State, flatten, unflatten
 from retape.torch.reads import Call, capture_call
 from retape.torch.region import name_of, refuse_transforms
 from retape.torch.runs import is_plain
+from retape.torch.snapshots import Store, store_for
+
+_NOTHING_YET = object()  # what a reduction starts from
 
 
 def scan(
@@ -34,27 +56,37 @@ def scan(
     tiers: Sequence[Tier] | None = None,
     params: Any = None,
     reduce: Callable[[Any, Any], Any] | None = None,
-    resume: str | None = None,
+    resume: str | PathLike[str] | None = None,
     block: int | None = None,
 ) -> tuple[Any, Any]:
-    """Run `carry, y = step(carry, x)` over the slices of xs; returns the last carry and the stacked ys."""
+    """Run `carry, y = step(carry, x)` over the slices of xs; returns the last carry and the ys, stacked.
+
+    `snapshots` is how many states are stored at most, `block` how many steps are taped together; left out, they are chosen, from `budget`
+    (bytes for snapshots and tape) where one is given. `reduce(total, y)` sums ys up on the way instead of stacking them; the first y is the
+    first total. `tiers` say where snapshots may lie (device, host, disk). With `resume` a run that was killed goes on from that folder.
+    """
     given = Xs(xs)
     steps = _length_of(given, length)
+    counts = (_count("snapshots", snapshots), _count("block", block))
+    levels = check_tiers(tiers)
+    if budget is not None and levels:
+        raise InvalidInput(
+            "scan was given a budget and tiers: a budget is for snapshots on the device. Give one of them."
+        )
     if not torch.is_grad_enabled() or is_plain():
         return _plain_scan(step, carry, given, steps, reduce)
     if not steps:
         return carry, None
     refuse_transforms(step)
-    name = f"scan of {name_of(step)}"
-    snapshots = _checked_count("snapshots", snapshots) or 10
-    block = _checked_count("block", block) or 1
-    call = capture_call(step, (), {})
-    initial = State.of(carry)
-    ys = Ys(name, steps)
-    body = Body(name, step, given, ys)
-    driver = _driver(body, step, call, params, initial, block=block)
-    driver.run_known(steps, partial(revolve, -(-steps // block), snapshots))
-    return _through_node(driver, carry, ys)
+    body_step = step if reduce is None else _reducing(step, reduce)
+    start = carry if reduce is None else (carry, _NOTHING_YET)
+    ys = Ys(f"scan of {name_of(step)}", steps) if reduce is None else None
+    parts = _Parts(step, body_step, start, given, ys, params=params, others=(reduce,))
+    plan = _plan(parts, steps, counts, budget, levels)
+    driver = parts.driver(plan, levels, resume)
+    driver.run_known(steps, plan.actions)
+    final, stacked = _through_node(driver, start, ys)
+    return (final, stacked) if reduce is None else final
 
 
 def while_loop(
@@ -66,35 +98,156 @@ def while_loop(
     max_steps: int | None = None,
     tiers: Sequence[Tier] | None = None,
     params: Any = None,
-    resume: str | None = None,
+    resume: str | PathLike[str] | None = None,
+    block: int = 1,
 ) -> tuple[Any, int]:
-    """Run `carry = step(carry)` while `cond(carry)` is true; returns the last carry and the number of steps."""
-    snapshots = _needed_count("snapshots", snapshots)
-    max_steps = _checked_count("max_steps", max_steps, least=0)
+    """Run `carry = step(carry)` while `cond(carry)` is true, at most `max_steps` times; returns the last carry and the number of steps.
+
+    At most `snapshots` states are stored, however long the loop runs. `block` is how many steps the backward pass tapes together.
+    """
+    if snapshots is None or block is None:
+        raise InvalidInput(
+            "while_loop needs to know how many snapshots it may store; give snapshots >= 1, and block >= 1."
+        )
+    counts = (_count("snapshots", snapshots) or 1, _count("block", block) or 1)
+    most = _count("max_steps", max_steps, least=0)
+    levels = check_tiers(tiers)
     if not torch.is_grad_enabled() or is_plain():
-        return _plain_while(cond, step, carry, max_steps)
+        return _plain_while(cond, step, carry, most)
     refuse_transforms(step)
-    name = f"while_loop of {name_of(step)}"
-    call = capture_call(step, (), {})
-    initial = State.of(carry)
-
-    def goes_on(state: State, steps: int) -> bool:
-        if max_steps is not None and steps >= max_steps:
-            return False
-        with torch.no_grad():
-            return bool(cond(unflatten(state.leaves, state.spec)))
-
-    body = Body(name, lambda carry, _: (step(carry), ()), Xs(None), None)
-    driver = _driver(body, step, call, params, initial)
-    driver.run_unknown(goes_on, snapshots)
+    parts = _Parts(step, lambda carry, _: (step(carry), ()), carry, Xs(None), None, params=params, others=(cond,))
+    plan = _online_plan(parts, counts, levels)
+    driver = parts.driver(plan, levels, resume)
+    driver.run_unknown(_decision(driver, cond, most))
     if not driver.steps:
+        driver.release()
         return carry, 0
     return _through_node(driver, carry, None)[0], driver.steps
 
 
-def _driver(body: Body, step: Any, call: Call, params: Any, initial: State, *, block: int = 1) -> Driver:
-    reached = Reached(body.name, call, tensors_of_params(params))
-    return Driver(body, call.generators, reached, Hidden(body.name, call, step), initial, block=block)
+class _Parts:
+    """What a loop is made of, before it is known how it will be run."""
+
+    def __init__(
+        self, step: Any, body_step: Any, carry: Any, xs: Xs, ys: Ys | None, *, params: Any, others: tuple[Any, ...]
+    ) -> None:
+        kind = "scan" if others and ys is not None else "loop"
+        self.name = f"{kind} of {name_of(step)}"
+        self._step, self._body_step, self._others = step, body_step, others
+        self.call = _captured(step, others)
+        self.initial = State.of(carry)
+        self._params = tensors_of_params(params)
+        self.hidden = Hidden(self.name, self.call, _uncompiled(step))
+        self._differs = any(leaf is _NOTHING_YET for leaf in self.initial.leaves)
+        self._xs = xs
+        self.body = Body(self.name, body_step, xs, ys, first_differs=self._differs)
+
+    def probe(self) -> Probe:
+        body = Body(self.name, self._body_step, self._xs, None, first_differs=self._differs)
+        return probe(body, self.hidden, self.initial, self.call.generators)
+
+    def driver(self, plan: LoopPlan, levels: tuple[Tier, ...], resume: Any) -> Driver:
+        reached = Reached(self.name, self.call, self._params)
+        return Driver(
+            self.body,
+            reached,
+            self.hidden,
+            self.initial,
+            generators=self.call.generators,
+            store=_store(plan, levels, self.initial.nbytes),
+            snapshots=plan.snapshots,
+            block=plan.block,
+            resume=None if resume is None else self._resumable(resume, plan, reached),
+        )
+
+    def _resumable(self, folder: Any, plan: LoopPlan, reached: Reached) -> Resume:
+        if not isinstance(folder, (str, PathLike)):
+            raise InvalidInput(f"resume = {shown(folder)}; give the path of a folder.")
+        check_generators(self.call.generators)
+        reached.close()
+        inputs = [leaf for leaf in (*self.initial.leaves, *self._xs.leaves, *self._params) if leaf is not _NOTHING_YET]
+        schedule = (plan.steps, plan.snapshots, plan.block)
+        print_ = fingerprint_of(self.name, (self._step, *self._others), self.call, inputs, schedule)
+        seen = self.probe()
+        if seen.y_spec is not None:
+            self.body.learn(seen.tape, seen.y_spec)
+        return Resume(Journal(Path(folder), print_), self.body, self.hidden, seen.after)
+
+
+def _captured(step: Any, others: tuple[Any, ...]) -> Call:
+    call = capture_call(_uncompiled(step), (), {})
+    for other in others:
+        call.meet(other)
+    return call
+
+
+def _uncompiled(function: Any) -> Any:
+    """The function behind a compiled one: what it reads can be walked."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def _plan(
+    parts: _Parts,
+    steps: int,
+    counts: tuple[int | None, int | None],
+    budget: BudgetLike | None,
+    levels: tuple[Tier, ...],
+) -> LoopPlan:
+    snapshots, block = counts
+    if budget is not None:
+        return plan_within(steps, budget, parts.probe().sizes, snapshots=snapshots, block=block)
+    if levels:
+        timed = any(tier.write_seconds(1) or tier.read_seconds(1) for tier in levels)
+        sizes = parts.probe().sizes if timed else Sizes(parts.initial.nbytes, 0, 1.0)
+        return plan_in_tiers(steps, levels, sizes, snapshots=snapshots, block=block)
+    size = min(steps, block or default_block(steps))
+    return LoopPlan(steps=steps, snapshots=snapshots or default_snapshots(-(-steps // size)), block=size)
+
+
+def _online_plan(parts: _Parts, counts: tuple[int, int], levels: tuple[Tier, ...]) -> LoopPlan:
+    snapshots, block = counts
+    if levels:
+        snapshots = sum(tier_slots(levels, parts.initial.nbytes, snapshots))
+        if not snapshots:
+            raise InvalidInput(
+                f"No tier has room for a snapshot of {parts.initial.nbytes} bytes; give a tier a larger capacity_bytes."
+            )
+    return LoopPlan(steps=1, snapshots=snapshots, block=block)
+
+
+def _store(plan: LoopPlan, levels: tuple[Tier, ...], state_bytes: int) -> Store:
+    names = [tier.name for tier in levels]
+    scratch = Scratch() if "disk" in names else None
+    slots = None if plan.slots is not None else tier_slots(levels, state_bytes, plan.snapshots)
+    return store_for(names, slots, scratch)
+
+
+def _reducing(step: Any, reduce: Any) -> Any:
+    def reducing(carry: Any, x: Any) -> tuple[Any, Any]:
+        inner, total = carry
+        inner, y = step(inner, x)
+        return (inner, y if total is _NOTHING_YET else reduce(total, y)), ()
+
+    return reducing
+
+
+def _decision(driver: Driver, cond: Callable[[Any], Any], most: int | None) -> Callable[[State, int], bool]:
+    def goes_on(state: State, steps: int) -> bool:
+        if most is not None and steps >= most:
+            return False
+        stood = [stream.peek() for stream in driver.streams]
+        with torch.no_grad():
+            verdict = bool(cond(unflatten(state.leaves, state.spec)))
+        if stood != [stream.peek() for stream in driver.streams]:
+            raise InvalidInput(
+                f"{driver.body.name}: cond draws random numbers, which a re-run of the steps would not draw. Draw them in the step, and "
+                "put what follows from them into the carry."
+            )
+        if state.written_to() is not None:
+            raise InvalidInput(f"{driver.body.name}: cond changed its carry in place. Let it only look.")
+        return verdict
+
+    return goes_on
 
 
 def _through_node(driver: Driver, carry: Any, ys: Ys | None) -> tuple[Any, Any]:
@@ -119,12 +272,16 @@ def _plain_scan(step: Any, carry: Any, xs: Xs, steps: int, reduce: Any) -> tuple
     """The loop without snapshots: where nothing is recorded, or where plain autograd was asked for."""
     rows: list[list[Any]] = []
     spec: Spec | None = None
+    total: Any = None
     for index in range(steps):
         carry, y = step(carry, xs.plain(index))
+        if reduce is not None:
+            total = y if not index else reduce(total, y)
+            continue
         leaves, spec = flatten(y)
         rows.append(leaves)
     if spec is None:
-        return carry, None
+        return carry, total
     return carry, unflatten([_stacked(column) for column in zip(*rows, strict=True)], spec)
 
 
@@ -134,9 +291,9 @@ def _stacked(column: tuple[Any, ...]) -> Any:
     return None if all(item is None for item in column) else list(column)
 
 
-def _plain_while(cond: Any, step: Any, carry: Any, max_steps: int | None) -> tuple[Any, int]:
+def _plain_while(cond: Any, step: Any, carry: Any, most: int | None) -> tuple[Any, int]:
     steps = 0
-    while (max_steps is None or steps < max_steps) and bool(cond(carry)):
+    while (most is None or steps < most) and bool(cond(carry)):
         carry = step(carry)
         steps += 1
     return carry, steps
@@ -144,21 +301,17 @@ def _plain_while(cond: Any, step: Any, carry: Any, max_steps: int | None) -> tup
 
 def _length_of(xs: Xs, length: int | None) -> int:
     found = xs.length()
-    length = _checked_count("length", length, least=0)
+    length = _count("length", length, least=0)
+    if found is not None and length is not None and found != length:
+        raise InvalidInput(
+            f"length = {length}, but xs has slices for {found} steps; leave length out, or let it be that."
+        )
     if found is None and length is None:
         raise InvalidInput("scan cannot tell how many steps to run: give xs with a leading dimension, or length=.")
-    if found is not None and length is not None and found != length:
-        raise InvalidInput(f"length = {length}, but xs has slices for {found} steps; leave length out, or let it be that.")
-    return length if found is None else found  # type: ignore[return-value]
+    return found if found is not None else length or 0
 
 
-def _needed_count(name: str, value: object) -> int:
-    if not is_whole(value) or value < 1:
-        raise InvalidInput(f"{name} = {shown(value)}; give a whole number >= 1.")
-    return value
-
-
-def _checked_count(name: str, value: object, *, least: int = 1) -> int | None:
+def _count(name: str, value: object, *, least: int = 1) -> int | None:
     if value is None:
         return None
     if not is_whole(value) or value < least:

@@ -79,9 +79,7 @@ class Ys:
 
     def put(self, leaves: list[Any], spec: Spec) -> None:
         if self._spec is None:
-            self._spec = spec
-            self._stacked = [_place_for(leaf, self._length) for leaf in leaves]
-            self.needs_grad = [False] * len(leaves)
+            self.learn(leaves, spec)
         elif spec != self._spec:
             raise InvalidInput(
                 f"{self._name}: step {self._count} returned a y of another structure than the steps before. "
@@ -104,11 +102,31 @@ class Ys:
             return
         if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (stacked.shape[1:], stacked.dtype):
             raise InvalidInput(
-                f"{self._name}: leaf {index} of the y of step {self._count} cannot be stacked on those before: its shape or dtype is another "
-                f"than {tuple(stacked.shape[1:])} {stacked.dtype}. Return the same in every step, or give reduce=."
+                f"{self._name}: leaf {index} of the y of step {self._count} cannot be stacked on those before: its shape or dtype is "
+                f"another than {tuple(stacked.shape[1:])} {stacked.dtype}. Return the same in every step, or give reduce=."
             )
         stacked[self._count].copy_(leaf)
         self.needs_grad[index] = self.needs_grad[index] or leaf.requires_grad
+
+    def rows(self, start: int, stop: int) -> tuple[list[Tensor | None], list[Any]]:
+        """The ys of some steps: tensors, and the values of leaves that are none."""
+        tensors = [leaf[start:stop] if isinstance(leaf, Tensor) else None for leaf in self._stacked]
+        return tensors, [None if isinstance(leaf, Tensor) else leaf[start:stop] for leaf in self._stacked]
+
+    def put_rows(self, start: int, stop: int, tensors: list[Any], plain: list[Any], needs_grad: list[bool]) -> None:
+        """Put back what `rows` gave."""
+        for index, stacked in enumerate(self._stacked):
+            if isinstance(stacked, Tensor):
+                stacked[start:stop].copy_(tensors[index])
+            else:
+                stacked[start:] = plain[index]
+        self.needs_grad, self._count = list(needs_grad), stop
+
+    def learn(self, leaves: list[Any], spec: Spec) -> None:
+        """Make room for ys like these, before any is put."""
+        self._spec = spec
+        self._stacked = [_place_for(leaf, self._length) for leaf in leaves]
+        self.needs_grad = [False] * len(leaves)
 
     def result(self) -> tuple[list[Any], Spec]:
         """The stacked leaves; values that are no tensors as a list, or None if all are None."""
@@ -149,7 +167,7 @@ class Body:
         self.alias: dict[int, tuple[int, ...]] = {}
         self._usual_alias: tuple[int, ...] | None = None
         self.rerun = False
-        self.steps_run = 0
+        self.y_spec: Spec | None = None
 
     def tape(self, state: State, start: int, stop: int) -> tuple[Tape, State]:
         """Run steps as one graph; returns it and the state after them."""
@@ -166,7 +184,6 @@ class Body:
     def _call(self, before: State, carry: list[Any], step: int) -> tuple[list[Any], Spec, StepEnds]:
         x_leaves = self.xs.at(step)
         run = runs.enter(runs.Run(cast(Any, _Kept(self.name, kept := self._kept_at(step))), rerun=self.rerun))
-        self.steps_run += 1
         try:
             result = self._step(unflatten(carry, before.spec), self.xs.tree(x_leaves))
         finally:
@@ -179,6 +196,7 @@ class Body:
             check_same(self.name, step, before, out, spec)
         self._check_writes(before, step)
         y_leaves, y_spec = flatten(y)
+        self.y_spec = y_spec
         if not self.rerun and self._ys is not None:
             self._ys.put(y_leaves, y_spec)
             self._note_alias(step, out, y_leaves)
@@ -212,6 +230,35 @@ class Body:
             self._usual_alias = alias
         elif alias != self._usual_alias:
             self.alias[step] = alias
+
+    @property
+    def stacks(self) -> bool:
+        """Whether ys are collected, which go with the steps that gave them."""
+        return self._ys is not None
+
+    @property
+    def ys_need_grad(self) -> list[bool]:
+        return list(self._ys.needs_grad) if self._ys is not None else []
+
+    def rows(self, start: int, stop: int) -> tuple[list[Tensor | None], list[Any]]:
+        return self._ys.rows(start, stop) if self._ys is not None else ([], [])
+
+    def put_rows(self, start: int, stop: int, tensors: list[Any], plain: list[Any], needs_grad: list[bool]) -> None:
+        if self._ys is not None:
+            self._ys.put_rows(start, stop, tensors, plain, needs_grad)
+
+    def learn(self, tape: Tape, spec: Spec) -> None:
+        """What a step was seen to give in a run that does not count: the kinds of its ys, and which of them are leaves of its carry."""
+        if self._ys is not None:
+            self._ys.learn(tape.steps[0].ys, spec)
+            self._note_alias(0, tape.carry_out, tape.steps[0].ys)
+
+    def refuse_kept(self) -> None:
+        if self._kept:
+            raise InvalidInput(
+                f"{self.name}: a step calls retape.keep, whose values are not written to a journal. "
+                "Leave resume= out, or carry the decision."
+            )
 
     def alias_of(self, step: int) -> tuple[int, ...]:
         return self.alias.get(step, self._usual_alias or ())

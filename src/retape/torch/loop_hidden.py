@@ -2,8 +2,8 @@
 
 Whatever the step is seen to change belongs to the snapshots: a re-run sees it as it was at its step, and afterwards everything is as the
 first run left it, once. A tensor with a history that is kept that way would carry gradients past the carry, so it is an error.
-The values before the loop are copied beforehand where they are small, and all of them for the first step, because some kernels (BatchNorm's)
-write without a version.
+The values before the loop are copied beforehand where they are small, and all of them for the first step, because some kernels
+(BatchNorm's) write without a version.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from retape.core.errors import RegionError, StateChanged
+from retape.torch import _compat
 from retape.torch.copies import Copies, copyable
+from retape.torch.disk import SnapshotLost
 from retape.torch.holders import DictHolder
-from retape.torch.loop_places import ABSENT, Items, MemoryPlace, new_fields, places_of, same
+from retape.torch.loop_places import ABSENT, Items, ListPlace, MemoryPlace, new_fields, places_of, same
 from retape.torch.reads import Call
 from retape.torch.watch import version_of
 
@@ -40,6 +43,7 @@ class Hidden:
     def __init__(self, name: str, call: Call, function: Callable[..., Any]) -> None:
         self._name = name
         self._call = call
+        self._function = function
         self._places = list(places_of(name, call, function))
         self._start = [place.get() for place in self._places]
         self._seen = list(self._start)
@@ -89,8 +93,8 @@ class Hidden:
         parts = value.values if isinstance(value, Items) else (value,)
         if any(isinstance(part, Tensor) and part.grad_fn is not None for part in parts):
             raise RegionError(
-                f"{self._name}: the step keeps a tensor with a history in {self._places[index].words}, outside its carry, where no gradient "
-                "follows it from step to step. Return it as a part of the carry, or keep it without its history (.detach())."
+                f"{self._name}: the step keeps a tensor with a history in {self._places[index].words}, outside its carry, where no "
+                "gradient follows it from step to step. Return it as a part of the carry, or keep it without its history (.detach())."
             )
         start = self._start[index]
         written = isinstance(start, Tensor) and version_of(start) != self._start_versions[index]
@@ -110,14 +114,55 @@ class Hidden:
                 for versions in (self._start_versions, self._versions):
                     versions.append(None)
 
+    def rewind(self) -> None:
+        """Undo the one step that has run, as if it had not: for a step that was only measured."""
+        copies: dict[int, Any] = dict(self._initial.rebuild({}))
+        for index in sorted(self.changed, reverse=True):
+            start = self._start[index]
+            if isinstance(start, Tensor) and index in copies:
+                _compat.write_unseen(start, copies[index])
+            self._places[index].put(start)
+        self.__init__(self._name, self._call, self._function)  # type: ignore[misc]
+
     def save(self) -> Saved:
         """Copies of what the steps change, as it is now."""
         if not self.changed:
             return NOTHING_SAVED
-        contents = [place.get() if i in self.changed else None for i, place in enumerate(self._places)]
+        contents: list[Any] = [place.get() if i in self.changed else None for i, place in enumerate(self._places)]
         tensors = [i for i, value in enumerate(contents) if isinstance(value, Tensor)]
         values = {i: contents[i] for i in self.changed if not isinstance(contents[i], Tensor)}
         return Saved(Copies(contents, tensors) if tensors else None, values)
+
+    def exported(self, saved: Saved) -> tuple[list[int], list[Tensor], dict[int, Any]]:
+        """What was saved, as plain tensors and values by place."""
+        made = saved.tensors.rebuild({}) if saved.tensors is not None else {}
+        return list(made), list(made.values()), saved.values
+
+    def adopted(self, indices: list[int], tensors: list[Any], values: dict[int, Any], changed: list[int]) -> Saved:
+        """What `exported` gave, in another process."""
+        if max((*indices, *values, *changed), default=-1) >= len(self._places):
+            raise SnapshotLost("its step keeps state in places that are not there now")
+        listed: list[Any] = [None] * len(self._places)
+        for index, tensor in zip(indices, tensors, strict=True):
+            listed[index] = tensor.to(self._start[index].device) if isinstance(self._start[index], Tensor) else tensor
+        return Saved(Copies(listed, indices) if indices else None, values)
+
+    def overwrite(self, saved: Saved) -> None:
+        """Make what was saved how things stand now, as if the steps before had run here."""
+        made = saved.tensors.rebuild({}) if saved.tensors is not None else {}
+        for index, tensor in made.items():
+            start = self._start[index]
+            if isinstance(start, Tensor) and start.shape == tensor.shape:
+                with torch.no_grad():
+                    start.copy_(tensor)
+            else:
+                self._places[index].put(tensor)
+        for index, value in saved.values.items():
+            self._places[index].put(value)
+        self._seen = [place.get() for place in self._places]
+        self._versions = _versions(self._seen)
+        self._initial = self._initial.only({*self._worth(_SMALL_BYTES), *self.changed})
+        self._steps += 1
 
     def unchanged(self) -> list[tuple[str, Tensor]]:
         """The tensors that no step was seen to change, each with where it stands."""
@@ -135,8 +180,8 @@ class Hidden:
                 if index in self.changed:
                     self._lent.append((index, now.detach().clone()))
                 continue
-            self._lent.append((index, now))
-            if not same(now, then):
+            self._lent.append((index, place.whole() if isinstance(place, ListPlace) else now))
+            if not same(now, then) and not (isinstance(place, ListPlace) and index in self.changed):
                 place.put(then)
         for holder in self._call.holders:
             holder.enter()
@@ -159,10 +204,15 @@ class Hidden:
         rest = self.changed - made.keys() - saved.values.keys()
         # What only later steps change was as at the start.
         early: dict[int, Any] = dict(self._initial.only(rest).rebuild({})) if rest else {}
-        for index in self.changed:
+        for index in sorted(self.changed, reverse=True):  # whole lists before what stands in them
             value = self._start[index]
             for known in (early, saved.values, made):
                 value = known.get(index, value)
+            if isinstance(value, Items) and value.written_to():
+                raise StateChanged(
+                    f"{self._name}: a tensor in {self._places[index].words} has been changed in place since a step put it there, so that a "
+                    "re-run of later steps would read another value. Keep a copy (.clone()), or make it a part of the carry."
+                )
             self._places[index].put(value)
 
 

@@ -15,9 +15,11 @@ from retape.core.errors import InvalidInput
 from retape.torch import _compat
 from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, ListHolder
 from retape.torch.reads import Call
+from retape.torch.watch import version_of
 
 ABSENT = object()
 _FUNCTIONS_DEEP = 4
+_MOST_ITEMS = 256
 
 
 class DictPlace(NamedTuple):
@@ -82,14 +84,27 @@ class MemoryPlace(NamedTuple):
 
 
 class Items(NamedTuple):
-    """What a list held."""
+    """What a list held, and the versions of the tensors in it."""
 
     values: tuple[Any, ...]
+    versions: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, container: Any) -> Items:
+        return cls(tuple(container), tuple([version_of(i) if isinstance(i, Tensor) else None for i in container]))
 
     def same(self, other: Items) -> bool:
-        if len(self.values) != len(other.values):
-            return False
-        return all(map(_same_item, self.values, other.values))
+        return len(self.values) == len(other.values) and all(map(_same_item, self.values, other.values))
+
+    def written_to(self) -> bool:
+        return Items.of(self.values).versions != self.versions
+
+
+class Grown(NamedTuple):
+    """A long list that is only appended to: what it held are its first `length` items."""
+
+    length: int
+    last: Any
 
 
 class ListPlace(NamedTuple):
@@ -98,9 +113,17 @@ class ListPlace(NamedTuple):
     container: Any
 
     def get(self) -> Any:
-        return Items(tuple(self.container))
+        if len(self.container) > _MOST_ITEMS and isinstance(self.container, list):
+            return Grown(len(self.container), self.container[-1])
+        return Items.of(self.container)
+
+    def whole(self) -> Items:
+        return Items.of(self.container)
 
     def put(self, value: Any) -> None:
+        if isinstance(value, Grown):
+            del self.container[value.length :]
+            return
         self.container.clear()
         self.container.extend(value.values)
 
@@ -118,6 +141,8 @@ def same(now: Any, then: Any) -> bool:
         return True
     if isinstance(now, Items) and isinstance(then, Items):
         return now.same(then)
+    if isinstance(now, Grown) and isinstance(then, Grown):
+        return now.length == then.length and now.last is then.last
     return _same_item(now, then)
 
 
@@ -175,5 +200,3 @@ def _variables(name: str, function: Any, depth: int, seen: set[int]) -> Iterator
             )
         elif type(value) in ATOMS or isinstance(value, Tensor):
             yield place
-
-

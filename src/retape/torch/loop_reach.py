@@ -16,7 +16,7 @@ from retape.core.errors import InvalidInput, RegionError
 from retape.torch import _compat
 from retape.torch.reads import Call
 
-_ACCUMULATE: type = type(torch.zeros(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+_ACCUMULATE: Any = type(torch.zeros(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
 class Reached:
@@ -27,9 +27,18 @@ class Reached:
         self._edges: dict[tuple[Any, int], Tensor] = {}
         self.tensors: list[Tensor] = []
         self._indices: dict[int, int] = {}
-        for tensor in (*params, *call.extras, *call.state):
+        self._candidates = [*params, *call.extras, *call.state]
+        self._closed = False
+        for tensor in self._candidates:
             if tensor.grad_fn is not None:
                 self._edges.setdefault((tensor.grad_fn, tensor.output_nr), tensor)
+
+    def close(self) -> None:
+        """From now on nothing is added: all tensors that were found beforehand count, and another one is an error."""
+        for tensor in self._candidates:
+            if tensor.requires_grad:
+                self._note(tensor)
+        self._closed = True
 
     def walk(self, roots: Iterable[Tensor], own: set[int], since: int) -> None:
         """Note what a graph that was begun at sequence number `since` reaches, beside its `own` leaves (by id)."""
@@ -52,7 +61,7 @@ class Reached:
 
     def _visit(self, node: Any, number: int, own: set[int], since: int) -> bool:
         """Whether the walk ends at this node: a leaf, or a tensor from outside."""
-        if type(node) is _ACCUMULATE:
+        if type(node) is _ACCUMULATE:  # a leaf stands behind it
             if id(node.variable) not in own:
                 self._note(node.variable)
             return True
@@ -70,6 +79,11 @@ class Reached:
 
     def _note(self, tensor: Tensor) -> None:
         if id(tensor) not in self._indices:
+            if self._closed:
+                raise RegionError(
+                    f"{self._name}: the step uses a parameter of shape {tuple(tensor.shape)} that was found neither in its closure nor "
+                    "in its modules, so that a run that is resumed could not tell which one it is. Give it as params=[...]."
+                )
             self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
 

@@ -2,59 +2,67 @@
 
 One autograd node stands for the whole loop. In the forward every step is taped and its tape let go (so the kernels are those of plain
 autograd, and every parameter is met), but for the last, which waits for the backward pass. What is stored is decided by the schedules
-of `core`; a unit of a schedule is a block of one or more consecutive steps.
+of `core`; how a run goes on from files is in `loop_resume.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save
-from retape.core.actions import Tape as TapeAction
-from retape.core.errors import RegionError, StateChanged, UnsupportedTransform
-from retape.core.schedules.online import forward_phase, reverse_phase
+from retape.core.actions import Backward, Forward, Free, Item, Load, Save
+from retape.core.errors import RegionError, StateChanged
+from retape.core.schedules.online import forward_phase
 from retape.torch import _compat, state
+from retape.torch.disk import SnapshotLost
 from retape.torch.loop_body import Body
-from retape.torch.loop_hidden import Hidden, Saved
+from retape.torch.loop_hidden import NOTHING_SAVED, Hidden
+from retape.torch.loop_plan import StepAction, TapeSteps, reversal
 from retape.torch.loop_reach import Reached
+from retape.torch.loop_resume import Progress, Resume
 from retape.torch.loop_state import State
 from retape.torch.loop_tape import Grads, Tape
+from retape.torch.snapshots import Snapshot, Store
 from retape.torch.watch import version_of
 
-Actions = Callable[[], Iterator[Action]]
-
-
-class Snapshot(NamedTuple):
-    """Everything that a run needs to start at a step: the carry, the random streams, the state that steps hide."""
-
-    state: State
-    tokens: list[Any]
-    hidden: Saved
+Actions = Callable[[], Iterator[StepAction]]
 
 
 class Driver:
     """Carries out a schedule's actions over a loop's body."""
 
     def __init__(
-        self, body: Body, generators: list[Any], reached: Reached, hidden: Hidden, initial: State, *, block: int = 1
+        self,
+        body: Body,
+        reached: Reached,
+        hidden: Hidden,
+        initial: State,
+        *,
+        generators: list[Any],
+        store: Store,
+        snapshots: int,
+        block: int,
+        resume: Resume | None = None,
     ) -> None:
         self.body = body
-        self._hidden = hidden
         self.reached = reached
+        self.hidden = hidden
         self.initial = initial
         self.steps = 0
         self.final = initial
-        self._block = block
-        self._ambient = state.capture()
-        self._streams, self._tokens = state.streams(generators)
-        self._stored: dict[int, Snapshot] = {}
+        self.store = store
+        self.block = block
+        self.snapshots = snapshots
+        self.ambient = state.capture()
+        self.streams, self.start_tokens = state.streams(generators)
+        self._resume = resume
         self._tapes: dict[int, Tape] = {}
         self._working = initial
+        self._at = 0
         self._tape: Tape | None = None
         self._rest: Actions = lambda: iter(())
         self._read: list[tuple[str, Tensor]] = []
@@ -64,35 +72,43 @@ class Driver:
     # --- the first run -----------------------------------------------------------------------------------------
 
     def run_known(self, steps: int, actions: Actions) -> None:
-        """Run `steps` steps as the schedule begins: up to the tape of the last unit."""
+        """Run `steps` steps as the schedule begins: up to the tape of the last ones."""
         self.steps = steps
-        last = -(-steps // self._block) - 1
+        begin = self._begin()
         done = 0
-        with state.Replay(self._ambient, state.NONE_DRAWN):
-            for action in actions():
-                self._perform(action)
+        with state.Replay(self.ambient, state.NONE_DRAWN):
+            for action in actions() if not begin.ended else ():
                 done += 1
-                if isinstance(action, TapeAction) and action.step == last:
+                if not begin.passed(self, action):
+                    continue
+                self._perform(action)
+                if isinstance(action, TapeSteps) and action.stop == steps:
                     break
-        self._rest = lambda: islice(actions(), done, None)
-        self._settle()
+        if not begin.ended:
+            self._rest = lambda: islice(actions(), done, None)
+        self._settle(from_files=begin.ended)
 
-    def run_unknown(self, goes_on: Callable[[State, int], bool], snapshots: int) -> None:
-        """Run while `goes_on` says so, keeping at most `snapshots` states on the way."""
-        with state.Replay(self._ambient, state.NONE_DRAWN):
-            for action in forward_phase(snapshots):
+    def run_unknown(self, goes_on: Callable[[State, int], bool]) -> None:
+        """Run while `goes_on` says so, keeping at most so many snapshots on the way."""
+        begin = self._begin()
+        self.steps = begin.at
+        with state.Replay(self.ambient, state.NONE_DRAWN):
+            for action in forward_phase(self.snapshots) if not begin.ended else ():
+                assert isinstance(action, Forward | Save | Free)
+                if not begin.passed(self, action):
+                    continue
                 if not isinstance(action, Forward):
                     self._perform(action)
                 elif not self._advance_while(goes_on, action.stop):
                     break
-        last = self.steps - 1
-        if last < 0:
-            self._stored.clear()
-        elif last in self._stored:
-            del self._stored[last]
-        stored = sorted(self._stored)
-        self._rest = lambda: _reversal(stored, last, snapshots)
-        self._settle()
+        if not begin.ended:
+            tape, last = self._tape, self.steps - 1
+            if tape is not None and last in self.store.steps():
+                self.store.drop(last)
+            end = self.steps if tape is None else last
+            stored = [step for step in self.store.steps() if step < end]
+            self._rest = lambda: _from_last(tape is not None, stored, end, self.snapshots, self.block)
+        self._settle(from_files=begin.ended)
 
     def _advance_while(self, goes_on: Callable[[State, int], bool], stop: int) -> bool:
         while self.steps < stop:
@@ -103,56 +119,91 @@ class Driver:
             self.steps += 1
         return True
 
-    def _settle(self) -> None:
+    def _begin(self) -> _Begin:
+        """Where the first run begins: with nothing, or where the journal says."""
+        if self._resume is None:
+            return _Begin({}, 0)
+        found, reached, end = self._resume.restore()
+        if end is not None:
+            self.start_at(end)
+            last_tier = self.store.tiers - 1
+            for step, snapshot in {0: self._first(), **found}.items():
+                self.store.put(step, snapshot, last_tier)
+            self._rest = lambda: reversal(self.store.steps(), reached, self.snapshots, self.block)
+        return _Begin(found, max(found, default=0), ended=end is not None, steps=reached)
+
+    def start_at(self, snapshot: Snapshot) -> None:
+        """Make a snapshot of a killed run how things stand now."""
+        self._working = snapshot.state
+        self.hidden.overwrite(snapshot.hidden)
+        state.seek((self.streams, snapshot.tokens))
+
+    def _settle(self, *, from_files: bool) -> None:
         self.final = self._working
-        self._read = [*self._hidden.unchanged(), *[("its graph", tensor) for tensor in self.reached.tensors]]
+        self._read = [*self.hidden.unchanged(), *[("its graph", tensor) for tensor in self.reached.tensors]]
         self._after = [version_of(tensor) for _, tensor in self._read]
         self.body.rerun = True
+        if self._resume is not None and not from_files:
+            self._resume.ended(self.steps, self._snapshot())
 
     # --- the schedule's actions --------------------------------------------------------------------------------
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: StepAction) -> None:
         if isinstance(action, Forward):
-            start, stop = self._first_step(action.start), self._first_step(action.stop)
-            for step in range(start, stop):
+            for step in range(action.start, action.stop):
                 self._tape_steps(step, step + 1)
-        elif isinstance(action, TapeAction):
-            self._tape = self._tape_steps(self._first_step(action.step), self._first_step(action.step + 1))
+        elif isinstance(action, TapeSteps):
+            self._tape = self._tape_steps(action.start, action.stop)
         elif isinstance(action, Save):
             self._save(action)
         elif isinstance(action, Load):
             self._load(action.step)
         elif isinstance(action, Free):
-            del self._stored[action.step]
+            self.store.drop(action.step, action.tier)
+            if self._resume is not None and not self.body.rerun:
+                self._resume.freed(action.step)
         else:
-            raise AssertionError(f"no schedule of a loop asks for {action}")
-
-    def _first_step(self, unit: int) -> int:
-        return min(unit * self._block, self.steps)
+            raise AssertionError(f"no schedule of a loop asks for {action} here")
 
     def _tape_steps(self, start: int, stop: int) -> Tape:
         since = _compat.next_sequence_number()
         tape, self._working = self.body.tape(self._working, start, stop)
         if not self.body.rerun:
             self.reached.walk(tape.roots(), tape.own_leaves(), since)
-            self._hidden.after_step()
+            self.hidden.after_step()
         return tape
 
     def _save(self, action: Save) -> None:
         if action.item is Item.TAPE:
             assert self._tape is not None
             self._tapes[action.step], self._tape = self._tape, None
-        else:
-            self._stored[action.step] = Snapshot(
-                self._working, [stream.peek() for stream in self._streams], self._hidden.save()
-            )
+            return
+        snapshot = self._snapshot()
+        self.store.put(action.step, snapshot, action.tier)
+        if self._resume is not None and not self.body.rerun:
+            self._resume.saved(action.step, snapshot)
 
-    def _load(self, unit: int) -> None:
-        snapshot = self._stored[unit]
-        snapshot.state.check(self.body.name, self._first_step(unit))
-        self._working = snapshot.state
-        self._hidden.restore(snapshot.hidden)
-        state.seek((self._streams, snapshot.tokens))
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._working, [stream.peek() for stream in self.streams], self.hidden.save())
+
+    def _first(self) -> Snapshot:
+        return Snapshot(self.initial, self.start_tokens, NOTHING_SAVED)
+
+    def _load(self, step: int) -> None:
+        """Make the state before `step` the working one; if its snapshot is lost, run to it from an earlier one."""
+        before = [other for other in self.store.steps() if other < step]
+        for start in (step, *reversed(before), 0):
+            try:
+                snapshot = self.store.get(start) if start or 0 in self.store.steps() else self._first()
+            except SnapshotLost:
+                continue
+            snapshot.state.check(self.body.name, start)
+            self._working = snapshot.state
+            self.hidden.restore(snapshot.hidden)
+            state.seek((self.streams, snapshot.tokens))
+            break
+        for missing in range(start, step):
+            self._tape_steps(missing, missing + 1)
 
     # --- the backward pass -------------------------------------------------------------------------------------
 
@@ -164,55 +215,92 @@ class Driver:
                 "Specify retain_graph=True when calling .backward() the first time."
             )
         self._check_unchanged()
-        stored, tapes, last = dict(self._stored), dict(self._tapes), self._tape
-        self._hidden.lend()
+        self._released = not keep  # also if it fails on the way
+        kept = (self.store, dict(self._tapes), self._tape)
+        if keep:
+            self.store = self.store.fork()
+        self.hidden.lend()
         try:
-            with state.Replay(self._ambient, (self._streams, self._tokens)):
-                return _Reversal(self, carry, ys, keep=keep).run(self._rest())
+            with state.Replay(self.ambient, (self.streams, self.start_tokens)):
+                found = _Reversal(self, carry, ys, keep=keep).run(self._rest)
         finally:
-            self._hidden.give_back()
+            self.hidden.give_back()
             if keep:
-                self._stored, self._tapes, self._tape = stored, tapes, last
-            else:
-                self.release()
+                self.store, self._tapes, self._tape = kept
+        if not keep:
+            self.release()
+        return found
 
     def _check_unchanged(self) -> None:
         if self.body.xs.written_to():
             raise StateChanged(
-                f"{self.body.name}: a tensor of xs has been modified by an inplace operation after the loop, so that its gradients would be "
-                "wrong. Change it after backward, or give the loop a copy (.clone())."
+                f"{self.body.name}: a tensor of xs has been modified by an inplace operation after the loop, so that its gradients would "
+                "be wrong. Change it after backward, or give the loop a copy (.clone())."
             )
         for (place, tensor), then in zip(self._read, self._after, strict=True):
             if version_of(tensor) != then:
                 raise StateChanged(
                     f"{self.body.name}: a tensor that the step reads ({place}, shape {tuple(tensor.shape)}) has been modified by an "
-                    "inplace operation after the loop, so that its gradients would be wrong. Change it after backward (optimizer.step() too)."
+                    "inplace operation after the loop, so that its gradients would be wrong. "
+                    "Change it after backward (optimizer.step() too)."
                 )
 
-    def take_tape(self, unit: int) -> tuple[Tape, bool]:
-        """The tape of a unit, and whether it was made by the first run."""
-        if unit in self._tapes:
-            return self._tapes.pop(unit), True
+    def take_tape(self, step: int) -> tuple[Tape, bool]:
+        """The tape of the steps from `step` on, and whether it had been stored."""
+        if step in self._tapes:
+            return self._tapes.pop(step), True
         assert self._tape is not None
         tape, self._tape = self._tape, None
         return tape, False
 
-    def perform(self, action: Action) -> None:
+    def perform(self, action: StepAction) -> None:
         self._perform(action)
+
+    @property
+    def resume(self) -> Resume | None:
+        return self._resume
 
     def release(self) -> None:
         """Forget all that the backward pass would start from."""
         self._released = True
-        self._stored.clear()
+        self.store.clear()
         self._tapes.clear()
         self._tape = None
         self._working = self.final = self.initial = State([], self.initial.spec, ())
+        if self._resume is not None:
+            self._resume.finish()
 
 
-def _reversal(stored: list[int], last: int, snapshots: int) -> Iterator[Action]:
-    if last >= 0:
-        yield Backward(last)
-        yield from reverse_phase(stored, last, snapshots)
+class _Begin:
+    """Passes over what the schedule asks for before the step that a killed run had reached."""
+
+    def __init__(self, found: dict[int, Snapshot], at: int, *, ended: bool = False, steps: int = 0) -> None:
+        self._found = found
+        self.ended = ended
+        self.at = steps if ended else at
+        self._waiting = at > 0
+
+    def passed(self, driver: Driver, action: StepAction) -> bool:
+        """Whether an action is still to be performed."""
+        if not self._waiting:
+            return True
+        if isinstance(action, Save):
+            if action.step == 0:
+                driver.perform(action)
+            elif action.step in self._found:
+                driver.store.put(action.step, self._found[action.step], action.tier)
+            if action.step == self.at:
+                driver.start_at(self._found[self.at])
+                self._waiting = False
+        elif isinstance(action, Free) and action.step in driver.store.steps():
+            driver.store.drop(action.step, action.tier)
+        return False
+
+
+def _from_last(taped: bool, stored: list[int], end: int, snapshots: int, block: int) -> Iterator[StepAction]:
+    if taped:
+        yield Backward(end)
+    yield from reversal(stored, end, snapshots, block)
 
 
 class _Reversal:
@@ -230,21 +318,36 @@ class _Reversal:
             torch.zeros_like(leaf) if needed else None for leaf, needed in zip(xs.leaves, xs.needs_grad, strict=True)
         ]
 
-    def run(self, actions: Iterator[Action]) -> tuple[Grads, Grads, Grads]:
+    def run(self, actions: Actions) -> tuple[Grads, Grads, Grads]:
+        resume = None if self._keep else self._driver.resume
         first = True
-        for action in actions:
-            if isinstance(action, Backward):
-                tape, stored = self._driver.take_tape(action.step)
-                self._reverse(tape, retain=self._keep and (first or stored))
-                first = False
-            else:
+        for action in self._rest_of(actions, resume):
+            if not isinstance(action, Backward):
                 self._driver.perform(action)
+                continue
+            tape, stored = self._driver.take_tape(action.step)
+            self._reverse(tape, retain=self._keep and (first or stored))
+            first = False
+            if resume is not None:
+                resume.reversed_to(Progress(tape.start, self._carry, self._sums, self._xs))
         return self._carry, self._xs, self._sums
+
+    def _rest_of(self, actions: Actions, resume: Resume | None) -> Iterator[StepAction]:
+        """The actions that are left, after what a killed pass had done already."""
+        driver = self._driver
+        done = resume.progress(self._carry, self._ys, self._xs, self._captured) if resume is not None else None
+        if done is None:
+            return actions()
+        self._carry, self._sums = done.carry, done.sums
+        stored = [step for step in driver.store.steps() if step < done.end]
+        return reversal(stored, done.end, driver.snapshots, driver.block)
 
     def _reverse(self, tape: Tape, *, retain: bool) -> None:
         start, stop = tape.start, tape.start + len(tape.steps)
         with torch.enable_grad():
-            ys = [self._y_grads(step, handed_on=step == stop - 1 < self._driver.steps - 1) for step in range(start, stop)]
+            ys = [
+                self._y_grads(step, handed_on=step == stop - 1 < self._driver.steps - 1) for step in range(start, stop)
+            ]
             found = tape.reverse(
                 self._carry,
                 ys,
@@ -277,56 +380,3 @@ class _Reversal:
                 before = seeds[leaf]
                 seeds[leaf] = grad[start - 1] if before is None else before + grad[start - 1]
         return seeds
-
-
-class LoopNode(torch.autograd.Function):
-    """The one autograd node of a loop. Its inputs: the driver, then leaves of the carry, of xs, and captured tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, driver: Driver, outputs: Outputs, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.driver, ctx.outputs = driver, outputs
-        ctx.set_materialize_grads(False)
-        tensors = outputs.take()
-        ctx.mark_non_differentiable(*[t for t, needed in zip(tensors, outputs.needs_grad, strict=True) if not needed])
-        return tuple(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        driver, outputs = ctx.driver, ctx.outputs
-        if torch.is_grad_enabled():
-            raise UnsupportedTransform(
-                f"{driver.body.name} was differentiated with create_graph=True; its backward pass has no graph of its own. "
-                "Call backward without create_graph, or run the loop plainly where second derivatives are needed."
-            )
-        carry, ys = outputs.sorted(grads)
-        found_carry, found_xs, sums = driver.backward(carry, ys, keep=_compat.keeps_graph())
-        wanted = [grad for grad, needed in zip(found_carry, outputs.carry_inputs, strict=True) if needed]
-        xs = [grad for grad, needed in zip(found_xs, driver.body.xs.needs_grad, strict=True) if needed]
-        return (None, None, *wanted, *xs, *sums)
-
-
-class Outputs:
-    """The tensors that a loop returns, on their way through its autograd node."""
-
-    def __init__(self, carry_inputs: tuple[bool, ...], carry: list[Any], ys: list[Any], needs_grad: list[bool]) -> None:
-        self.carry_inputs = carry_inputs
-        self._places = [isinstance(leaf, Tensor) for leaf in (*carry, *ys)]
-        self._carry_count = len(carry)
-        self._leaves: list[Any] = [*carry, *ys]
-        self.needs_grad = [n for n, place in zip(needs_grad, self._places, strict=True) if place]
-
-    def take(self) -> list[Tensor]:
-        tensors = [leaf for leaf, place in zip(self._leaves, self._places, strict=True) if place]
-        self._leaves = [None if place else leaf for leaf, place in zip(self._leaves, self._places, strict=True)]
-        return tensors
-
-    def filled(self, tensors: tuple[Tensor, ...]) -> tuple[list[Any], list[Any]]:
-        """The leaves of the final carry and of the ys, with what the node returned."""
-        rest = iter(tensors)
-        leaves = [next(rest) if place else leaf for leaf, place in zip(self._leaves, self._places, strict=True)]
-        return leaves[: self._carry_count], leaves[self._carry_count :]
-
-    def sorted(self, grads: tuple[Tensor | None, ...]) -> tuple[Grads, Grads]:
-        rest = iter(grads)
-        every = [next(rest) if place else None for place in self._places]
-        return every[: self._carry_count], every[self._carry_count :]

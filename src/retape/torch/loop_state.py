@@ -1,7 +1,7 @@
 """States of a loop: the leaves of a carry without their history, and how to put the carry together again.
 
-Containers are PyTorch's trees (tuples, lists, dicts, named tuples, deques, at any depth) and dataclasses. A leaf that is no tensor is passed
-through as it is. No running and no storing here.
+Containers are PyTorch's trees (tuples, lists, dicts, named tuples, deques, at any depth) and dataclasses. A leaf that is no tensor is
+passed through as it is. No running and no storing here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Dataclass(NamedTuple):
     kind: type
     names: tuple[str, ...]
     inner: Spec
-    count: int
+    leaves: int
 
 
 class Spec(NamedTuple):
@@ -74,8 +74,8 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
         if index not in classes:
             whole.append(rest.pop(0))
             continue
-        kind, names, inner, count = classes[index]
-        fields, rest = unflatten(rest[:count], inner), rest[count:]
+        kind, names, inner, used = classes[index]
+        fields, rest = unflatten(rest[:used], inner), rest[used:]
         whole.append(_rebuilt(kind, names, fields))
     return pytree.tree_unflatten(whole, spec.tree)
 
@@ -86,7 +86,7 @@ def _is_dataclass(leaf: Any) -> bool:
 
 def _rebuilt(kind: type, names: tuple[str, ...], fields: list[Any]) -> Any:
     """A dataclass with these fields, made without its constructor, which may ask for something else."""
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     for name, value in zip(names, fields, strict=True):
         object.__setattr__(made, name, value)
     return made
@@ -131,8 +131,8 @@ class State:
         leaf = self.written_to()
         if leaf is not None:
             raise StateChanged(
-                f"{name}: leaf {leaf} of the carry before step {step} has been modified by an inplace operation after the loop, so that its "
-                "gradients would be wrong. Change it after backward, or change a copy (.clone())."
+                f"{name}: leaf {leaf} of the carry before step {step} has been modified by an inplace operation after the loop, so that "
+                "its gradients would be wrong. Change it after backward, or change a copy (.clone())."
             )
 
     @property

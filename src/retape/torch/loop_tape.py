@@ -77,7 +77,10 @@ class Tape(NamedTuple):
         groups = [self.carry_in, *[step.xs for step in self.steps], list(captured)]
         wanted = [[isinstance(leaf, Tensor) and leaf.requires_grad for leaf in group] for group in groups]
         inputs = [
-            leaf for group, needed in zip(groups, wanted, strict=True) for leaf, n in zip(group, needed, strict=True) if n
+            leaf
+            for group, needed in zip(groups, wanted, strict=True)
+            for leaf, n in zip(group, needed, strict=True)
+            if n
         ]
         found: list[Tensor | None] = [None] * len(inputs)
         if roots and inputs:

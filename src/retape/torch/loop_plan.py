@@ -1,0 +1,210 @@
+"""How a loop will be run: how many snapshots, in which tiers, and how many steps are taped together.
+
+The schedules are those of `core`; here blocks of steps become their units, and budgets and tiers become slots. No tensor is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from retape.core.actions import Action, Backward, Forward, Free, Load, Save
+from retape.core.actions import Tape as TapeAction
+from retape.core.errors import InvalidInput
+from retape.core.problem import BudgetLike, Loop, Tier
+from retape.core.schedules.multistage import Costs, multistage
+from retape.core.schedules.online import reverse_phase
+from retape.core.schedules.revolve import binomial, extra_steps, reverse_segment, revolve
+from retape.core.solve import solve
+
+BLOCK = 24  # steps taped together at most, where nobody says how many: the peak must not grow with the length
+_REPEATS = 2  # how often a step may run again, where nobody says how many snapshots to keep
+_TABLE = 2 * 10**8  # operations that the table of a tiered schedule may take: seconds
+KINDS = ("device", "host", "disk")
+
+
+class TapeSteps(NamedTuple):
+    """Run steps from the working state as one graph, and keep it."""
+
+    start: int
+    stop: int
+
+
+StepAction: TypeAlias = Forward | TapeSteps | Save | Load | Free | Backward
+
+
+class Sizes(NamedTuple):
+    """What one step was measured to take."""
+
+    state_bytes: int
+    tape_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPlan:
+    """The schedule of a loop of known length. `tiers` of None: everything stays on the device."""
+
+    steps: int
+    snapshots: int
+    block: int
+    slots: tuple[int, ...] | None = None
+    costs: Costs | None = None
+
+    @property
+    def units(self) -> int:
+        return -(-self.steps // self.block)
+
+    @property
+    def forward_steps(self) -> int:
+        """The steps that will run forward in all, taping ones among them, where every block is whole and all slots are equal."""
+        return self.steps + extra_steps(self.units, self.snapshots) * self.block
+
+    def actions(self) -> Iterator[StepAction]:
+        """The whole schedule, in steps."""
+        units = (
+            self._tiered() if self.slots is not None and self.costs is not None else revolve(self.units, self.snapshots)
+        )
+        return in_steps(units, 0, self.steps, self.block)
+
+    def _tiered(self) -> Iterator[Action]:
+        assert self.slots is not None
+        assert self.costs is not None
+        return multistage(self.units, self.slots, self.costs)
+
+
+def in_steps(actions: Iterator[Action], first: int, end: int, block: int) -> Iterator[StepAction]:
+    """Actions over blocks as actions over steps: unit 0 starts at step `first`, the last one stops at `end`."""
+
+    def step_of(unit: int) -> int:
+        return min(first + unit * block, end)
+
+    for action in actions:
+        if isinstance(action, Forward):
+            yield Forward(step_of(action.start), step_of(action.stop))
+        elif isinstance(action, TapeAction):
+            yield TapeSteps(step_of(action.step), step_of(action.step + 1))
+        elif isinstance(action, Save):
+            yield Save(step_of(action.step), action.tier, action.item)
+        elif isinstance(action, Load):
+            yield Load(step_of(action.step), action.tier, action.item)
+        elif isinstance(action, Free):
+            yield Free(step_of(action.step), action.tier, action.item)
+        elif isinstance(action, Backward):
+            yield Backward(step_of(action.step))
+        else:
+            raise AssertionError(f"no schedule of a loop asks for {action}")
+
+
+def reversal(stored: Sequence[int], end: int, snapshots: int, block: int) -> Iterator[StepAction]:
+    """Reverse the steps before `end` from the states that are stored, as the online schedules do, in blocks."""
+    if block == 1:
+        yield from in_steps(reverse_phase(list(stored), end, snapshots), 0, end, 1)
+        return
+    for index in range(len(stored) - 1, -1, -1):
+        start = stored[index]
+        units = -(-(end - start) // block)
+        yield Load(start)
+        if units == 1:
+            yield Free(start)
+        yield from in_steps(reverse_segment(0, units, max(1, snapshots - index)), start, end, block)
+        end = start
+
+
+def default_block(steps: int) -> int:
+    """About three quarters of the square root, so that a block weighs less than a segment of sqrt(n) steps; never more than `BLOCK`."""
+    return max(1, min(BLOCK, 3 * math.isqrt(steps) // 4))
+
+
+def default_snapshots(units: int) -> int:
+    """The fewest with which no step runs more than three times in all."""
+    count = 1
+    while binomial(count, _REPEATS) < units:
+        count += 1
+    return count
+
+
+def plan_within(steps: int, budget: BudgetLike, sizes: Sizes, *, snapshots: int | None, block: int | None) -> LoopPlan:
+    """The plan with the fewest forward steps whose snapshots and tape stay inside the budget."""
+    loop = Loop(steps=steps, state_bytes=sizes.state_bytes, tape_bytes=sizes.tape_bytes, name="the loop's step")
+    limit = solve(loop, budget).budget_bytes
+    best: tuple[int, int, LoopPlan] | None = None
+    for size in _block_sizes(steps) if block is None else (block,):
+        units = -(-steps // size)
+        room = limit - sizes.state_bytes - size * sizes.tape_bytes
+        if room < 0 or (units > 1 and room < sizes.state_bytes):
+            continue
+        fitting = min(units, room // sizes.state_bytes) if sizes.state_bytes else units
+        slots = max(1, min(fitting, snapshots or fitting))
+        plan = LoopPlan(steps=steps, snapshots=slots, block=size)
+        taken = size * sizes.tape_bytes + slots * sizes.state_bytes
+        if best is None or (plan.forward_steps, taken) < best[:2]:
+            best = (plan.forward_steps, taken, plan)
+    if best is None:
+        raise InvalidInput(
+            f"block = {block} steps of {sizes.tape_bytes} bytes do not fit in a budget of {limit} bytes. Give a smaller block, or none."
+        )
+    return best[2]
+
+
+def _block_sizes(steps: int) -> list[int]:
+    sizes = {steps}
+    size = 1
+    while size < steps:
+        sizes.update((size, min(steps, size + size // 2)))
+        size *= 2
+    return sorted(sizes)
+
+
+def plan_in_tiers(
+    steps: int, tiers: Sequence[Tier], sizes: Sizes, *, snapshots: int | None, block: int | None
+) -> LoopPlan:
+    """The plan for slots in several tiers: the cheapest one where its table is small, else Revolve over all slots together."""
+    size = block or default_block(steps)
+    units = -(-steps // size)
+    slots = tier_slots(tiers, sizes.state_bytes, snapshots or default_snapshots(units))
+    total = sum(slots)
+    if total < 1:
+        raise InvalidInput(
+            f"No tier has room for a snapshot of {sizes.state_bytes} bytes; give a tier a larger capacity_bytes."
+        )
+    useful = tuple(min(count, max(1, units - 1)) for count in slots)
+    work = units**2 * math.prod(count + 1 for count in useful) * (2 * len(useful) + 1)
+    if len(tiers) == 1 or work > _TABLE:
+        return LoopPlan(steps=steps, snapshots=total, block=size)
+    seconds = max(sizes.seconds, 1e-9) * size
+    costs = Costs(
+        forward=seconds,
+        backward=3 * seconds,
+        write=tuple(tier.write_seconds(sizes.state_bytes) for tier in tiers),
+        read=tuple(tier.read_seconds(sizes.state_bytes) for tier in tiers),
+    )
+    return LoopPlan(steps=steps, snapshots=total, block=size, slots=slots, costs=costs)
+
+
+def tier_slots(tiers: Sequence[Tier], state_bytes: int, snapshots: int) -> tuple[int, ...]:
+    """How many of `snapshots` each tier takes: the first ones as many as their capacity holds, in order."""
+    left = snapshots
+    slots = []
+    for tier in tiers:
+        fits = left if tier.capacity_bytes is None or not state_bytes else tier.capacity_bytes // state_bytes
+        slots.append(min(left, fits))
+        left -= slots[-1]
+    return tuple(slots)
+
+
+def check_tiers(tiers: Sequence[Tier] | None) -> tuple[Tier, ...]:
+    """Tiers by name, fastest first."""
+    if tiers is None:
+        return ()
+    given = tuple(tiers) if isinstance(tiers, Sequence) else (tiers,)
+    if not given or not all(isinstance(tier, Tier) for tier in given):
+        raise InvalidInput(
+            "tiers must be a list of retape.core.Tier values, such as [Tier(name='device'), Tier(name='disk')]."
+        )
+    names = [tier.name for tier in given]
+    if any(name not in KINDS for name in names) or len(set(names)) != len(names):
+        raise InvalidInput(f"tiers are named {names}; each is one of {', '.join(KINDS)}, at most once.")
+    return tuple(sorted(given, key=lambda tier: KINDS.index(tier.name)))
