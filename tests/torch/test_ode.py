@@ -36,10 +36,11 @@ def constant_steps(method, size):
     return {"step_size": size}
 
 
-@pytest.mark.parametrize("snapshots", [1, 2, 3, 8, 100])
+@pytest.mark.parametrize(("snapshots", "block"), [(1, 1), (2, 1), (8, 1), (2, 4), (100, 8)])
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=lambda v: v if isinstance(v, str) else "")
-def test_gradients_equal_plain_autograd_bit_for_bit(method, options, snapshots):
+def test_gradients_equal_plain_autograd_bit_for_bit(method, options, snapshots, block):
     net = Net()
+    blocks = {**options, "block": block}
     named = {"method": method, "options": options, **LOOSE}
     for _ in range(2):  # at one point, and again at another
         y0 = torch.randn(4, 3, dtype=F64, requires_grad=True)
@@ -47,7 +48,8 @@ def test_gradients_equal_plain_autograd_bit_for_bit(method, options, snapshots):
         weights = torch.randn(5, 4, 3, dtype=F64)
         inputs = (y0, t, *net.parameters())
         wanted = gradients(lambda y0=y0, t=t: solve_plainly(net, y0, t, **named), inputs, weights)
-        found = gradients(lambda y0=y0, t=t: retape.odeint(net, y0, t, snapshots=snapshots, **named), inputs, weights)
+        in_blocks = {**named, "options": blocks, "snapshots": snapshots}
+        found = gradients(lambda y0=y0, t=t, n=in_blocks: retape.odeint(net, y0, t, **n), inputs, weights)
         for one, other in zip(wanted, found, strict=True):
             assert torch.equal(one, other)
         assert all(gradient.abs().max() > 1e-4 for gradient in found[1:])
@@ -125,15 +127,14 @@ def test_f_is_evaluated_as_often_as_the_schedule_promises():
     """Six evaluations a step: the seventh slope is the next step's first. One at the start; a given first step needs no trial."""
     net, y0 = Net(), torch.randn(2, 3, dtype=F64, requires_grad=True)
     t, steps = torch.tensor([0.0, 1.0], dtype=F64), 16
-    options = constant_steps("dopri5", 1 / steps)
+    options = {**constant_steps("dopri5", 1 / steps), "block": 1}
     with Evaluations() as forward:
         solution = retape.odeint(net, y0, t, options=options, snapshots=steps)
     assert forward.count == 1 + 6 * steps
     with Evaluations() as backward:
         solution.sum().backward()
-    assert backward.count == 6 * (
-        steps - 1
-    )  # a snapshot for every step: each is taped once more, but for the last, whose tape is kept
+    # With a snapshot for every step each is taped once more, but for the last, whose tape is kept.
+    assert backward.count == 6 * (steps - 1)
     with Evaluations() as both:
         retape.odeint(net, y0, t, options=options, snapshots=1).sum().backward()
     assert both.count == 1 + 6 * (steps + (steps - 1) * steps // 2)
@@ -143,12 +144,27 @@ def test_f_is_evaluated_as_often_as_the_schedule_promises():
     assert both.count <= 1 + 6 * 1.1 * again
 
 
+def test_steps_of_small_states_are_taped_in_blocks():
+    net, t, steps = Net(), torch.tensor([0.0, 1.0], dtype=F64), 32
+    options = constant_steps("dopri5", 1 / steps)
+    counts = {}
+    for rows in (2, 4000):  # of three numbers: below and above 64 KiB
+        y0 = torch.randn(rows, 3, dtype=F64, requires_grad=True)
+        for block in (None, 1, 8):
+            chosen = {**options, "block": block} if block else options
+            with Evaluations() as both:
+                retape.odeint(net, y0, t, options=chosen, snapshots=3).sum().backward()
+            counts[rows, block] = both.count
+    assert counts[2, None] == counts[2, 8] < counts[2, 1]
+    assert counts[4000, None] == counts[4000, 1] == counts[2, 1]
+
+
 def test_rejected_steps_are_not_taken_again():
     net, y0 = Net(), 3 * torch.randn(2, 3, dtype=F64, requires_grad=True)
     t = torch.tensor([0.0, 3.0], dtype=F64)
     options = {"first_step": 2.0}
     with Evaluations() as forward:
-        solution, run = integrate(net, y0, t, in_a_loop(100), options=options)
+        solution, run = integrate(net, y0, t, in_a_loop(100, 1), options=options)
     assert run.rejected >= 2
     assert forward.count == 1 + 6 * (len(run.sizes) + run.rejected)
     with Evaluations() as backward:

@@ -34,12 +34,17 @@ class QuickLedger(Ledger):
             self._at_most += tensor.untyped_storage().nbytes()
 
 
-def peak_units(solve, steps, times=2):
+def peak_units(solve, steps, times=2, block=1):
     """The most bytes that live at once in forward and backward, in states."""
     y0 = torch.randn(WIDTH, dtype=torch.float64, requires_grad=True)
     t = torch.linspace(0, 1, times, dtype=torch.float64)
     size = 1 / steps
-    options = {"first_step": size, "min_step": size, "max_step": size}
+    options = {
+        "first_step": size,
+        "min_step": size,
+        "max_step": size,
+        **({} if solve is solve_plainly else {"block": block}),
+    }
     with QuickLedger() as ledger:
         solve(lambda t, y: torch.sin(y) * t, y0, t, options=options)[-1].sum().backward()
     return ledger.peak / STATE
@@ -54,6 +59,7 @@ def test_the_peak_is_flat_in_the_number_of_steps():
     snapshots, tape = 6, peak_units(in_a_loop(1), 10)
     for steps in (20, 60, 180):
         assert peak_units(in_a_loop(snapshots), steps) <= tape + 2 * snapshots
+    assert peak_units(in_a_loop(snapshots), 60, block=3) <= 3 * tape + 2 * snapshots
     plain_short, plain_long = (peak_units(solve_plainly, steps) for steps in (10, 50))
     assert plain_long > 4 * plain_short > 2 * (tape + 2 * snapshots)
 

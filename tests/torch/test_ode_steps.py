@@ -222,6 +222,7 @@ def decay(t, y):
         ({"rtol": (1e-3, 1e-3)}, "rtol has 2 entries for 1 states"),
         ({"atol": torch.tensor(1e-3, requires_grad=True)}, "atol requires a gradient; step sizes carry none"),
         ({"snapshots": 0}, "snapshots = 0"),
+        ({"options": {"block": 0}}, "block = 0"),
         (
             {"options": {"step_size": 0.1}},
             "dopri5 knows no option 'step_size'; it knows first_step, min_step, max_step, step_t",
@@ -236,7 +237,7 @@ def decay(t, y):
         ({"options": {"max_num_steps": 0}}, "max_num_steps is 0; give at least 1"),
         (
             {"method": "rk4", "options": {"first_step": 0.1}},
-            "rk4 knows no option 'first_step'; it knows step_size, grid_constructor, interp",
+            "rk4 knows no option 'first_step'; it knows step_size, grid_constructor, interp, block",
         ),
         ({"method": "rk4", "options": {"step_size": -1}}, "step_size is -1.0; it is a positive number"),
         (

@@ -45,8 +45,11 @@ def odeint(
 
     The gradient with respect to y0, t and all that f uses is that of the steps that were taken, as backpropagation through them gives it,
     while only `snapshots` states are kept. Adaptive step sizes are constants: no gradient flows through their choice.
+    `options` are torchdiffeq's of the method, and `block`: how many steps the backward pass tapes together (8 for small states, else 1).
     """
-    solution, _ = integrate(f, y0, t, in_a_loop(snapshots), method=method, rtol=rtol, atol=atol, options=options)
+    rest = dict(options or {})
+    way = in_a_loop(snapshots, rest.pop("block", None))
+    solution, _ = integrate(f, y0, t, way, method=method, rtol=rtol, atol=atol, options=rest)
     return cast(S, solution)
 
 
@@ -57,13 +60,20 @@ class Way(NamedTuple):
     drive: Callable[[Run, Callable[..., Any]], Tensor]
 
 
-def in_a_loop(snapshots: int) -> Way:
+# Where a state is small, what a few steps' tapes weigh does not matter, and running steps again does.
+_SMALL_STATE_BYTES = 64 * 1024
+_BLOCK_OF_SMALL_STATES = 8
+
+
+def in_a_loop(snapshots: int, block: int | None = None) -> Way:
     """The loop of bounded memory."""
 
     def drive(run: Run, f: Callable[..., Any]) -> Tensor:
+        small = run.problem.y0.nbytes <= _SMALL_STATE_BYTES
+        together = (_BLOCK_OF_SMALL_STATES if small else 1) if block is None else block
         # The loop looks for what a step reads among its arguments: with f there, its parameters, buffers and generators are found.
         step = partial(_advance, f, run.advance)
-        carry, _ = while_loop(run.go_on, step, run.start(), snapshots=snapshots, params=run.reads())
+        carry, _ = while_loop(run.go_on, step, run.start(), snapshots=snapshots, params=run.reads(), block=together)
         return run.state(carry)
 
     return Way(LoopOutputs, drive)

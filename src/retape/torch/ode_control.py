@@ -91,7 +91,7 @@ def _known(options: Mapping[str, Any], kind: type, method: str) -> Mapping[str, 
     if unknown:
         hint = "; for a jump of f, integrate up to it and start again there" if "jump_t" in unknown else ""
         raise InvalidInput(
-            f"{method} knows no option {', '.join(map(repr, unknown))}; it knows {', '.join(names)}{hint}"
+            f"{method} knows no option {', '.join(map(repr, unknown))}; it knows {', '.join([*names, 'block'])}{hint}"
         )
     return options
 
