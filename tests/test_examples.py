@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LAST_WORDS = {
+    "neural_ode": "The motion is learned, with at most 10 states stored at a time.",
     "schedule_a_loop": "revolve   3                 3            3835   equal, bit for bit",
     "checkpoint_a_transformer": "The same three losses to the last bit, in 35% of the bytes.",
 }

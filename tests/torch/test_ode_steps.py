@@ -1,6 +1,8 @@
 """Steps, grids and step sizes of `odeint`: orders of convergence, options, and every message."""
 
 import math
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -339,3 +341,14 @@ def test_what_f_reads_must_not_change_before_backward():
         net.inner.weight.mul_(2)
     with pytest.raises(StateChanged, match="modified"):
         solution.sum().backward()
+
+
+def test_the_first_use_may_be_without_gradients():
+    """In a process of its own: whatever is made when a module is imported must not depend on the mode."""
+    program = (
+        "import torch, retape\n"
+        "with torch.no_grad():\n"
+        "    print(retape.odeint(lambda t, y: -y, torch.ones(1), torch.tensor([0.0, 1.0])).shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "torch.Size([2, 1])\n", done.stderr

@@ -16,7 +16,8 @@ from retape.core.errors import InvalidInput, RegionError
 from retape.torch import _compat
 from retape.torch.reads import Call
 
-_ACCUMULATE: Any = type(torch.zeros(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+with torch.inference_mode(False), torch.enable_grad():  # the first use of a loop may be under no_grad
+    _ACCUMULATE: Any = type(torch.zeros(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
 class Reached:
