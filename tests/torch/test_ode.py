@@ -18,7 +18,9 @@ from ode_cases import (
 
 import retape
 from retape.core.schedules import Schedule, count
+from retape.errors import InvalidInput
 from retape.torch.ode import in_a_loop, integrate
+from retape.torch.runs import plain
 
 F64 = torch.float64
 LOOSE = {"rtol": 1e-5, "atol": 1e-7}
@@ -351,3 +353,42 @@ def test_parameters_in_a_closure_and_times_with_a_history():
     slope = scale.item()
     exact = -slope * 2 * torch.exp(-slope * ends.detach())
     assert torch.allclose(found[1], exact, rtol=1e-3)
+
+
+def test_inside_a_region_and_in_plain_mode():
+    net, y0 = Net(), torch.randn(4, 3, dtype=F64, requires_grad=True)
+    t, inputs = torch.tensor([0.0, 0.5, 1.0], dtype=F64), (y0, *net.parameters())
+    weights = torch.randn(3, 4, 3, dtype=F64)
+
+    def solve(y0):
+        return retape.odeint(net, y0 * 1.5, t, snapshots=3)
+
+    def in_plain_mode():
+        with plain():
+            return solve(y0)
+
+    wanted = gradients(lambda: solve_plainly(net, y0 * 1.5, t), inputs, weights)
+    for call in (lambda: solve(y0), lambda: retape.checkpoint(solve, y0, use_reentrant=False), in_plain_mode):
+        assert all(map(torch.equal, wanted, gradients(call, inputs, weights)))
+
+
+def test_two_solutions_before_one_backward():
+    net, y0 = Net(), torch.randn(3, dtype=F64, requires_grad=True)
+    t = torch.tensor([0.0, 1.0], dtype=F64)
+    results = []
+    for solve in (solve_plainly, retape.odeint):
+        first, second = solve(net, y0, t), solve(net, 2 * y0, t)
+        results.append(torch.autograd.grad((first * second).sum(), y0)[0])
+    assert torch.equal(*results)
+
+
+def test_autocast_rounds_as_it_does_in_plain_autograd():
+    net, y0 = Net(dtype=torch.float32), torch.randn(4, 3, requires_grad=True)
+    t, weights = torch.tensor([0.0, 1.0]), torch.randn(2, 4, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        named = {"rtol": 1e-2, "atol": 1e-2}
+        wanted = gradients(lambda: solve_plainly(lambda t, y: net(t, y).float(), y0, t, **named), (y0,), weights)
+        found = gradients(lambda: retape.odeint(lambda t, y: net(t, y).float(), y0, t, **named), (y0,), weights)
+        with pytest.raises(InvalidInput, match="under autocast: return it"):
+            retape.odeint(net, y0, t)
+    assert all(map(torch.equal, wanted, found))

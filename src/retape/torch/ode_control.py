@@ -42,10 +42,10 @@ class AdaptiveOptions:
             raise InvalidInput(
                 f"min_step is {self.min_step} and max_step {self.max_step}; give 0 <= min_step <= max_step"
             )
-        if not (0 < self.safety <= 1 and 0 < self.dfactor <= 1 <= self.ifactor):
+        if not (0 < self.safety <= 1 and 0 < self.dfactor < 1 <= self.ifactor):
             raise InvalidInput(
                 f"safety, dfactor and ifactor are {self.safety}, {self.dfactor} and {self.ifactor}; "
-                "the first two lie in (0, 1], the last is at least 1"
+                "the first lies in (0, 1], the second in (0, 1), the last is at least 1"
             )
         if self.max_num_steps < 1:
             raise InvalidInput(f"max_num_steps is {self.max_num_steps}; give at least 1")
