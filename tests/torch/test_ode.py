@@ -377,7 +377,7 @@ def test_two_solutions_before_one_backward():
     t = torch.tensor([0.0, 1.0], dtype=F64)
     results = []
     for solve in (solve_plainly, retape.odeint):
-        first, second = solve(net, y0, t), solve(net, 2 * y0, t)
+        first, second = solve(net, 3 * y0, t), solve(net, 2 * y0, t)
         results.append(torch.autograd.grad((first * second).sum(), y0)[0])
     assert torch.equal(*results)
 
