@@ -101,6 +101,22 @@ def test_steps_land_where_they_are_told():
         assert not any(abs(size) < 1e-9 for size in sizes)
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0.0, 1.0), (-0.7, 0.1), (3.3, -0.3), (0.1, 0.7)])
+def test_f_is_not_called_beyond_the_last_landing(start, stop):
+    seen = []
+
+    def f(t, y):
+        seen.append(t.item())
+        return torch.cos(9 * t) * y
+
+    t = torch.linspace(start, stop, 4, dtype=F64)
+    found = solve_plainly(f, torch.ones(1, dtype=F64), t, options={"step_t": t[1:], "first_step": 1e-3})
+    assert min(start, stop) - 1e-15 <= min(seen)
+    assert max(seen) <= max(start, stop) + 1e-15
+    exact_end = torch.exp((torch.sin(9 * t) - torch.sin(9 * t[:1])) / 9)
+    assert torch.allclose(found[:, 0], exact_end, rtol=1e-6)
+
+
 def test_largest_and_smallest_steps():
     y0, t = torch.tensor([2.0, 0.0], dtype=F64), torch.tensor([0.0, 2.0], dtype=F64)
     assert max(recorded_steps(van_der_pol(1.0), y0, t, rtol=1e-3, options={"max_step": 0.05})) == 0.05
@@ -277,7 +293,7 @@ def test_an_f_that_fails_later_is_named_with_its_time():
 
     with pytest.raises(
         IntegrationFailed,
-        match=r"The step size fell to .* at t = 0\.4.*f\(t, y\) or the state is not finite even there",
+        match=r"The step size fell to .* at t = 0\.4.*f\(t, y\) or the error is not finite even there",
     ) as failed:
         retape.odeint(f, Y0, T)
     assert 0.4 < failed.value.t <= 0.5
@@ -296,6 +312,11 @@ def test_an_f_that_fails_far_ahead_only_makes_steps_shorter():
 
     found = retape.odeint(f, Y0, T, options={"first_step": 2.5}, rtol=1e-4)
     assert torch.allclose(found[-1], Y0 * math.exp(-1), rtol=1e-3)
+
+
+def test_no_tolerance_at_all_is_explained():
+    with pytest.raises(IntegrationFailed, match=r"not finite at t = 0, .* or give an atol above 0 where y is 0"):
+        retape.odeint(van_der_pol(1.0), torch.tensor([0.0, 1.0], dtype=F64), T, atol=0.0)
 
 
 def test_a_solution_that_ends_before_the_last_time():

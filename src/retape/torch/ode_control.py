@@ -135,7 +135,8 @@ class Control:
             of_state, of_slope = (abs(float(self.norm(part / scale))) for part in (y, slope))
             if not (math.isfinite(of_state) and math.isfinite(of_slope)):
                 raise IntegrationFailed(
-                    f"The first state or f(t, y) there is not finite at t = {float(t):.6g}, so that no step can start; mend y0 or f",
+                    f"The first state or f(t, y), over its tolerance, is not finite at t = {float(t):.6g}, so that no step can start; "
+                    "mend y0 or f, or give an atol above 0 where y is 0",
                     t=float(t),
                 )
             if self.options.first_step is not None:

@@ -53,7 +53,7 @@ class Ivp:
 
 
 class Run(Protocol):
-    """What a loop needs of an integration; the state is the last but one of a carry, its number of steps the first."""
+    """What a loop needs of an integration. The first of a carry is the number of steps taken; `state` finds y in it."""
 
     @property
     def problem(self) -> Ivp: ...
@@ -93,7 +93,7 @@ class AdaptiveRun(Opaque):
 
     def start(self) -> Carry:
         f, y0 = self.problem.f, self.problem.y0
-        time = self.problem.times[0].to(torch.float64)
+        time = self.problem.times[0]
         slope = f(time.to(real_dtype(y0.dtype)), y0)
         self._size = self.control.first_size(f, time.to(real_dtype(y0.dtype)), y0, slope, self.problem.direction)
         return first_index(), time, y0, slope
@@ -137,7 +137,8 @@ class AdaptiveRun(Opaque):
                 self._accept(self.problem.direction * size)
                 return slopes, end
             self._reject(size, ratio)
-            seek(drawn)
+            if streams(self._generators)[1] != drawn[1]:
+                seek(drawn)
 
     def _next_attempt(self) -> float:
         options, direction = self.control.options, self.problem.direction
@@ -160,6 +161,9 @@ class AdaptiveRun(Opaque):
         before, self._now = self._now, self._now + size
         if self._now == before:
             raise self._failed(abs(size), "an accepted step does not move time; give a larger min_step")
+        # A landing that rounding left just ahead is reached.
+        if self._landings and abs(self._landings[-1] - self._now) <= 4 * math.ulp(max(abs(before), abs(self._now))):
+            self._now = self._landings.pop()
         direction, numbers = self.problem.direction, self.problem.numbers
         first = self._next_row
         while self._next_row < len(numbers) and (numbers[self._next_row] - self._now) * direction <= 0:
@@ -167,10 +171,6 @@ class AdaptiveRun(Opaque):
         if self._next_row > first:
             self.rows[len(self.sizes)] = (first, self._next_row)
             self._attempts = 0
-        # Half a step's rounding must not leave a landing ahead of us.
-        near = 4 * math.ulp(self._now)
-        while self._landings and (self._landings[-1] - self._now) * direction <= near:
-            self._landings.pop()
         self.sizes.append(size)
 
     def _reject(self, size: float, ratio: float) -> None:
@@ -180,7 +180,8 @@ class AdaptiveRun(Opaque):
         if not math.isfinite(ratio):
             raise self._failed(
                 size,
-                "f(t, y) or the state is not finite even there; mend f, or look for a solution that ends at this time",
+                "f(t, y) or the error is not finite even there; mend f, look for a solution that ends at this time, or give an atol "
+                "above 0 where y is 0",
             )
         raise self._failed(
             self._size,
