@@ -260,6 +260,8 @@ def _through_node(driver: Driver, carry: Any, ys: Ys | None) -> tuple[Any, Any]:
     xs = [leaf for leaf, needed in zip(driver.body.xs.leaves, driver.body.xs.needs_grad, strict=True) if needed]
     inputs = [*originals, *xs, *driver.reached.tensors]
     spec = final.spec
+    driver.let_go_of_results()
+    del final
     if inputs and any(needs_grad):
         carry_leaves, y_leaves = outputs.filled(LoopNode.apply(driver, outputs, *inputs))
     else:

@@ -253,6 +253,9 @@ class Body:
             self._ys.learn(tape.steps[0].ys, spec)
             self._note_alias(0, tape.carry_out, tape.steps[0].ys)
 
+    def let_go_of_results(self) -> None:
+        self._ys = None
+
     def refuse_kept(self) -> None:
         if self._kept:
             raise InvalidInput(

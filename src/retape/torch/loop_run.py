@@ -92,14 +92,24 @@ class Driver:
         """Run while `goes_on` says so, keeping at most so many snapshots on the way."""
         begin = self._begin()
         self.steps = begin.at
+        asked: dict[int, bool] = {}
+
+        def more() -> bool:
+            if self.steps not in asked:
+                asked.clear()
+                asked[self.steps] = goes_on(self._working, self.steps)
+            return asked[self.steps]
+
         with state.Replay(self.ambient, state.NONE_DRAWN):
             for action in forward_phase(self.snapshots) if not begin.ended else ():
                 assert isinstance(action, Forward | Save | Free)
                 if not begin.passed(self, action):
                     continue
+                if not more():  # before anything is stored or dropped for a step that will not come
+                    break
                 if not isinstance(action, Forward):
                     self._perform(action)
-                elif not self._advance_while(goes_on, action.stop):
+                elif not self._advance_while(more, action.stop):
                     break
         if not begin.ended:
             tape, last = self._tape, self.steps - 1
@@ -107,12 +117,13 @@ class Driver:
                 self.store.drop(last)
             end = self.steps if tape is None else last
             stored = [step for step in self.store.steps() if step < end]
-            self._rest = lambda: _from_last(tape is not None, stored, end, self.snapshots, self.block)
+            taped, snapshots, block = tape is not None, self.snapshots, self.block
+            self._rest = lambda: _from_last(taped, stored, end, snapshots, block)
         self._settle(from_files=begin.ended)
 
-    def _advance_while(self, goes_on: Callable[[State, int], bool], stop: int) -> bool:
+    def _advance_while(self, more: Callable[[], bool], stop: int) -> bool:
         while self.steps < stop:
-            if not goes_on(self._working, self.steps):
+            if not more():
                 return False
             self._tape = None  # the last tape is kept, and until a step follows it may be the last
             self._tape = self._tape_steps(self.steps, self.steps + 1)
@@ -129,7 +140,8 @@ class Driver:
             last_tier = self.store.tiers - 1
             for step, snapshot in {0: self._first(), **found}.items():
                 self.store.put(step, snapshot, last_tier)
-            self._rest = lambda: reversal(self.store.steps(), reached, self.snapshots, self.block)
+            stored, snapshots, block = self.store.steps(), self.snapshots, self.block
+            self._rest = lambda: reversal(stored, reached, snapshots, block)
         return _Begin(found, max(found, default=0), ended=end is not None, steps=reached)
 
     def start_at(self, snapshot: Snapshot) -> None:
@@ -191,17 +203,18 @@ class Driver:
 
     def _load(self, step: int) -> None:
         """Make the state before `step` the working one; if its snapshot is lost, run to it from an earlier one."""
-        before = [other for other in self.store.steps() if other < step]
-        for start in (step, *reversed(before), 0):
+        start, snapshot = 0, self._first()
+        for known in (step, *[other for other in reversed(self.store.steps()) if other < step]):
             try:
-                snapshot = self.store.get(start) if start or 0 in self.store.steps() else self._first()
+                snapshot = self.store.get(known)
             except SnapshotLost:
                 continue
-            snapshot.state.check(self.body.name, start)
-            self._working = snapshot.state
-            self.hidden.restore(snapshot.hidden)
-            state.seek((self.streams, snapshot.tokens))
+            start = known
             break
+        snapshot.state.check(self.body.name, start)
+        self._working = snapshot.state
+        self.hidden.restore(snapshot.hidden)
+        state.seek((self.streams, snapshot.tokens))
         for missing in range(start, step):
             self._tape_steps(missing, missing + 1)
 
@@ -260,10 +273,15 @@ class Driver:
     def resume(self) -> Resume | None:
         return self._resume
 
+    def let_go_of_results(self) -> None:
+        """The results are the caller's: holding them here would be a cycle through their own graph."""
+        self._working = self.final = State([], self.initial.spec, ())
+        self.body.let_go_of_results()
+
     def release(self) -> None:
         """Forget all that the backward pass would start from."""
         self._released = True
-        self.store.clear()
+        self.store.close()
         self._tapes.clear()
         self._tape = None
         self._working = self.final = self.initial = State([], self.initial.spec, ())

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, StateChanged
+from retape.torch.holders import ATOMS
 from retape.torch.watch import version_of
 
 
@@ -35,15 +36,18 @@ class Spec(NamedTuple):
 
 
 _LEAF = Spec(None)
+_SIMPLE = ATOMS | {Tensor}
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
     """The leaves of a tree, and how to put them back."""
     if isinstance(tree, Tensor):
         return [tree], _LEAF
-    if type(tree) is tuple and all(type(item) is Tensor for item in tree):
+    if type(tree) is tuple and all(type(item) in _SIMPLE for item in tree):
         return list(tree), Spec(len(tree))
     leaves, spec = pytree.tree_flatten(tree)
+    if len(leaves) == 1 and leaves[0] is tree and not _is_dataclass(tree):
+        return leaves, _LEAF
     if not any(_is_dataclass(leaf) for leaf in leaves):
         return leaves, Spec(spec)
     found: list[Any] = []

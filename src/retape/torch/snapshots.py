@@ -137,6 +137,9 @@ class DiskShelf:
     def steps(self) -> Iterable[int]:
         return self._rest.keys()
 
+    def close(self) -> None:
+        self._scratch.close()
+
 
 class Store:
     """All snapshots of a loop, by step and tier. `slots` are how many each shelf takes where the schedule does not say."""
@@ -184,6 +187,13 @@ class Store:
         for shelf in self._shelves:
             for step in list(shelf.steps()):
                 shelf.drop(step)
+
+    def close(self) -> None:
+        """Drop everything, and the folder of a disk tier with it."""
+        self.clear()
+        for shelf in self._shelves:
+            if isinstance(shelf, DiskShelf):
+                shelf.close()
 
     def fork(self) -> Store:
         """A second view of what is held, for a backward pass that leaves this one as it is."""

@@ -1,0 +1,277 @@
+"""How scan is run: forward steps as the schedule promises, blocks, budgets, tiers, and memory that does not grow."""
+
+import gc
+import operator
+import resource
+from typing import ClassVar
+
+import pytest
+import torch
+from loops import Counted, assert_scan_as_plain, gradients, same, taylor_order, unrolled
+from torch import nn
+
+from retape import Budget, scan
+from retape.core import Tier
+from retape.core.schedules import Schedule, count
+from retape.errors import BudgetTooSmall, InvalidInput
+from retape.torch import loop_plan
+from retape.torch.loop_plan import LoopPlan, default_block, default_snapshots, plan_in_tiers, tier_slots
+from retape.torch.snapshots import DeviceShelf, DiskShelf, HostShelf
+
+DTYPE = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def make():
+    weight = torch.randn(4, dtype=DTYPE, requires_grad=True)
+
+    def step(h, x):
+        h = torch.tanh(h * weight + x)
+        return h, h
+
+    return step, weight, torch.randn(4, dtype=DTYPE)
+
+
+def runs(step, start, steps, **options):
+    counted = Counted(step)
+    xs = torch.zeros(steps, 4, dtype=DTYPE)
+    scan(counted, start, xs, **options)[0].sum().backward()
+    return counted.runs
+
+
+@pytest.mark.parametrize(("steps", "snapshots"), [(1, 1), (2, 1), (10, 3), (50, 5), (100, 10), (100, 200)])
+def test_forward_steps_are_those_of_revolve(steps, snapshots):
+    step, _, start = make()
+    promised = count(Schedule(family="revolve", steps=steps, snapshots=snapshots)).forward_steps
+    assert runs(step, start, steps, snapshots=snapshots, block=1) == promised
+    assert LoopPlan(steps=steps, snapshots=snapshots, block=1).forward_steps == promised
+
+
+@pytest.mark.parametrize(("steps", "snapshots", "block"), [(96, 3, 8), (60, 2, 20), (40, 9, 4), (30, 1, 30)])
+def test_forward_steps_of_blocks_are_those_of_revolve_over_blocks(steps, snapshots, block):
+    step, _, start = make()
+    units = count(Schedule(family="revolve", steps=steps // block, snapshots=snapshots)).forward_steps
+    assert runs(step, start, steps, snapshots=snapshots, block=block) == units * block
+    assert LoopPlan(steps=steps, snapshots=snapshots, block=block).forward_steps == units * block
+
+
+def test_a_last_block_that_is_shorter():
+    step, weight, start = make()
+    xs = torch.randn(23, 4, dtype=DTYPE)
+    for block in (2, 5, 22, 23, 24):
+        assert same(
+            gradients(lambda: unrolled(step, start, xs), [weight]),
+            gradients(lambda: scan(step, start, xs, snapshots=2, block=block), [weight]),  # noqa: B023 - called at once
+        )
+
+
+def test_default_block_stays_the_same_for_long_loops():
+    assert [default_block(steps) for steps in (1, 2, 16, 1_000, 1_300, 10**6)] == [1, 1, 3, 23, 24, 24]
+    assert [default_snapshots(units) for units in (1, 3, 4, 45, 46)] == [1, 1, 2, 8, 9]
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_chooses_snapshots_and_block():
+    step, weight, start = make()
+    xs = torch.randn(60, 4, dtype=DTYPE)
+    plain = gradients(lambda: unrolled(step, start, xs), [weight])
+    counts = []
+    for budget in (400, 1_000, 3_000, "1MiB", Budget.activations(2_000), 0.25):
+        assert same(plain, gradients(lambda: scan(step, start, xs, budget=budget), [weight]))  # noqa: B023
+        counts.append(runs(step, start, 60, budget=budget))
+    assert counts[:4] == sorted(counts[:4], reverse=True)
+    assert counts[3] == 61  # every step once, and the one that is measured
+    assert taylor_order(lambda: scan(step, start, xs, budget=1_000), [weight]) > 1.9
+
+
+def test_a_plan_stays_inside_its_budget():
+    sizes = loop_plan.Sizes(100, 700, 1.0)
+    for budget in (1_000, 2_500, 10_000, 100_000):
+        plan = loop_plan.plan_within(200, budget, sizes, snapshots=None, block=None)
+        working = sizes.state_bytes + plan.block * sizes.tape_bytes
+        assert working + (plan.snapshots * sizes.state_bytes if plan.units > 1 else 0) <= budget
+
+
+def test_a_budget_that_is_too_small():
+    step, _, start = make()
+    with pytest.raises(BudgetTooSmall, match="the loop's step"):
+        scan(step, start, torch.zeros(9, 4, dtype=DTYPE), budget=10)
+    with pytest.raises(InvalidInput, match="block = 9 steps of .* bytes do not fit in a budget of 300 bytes"):
+        scan(step, start, torch.zeros(9, 4, dtype=DTYPE), budget=300, block=9)
+
+
+def test_the_step_that_is_measured_leaves_no_trace():
+    norm = nn.BatchNorm1d(4, dtype=DTYPE)
+    start = torch.randn(3, 4, dtype=DTYPE)
+    state = {"count": 0}
+
+    def step(h, x):
+        state["count"] += 1
+        return torch.tanh(norm(torch.nn.functional.dropout(h, 0.2)) + x), None
+
+    def buffers(run):
+        norm.reset_running_stats()
+        state["count"] = 0
+        torch.manual_seed(2)
+        run().sum().backward()
+        return [*[buffer.clone() for buffer in norm.buffers()], torch.tensor(state["count"]), torch.rand(2)]
+
+    xs = torch.randn(7, 3, 4, dtype=DTYPE)
+    plain = buffers(lambda: unrolled(lambda h, x: (step(h, x)[0], h), start, xs)[0])
+    assert same(plain, buffers(lambda: scan(step, start, xs, budget=2_000)[0]))
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+TIERS = {
+    "disk": [Tier(name="disk")],
+    "host and device": [Tier(name="host"), Tier(name="device", capacity_bytes=32)],
+    "three": [Tier(name="device", capacity_bytes=40), Tier(name="host", capacity_bytes=64), Tier(name="disk")],
+    "with costs": [
+        Tier(name="device", capacity_bytes=64),
+        Tier(name="disk", write_bytes_per_second=1e6, read_bytes_per_second=1e6),
+    ],
+}
+
+
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+@pytest.mark.parametrize("block", [1, 4])
+def test_tiers(tiers, block):
+    step, weight, start = make()
+    xs = torch.randn(31, 4, dtype=DTYPE)
+    assert_scan_as_plain(step, start, xs, [weight], snapshots=5, block=block, tiers=tiers)
+
+
+def test_retained_graph_with_tiers():
+    step, weight, start = make()
+    xs = torch.randn(31, 4, dtype=DTYPE)
+    (plain,) = torch.autograd.grad(unrolled(step, start, xs)[0].sum(), weight)
+    for tiers in TIERS.values():
+        loss = scan(step, start, xs, snapshots=5, block=1, tiers=tiers)[0].sum()
+        for keep in (True, True, False):
+            (ours,) = torch.autograd.grad(loss, weight, retain_graph=keep)
+            assert torch.equal(ours, plain)
+
+
+def test_old_snapshots_give_way_to_the_next_tier(monkeypatch):
+    held = {kind: [] for kind in (DeviceShelf, HostShelf, DiskShelf)}
+    for kind, seen in held.items():
+        put = kind.put
+
+        def noted(self, step, snapshot, put=put, seen=seen):
+            put(self, step, snapshot)
+            seen.append(len(list(self.steps())))
+
+        monkeypatch.setattr(kind, "put", noted)
+    monkeypatch.setattr(loop_plan, "_TABLE", 0)  # no table: Revolve over all slots together
+    step, weight, start = make()
+    assert_scan_as_plain(
+        step, start, torch.randn(31, 4, dtype=DTYPE), [weight], snapshots=6, block=1, tiers=TIERS["three"]
+    )
+    # One more than a tier holds, for the moment in which its oldest moves on.
+    assert [max(seen) for seen in held.values()] == [2, 3, 3]
+
+
+def test_slots_of_tiers():
+    tiers = [Tier(name="device", capacity_bytes=250), Tier(name="host", capacity_bytes=99), Tier(name="disk")]
+    assert tier_slots(tiers, 100, 7) == (2, 0, 5)
+    assert tier_slots(tiers, 0, 7) == (7, 0, 0)
+    plan = plan_in_tiers(1_000, tiers, loop_plan.Sizes(100, 0, 1.0), snapshots=7, block=1)
+    assert (plan.slots, plan.snapshots) == (None, 7) or plan.slots == (2, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ([], "tiers must be a list of retape.core.Tier values"),
+        (["disk"], "tiers must be a list of retape.core.Tier values"),
+        ([Tier(name="tape")], r"tiers are named \['tape'\]; each is one of device, host, disk"),
+        ([Tier(name="disk"), Tier(name="disk")], "at most once"),
+        ([Tier(name="device", capacity_bytes=3)], "No tier has room for a snapshot of 32 bytes"),
+    ],
+)
+def test_tiers_that_are_refused(tiers, message):
+    step, _, start = make()
+    with pytest.raises(InvalidInput, match=message):
+        scan(step, start, torch.zeros(9, 4, dtype=DTYPE), tiers=tiers)
+    with pytest.raises(InvalidInput, match="a budget and tiers"):
+        scan(step, start, torch.zeros(9, 4, dtype=DTYPE), tiers=[Tier(name="disk")], budget=1_000)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def live_tensors():
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+class Seen:
+    """Numbers that a step notes where no walk goes."""
+
+    live: ClassVar[list[int]] = []
+
+
+def test_live_tensors_do_not_grow_with_the_length():
+    weight = torch.randn(2, requires_grad=True)
+
+    def step(h, x):
+        if int(x) == 3 and len(Seen.live) < 4:
+            Seen.live.append(live_tensors())
+        return torch.tanh(h * weight), None
+
+    most = []
+    for steps in (200, 2_000):
+        Seen.live.clear()
+        scan(step, torch.zeros(2), torch.arange(steps), snapshots=6, block=4)[0].sum().backward()
+        assert len(Seen.live) == 4  # in the forward, and in the backward pass with all snapshots in use
+        most.append(max(Seen.live))
+    assert most[1] <= most[0] + 3
+
+
+def test_host_memory_stays_flat():
+    weight = torch.randn(2, requires_grad=True)
+    start = torch.zeros(2)
+
+    def step(h, _):
+        return torch.tanh(h * weight), h.sum()
+
+    def peak(steps):
+        scan(step, start, length=steps, snapshots=30, reduce=operator.add)[1].backward()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    peak(200)
+    before = peak(1_000)
+    assert peak(4_000) <= before * 1.02
+
+
+def test_everything_is_freed_after_the_backward_pass():
+    step, _, start = make()
+    xs = torch.randn(50, 4, dtype=DTYPE)
+    before = live_tensors()
+    h, ys = scan(step, start, xs, snapshots=20, block=1)
+    loss = h.sum()
+    loss.backward()
+    held = live_tensors() - before
+    del h, ys, loss
+    assert held <= 8  # the results, the gradient, and what autograd keeps for the sum
+    assert live_tensors() - before <= 2
+
+
+def test_a_loop_that_is_dropped_without_a_backward_pass_is_freed_at_once():
+    step, _, start = make()
+    gc.disable()
+    try:
+        before = live_tensors()
+        result = scan(step, start, torch.randn(50, 4, dtype=DTYPE), snapshots=20, block=1)
+        assert live_tensors() > before + 20
+        del result
+        found = sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+    finally:
+        gc.enable()
+    assert found <= before + 2
