@@ -26,7 +26,7 @@ from retape.torch.ode import PLAIN, in_a_loop, integrate
 TOLERANCES = (1e-3, 1e-5, 1e-7, 1e-9, 1e-10)
 SNAPSHOTS = 32
 LONG_SECONDS = 3.0
-MOST_ADJOINT_STEPS = 4000
+MOST_ADJOINT_STEPS = 2500
 
 
 class VanDerPol(torch.nn.Module):
@@ -173,7 +173,7 @@ def memory(counts):
                 )
             )
             for name, way in {"plain": PLAIN, "retape": in_a_loop(SNAPSHOTS)}.items()
-            if name == "retape" or steps <= 1000
+            if name == "retape" or steps <= 500
         }
     return found
 
@@ -202,7 +202,7 @@ def main():
                     one[way].get("stopped")
                     or f"error {one[way]['gradient_error']:.1e}  {one[way]['cpu_seconds']:.3f} s",
                 )
-    results["peak bytes by steps"] = memory((50, 200) if options.quick else (100, 1000, 10000))
+    results["peak bytes by steps"] = memory((50, 200) if options.quick else (100, 500, 2000))
     print(results["peak bytes by steps"])
     print(record("ode", options.seed, {"snapshots": SNAPSHOTS, **results}, options.out))
 
