@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from loops import assert_as_plain, gradients, same, taylor_order, unrolled
+from loops import assert_as_plain, gradients, same, unrolled
 from torch import nn
 
 from retape import scan

@@ -68,7 +68,7 @@ def test_a_cut_off_file_is_seen(length, tmp_path):
 
 
 def test_tensors_that_no_file_holds(tmp_path):
-    with pytest.raises(InvalidInput, match="layout torch.sparse_coo .* cannot be stored in a file"):
+    with pytest.raises(InvalidInput, match=r"layout torch.sparse_coo .* cannot be stored in a file"):
         write_file(tmp_path / "a", {}, [torch.eye(3).to_sparse()], durable=False)
     assert os.listdir(tmp_path) == []
 
@@ -86,7 +86,7 @@ def make(steps=31):
 
 
 def test_nothing_is_left_behind(temp):
-    step, weight, start, xs = make()
+    step, _, start, xs = make()
     h, _ = scan(step, start, xs, snapshots=5, block=1, tiers=[Tier(name="disk")])
     assert sum(len(files) for _, _, files in os.walk(temp)) == 5
     h.sum().backward()

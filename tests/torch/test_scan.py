@@ -1,7 +1,10 @@
 """scan gives the gradients of the unrolled loop, bit for bit: over steps, containers, outputs, and what autograd is asked for."""
 
 import dataclasses
+import functools
 import operator
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -168,7 +171,7 @@ def test_values_that_are_no_tensors_pass_through():
             "none": None,
         }
 
-    (h, count, words), ys = scan(step, (random(3), 0, ["a", "b", "c"]), length=5, snapshots=2)
+    (_, count, words), ys = scan(step, (random(3), 0, ["a", "b", "c"]), length=5, snapshots=2)
     assert (count, words) == (5, ["c", "a", "b"])
     assert (ys["n"], ys["none"]) == ([0, 1, 2, 3, 4], None)
     start = random(3)
@@ -553,6 +556,60 @@ def test_compiled_step():
         gradients(lambda: scan(compiled, start, xs, snapshots=2), [weight]),
     )
     assert taylor_order(lambda: scan(compiled, start, xs, snapshots=2), [weight]) > 1.9
+
+
+def test_arguments_bound_by_partial():
+    weight = random(3, grad=True)
+    xs, start = random(8, 3), random(3)
+
+    def full_step(factor, h, x):
+        h = torch.tanh(h * factor + x)
+        return h, h
+
+    def run(loop):
+        return loop(functools.partial(full_step, weight * 2), start, xs)
+
+    assert_as_plain(lambda: run(unrolled), lambda: run(lambda *a: scan(*a, snapshots=2)), [weight])
+    constant = random(3)
+    h, _ = scan(functools.partial(full_step, constant), random(3, grad=True), xs, snapshots=2)
+    constant.mul_(2)
+    with pytest.raises(StateChanged, match=r"a tensor of shape \(3,\) that it reaches"):
+        h.sum().backward()
+
+
+def test_step_that_takes_gradients_itself():
+    matrix = random(4, 4, grad=True)
+    start = (random(4, grad=True), random(4))
+
+    def step(carry, _):
+        q, p = carry
+        (force,) = torch.autograd.grad(torch.sin(matrix @ q).sum(), q, create_graph=True)
+        p = p - 0.1 * force
+        return (q + 0.1 * p, p), q
+
+    assert_as_plain(
+        lambda: unrolled(step, start, length=7), lambda: scan(step, start, length=7, snapshots=2), [matrix, start[0]]
+    )
+
+
+def test_sparse_gradients():
+    table = nn.Embedding(10, 4, sparse=True, dtype=DTYPE)
+    start, xs = random(4), torch.arange(12) % 5
+
+    def step(h, index):
+        h = torch.tanh(h + table(index))
+        return h, h
+
+    plain = gradients(lambda: unrolled(step, start, xs), [table.weight])[1]
+    ours = gradients(lambda: scan(step, start, xs, snapshots=2), [table.weight])[1]
+    assert ours.is_sparse
+    assert torch.equal(ours.to_dense(), plain.to_dense())
+
+
+def test_first_import_without_gradients():
+    code = "import torch, retape\nwith torch.no_grad(): retape.scan(lambda h, x: (h, x), torch.zeros(2), length=2)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_a_budget_that_is_too_small():
     step, _, start = make()
     with pytest.raises(BudgetTooSmall, match="the loop's step"):
         scan(step, start, torch.zeros(9, 4, dtype=DTYPE), budget=10)
-    with pytest.raises(InvalidInput, match="block = 9 steps of .* bytes do not fit in a budget of 300 bytes"):
+    with pytest.raises(InvalidInput, match=r"block = 9 steps of .* bytes do not fit in a budget of 300 bytes"):
         scan(step, start, torch.zeros(9, 4, dtype=DTYPE), budget=300, block=9)
 
 

@@ -59,7 +59,7 @@ def test_no_step():
 def test_most_steps():
     cond, step, carry, tensors = make(1_000)
     short, _, _, _ = make(9)
-    (h, n), steps = while_loop(cond, step, carry, snapshots=2, max_steps=9)
+    (_, n), steps = while_loop(cond, step, carry, snapshots=2, max_steps=9)
     assert (n, steps) == (9, 9)
     plain = gradients(lambda: unrolled_while(short, step, carry)[0], tensors)
     assert same(plain, gradients(lambda: while_loop(cond, step, carry, snapshots=2, max_steps=9)[0], tensors))

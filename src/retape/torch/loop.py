@@ -137,7 +137,7 @@ class _Parts:
         self.call = _captured(step, others)
         self.initial = State.of(carry)
         self._params = tensors_of_params(params)
-        self.hidden = Hidden(self.name, self.call, _uncompiled(step))
+        self.hidden = Hidden(self.name, self.call, _uncompiled(step), [*self.initial.leaves, *xs.leaves])
         self._differs = any(leaf is _NOTHING_YET for leaf in self.initial.leaves)
         self._xs = xs
         self.body = Body(self.name, body_step, xs, ys, first_differs=self._differs)
@@ -176,6 +176,7 @@ class _Parts:
 
 def _captured(step: Any, others: tuple[Any, ...]) -> Call:
     call = capture_call(_uncompiled(step), (), {})
+    call.extras += call.tensors  # what a functools.partial hands over is read like a closure
     for other in others:
         call.meet(other)
     return call

@@ -181,15 +181,32 @@ class Body:
             carry = out
         return Tape(start, carry_in, carry, ends), before
 
-    def _call(self, before: State, carry: list[Any], step: int) -> tuple[list[Any], Spec, StepEnds]:
-        x_leaves = self.xs.at(step)
+    def advance(self, state: State, start: int, stop: int) -> State:
+        """Run steps again, keeping nothing but the state after them. What the first run has checked is not looked at twice."""
+        leaves, spec, needs_grad = state.leaves, state.spec, state.needs_grad
+        for step in range(start, stop):
+            carry = [
+                leaf.detach().requires_grad_() if needed else leaf
+                for leaf, needed in zip(leaves, needs_grad, strict=True)
+            ]
+            out, spec = flatten(self._run(unflatten(carry, spec), self.xs.at(step), step)[0])
+            needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out])
+            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in out]
+        return State(leaves, spec, needs_grad)
+
+    def _run(self, carry: Any, x_leaves: list[Any], step: int) -> Any:
         run = runs.enter(runs.Run(cast(Any, _Kept(self.name, kept := self._kept_at(step))), rerun=self.rerun))
         try:
-            result = self._step(unflatten(carry, before.spec), self.xs.tree(x_leaves))
+            result = self._step(carry, self.xs.tree(x_leaves))
         finally:
             run.pop()
         if kept and not self.rerun:
             self._kept[step] = kept
+        return result
+
+    def _call(self, before: State, carry: list[Any], step: int) -> tuple[list[Any], Spec, StepEnds]:
+        x_leaves = self.xs.at(step)
+        result = self._run(unflatten(carry, before.spec), x_leaves, step)
         tree, y = self._two(result, step)
         out, spec = flatten(tree)
         if not (self._first_differs and step == 0):

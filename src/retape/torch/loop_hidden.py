@@ -8,7 +8,7 @@ The values before the loop are copied beforehand where they are small, and all o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +40,9 @@ NOTHING_SAVED = Saved(None, {})
 class Hidden:
     """Watches everything that a step can reach and could change."""
 
-    def __init__(self, name: str, call: Call, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, call: Call, function: Callable[..., Any], inputs: Sequence[Any] = ()) -> None:
         self._name = name
+        self._inputs = list(inputs)
         self._call = call
         self._function = function
         self._places = list(places_of(name, call, function))
@@ -58,10 +59,16 @@ class Hidden:
         self._lent: list[tuple[int, Any]] = []
 
     def _worth(self, limit: int) -> list[int]:
+        """What is copied in case a step writes to it; a write to the loop's own inputs is an error, so those need no copy."""
+        inputs = [leaf.untyped_storage()._cdata for leaf in self._inputs if isinstance(leaf, Tensor) and copyable(leaf)]
         return [
             i
             for i, value in enumerate(self._start)
-            if isinstance(value, Tensor) and not value.requires_grad and copyable(value) and value.nbytes <= limit
+            if isinstance(value, Tensor)
+            and not value.requires_grad
+            and copyable(value)
+            and value.nbytes <= limit
+            and value.untyped_storage()._cdata not in inputs
         ]
 
     # --- the first run -----------------------------------------------------------------------------------------
@@ -122,7 +129,7 @@ class Hidden:
             if isinstance(start, Tensor) and index in copies:
                 _compat.write_unseen(start, copies[index])
             self._places[index].put(start)
-        self.__init__(self._name, self._call, self._function)  # type: ignore[misc]
+        self.__init__(self._name, self._call, self._function, self._inputs)  # type: ignore[misc]
 
     def save(self) -> Saved:
         """Copies of what the steps change, as it is now."""

@@ -16,8 +16,15 @@ from retape.core.errors import InvalidInput, RegionError
 from retape.torch import _compat
 from retape.torch.reads import Call
 
-with torch.inference_mode(False), torch.enable_grad():  # the first use of a loop may be under no_grad
-    _ACCUMULATE: Any = type(torch.zeros(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+def _leaf_node() -> type:
+    """The type of the nodes that stand for leaves, whatever mode this module is first imported in."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = torch.zeros(1, requires_grad=True).view(1).grad_fn
+        return type(node.next_functions[0][0])
+
+
+_ACCUMULATE: Any = _leaf_node()
 
 
 class Reached:
@@ -70,7 +77,7 @@ class Reached:
         if known is not None:
             self._note(known)
             return True
-        if _compat.sequence_number(node) < since:
+        if _compat.sequence_number(node) < since and not _leads_to(node, own):
             raise RegionError(
                 f"{self._name}: the step reads a tensor that needs a gradient and has a history (made by {node.name()}), "
                 "and that was found neither in its closure nor in its modules; or it keeps a result of an earlier step outside its carry. "
@@ -87,6 +94,23 @@ class Reached:
                 )
             self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
+
+
+def _leads_to(node: Any, own: set[int]) -> bool:
+    """Whether a graph reaches the leaves of the step at hand: then it was made by it, in another thread, which counts for itself.
+
+    That is so for the graph of a gradient that the step takes of its own on a GPU.
+    """
+    stack, seen = [node], {node}
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is None or following in seen:
+                continue
+            if type(following) is _ACCUMULATE and id(following.variable) in own:
+                return True
+            seen.add(following)
+            stack.append(following)
+    return False
 
 
 def tensors_of_params(params: Any) -> list[Tensor]:

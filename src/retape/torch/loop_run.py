@@ -148,7 +148,7 @@ class Driver:
         """Make a snapshot of a killed run how things stand now."""
         self._working = snapshot.state
         self.hidden.overwrite(snapshot.hidden)
-        state.seek((self.streams, snapshot.tokens))
+        self._seek(snapshot.tokens)
 
     def _settle(self, *, from_files: bool) -> None:
         self.final = self._working
@@ -162,8 +162,7 @@ class Driver:
 
     def _perform(self, action: StepAction) -> None:
         if isinstance(action, Forward):
-            for step in range(action.start, action.stop):
-                self._tape_steps(step, step + 1)
+            self._advance(action.start, action.stop)
         elif isinstance(action, TapeSteps):
             self._tape = self._tape_steps(action.start, action.stop)
         elif isinstance(action, Save):
@@ -176,6 +175,13 @@ class Driver:
                 self._resume.freed(action.step)
         else:
             raise AssertionError(f"no schedule of a loop asks for {action} here")
+
+    def _advance(self, start: int, stop: int) -> None:
+        if self.body.rerun:
+            self._working = self.body.advance(self._working, start, stop) if start < stop else self._working
+            return
+        for step in range(start, stop):
+            self._tape_steps(step, step + 1)
 
     def _tape_steps(self, start: int, stop: int) -> Tape:
         since = _compat.next_sequence_number()
@@ -214,9 +220,14 @@ class Driver:
         snapshot.state.check(self.body.name, start)
         self._working = snapshot.state
         self.hidden.restore(snapshot.hidden)
-        state.seek((self.streams, snapshot.tokens))
-        for missing in range(start, step):
-            self._tape_steps(missing, missing + 1)
+        self._seek(snapshot.tokens)
+        self._advance(start, step)
+
+    def _seek(self, tokens: list[Any]) -> None:
+        """Put the random streams where they stood; most steps draw from few of them, and looking is cheaper than setting."""
+        for stream, token in zip(self.streams, tokens, strict=True):
+            if stream.peek() != token:
+                stream.seek(token)
 
     # --- the backward pass -------------------------------------------------------------------------------------
 

@@ -101,6 +101,8 @@ def _to_host(leaf: Any, lane: torch.cuda.Stream) -> Any:
     if not isinstance(leaf, Tensor) or not leaf.is_cuda:
         return leaf
     buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu", pin_memory=True)
+    if leaf.device != lane.device:  # a second GPU's; the lane does not wait for that one
+        return buffer.copy_(leaf)
     buffer.copy_(leaf, non_blocking=True)
     leaf.record_stream(lane)  # its memory must not be given away before the copy is done
     return buffer
