@@ -27,6 +27,7 @@ def record(theme: str, seed: int, results: dict, out: str | None) -> Path:
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "command": " ".join(["python -m", f"benchmarks.{theme}", *_arguments()]),
         "seed": seed,
         "date": date.today().isoformat(),
