@@ -168,7 +168,7 @@ def mark_of(leaves: Sequence[Any]) -> int | None:
             return None
         plain = leaf.detach().contiguous()
         if plain.numel():
-            total = zlib.crc32(memoryview(octets_of(plain).numpy()), total)
+            total = zlib.crc32(octets_of(plain).numpy().data, total)
     return total
 
 
