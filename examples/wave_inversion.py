@@ -9,6 +9,7 @@ is the last two of them. The picture has the true map, the start and what was fo
 """
 
 import argparse
+from itertools import groupby
 
 import torch
 from torch.nn import functional as F
@@ -112,13 +113,14 @@ def draw(path, maps):
     for place, (name, values) in enumerate(maps.items()):
         left = place * (SIZE * cell + gap)
         parts.append(f'<text x="{left}" y="16" font-size="14">{name}</text>')
-        for row in range(SIZE):
-            for column in range(SIZE):
-                shade = int(255 * min(1.0, max(0.0, (float(values[row, column]) - 0.7) / 0.35)))
-                x, y = left + column * cell, 24 + row * cell
-                parts.append(
-                    f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" fill="rgb({shade},{shade},{min(255, shade + 30)})"/>'
-                )
+        shades = ((values - 0.7) / 0.35).clamp(0, 1).mul(20).round().mul(12).int().tolist()
+        for row, line in enumerate(shades):
+            column = 0
+            for shade, run in groupby(line):
+                length = len(list(run))
+                box = f'x="{left + column * cell}" y="{24 + row * cell}" width="{length * cell}" height="{cell}"'
+                parts.append(f'<rect {box} fill="rgb({shade},{shade},{shade + 15})"/>')
+                column += length
     with open(path, "w", encoding="utf-8") as file:
         file.write("\n".join([*parts, "</svg>", ""]))
 

@@ -10,7 +10,7 @@ from loops import assert_as_plain, gradients, same, unrolled
 from torch import nn
 
 from retape import scan
-from retape.errors import InvalidInput, RegionError, StateChanged
+from retape.errors import InvalidInput, RecomputeMismatch, RegionError, StateChanged
 
 DTYPE = torch.float64
 STEPS = 17
@@ -210,6 +210,26 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_state_outside_the_carry(case, block):
     compare(case, block=block)
+
+
+class Elsewhere:
+    """Keeps a number where no walk goes."""
+
+    calls = 0
+
+
+@pytest.mark.parametrize("snapshots", [1, 3, 30])
+def test_state_that_no_walk_reaches_is_noticed(snapshots):
+    weight = number(4, grad=True)
+
+    def step(h, x):
+        Elsewhere.calls += 1
+        h = torch.tanh(h * weight * Elsewhere.calls / 20 + x)
+        return h, h
+
+    h, _ = scan(step, number(4), number(STEPS, 4), snapshots=snapshots, block=1)
+    with pytest.raises(RecomputeMismatch, match=r"running the steps before step \d+ again came to another state"):
+        h.sum().backward()
 
 
 def test_long_log_in_a_list():

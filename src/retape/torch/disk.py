@@ -24,6 +24,7 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput, RegionError
 from retape.core.units import format_bytes
+from retape.torch.loop_state import octets_of
 
 _MAGIC = b"retape tensors 1\n"
 _DIGEST = 16
@@ -89,7 +90,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
         tensor = torch.empty(shape, dtype=_DTYPES[name])
         size = tensor.numel() * tensor.element_size()
         if size:
-            _octets(tensor).copy_(torch.frombuffer(bytearray(data[body : body + size]), dtype=torch.uint8))
+            octets_of(tensor).copy_(torch.frombuffer(bytearray(data[body : body + size]), dtype=torch.uint8))
         tensors.append(tensor)
         body += size
     return header["about"], tensors
@@ -102,17 +103,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
             "Keep its snapshots on the device, or carry a plain tensor."
         )
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return _octets(plain).numpy().tobytes()
-
-
-def _octets(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, sharing its memory."""
-    return torch.empty(0, dtype=torch.uint8).set_(
-        tensor.untyped_storage(),
-        int(tensor.storage_offset()) * tensor.element_size(),
-        (tensor.numel() * tensor.element_size(),),
-        (1,),
-    )
+    return octets_of(plain).numpy().tobytes()
 
 
 def _sync_folder(folder: Path) -> None:

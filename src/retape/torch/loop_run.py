@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retape.core.actions import Backward, Forward, Free, Item, Load, Save
-from retape.core.errors import RegionError, StateChanged
+from retape.core.errors import RecomputeMismatch, RegionError, StateChanged
 from retape.core.schedules.online import forward_phase
 from retape.torch import _compat, state
 from retape.torch.disk import SnapshotLost
@@ -24,7 +24,7 @@ from retape.torch.loop_hidden import NOTHING_SAVED, Hidden
 from retape.torch.loop_plan import StepAction, TapeSteps, reversal
 from retape.torch.loop_reach import Reached
 from retape.torch.loop_resume import Progress, Resume
-from retape.torch.loop_state import State
+from retape.torch.loop_state import State, mark_of
 from retape.torch.loop_tape import Grads, Tape
 from retape.torch.snapshots import Snapshot, Store
 from retape.torch.watch import version_of
@@ -68,6 +68,7 @@ class Driver:
         self._read: list[tuple[str, Tensor]] = []
         self._after: list[Any] = []
         self._released = False
+        self._marks: dict[int, int | None] = {}  # checksums of states that the first run came to
 
     # --- the first run -----------------------------------------------------------------------------------------
 
@@ -155,6 +156,8 @@ class Driver:
         self._read = [*self.hidden.unchanged(), *[("its graph", tensor) for tensor in self.reached.tensors]]
         self._after = [version_of(tensor) for _, tensor in self._read]
         self.body.rerun = True
+        if self._tape is not None:
+            self._marks[self._tape.start] = mark_of(self._tape.carry_in)
         if self._resume is not None and not from_files:
             self._resume.ended(self.steps, self._snapshot())
 
@@ -171,8 +174,10 @@ class Driver:
             self._load(action.step)
         elif isinstance(action, Free):
             self.store.drop(action.step, action.tier)
-            if self._resume is not None and not self.body.rerun:
-                self._resume.freed(action.step)
+            if not self.body.rerun:
+                self._marks.pop(action.step, None)
+                if self._resume is not None:
+                    self._resume.freed(action.step)
         else:
             raise AssertionError(f"no schedule of a loop asks for {action} here")
 
@@ -189,6 +194,12 @@ class Driver:
         if not self.body.rerun:
             self.reached.walk(tape.roots(), tape.own_leaves(), since)
             self.hidden.after_step()
+        elif self._marks.get(stop) not in (None, mark_of(self._working.leaves)):
+            raise RecomputeMismatch(
+                f"{self.body.name}: running the steps before step {stop} again came to another state than the first run, so that gradients "
+                "would be wrong. The step reads something that changes from run to run and that cannot be put back (a file, a clock, an "
+                "object that it cannot be seen to reach). Put it into the carry or xs, or record it with retape.keep."
+            )
         return tape
 
     def _save(self, action: Save) -> None:
@@ -198,8 +209,10 @@ class Driver:
             return
         snapshot = self._snapshot()
         self.store.put(action.step, snapshot, action.tier)
-        if self._resume is not None and not self.body.rerun:
-            self._resume.saved(action.step, snapshot)
+        if not self.body.rerun:
+            self._marks[action.step] = mark_of(self._working.leaves)
+            if self._resume is not None:
+                self._resume.saved(action.step, snapshot)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(self._working, [stream.peek() for stream in self.streams], self.hidden.save())

@@ -7,6 +7,7 @@ passed through as it is. No running and no storing here.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -155,6 +156,27 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
         storage = tensor.untyped_storage()
         found[storage._cdata] = storage.nbytes()
     return sum(found.values())
+
+
+def mark_of(leaves: Sequence[Any]) -> int | None:
+    """A checksum of what a state holds; None where looking would wait for a device, or where kernels may differ from run to run."""
+    total = 0
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.device.type != "cpu" or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
+            return None
+        plain = leaf.detach().contiguous()
+        if plain.numel():
+            total = zlib.crc32(octets_of(plain).numpy().data, total)
+    return total
+
+
+def octets_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, sharing its memory."""
+    count = tensor.numel() * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (count,), (1,))
 
 
 def check_same(name: str, step: int, before: State, leaves: Sequence[Any], spec: Spec) -> None:
