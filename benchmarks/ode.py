@@ -5,7 +5,7 @@
 Van der Pol, Lorenz and a small neural ODE in float64 at several tolerances: the relative error of the gradient of sum(y(T)) against a
 reference of another kind (scipy's DOP853 on the sensitivity equations; the neural one: our own steps at 1e-12), CPU seconds of one thread
 (the least of interleaved runs, fewer of them where one takes long), and peak bytes by the number of steps. atol is rtol / 100.
-"plain" is retape's own steps under plain autograd. The longest of the memory runs takes 12 GB for the events of the profiler that counts it.
+"plain" is retape's own steps under plain autograd. The longest memory run takes 12 GB for the events of the profiler that counts it.
 """
 
 from __future__ import annotations
