@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LAST_WORDS = {
+    "neural_ode": "The motion is learned, with at most 10 states stored at a time.",
     "schedule_a_loop": "revolve   3                 3            3835   equal, bit for bit",
     "bptt_language_model": "The same gradients to the last bit through 600 steps, in less than a tenth of the bytes.",
     "wave_inversion": "The lens was found: the misfit fell below a fifth, from gradients through every time step.",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from retape.torch.loop import scan as scan
     from retape.torch.loop import while_loop as while_loop
     from retape.torch.meter import measure as measure
+    from retape.torch.ode import odeint as odeint
     from retape.torch.region import keep as keep
     from retape.torch.region import recomputing as recomputing
     from retape.torch.tile import tile as tile
@@ -38,6 +39,7 @@ _LAZY = {
     "linear_cross_entropy": "retape.torch.head_loss",
     "recomputing": "retape.torch.region",
     "tile": "retape.torch.tile",
+    "odeint": "retape.torch.ode",
     "scan": "retape.torch.loop",
     "verify": "retape.torch.verify",
     "while_loop": "retape.torch.loop",
@@ -56,6 +58,7 @@ __all__ = [
     "keep",
     "linear_cross_entropy",
     "measure",
+    "odeint",
     "recomputing",
     "scan",
     "solve",

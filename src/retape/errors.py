@@ -3,6 +3,7 @@
 from retape.core.errors import (
     BudgetTooSmall,
     IllegalAction,
+    IntegrationFailed,
     InvalidInput,
     PlanFormatError,
     PlanMismatch,
@@ -16,6 +17,7 @@ from retape.core.errors import (
 __all__ = [
     "BudgetTooSmall",
     "IllegalAction",
+    "IntegrationFailed",
     "InvalidInput",
     "PlanFormatError",
     "PlanMismatch",

@@ -6,6 +6,7 @@ RetapeError
 ├── PlanMismatch            a plan for another problem or model, or one that does not come to what it promises
 ├── BudgetTooSmall          no plan fits; carries the floor and what binds it
 ├── IllegalAction           a schedule broke the rules of the abstract machine
+├── IntegrationFailed       an ODE solver could not go on; carries where, and what it had tried
 └── RegionError             a region cannot give the gradient that plain autograd would
     ├── StateChanged        something a re-run must read has changed since the forward
     ├── RecomputeMismatch   a re-run saved other tensors than the forward did
@@ -53,6 +54,16 @@ class IllegalAction(RetapeError):
         self.action = action
         self.reason = reason
         self.held = held
+
+
+class IntegrationFailed(RetapeError, RuntimeError):
+    """An ODE solver could not go on."""
+
+    def __init__(self, message: str, *, t: float = 0.0, size: float = 0.0, steps: int = 0) -> None:
+        super().__init__(message)
+        self.t = t
+        self.size = size
+        self.steps = steps
 
 
 class RegionError(RetapeError, RuntimeError):

@@ -267,8 +267,22 @@ class _Rebuilt:
         return twin
 
 
+class Opaque:
+    """Base of objects of retape's own that a step or region calls and that keep their own record: none of it is the user's state."""
+
+    __slots__ = ()
+
+
 # Objects whose attributes say nothing about what a forward reads.
-_NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial, torch.optim.Optimizer)
+_NOT_FOLLOWED = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    functools.partial,
+    torch.optim.Optimizer,
+    Opaque,
+)
 # Globals that hold no state: most of what a function names.
 _NEVER_READ = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type}
 
