@@ -16,11 +16,13 @@ import argparse
 import os
 import statistics
 import time
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from benchmarks.blocks import SIZES, build
 from benchmarks.records import record
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import retape
@@ -60,7 +62,8 @@ def selective(every: int):
 def torchs(share: float, every: int | None = None):
     """PyTorch's checkpoint on a share of the blocks, selective where `every` is given."""
 
-    def switch(model):
+    @contextmanager
+    def switched(model):
         layers = [layer for layer in checkpointable_layers(model) if type(layer).__name__ == "LlamaDecoderLayer"]
         chosen = round(share * len(layers))
         model.gradient_checkpointing_enable()
@@ -68,8 +71,38 @@ def torchs(share: float, every: int | None = None):
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number < chosen
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **extra)
+        yield
+        model.gradient_checkpointing_disable()
 
-    return switch
+    return switched
+
+
+class Segment(nn.Module):
+    """Several blocks behind one checkpoint."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden, **keywords):
+        return checkpoint(self._run, hidden, use_reentrant=False, **keywords)
+
+    def _run(self, hidden, **keywords):
+        for layer in self.layers:
+            hidden = layer(hidden, **keywords)
+        return hidden
+
+
+@contextmanager
+def segments(model):
+    """PyTorch's checkpoint around sqrt(n) blocks at a time."""
+    layers = model.model.layers
+    size = round(len(layers) ** 0.5)
+    model.model.layers = nn.ModuleList([Segment(layers[i : i + size]) for i in range(0, len(layers), size)])
+    try:
+        yield
+    finally:
+        model.model.layers = layers
 
 
 ROWS = {
@@ -77,6 +110,7 @@ ROWS = {
     "checkpoint 1/2 of the blocks": torchs(0.5),
     "checkpoint 3/4 of the blocks": torchs(0.75),
     "checkpoint every block": torchs(1.0),
+    "checkpoint sqrt(n) segments": segments,
     "selective: attention and every mm": torchs(1.0, 1),
     "selective: attention and every 2nd mm": torchs(1.0, 2),
     "selective: attention": torchs(1.0, 0),
@@ -95,13 +129,15 @@ def peak_bytes(model, batch, device) -> int:
 
 
 def seconds(model, batch, device) -> float:
+    """Of a GPU, seconds by the clock; of a CPU, seconds of the processor, which other programs do not change."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     if device.type == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     step(model, batch)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def in_turns(ways: dict, rounds: int) -> dict[str, list[float]]:
@@ -115,20 +151,16 @@ def in_turns(ways: dict, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def compare(model, batch, device, switch, plain_seconds: float, rounds: int) -> dict:
+def compare(model, batch, device, switched, plain_seconds: float, rounds: int) -> dict:
     """One row: PyTorch's peak and time, and what `fit` does with the same peak."""
-    switch(model)
-    peak = max(peak_bytes(model, batch, device) for _ in range(2))
-    model.gradient_checkpointing_disable()
+    with switched(model):
+        peak = max(peak_bytes(model, batch, device) for _ in range(2))
     fitted = retape.fit(model, batch, budget=retape.Budget.activations(peak), progress=False)
     own = peak_bytes(model, batch, device)
 
     def theirs() -> float:
-        switch(model)
-        with plain():  # retape's regions are off
-            taken = seconds(model, batch, device)
-        model.gradient_checkpointing_disable()
-        return taken
+        with switched(model), plain():  # retape's regions are off
+            return seconds(model, batch, device)
 
     times = in_turns({"torch": theirs, "retape": lambda: seconds(model, batch, device)}, rounds)
     fitted.remove()

@@ -180,7 +180,7 @@ def test_bad_input(gpt2):
 
 def test_a_batch_that_does_not_match():
     model, batch, _ = zoo.make("transformer")
-    text = r"does not match Translator.forward: missing a required argument.**give step="
+    text = r"does not match Translator.forward: missing a required argument.*give step="
     refused(InvalidInput, text, model, batch[0], budget=0.5)
     refused(InvalidInput, "does not match Translator.forward", model, {"sauce": batch[0]}, budget=0.5)
 

@@ -19,7 +19,14 @@ from retape.torch.profile import Profile, RegionCall
 from retape.torch.readings import RegionBytes, RegionSeconds, StepBytes
 from retape.torch.signature import Signature
 from retape.torch.trace import RegionTrace
-from retape.torch.treatments import Treatment, forward_bytes, select_treatments, tape_storages, treat
+from retape.torch.treatments import (
+    Treatment,
+    forward_bytes,
+    rerun_share,
+    select_treatments,
+    tape_storages,
+    treat,
+)
 
 LITTLE = 8192  # bytes of glue that a chain need not know of
 SLACK_SHARE = (
@@ -29,10 +36,8 @@ SLACK_SHARE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """What the engine itself costs: seconds for a region (forward, and re-run), and for each op under a recipe."""
+    """What the engine itself costs beside what a profile shows: seconds for each op under a recipe."""
 
-    region_seconds: float = 0.0
-    rerun_seconds: float = 0.0
     op_seconds: float = 0.0
 
 
@@ -213,20 +218,22 @@ class _Region:
         self._rerun_bytes = measured.rerun_peak - begin
         self._backward_bytes = measured.backward_peak - begin
         self._unseen_forward = self._unseen_rerun = 0  # what was measured and no op of the trace shows
+        self._rerun_share = 1.0
         if trace is not None:
             dropped = treat(trace, frozenset())
             self._unseen_forward = max(0, self._forward_bytes - dropped.forward_bytes)
             self._unseen_rerun = max(0, self._rerun_bytes - dropped.rerun_bytes)
+            self._rerun_share = rerun_share(trace)
 
     def stage(self, selections: tuple[Treatment, ...], *, state_bytes: int) -> tuple[Stage, ModelledStage]:
-        seconds, overheads = self._seconds, self._overheads
+        seconds = self._seconds
         tape = {} if self._trace is None else tape_storages(self._trace)
         held = self._output_bytes + sum(tape.values())
         dropped = self._forward_bytes - self._output_bytes
         options = (*(self._select(way) for way in selections), self._recompute()) if self._call.has_tape else ()
         stage = Stage(
             name=self._call.name,
-            forward_seconds=max(0.0, seconds.forward - overheads.region_seconds),
+            forward_seconds=seconds.body,
             backward_seconds=seconds.backward,
             state_bytes=state_bytes,
             tape_bytes=held,
@@ -250,8 +257,9 @@ class _Region:
         )
 
     def _select(self, way: Treatment) -> Option:
-        own = self._overheads.rerun_seconds + way.ops_left * self._overheads.op_seconds
-        rerun = max(0.0, self._seconds.rerun - self._overheads.rerun_seconds) * way.share + own
+        # Of a whole re-run, what is not the function itself is the engine's, and stays however few ops are run.
+        function = min(self._seconds.rerun, self._seconds.body * self._rerun_share)
+        rerun = function * way.share + self._seconds.rerun - function + way.ops_left * self._overheads.op_seconds
         return self._option(
             OptionKind.SELECT,
             way.held_bytes,
@@ -266,7 +274,7 @@ class _Region:
             kind=kind,
             label=kind.value if not more_bytes else f"{kind.value} {format_bytes(more_bytes)}",
             held_bytes=held,
-            forward_seconds=self._seconds.forward,
+            forward_seconds=self._seconds.forward + self._seconds.body,
             backward_seconds=self._seconds.backward,
             rerun_seconds=rerun,
             forward_transient_bytes=max(0, forward - held),

@@ -1,18 +1,19 @@
-"""What the engine itself costs on this machine, in seconds, so that small regions are not planned as if it were free."""
+"""What a recipe itself costs on this machine, in seconds an op, so that small ops are not planned as if it were free."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.torch.modelling import Overheads
-from retape.torch.region import run_region
+from retape.torch.region import Region
+from retape.torch.select import Recipe, Replay, Step
+from retape.torch.trace import Recorder
 
 ROUNDS = 20
 OPS = 100
@@ -25,45 +26,34 @@ def engine_overheads(device: torch.device) -> Overheads:
 
 @cache
 def _on_cpu() -> Overheads:
-    layer = nn.Linear(4, 4)
-    row = torch.ones(1, 4)
-    plain = _least(lambda: layer(row))
-    region = _least(lambda: run_region(layer, row))
-    both = [_least(partial(_backward, made)) for made in (layer(row), run_region(layer, row))]
-    return Overheads(
-        region_seconds=max(0.0, region - plain),
-        rerun_seconds=max(0.0, both[1] - both[0]),
-        op_seconds=max(0.0, (_least(_many_watched) - _least(_many)) / OPS),
-    )
+    recorder = Recorder()
+    with recorder:
+        _many()
+    ops = recorder.trace([]).ops
+    recipe = Recipe(ops=ops, steps=(Step.RUN,) * len(ops), slots=((),) * len(ops))
+    plain = _least(nullcontext)
+    followed = _least(lambda: Replay(recipe, cast(Region, _NothingHeld())))
+    return Overheads(op_seconds=max(0.0, (followed - plain) / len(ops)))
 
 
-def _least(run: Callable[[], Any]) -> float:
+class _NothingHeld:
+    """All that a recipe asks of a region."""
+
+    def held_values(self) -> dict[int, Any]:
+        return {}
+
+
+def _least(around: Callable[[], AbstractContextManager[Any]]) -> float:
     times = []
     for _ in range(ROUNDS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
+        with around():
+            start = time.perf_counter()
+            _many()
+            times.append(time.perf_counter() - start)
     return min(times)
 
 
-def _backward(made: Tensor) -> None:
-    made.sum().backward(retain_graph=True)
-
-
-def _many() -> Tensor:
+def _many() -> None:
     value = torch.ones(1)
     for _ in range(OPS):
         value = value + 1
-    return value
-
-
-def _many_watched() -> None:
-    with _Watching():
-        _many()
-
-
-class _Watching(TorchDispatchMode):
-    """Does nothing, as a recipe does at most ops."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))

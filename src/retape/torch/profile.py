@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,8 @@ class Phase(Enum):
     """What begins at a mark."""
 
     FORWARD = "forward"
+    BODY = "body"  # the function itself, as opposed to what the engine notes before and after it
+    BODY_END = "body end"
     FORWARD_END = "forward end"
     LOSS = "loss"
     RERUN = "rerun"
@@ -181,7 +184,7 @@ class ProfileSession:
             plain_call, args, keywords, policy=self._policy, check=Check.METADATA, captured=captured
         )
         region.session, region.stage = self, stage
-        outputs = region.run(plain_call, args, keywords)
+        outputs = region.run(partial(self._body, stage, plain_call), args, keywords)
         self.mark(Phase.FORWARD_END, stage)
         made = links.tensors_of(outputs)
         self._watch_gradients(made, Phase.BACKWARD, stage)
@@ -190,6 +193,12 @@ class ProfileSession:
             self._note(region, module, signature(args, keywords), inputs)
         else:
             self._counts[id(module)] = self._counts.get(id(module), 0) + 1
+        return outputs
+
+    def _body(self, stage: int, plain_call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        self.mark(Phase.BODY, stage)
+        outputs = plain_call(*args, **keywords)
+        self.mark(Phase.BODY_END, stage)
         return outputs
 
     def _watch_gradients(self, tensors: list[Tensor], phase: Phase, stage: int) -> None:

@@ -19,6 +19,7 @@ class Part(Enum):
     """The part of a step that an interval belongs to."""
 
     FORWARD = "forward"
+    BODY = "body"
     RERUN = "rerun"
     BACKWARD = "backward"
     GLUE_FORWARD = "glue forward"
@@ -44,8 +45,10 @@ class _Follower:
         return owner
 
     def _after(self, phase: Phase, stage: int) -> Owner:
-        if phase is Phase.FORWARD:
+        if phase in (Phase.FORWARD, Phase.BODY_END):
             return (Part.FORWARD, stage)
+        if phase is Phase.BODY:
+            return (Part.BODY, stage)
         if phase is Phase.FORWARD_END:
             self._last = stage
             return (Part.GLUE_FORWARD, stage)
@@ -78,9 +81,10 @@ class RegionBytes:
 
 @dataclass(slots=True)
 class RegionSeconds:
-    """Seconds of the parts of one region, and of the glue after it."""
+    """Seconds of the parts of one region, and of the glue after it; `forward` is what the engine does around the `body`."""
 
     forward: float = 0.0
+    body: float = 0.0
     rerun: float = 0.0
     backward: float = 0.0
     glue_forward: float = 0.0
@@ -101,6 +105,7 @@ class StepBytes:
 
 _PEAKS = {
     Part.FORWARD: "forward_peak",
+    Part.BODY: "forward_peak",
     Part.RERUN: "rerun_peak",
     Part.BACKWARD: "backward_peak",
     Part.GLUE_FORWARD: "glue_forward_peak",
@@ -108,6 +113,7 @@ _PEAKS = {
 }
 _SECONDS = {
     Part.FORWARD: "forward",
+    Part.BODY: "body",
     Part.RERUN: "rerun",
     Part.BACKWARD: "backward",
     Part.GLUE_FORWARD: "glue_forward",

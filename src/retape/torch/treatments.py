@@ -188,6 +188,12 @@ def _highest(trace: RegionTrace, kept: frozenset[int], steps: tuple[Step, ...], 
     return peak
 
 
+def rerun_share(trace: RegionTrace) -> float:
+    """The share of a forward's seconds that a re-run of everything takes: it stops after the last slot."""
+    total = sum(op.seconds for op in trace.ops)
+    return sum(op.seconds for op in trace.ops[: last_missing(trace, frozenset())]) / total if total else 1.0
+
+
 def last_missing(trace: RegionTrace, held: frozenset[int]) -> int:
     """After how many ops the last slot that is not held has been refilled, and a re-run stops."""
     return max((at for slot, at in enumerate(trace.saved_at) if slot not in held), default=0)
