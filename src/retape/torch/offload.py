@@ -1,0 +1,389 @@
+"""The host tier: slots that leave the device after their forward and are back before their backward.
+
+A region whose policy moves slots has a `Cargo`. Each storage among them is one `Parcel`, however many slots show parts of it:
+it is copied out when the first of them is saved, and leaves the device at the first later save that finds the copy done. A copy
+that is not done when the region after this one ends is waited for by the device, never by the host, so no more than two
+regions' bytes are on their way out. When backward reaches a region, its parcels and those of the region before it start back;
+`unpack` makes the computing stream wait for the copy. A parcel's host memory is kept until its slots die.
+
+What is no plain tensor with a memory of its own (subclasses, sparse, inference tensors) is held instead, and so is all of a
+region that fills what it saved afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from retape.core.errors import OffloadError
+from retape.core.units import format_bytes
+from retape.torch import _compat
+from retape.torch.checksum import checksum
+from retape.torch.host_pool import Chunk, Event
+from retape.torch.lanes import Lanes, Pairs, lanes_of
+from retape.torch.mismatch import different_values
+from retape.torch.slots import Slot, changed_in_place
+from retape.torch.watch import hold, version_of
+
+if TYPE_CHECKING:
+    from retape.torch.region import Region
+
+_MOST_TASKS = 64
+_NO_MEMORY = torch.empty(0)
+
+
+class Parcel:
+    """One storage: on the device, on its way out, out, on its way back, or back.
+
+    `_alias` shares the version of the tensor that was saved. When the device's memory is released its data is exchanged for
+    nothing, and the version stays: a write to the tensor is noticed whether or not its bytes are here (Rule 3).
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_alias",
+        "_arrived",
+        "_chunks",
+        "_copy",
+        "_lanes",
+        "_left",
+        "_lock",
+        "_owner",
+        "base",
+        "nbytes",
+    )
+
+    def __init__(self, tensor: Tensor, base: Tensor, lanes: Lanes) -> None:
+        storage = _compat.untyped_storage(tensor)
+        self.nbytes: int = storage.nbytes()
+        self.base = weakref.ref(base)
+        self._lanes = lanes
+        self._lock = threading.Lock()
+        self._owner = lanes.stream()
+        self._copy: Tensor | None = None
+        self._arrived: Event | None = None
+        self._chunks = lanes.pool.take(self.nbytes)
+        try:
+            after = [chunk.read for chunk in self._chunks if chunk.read is not None]
+            self._left = lanes.send(self._pairs(_bytes_of(storage, tensor.device)), after)
+        except BaseException:
+            lanes.pool.give(self._chunks)
+            self._chunks = []
+            raise
+        self._alias = tensor.detach()
+
+    def _pairs(self, there: Tensor) -> Pairs:
+        pairs, begin = [], 0
+        for chunk in self._chunks:
+            part = there[begin : begin + chunk.memory.numel()]
+            pairs.append((chunk.memory[: part.numel()], part))
+            begin += part.numel()
+        return pairs
+
+    @property
+    def version(self) -> Any:
+        return version_of(self._alias)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the device has its bytes, or will have them once a copy is done."""
+        return self._copy is not None or bool(_compat.untyped_storage(self._alias).nbytes())
+
+    def release(self, *, wait: bool) -> bool:
+        """Let go of the device's memory if the copy is done; with `wait`, after making the device wait for it."""
+        if not self._left.query():
+            if not wait:
+                return False
+            self._lanes.wait(self._left, self._owner)
+        self._alias.data = _NO_MEMORY
+        return True
+
+    def start(self) -> None:
+        """Begin to copy it back, if it is not here."""
+        with self._lock:
+            if self.is_here:
+                return
+            self._owner = self._lanes.stream()
+            copy = torch.empty(self.nbytes, dtype=torch.uint8, device=self._lanes.device)
+            self._arrived = self._lanes.fetch(self._pairs(copy))
+            self._copy = copy
+            for chunk in self._chunks:
+                chunk.read = self._arrived
+
+    def arrive(self) -> Any:
+        """Its storage; what the caller computes from now on waits until the bytes are there."""
+        storage = _compat.untyped_storage(self._alias)
+        if storage.nbytes():
+            return storage
+        self.start()
+        copy, arrived = self._copy, self._arrived
+        assert copy is not None
+        assert arrived is not None
+        self._lanes.wait(arrived, self._lanes.stream())
+        self._lanes.share(copy, self._owner)
+        return _compat.untyped_storage(copy)
+
+    def send_away(self) -> None:
+        """Let go of what was copied back; the host still has it."""
+        with self._lock:
+            if self._copy is not None and self._arrived is not None:
+                self._lanes.wait(self._arrived, self._owner)  # nobody may get the memory before the copy is done
+            self._copy = None
+
+    def __del__(self) -> None:
+        chunks: list[Chunk] = getattr(self, "_chunks", [])
+        if sys.is_finalizing() or not chunks:
+            return
+        for event in (self._left, self._arrived):
+            if event is not None and not event.query():
+                self._lanes.wait(event, self._owner)
+        self._lanes.pool.give(chunks)
+
+
+def _bytes_of(storage: Any, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+class MovedSlot(Slot):
+    """A slot whose tensor shows a part of a parcel. It holds no value: each read makes one."""
+
+    __slots__ = ("_layout", "_saved_version", "parcel")
+
+    def __init__(self, slot: Slot, tensor: Tensor, parcel: Parcel) -> None:
+        super().__init__(slot.region, slot.index, slot.metadata)
+        self.parcel = parcel
+        self._saved_version = version_of(tensor)
+        self._layout = (
+            tensor.dtype,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def fetch(self) -> Tensor:
+        """What was saved, with the same bytes, shape, strides and bits."""
+        if self.parcel.version != self._saved_version:
+            raise changed_in_place(self, self._layout[2])
+        try:
+            with _compat.unobserved():
+                value = self._shown(self.parcel.arrive())
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise _failed(self.region, self.parcel.nbytes, "back from the host", error) from error
+        if _compat.graph_task() < 0:  # outside a backward pass nobody says when it was used
+            self.parcel.send_away()
+        self.version = version_of(value)
+        if self.metadata is not None and len(self.metadata) > 3 and checksum(value) != self.metadata[3]:
+            raise different_values(self.region.name, self.index)
+        return value
+
+    def _shown(self, storage: Any) -> Tensor:
+        dtype, offset, shape, stride, conj, neg = self._layout
+        shown = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+        if conj:
+            shown = shown.conj()
+        return _compat.neg_view(shown) if neg else shown
+
+
+def _failed(region: Region, count: int, where: str, error: RuntimeError) -> OffloadError:
+    return OffloadError(
+        f"Region {region.name}: copying {format_bytes(count)} of its slots {where} failed: {str(error).splitlines()[0]}. "
+        "Nothing was changed; run the step again, or fit with a budget that moves less.",
+        wanted_bytes=count,
+    )
+
+
+class Cargo:
+    """The parcels of one call of a region, in the order they were saved. It does not keep them: their slots do."""
+
+    __slots__ = ("__weakref__", "_before", "_by_storage", "_leaving", "_parcels", "_task", "announced")
+
+    def __init__(self) -> None:
+        self._before = _THREAD.last
+        self._parcels: list[weakref.ref[Parcel]] = []
+        self._leaving: deque[weakref.ref[Parcel]] = deque()
+        self._by_storage: dict[int, weakref.ref[Parcel]] = {}
+        self._task = -1
+        self.announced = False
+
+    # --- out -----------------------------------------------------------------------------------------------------
+
+    def take(self, tensor: Tensor) -> Parcel | None:
+        """A parcel for the tensor's storage, which another slot may have begun; None for what cannot be moved."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_inference():
+            return None
+        if _compat.is_fake(tensor):
+            return None
+        storage = _compat.untyped_storage(tensor)
+        if not storage.nbytes():
+            return None
+        base = tensor if tensor._base is None else tensor._base
+        known = self._by_storage.get(storage._cdata, _gone)()
+        # Aliases with versions of their own may have been written to since the storage was copied.
+        if known is not None and known.base() is base and known.version == version_of(tensor):
+            return known
+        parcel = Parcel(tensor, base, lanes_of(tensor.device))
+        reference = weakref.ref(parcel)
+        self._by_storage[storage._cdata] = reference
+        self._parcels.append(reference)
+        self._leaving.append(reference)
+        return parcel
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Release what has left; with `wait` all of it, the device waiting for copies that are not done."""
+        leaving = self._leaving
+        while leaving:
+            parcel = leaving[0]()
+            if parcel is not None and not parcel.release(wait=wait):
+                return
+            leaving.popleft()
+
+    def settle_all(self) -> None:
+        before = self._before()
+        if before is not None:
+            before.settle()
+        self.settle()
+
+    def close(self) -> None:
+        """The region's forward is over: what the region before it moved is off the device from here on."""
+        before = self._before()
+        if before is not None:
+            before.settle(wait=True)
+        self._by_storage.clear()
+        _THREAD.last = weakref.ref(self)
+
+    # --- back ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to copy everything back, what was saved last first; what does not fit now is fetched when it is needed."""
+        try:
+            with _compat.unobserved():
+                for reference in reversed(self._parcels):
+                    parcel = reference()
+                    if parcel is not None:
+                        parcel.start()
+        except torch.OutOfMemoryError:
+            return
+
+    def reached(self, ahead: int) -> None:
+        """Backward reads a slot of this region: once in each pass, start this region's parcels, and those `ahead` of need."""
+        task = _compat.graph_task()
+        if task in (self._task, -1):
+            return
+        self._task = task
+        _note(self, task)
+        self.start()
+        before = self._before()
+        while before is not None and ahead > 0:
+            _note(before, task)
+            before.start()
+            before, ahead = before._before(), ahead - 1
+
+    def send_away(self) -> None:
+        """Let go of everything that was copied back."""
+        for reference in self._parcels:
+            parcel = reference()
+            if parcel is not None:
+                parcel.send_away()
+
+
+def _gone() -> None:
+    return None
+
+
+class _Thread(threading.local):
+    """The cargo that was closed last in this thread."""
+
+    last: Callable[[], Cargo | None] = staticmethod(_gone)
+
+
+_THREAD = _Thread()
+
+
+# --- hooks of a region ------------------------------------------------------------------------------------------------
+
+
+def pack(region: Region, cargo: Cargo, tensor: Tensor) -> Slot:
+    """What a region that moves slots does with a tensor that autograd saves."""
+    cargo.settle_all()
+    slot = region._pack(tensor)
+    if slot.value is not None or slot.index not in region.policy.moved:
+        return slot
+    try:
+        with _compat.unobserved():
+            parcel = None if region._call.fills_what_it_saved else cargo.take(tensor)
+    except (OffloadError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise _failed(region, tensor.untyped_storage().nbytes(), "to the host", error) from error
+    if parcel is None:
+        slot.value, slot.version = hold(tensor), version_of(tensor)
+        return slot
+    moved = MovedSlot(slot, tensor, parcel)
+    region._slots[slot.index] = weakref.ref(moved)
+    return moved
+
+
+def passed(tensors: list[Tensor]) -> None:
+    """A module that moves nothing was called.
+
+    What was moved before it is off the device now, and starts back when backward reaches these outputs of the module.
+    """
+    last = _THREAD.last()
+    if last is None or last.announced:
+        return
+    last.settle(wait=True)
+    last.announced = True
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_comes_near, weakref.ref(last)))
+            return
+
+
+def _comes_near(reference: weakref.ref[Cargo], gradient: Any) -> None:
+    cargo = reference()
+    if cargo is not None:
+        _note(cargo, _compat.graph_task())
+        cargo.start()
+
+
+# --- which cargo came back in which backward pass -------------------------------------------------------------------------
+
+_BACK: OrderedDict[int, list[weakref.ref[Cargo]]] = OrderedDict()
+
+
+def _note(cargo: Cargo, task: int) -> None:
+    """A cargo comes back. Where the graph is kept, those that backward reached before it in this pass are let go of (Rule 5)."""
+    if task < 0:
+        return
+    cargos = _BACK.get(task)
+    if cargos is None:
+        cargos = _BACK[task] = []
+        _compat.at_end_of_backward(partial(_end, task))
+        if len(_BACK) > _MOST_TASKS:  # passes that ended in an exception never called back
+            _BACK.popitem(last=False)
+    elif _compat.graph_is_kept():
+        for other in [reference() for reference in cargos]:
+            if other is not None and other is not cargo and other._task == task:
+                other.send_away()
+    cargos.append(weakref.ref(cargo))
+
+
+def _end(task: int) -> None:
+    """At the end of a backward pass nothing that came back and was not consumed stays on the device."""
+    for reference in _BACK.pop(task, []):
+        cargo = reference()
+        if cargo is not None:
+            cargo.settle(wait=True)
+            cargo.send_away()
