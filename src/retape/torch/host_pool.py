@@ -56,7 +56,6 @@ class HostPool:
         self.allocated_bytes = 0
         self._free: dict[int, deque[Chunk]] = {}
         self._lock = threading.Lock()
-        self._warned = False
 
     @property
     def free_bytes(self) -> int:
@@ -110,20 +109,13 @@ class HostPool:
             try:
                 return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
-                self.pinned = False
-                self._warn(f"Host memory cannot be pinned ({str(error).splitlines()[0]})")
-        else:
-            self._warn("There is no CUDA device to pin host memory for")
+                self.pinned = False  # so this is said once
+                warnings.warn(
+                    f"Host memory cannot be pinned ({str(error).splitlines()[0]}): moved slots go to pageable memory, whose copies are "
+                    "slow and do not run beside the computation. Raise the limit of locked memory (ulimit -l), or the budget.",
+                    stacklevel=2,
+                )
         return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-    def _warn(self, why: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{why}: moved slots go to pageable memory, whose copies are slow and do not run beside the computation. "
-                "Use retape.fit with a larger budget if steps are too slow.",
-                stacklevel=2,
-            )
 
 
 def chunk_sizes(count: int) -> list[int]:

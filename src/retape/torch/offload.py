@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from retape.core.errors import OffloadError
+from retape.core.errors import OffloadError, RetapeError
 from retape.core.units import format_bytes
 from retape.torch import _compat
 from retape.torch.checksum import checksum
@@ -71,14 +71,14 @@ class Parcel:
         self._copy: Tensor | None = None
         self._arrived: Event | None = None
         self._chunks = lanes.pool.take(self.nbytes)
+        self._alias = tensor.detach()
         try:
             after = [chunk.read for chunk in self._chunks if chunk.read is not None]
             self._left = lanes.send(self._pairs(_bytes_of(storage, tensor.device)), after)
-        except BaseException:
+        except BaseException as error:
             lanes.pool.give(self._chunks)
             self._chunks = []
-            raise
-        self._alias = tensor.detach()
+            raise _explained(error, self.nbytes, "to the host") from error
 
     def _pairs(self, there: Tensor) -> Pairs:
         pairs, begin = [], 0
@@ -113,7 +113,10 @@ class Parcel:
                 return
             self._owner = self._lanes.stream()
             copy = torch.empty(self.nbytes, dtype=torch.uint8, device=self._lanes.device)
-            self._arrived = self._lanes.fetch(self._pairs(copy))
+            try:
+                self._arrived = self._lanes.fetch(self._pairs(copy))
+            except BaseException as error:
+                raise _explained(error, self.nbytes, "back from the host") from error
             self._copy = copy
             for chunk in self._chunks:
                 chunk.read = self._arrived
@@ -152,6 +155,17 @@ def _bytes_of(storage: Any, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
+def _explained(error: BaseException, count: int, where: str) -> BaseException:
+    """A copy that failed; only what PyTorch itself raises is in need of words."""
+    if not isinstance(error, RuntimeError) or isinstance(error, (RetapeError, torch.OutOfMemoryError)):
+        return error
+    return OffloadError(
+        f"Copying {format_bytes(count)} of slots {where} failed: {str(error).splitlines()[0]}. "
+        "The host's memory is as it was; run the step again, or fit with a budget that moves less.",
+        wanted_bytes=count,
+    )
+
+
 class MovedSlot(Slot):
     """A slot whose tensor shows a part of a parcel. It holds no value: each read makes one."""
 
@@ -174,13 +188,8 @@ class MovedSlot(Slot):
         """What was saved, with the same bytes, shape, strides and bits."""
         if self.parcel.version != self._saved_version:
             raise changed_in_place(self, self._layout[2])
-        try:
-            with _compat.unobserved():
-                value = self._shown(self.parcel.arrive())
-        except (OffloadError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise _failed(self.region, self.parcel.nbytes, "back from the host", error) from error
+        with _compat.unobserved():
+            value = self._shown(self.parcel.arrive())
         if _compat.graph_task() < 0:  # outside a backward pass nobody says when it was used
             self.parcel.send_away()
         self.version = version_of(value)
@@ -194,14 +203,6 @@ class MovedSlot(Slot):
         if conj:
             shown = shown.conj()
         return _compat.neg_view(shown) if neg else shown
-
-
-def _failed(region: Region, count: int, where: str, error: RuntimeError) -> OffloadError:
-    return OffloadError(
-        f"Region {region.name}: copying {format_bytes(count)} of its slots {where} failed: {str(error).splitlines()[0]}. "
-        "Nothing was changed; run the step again, or fit with a budget that moves less.",
-        wanted_bytes=count,
-    )
 
 
 class Cargo:
@@ -320,13 +321,8 @@ def pack(region: Region, cargo: Cargo, tensor: Tensor) -> Slot:
     slot = region._pack(tensor)
     if slot.value is not None or slot.index not in region.policy.moved:
         return slot
-    try:
-        with _compat.unobserved():
-            parcel = None if region._call.fills_what_it_saved else cargo.take(tensor)
-    except (OffloadError, torch.OutOfMemoryError):
-        raise
-    except RuntimeError as error:
-        raise _failed(region, tensor.untyped_storage().nbytes(), "to the host", error) from error
+    with _compat.unobserved():
+        parcel = None if region._call.fills_what_it_saved else cargo.take(tensor)
     if parcel is None:
         slot.value, slot.version = hold(tensor), version_of(tensor)
         return slot
