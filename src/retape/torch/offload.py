@@ -1,13 +1,13 @@
 """The host tier: slots that leave the device after their forward and are back before their backward.
 
-A region whose policy moves slots has a `Cargo`. Each storage among them is one `Parcel`, however many slots show parts of it:
-it is copied out when the first of them is saved, and leaves the device at the first later save that finds the copy done. A copy
-that is not done when the region after this one ends is waited for by the device, never by the host, so no more than two
-regions' bytes are on their way out. When backward reaches a region, its parcels and those of the region before it start back;
-`unpack` makes the computing stream wait for the copy. A parcel's host memory is kept until its slots die.
+A region whose policy moves slots has a `Cargo`. Until its forward ends they are held; then each storage among them becomes one
+`Parcel`, however many slots show parts of it, and is copied out: what leaves is what holding it would have kept. It is gone from
+the device at the first later save that finds the copy done. A copy that is not done when the region after this one ends is
+waited for by the device, never by the host, so no more than two regions' bytes are on their way out. When backward reaches a
+region, its parcels and those of the region before it start back; `unpack` makes the computing stream wait for the copy. A
+parcel's host memory is kept until its slots die.
 
-What is no plain tensor with a memory of its own (subclasses, sparse, inference tensors) is held instead, and so is all of a
-region that fills what it saved afterwards.
+What is no plain tensor with a memory of its own (subclasses, sparse, inference tensors) is held instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from retape.core.units import format_bytes
 from retape.torch import _compat
 from retape.torch.checksum import checksum
 from retape.torch.host_pool import Chunk, Event
-from retape.torch.lanes import Lanes, Pairs, lanes_of
+from retape.torch.lanes import Pairs, lanes_of
 from retape.torch.mismatch import different_values
 from retape.torch.slots import Slot, changed_in_place
 from retape.torch.watch import hold, version_of
@@ -41,15 +41,10 @@ _NO_MEMORY = torch.empty(0)
 
 
 class Parcel:
-    """One storage: on the device, on its way out, out, on its way back, or back.
-
-    `_alias` shares the version of the tensor that was saved. When the device's memory is released its data is exchanged for
-    nothing, and the version stays: a write to the tensor is noticed whether or not its bytes are here (Rule 3).
-    """
+    """One storage: on its way out, out, on its way back, or back."""
 
     __slots__ = (
         "__weakref__",
-        "_alias",
         "_arrived",
         "_chunks",
         "_copy",
@@ -57,28 +52,29 @@ class Parcel:
         "_left",
         "_lock",
         "_owner",
-        "base",
+        "_slots",
+        "_source",
         "nbytes",
     )
 
-    def __init__(self, tensor: Tensor, base: Tensor, lanes: Lanes) -> None:
-        storage = _compat.untyped_storage(tensor)
-        self.nbytes: int = storage.nbytes()
-        self.base = weakref.ref(base)
-        self._lanes = lanes
+    def __init__(self, slots: list[MovedSlot], source: Tensor) -> None:
+        self._slots = [weakref.ref(slot) for slot in slots]
+        self._source: Tensor | None = source  # the bytes on the device
+        self.nbytes = source.numel()
+        self._lanes = lanes = lanes_of(source.device)
         self._lock = threading.Lock()
         self._owner = lanes.stream()
         self._copy: Tensor | None = None
         self._arrived: Event | None = None
         self._chunks = lanes.pool.take(self.nbytes)
-        self._alias = tensor.detach()
         try:
             after = [chunk.read for chunk in self._chunks if chunk.read is not None]
-            self._left = lanes.send(self._pairs(_bytes_of(storage, tensor.device)), after)
+            self._left = lanes.send(self._pairs(source), after)
         except BaseException as error:
             lanes.pool.give(self._chunks)
             self._chunks = []
-            raise _explained(error, self.nbytes, "to the host") from error
+            _explain(error, self.nbytes, "to the host")
+            raise
 
     def _pairs(self, there: Tensor) -> Pairs:
         pairs, begin = [], 0
@@ -88,44 +84,39 @@ class Parcel:
             begin += part.numel()
         return pairs
 
-    @property
-    def version(self) -> Any:
-        return version_of(self._alias)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the device has its bytes, or will have them once a copy is done."""
-        return self._copy is not None or bool(_compat.untyped_storage(self._alias).nbytes())
-
     def release(self, *, wait: bool) -> bool:
         """Let go of the device's memory if the copy is done; with `wait`, after making the device wait for it."""
         if not self._left.query():
             if not wait:
                 return False
             self._lanes.wait(self._left, self._owner)
-        self._alias.data = _NO_MEMORY
+        for slot in [reference() for reference in self._slots]:
+            if slot is not None:
+                slot.value = None
+        self._source = None
         return True
 
     def start(self) -> None:
         """Begin to copy it back, if it is not here."""
         with self._lock:
-            if self.is_here:
+            if self._source is not None or self._copy is not None:
                 return
             self._owner = self._lanes.stream()
             copy = torch.empty(self.nbytes, dtype=torch.uint8, device=self._lanes.device)
             try:
                 self._arrived = self._lanes.fetch(self._pairs(copy))
             except BaseException as error:
-                raise _explained(error, self.nbytes, "back from the host") from error
+                _explain(error, self.nbytes, "back from the host")
+                raise
             self._copy = copy
             for chunk in self._chunks:
                 chunk.read = self._arrived
 
     def arrive(self) -> Any:
         """Its storage; what the caller computes from now on waits until the bytes are there."""
-        storage = _compat.untyped_storage(self._alias)
-        if storage.nbytes():
-            return storage
+        source = self._source
+        if source is not None:
+            return _compat.untyped_storage(source)
         self.start()
         copy, arrived = self._copy, self._arrived
         assert copy is not None
@@ -151,30 +142,32 @@ class Parcel:
         self._lanes.pool.give(chunks)
 
 
-def _bytes_of(storage: Any, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _explained(error: BaseException, count: int, where: str) -> BaseException:
-    """A copy that failed; only what PyTorch itself raises is in need of words."""
-    if not isinstance(error, RuntimeError) or isinstance(error, (RetapeError, torch.OutOfMemoryError)):
-        return error
-    return OffloadError(
-        f"Copying {format_bytes(count)} of slots {where} failed: {str(error).splitlines()[0]}. "
-        "The host's memory is as it was; run the step again, or fit with a budget that moves less.",
-        wanted_bytes=count,
-    )
+def _explain(error: BaseException, count: int, where: str) -> None:
+    """A copy failed: what PyTorch itself raises is said in our words."""
+    if isinstance(error, RuntimeError) and not isinstance(error, (RetapeError, torch.OutOfMemoryError)):
+        raise OffloadError(
+            f"Copying {format_bytes(count)} of slots {where} failed: {str(error).splitlines()[0]}. "
+            "The host's memory is as it was; run the step again, or fit with a budget that moves less.",
+            wanted_bytes=count,
+        ) from error
 
 
 class MovedSlot(Slot):
-    """A slot whose tensor shows a part of a parcel. It holds no value: each read makes one."""
+    """A slot that leaves. It has a value until its parcel is gone from the device; after that each read makes one.
 
-    __slots__ = ("_layout", "_saved_version", "parcel")
+    `_witness` shares the version of the tensor that was saved, and none of its memory: a write to the tensor is noticed whether
+    or not its bytes are here (Rule 3).
+    """
 
-    def __init__(self, slot: Slot, tensor: Tensor, parcel: Parcel) -> None:
+    __slots__ = ("_layout", "_saved_version", "_witness", "parcel")
+
+    def __init__(self, slot: Slot, tensor: Tensor) -> None:
         super().__init__(slot.region, slot.index, slot.metadata)
-        self.parcel = parcel
-        self._saved_version = version_of(tensor)
+        self.value = hold(tensor)
+        self.version = self._saved_version = version_of(tensor)
+        self._witness = tensor.detach()
+        self._witness.data = _NO_MEMORY
+        self.parcel: Parcel | None = None
         self._layout = (
             tensor.dtype,
             tensor.storage_offset(),
@@ -186,8 +179,9 @@ class MovedSlot(Slot):
 
     def fetch(self) -> Tensor:
         """What was saved, with the same bytes, shape, strides and bits."""
-        if self.parcel.version != self._saved_version:
+        if version_of(self._witness) != self._saved_version:
             raise changed_in_place(self, self._layout[2])
+        assert self.parcel is not None
         with _compat.unobserved():
             value = self._shown(self.parcel.arrive())
         if _compat.graph_task() < 0:  # outside a backward pass nobody says when it was used
@@ -205,41 +199,61 @@ class MovedSlot(Slot):
         return _compat.neg_view(shown) if neg else shown
 
 
+def can_be_moved(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor with a memory of its own."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and not _compat.is_fake(tensor)
+        and _compat.untyped_storage(tensor).nbytes() > 0
+    )
+
+
 class Cargo:
     """The parcels of one call of a region, in the order they were saved. It does not keep them: their slots do."""
 
-    __slots__ = ("__weakref__", "_before", "_by_storage", "_leaving", "_parcels", "_task", "announced")
+    __slots__ = ("__weakref__", "_before", "_leaving", "_parcels", "_slots", "_task", "announced")
 
     def __init__(self) -> None:
         self._before = _THREAD.last
+        self._slots: list[weakref.ref[MovedSlot]] = []
         self._parcels: list[weakref.ref[Parcel]] = []
         self._leaving: deque[weakref.ref[Parcel]] = deque()
-        self._by_storage: dict[int, weakref.ref[Parcel]] = {}
         self._task = -1
         self.announced = False
 
     # --- out -----------------------------------------------------------------------------------------------------
 
-    def take(self, tensor: Tensor) -> Parcel | None:
-        """A parcel for the tensor's storage, which another slot may have begun; None for what cannot be moved."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_inference():
-            return None
-        if _compat.is_fake(tensor):
-            return None
-        storage = _compat.untyped_storage(tensor)
-        if not storage.nbytes():
-            return None
-        base = tensor if tensor._base is None else tensor._base
-        known = self._by_storage.get(storage._cdata, _gone)()
-        # Aliases with versions of their own may have been written to since the storage was copied.
-        if known is not None and known.base() is base and known.version == version_of(tensor):
-            return known
-        parcel = Parcel(tensor, base, lanes_of(tensor.device))
+    def add(self, slot: MovedSlot) -> None:
+        """A slot was saved: it leaves when the region's forward is over."""
+        self._slots.append(weakref.ref(slot))
+
+    def close(self) -> None:
+        """The region's forward is over: its slots start out, and what the region before it moved is off the device from here on."""
+        by_storage: dict[int, list[MovedSlot]] = {}
+        for slot in [reference() for reference in self._slots]:
+            if slot is not None and slot.value is not None:
+                by_storage.setdefault(_compat.untyped_storage(slot.value)._cdata, []).append(slot)
+        with _compat.unobserved():
+            for slots in by_storage.values():
+                self._send(slots)
+        self._slots.clear()
+        before = self._before()
+        if before is not None:
+            before.settle(wait=True)
+        _THREAD.last = weakref.ref(self)
+
+    def _send(self, slots: list[MovedSlot]) -> None:
+        value = slots[0].value
+        assert value is not None
+        storage = _compat.untyped_storage(value)
+        parcel = Parcel(slots, torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage))
         reference = weakref.ref(parcel)
-        self._by_storage[storage._cdata] = reference
         self._parcels.append(reference)
         self._leaving.append(reference)
-        return parcel
+        for slot in slots:
+            slot.parcel = parcel
 
     def settle(self, *, wait: bool = False) -> None:
         """Release what has left; with `wait` all of it, the device waiting for copies that are not done."""
@@ -250,19 +264,11 @@ class Cargo:
                 return
             leaving.popleft()
 
-    def settle_all(self) -> None:
+    def settle_before(self) -> None:
+        """Release what has left of the region before this one."""
         before = self._before()
-        if before is not None:
+        if before is not None and before._leaving:
             before.settle()
-        self.settle()
-
-    def close(self) -> None:
-        """The region's forward is over: what the region before it moved is off the device from here on."""
-        before = self._before()
-        if before is not None:
-            before.settle(wait=True)
-        self._by_storage.clear()
-        _THREAD.last = weakref.ref(self)
 
     # --- back ----------------------------------------------------------------------------------------------------
 
@@ -317,17 +323,17 @@ _THREAD = _Thread()
 
 def pack(region: Region, cargo: Cargo, tensor: Tensor) -> Slot:
     """What a region that moves slots does with a tensor that autograd saves."""
-    cargo.settle_all()
+    cargo.settle_before()
     slot = region._pack(tensor)
     if slot.value is not None or slot.index not in region.policy.moved:
         return slot
     with _compat.unobserved():
-        parcel = None if region._call.fills_what_it_saved else cargo.take(tensor)
-    if parcel is None:
-        slot.value, slot.version = hold(tensor), version_of(tensor)
-        return slot
-    moved = MovedSlot(slot, tensor, parcel)
+        if not can_be_moved(tensor):
+            slot.value, slot.version = hold(tensor), version_of(tensor)
+            return slot
+        moved = MovedSlot(slot, tensor)
     region._slots[slot.index] = weakref.ref(moved)
+    cargo.add(moved)
     return moved
 
 
