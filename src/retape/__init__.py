@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from retape.torch.loop import while_loop as while_loop
     from retape.torch.meter import measure as measure
     from retape.torch.ode import odeint as odeint
-    from retape.torch.region import keep as keep
-    from retape.torch.region import recomputing as recomputing
+    from retape.torch.runs import keep as keep
+    from retape.torch.runs import recomputing as recomputing
     from retape.torch.tile import tile as tile
     from retape.torch.verify import verify as verify
 
@@ -35,9 +35,9 @@ _LAZY = {
     "measure": "retape.torch.meter",
     "checkpoint": "retape.torch.checkpoint",
     "checkpoint_sequential": "retape.torch.checkpoint",
-    "keep": "retape.torch.region",
+    "keep": "retape.torch.runs",
     "linear_cross_entropy": "retape.torch.head_loss",
-    "recomputing": "retape.torch.region",
+    "recomputing": "retape.torch.runs",
     "tile": "retape.torch.tile",
     "odeint": "retape.torch.ode",
     "scan": "retape.torch.loop",

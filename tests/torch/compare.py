@@ -61,6 +61,12 @@ def all_held(function: Caller, *args: Any, **kwargs: Any) -> Any:
     return run_region(function, *args, keywords=kwargs, policy=HOLD)
 
 
+def some_moved(function: Caller, *args: Any, **kwargs: Any) -> Any:
+    """Of every three of the first slots one held, one moved to the host, one refilled."""
+    policy = Policy(held=frozenset(range(0, 30, 3)), moved=frozenset(range(1, 30, 3)))
+    return run_region(function, *args, keywords=kwargs, policy=policy)
+
+
 def nested(function: Caller, *args: Any, **kwargs: Any) -> Any:
     """A region inside a region."""
     return as_region(lambda *a, **k: as_region(function, *a, **k), *args, **kwargs)
@@ -83,7 +89,7 @@ class Notes:
 
 _NOTES: dict[int, list[Any]] = {}
 
-WAYS = (as_region, by_values, to_the_end, dropped, some_held, all_held, nested)
+WAYS = (as_region, by_values, to_the_end, dropped, some_held, all_held, some_moved, nested)
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
 

@@ -29,8 +29,9 @@ class Passing:
 class Choice:
     """One call of a module: the `call`-th of the module called `name` in the `root_call`-th forward of the model.
 
-    `held` are the numbers of the slots to hold of `slots` in all. With `drop_input` the input that the region before hands over
-    is dropped, and `passing` says how it is made again. `elements` is how many numbers its inputs had when it was profiled.
+    `held` are the numbers of the slots to hold of `slots` in all, `moved` of those that go to the host meanwhile. With
+    `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again. `elements` is
+    how many numbers its inputs had when it was profiled.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Choice:
     elements: int = 0
     drop_input: bool = False
     passing: tuple[Passing, ...] = ()
+    moved: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +71,17 @@ class Assignment:
 
 def _choice(item: dict[str, Any]) -> Choice:
     passing = tuple(Passing(**{**each, "fill": tuple(each["fill"])}) for each in item["passing"])
-    return Choice(**{**item, "option": OptionKind(item["option"]), "held": tuple(item["held"]), "passing": passing})
+    slots = {name: tuple(item.get(name, ())) for name in ("held", "moved")}
+    return Choice(**{**item, **slots, "option": OptionKind(item["option"]), "passing": passing})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeaning:
-    """What a stage of the chain stands for: a region and the slots each of its choices holds, or glue (`choice` is None)."""
+    """What a stage of the chain stands for: a region and the slots each of its choices holds and moves, or glue (`choice` is None)."""
 
     choice: Choice | None
     held: tuple[tuple[int, ...], ...] = ()
+    moved: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[OptionKind, ...] = ()
 
 
@@ -115,13 +119,14 @@ class _Compiler:
         meaning = self._meanings[stage]
         if meaning.choice is None:
             return
-        held = meaning.held[option]
+        held, moved = meaning.held[option], meaning.moved[option] if meaning.moved else ()
         if first:
-            self._choices[stage] = replace(meaning.choice, option=meaning.kinds[option], held=held)
+            self._choices[stage] = replace(meaning.choice, option=meaning.kinds[option], held=held, moved=moved)
         elif self._pass is not None:
             keep = meaning.kinds[option] is OptionKind.KEEP
             number = self._number[stage]
-            self._pass[stage] = Passing(region=number, fill_all=keep, fill=held, hold_input=not keep)
+            # What a re-run on the way makes again is needed soon: none of it is moved.
+            self._pass[stage] = Passing(region=number, fill_all=keep, fill=(*held, *moved), hold_input=not keep)
 
     def _forward(self, start: int, stop: int, first: bool) -> None:
         for stage in range(start, stop):

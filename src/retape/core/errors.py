@@ -10,7 +10,8 @@ RetapeError
 └── RegionError             a region cannot give the gradient that plain autograd would
     ├── StateChanged        something a re-run must read has changed since the forward
     ├── RecomputeMismatch   a re-run saved other tensors than the forward did
-    └── UnsupportedTransform a region under a transform it cannot be right in
+    ├── UnsupportedTransform a region under a transform it cannot be right in
+    └── OffloadError        a slot cannot be moved to the host, or back
 """
 
 from __future__ import annotations
@@ -80,3 +81,12 @@ class RecomputeMismatch(RegionError):
 
 class UnsupportedTransform(RegionError):
     """A region was called under a transform in which it cannot be right."""
+
+
+class OffloadError(RegionError):
+    """A slot cannot be moved to host memory, or back: a copy failed, or the host has no room for it."""
+
+    def __init__(self, message: str, *, wanted_bytes: int = 0, limit_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.wanted_bytes = wanted_bytes
+        self.limit_bytes = limit_bytes

@@ -17,7 +17,7 @@ from torch import nn
 
 from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.problem import OptionKind
-from retape.torch import links
+from retape.torch import links, offload
 from retape.torch.caches import without_cache
 from retape.torch.policy import Check, Inputs, Policy, Way
 from retape.torch.region import Region, run_region
@@ -42,11 +42,13 @@ class Executor:
         self._root_call = -1
         self._counts: dict[str, int] = {}
         self._warned = False
+        self._answers = {number: answers(choice) for number, choice in enumerate(assignment.choices)}
+        self._moves = any(choice.moved for choice in assignment.choices)
         self.regions_run = 0
 
-    def learn(self, kind: int, inputs: Signature, trace: RegionTrace, held: tuple[int, ...]) -> None:
-        """What the profile has seen already need not be traced again."""
-        self._recipes[(kind, held, inputs)] = plan_recipe(trace, frozenset(held))
+    def learn(self, kind: int, inputs: Signature, trace: RegionTrace, there: tuple[int, ...]) -> None:
+        """What the profile has seen already need not be traced again; the slots `there` are held or moved."""
+        self._recipes[(kind, there, inputs)] = plan_recipe(trace, frozenset(there))
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """The model itself is called; forwards before one backward are counted, so that each has choices of its own."""
@@ -71,8 +73,12 @@ class Executor:
             self._tell_once("no key-value cache is built in training, because a re-run would fill it twice")
         number, choice = self._choice(self._names[id(module)])
         if choice.option is OptionKind.KEEP:
-            return plain_call(*args, **keywords)
-        return self._run(number, choice, plain_call, args, keywords)
+            outputs = plain_call(*args, **keywords)
+        else:
+            outputs = self._run(number, choice, plain_call, args, keywords)
+        if self._moves and not choice.moved:
+            offload.passed(links.tensors_of(outputs))
+        return outputs
 
     def _choice(self, name: str) -> tuple[int, Choice]:
         count = self._counts.get(name, 0)
@@ -89,8 +95,8 @@ class Executor:
                 f"Region {choice.name} was given {elements(inputs)} numbers, and {choice.elements} when it was profiled: "
                 "the peak may pass the budget. Call retape.fit again with the larger batch."
             )
-        key = (choice.kind, choice.held, inputs)
-        unknown = bool(choice.held) and key not in self._recipes
+        key = (choice.kind, self._answers.get(number, ()), inputs)
+        unknown = bool(key[1]) and key not in self._recipes
         if key in self._recipes:
             self._recipes.move_to_end(key)
         policy = policy_of(number, choice, self._recipes.get(key))
@@ -101,7 +107,7 @@ class Executor:
         """A shape that was not seen before: find out which ops a re-run may skip."""
         trace = region.trace()
         fits = len(trace.slots) == choice.slots
-        recipe = plan_recipe(trace, frozenset(choice.held)) if fits else None
+        recipe = plan_recipe(trace, frozenset(key[1])) if fits else None
         self._recipes[key] = recipe
         if len(self._recipes) > MOST_RECIPES:
             self._recipes.popitem(last=False)
@@ -119,10 +125,16 @@ class Executor:
             warnings.warn(what, stacklevel=4)
 
 
+def answers(choice: Choice) -> tuple[int, ...]:
+    """The slots that a re-run need not make: held, or moved and fetched for it."""
+    return tuple(sorted({*choice.held, *choice.moved}))
+
+
 def policy_of(number: int, choice: Choice, recipe: Recipe | None) -> Policy:
     """What the engine is told of one call."""
     return Policy(
         held=frozenset(choice.held),
+        moved=frozenset(choice.moved),
         inputs=Inputs.LINK if choice.drop_input else Inputs.HOLD,
         recipe=recipe,
         stage=number,

@@ -28,10 +28,11 @@ from retape.core.units import format_bytes
 from retape.torch.attach import attach, detach
 from retape.torch.budgets import resolved
 from retape.torch.discover import Wanted, find_regions, refined
-from retape.torch.executor import Executor
+from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
 from retape.torch.fused_loss import can_fuse_loss, fuse_loss, unfuse_loss
 from retape.torch.laboratory import Laboratory, undisturbed
+from retape.torch.lanes import host_tier
 from retape.torch.meter import Scale, synchronize, thinned, weighing
 from retape.torch.modelling import Modelled, model_of
 from retape.torch.overheads import engine_overheads
@@ -257,8 +258,9 @@ class Fitter:
         profile, step, seconds = self.profiled(laboratory)
         self.tell("solving")
         overheads = engine_overheads(self.device)
+        host = host_tier(self.device)
         modelled = decided_by_first(
-            lambda: model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads)
+            lambda: model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads, host=host)
         )
         rounds = _Rounds(
             limit_bytes=self._limit_bytes(modelled.chain),
@@ -331,8 +333,8 @@ class Fitter:
         executor = Executor(assignment, self.names, check=self.check)
         for choice, call in zip(assignment.choices, profile.calls, strict=True):
             trace = profile.traces[call.kind]
-            if choice.held and trace is not None:
-                executor.learn(choice.kind, call.inputs, trace, choice.held)
+            if answers(choice) and trace is not None:
+                executor.learn(choice.kind, call.inputs, trace, answers(choice))
         return executor
 
     def _limit_bytes(self, chain: Chain) -> int:
@@ -421,5 +423,7 @@ def _meanings(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
             elements=elements(call.inputs),
         )
         held = tuple(tuple(sorted(slots or ())) for slots in about.held)
-        found.append(StageMeaning(choice=choice, held=held, kinds=tuple(option.kind for option in stage.choices)))
+        moved = tuple(tuple(sorted(slots)) for slots in about.moved)
+        kinds_of_choices = tuple(option.kind for option in stage.choices)
+        found.append(StageMeaning(choice=choice, held=held, moved=moved, kinds=kinds_of_choices))
     return tuple(found)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from retape.core.problem import Chain, Option, OptionKind, Stage
+from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
 from retape.core.units import format_bytes
 from retape.torch.profile import Profile, RegionCall
 from retape.torch.readings import RegionBytes, RegionSeconds, StepBytes
@@ -22,12 +22,14 @@ from retape.torch.trace import RegionTrace
 from retape.torch.treatments import (
     Treatment,
     forward_bytes,
+    offload_treatments,
     rerun_share,
     select_treatments,
     tape_storages,
     treat,
 )
 
+MOST_OFFLOADS = 12  # ways to move a region's slots that a plan may choose from
 LITTLE = 8192  # bytes of glue that a chain need not know of
 SLACK_SHARE = (
     0.003  # of all activations: what no model of a step sees (how an allocator rounds, who frees a moment later)
@@ -43,13 +45,14 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledStage:
-    """A stage of the chain: the region's number in the profile (None for glue), and the slots that each choice holds.
+    """A stage of the chain: the region's number in the profile (None for glue), and the slots that each choice holds and moves.
 
     The first choice keeps everything and is no region at all; the last recomputes everything.
     """
 
     region: int | None
     held: tuple[frozenset[int] | None, ...] = (None,)
+    moved: tuple[frozenset[int], ...] = (frozenset(),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +101,14 @@ def model_of(
     *,
     fixed_bytes: int,
     overheads: Overheads,
+    host: Tier | None = None,
 ) -> Modelled:
-    """The chain of a profiled step; `seconds` has one reading of the stopwatch per timed step."""
+    """The chain of a profiled step; `seconds` has one reading of the stopwatch per timed step. Slots may be moved to `host`."""
     calls, readings = profile.calls, _Readings(step, seconds)
     levels = _Levels.of(step, len(calls))
     by_kind = _seconds_of_kinds(calls, seconds)
     options = {kind: select_treatments(trace) for kind, trace in profile.traces.items()}
+    moving: dict[tuple[Signature, bool], tuple[Treatment, ...]] = {}
     stages, modelled = [], []
 
     def add(stage: Stage, about: ModelledStage) -> None:
@@ -120,7 +125,14 @@ def model_of(
             measured, taken = _with_glue(measured), _with_glue_seconds(taken)
         trace = profile.traces[call.kind]
         region = _Region(call, measured, taken, levels=levels, trace=trace, overheads=overheads)
-        add(*region.stage(options[call.kind], state_bytes=_state_bytes(stages, modelled, call)))
+        ways = [region.select(way) for way in options[call.kind]]
+        # Backward begins with the last region: what it moved away it would need back at once.
+        if host is not None and following is not None:
+            key = (call.kind, linked)
+            if key not in moving:
+                moving[key] = region.targets_moved(options[call.kind], host, len(calls))
+            ways += region.moving(moving[key], host)
+        add(*region.stage(ways, state_bytes=_state_bytes(stages, modelled, call)))
         if not linked:
             end = levels.loss if following is None else levels.starts[following.stage]
             name = "after the regions" if following is None else f"after {call.name}"
@@ -225,12 +237,12 @@ class _Region:
             self._unseen_rerun = max(0, self._rerun_bytes - dropped.rerun_bytes)
             self._rerun_share = rerun_share(trace)
 
-    def stage(self, selections: tuple[Treatment, ...], *, state_bytes: int) -> tuple[Stage, ModelledStage]:
+    def stage(self, ways: list[_Way], *, state_bytes: int) -> tuple[Stage, ModelledStage]:
         seconds = self._seconds
         tape = {} if self._trace is None else tape_storages(self._trace)
         held = self._output_bytes + sum(tape.values())
         dropped = self._forward_bytes - self._output_bytes
-        options = (*(self._select(way) for way in selections), self._recompute()) if self._call.has_tape else ()
+        options = (*(way.option for way in ways), self._recompute()) if self._call.has_tape else ()
         stage = Stage(
             name=self._call.name,
             forward_seconds=seconds.body,
@@ -242,8 +254,14 @@ class _Region:
             rerun_transient_bytes=max(0, dropped),
             options=options,
         )
-        chosen = (None, *(way.held for way in selections), frozenset[int]()) if options else (None,)
-        return stage, ModelledStage(region=self._call.stage, held=chosen)
+        if not options:
+            return stage, ModelledStage(region=self._call.stage)
+        nothing = frozenset[int]()
+        return stage, ModelledStage(
+            region=self._call.stage,
+            held=(None, *(way.treatment.held for way in ways), nothing),
+            moved=(nothing, *(way.treatment.moved for way in ways), nothing),
+        )
 
     def _forward_peak(self, held: frozenset[int]) -> int:
         """How high its forward stands when it holds these storages: as played through, and as much more as was measured without."""
@@ -256,16 +274,63 @@ class _Region:
             OptionKind.RECOMPUTE, 0, self._seconds.rerun, forward=self._forward_bytes, rerun_peak=self._rerun_bytes
         )
 
-    def _select(self, way: Treatment) -> Option:
+    def _rerun_seconds(self, way: Treatment) -> float:
+        if not way.ops_left and not way.share:
+            return 0.0  # nothing is missing
         # Of a whole re-run, what is not the function itself is the engine's, and stays however few ops are run.
         function = min(self._seconds.rerun, self._seconds.body * self._rerun_share)
-        rerun = function * way.share + self._seconds.rerun - function + way.ops_left * self._overheads.op_seconds
-        return self._option(
+        return function * way.share + self._seconds.rerun - function + way.ops_left * self._overheads.op_seconds
+
+    def select(self, way: Treatment) -> _Way:
+        option = self._option(
             OptionKind.SELECT,
             way.held_bytes,
-            rerun,
+            self._rerun_seconds(way),
             forward=way.forward_bytes + self._unseen_forward,
             rerun_peak=way.rerun_bytes + self._unseen_rerun,
+        )
+        return _Way(option, way)
+
+    def targets_moved(self, selections: tuple[Treatment, ...], host: Tier, regions: int) -> tuple[Treatment, ...]:
+        """What may be moved: as much as the computation hides, half and twice of that, and all, if the host has room for all regions."""
+        seconds = self._seconds
+        free = min(
+            host.write_bytes_per_second * (seconds.forward + seconds.body),
+            host.read_bytes_per_second * seconds.backward,
+        )
+        most = float("inf") if host.capacity_bytes is None else host.capacity_bytes // regions
+        whole = sum(tape_storages(self._trace).values()) if self._trace is not None else 0
+        targets = sorted({int(min(size, most, whole)) for size in (free / 2, free, 2 * free, whole)})
+        return offload_treatments(self._trace, selections, targets)
+
+    def moving(self, ways: tuple[Treatment, ...], host: Tier) -> list[_Way]:
+        """The ways to move slots that are worth it: no other is at least as good in every respect."""
+        made = [_Way(self._offload(way, host), way) for way in ways]
+        made.sort(key=lambda way: (way.option.held_bytes, _taken(way.option)))
+        kept: list[_Way] = []
+        for way in made:
+            if not any(_is_as_good(other.option, way.option) for other in kept):
+                kept.append(way)
+        step = -(-len(kept) // MOST_OFFLOADS) if kept else 1
+        return kept[::step]
+
+    def _offload(self, way: Treatment, host: Tier) -> Option:
+        """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
+        rerun, moved = self._rerun_seconds(way), way.moved_bytes
+        option = self._option(
+            OptionKind.OFFLOAD,
+            way.held_bytes,
+            rerun,
+            forward=way.forward_bytes + self._unseen_forward + moved,
+            rerun_peak=max(way.rerun_bytes + self._unseen_rerun, self._backward_bytes) + moved,
+        )
+        return replace(
+            option,
+            label=f"offload {format_bytes(moved)}, hold {format_bytes(way.held_bytes)}",
+            moved_bytes=moved,
+            forward_seconds=max(option.forward_seconds, host.write_seconds(moved)),
+            backward_seconds=option.backward_seconds
+            + max(0.0, host.read_seconds(moved) - option.backward_seconds - rerun),
         )
 
     def _option(self, kind: OptionKind, more_bytes: int, rerun: float, *, forward: int, rerun_peak: int) -> Option:
@@ -280,3 +345,23 @@ class _Region:
             forward_transient_bytes=max(0, forward - held),
             backward_transient_bytes=max(0, max(rerun_peak, self._backward_bytes) - held),
         )
+
+
+class _Way(NamedTuple):
+    """An option of a stage, and what it asks of the region."""
+
+    option: Option
+    treatment: Treatment
+
+
+def _taken(option: Option) -> float:
+    return option.forward_seconds + option.backward_seconds + option.rerun_seconds
+
+
+def _is_as_good(one: Option, other: Option) -> bool:
+    return (
+        one.held_bytes <= other.held_bytes
+        and _taken(one) <= _taken(other)
+        and one.forward_transient_bytes <= other.forward_transient_bytes
+        and one.backward_transient_bytes <= other.backward_transient_bytes
+    )

@@ -55,7 +55,8 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Which slots to hold (`hold_all`, or those whose number is in `held`), and what to do with the inputs.
+    """Which slots to hold (`hold_all`, or those whose number is in `held`), which to move to the host (`moved`, back when backward
+    is `ahead` regions away), and what to do with the inputs.
 
     With `reuse_inputs` a slot that is an input of the region, held anyway, is never refilled by a re-run. The drop-in
     leaves it off, because PyTorch's checkpoint runs its function again even then, and code may count on that.
@@ -72,6 +73,8 @@ class Policy:
     linkable: bool = True
     stage: int = -1
     way: tuple[Way, ...] = ()
+    moved: frozenset[int] = field(default_factory=frozenset)
+    ahead: int = 1
 
     def holds(self, index: int) -> bool:
         return self.hold_all or index in self.held

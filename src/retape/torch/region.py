@@ -21,22 +21,23 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retape.core.errors import RegionError, StateChanged, UnsupportedTransform
-from retape.torch import _compat, links, state
+from retape.core.errors import RegionError, UnsupportedTransform
+from retape.torch import _compat, links, offload, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
-from retape.torch.runs import THREAD, Run, Stop, current_runs
+from retape.torch.runs import THREAD, Run, Stop
 from retape.torch.select import Answering, Diverged, Replay
-from retape.torch.slots import Filler, Slot
+from retape.torch.slots import Filler, Slot, changed_in_place
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
 from retape.torch.watch import AsBefore, Guard, Watch, version_of
 
@@ -55,6 +56,7 @@ class Region:
         "_arguments",
         "_backward_inside",
         "_call",
+        "_cargo",
         "_contexts",
         "_diverged",
         "_draws",
@@ -130,7 +132,11 @@ class Region:
         tensors, self._call.tensors = self._call.tensors, []
         running = THREAD.runs
         running.append(Run(self, rerun=False))
-        _compat.push_hooks(self._pack, _unpack)
+        if self.policy.moved:
+            self._cargo = offload.Cargo()
+            _compat.push_hooks(partial(offload.pack, self, self._cargo), _unpack_moved)
+        else:
+            _compat.push_hooks(self._pack, _unpack)
         try:
             outputs = (
                 function(*arguments, **keywords)
@@ -152,6 +158,8 @@ class Region:
         else:
             self._watch.settle(tensors, self)
         self._running = False
+        if self.policy.moved:
+            self._cargo.close()
         if self._contexts is not None:  # not repeatable
             links.forget_outputs(outputs)
         elif self.policy.linkable:
@@ -194,12 +202,14 @@ class Region:
         found = {}
         for reference in self._slots:
             slot = reference()
-            if slot is not None and slot.value is None:
+            if slot is not None and slot.value is None and type(slot) is Slot:
                 found[slot.index] = slot
         return found
 
     def refill(self, wanted: Slot) -> Tensor:
-        """Run again and return what `wanted` held; the other missing slots are refilled on the way."""
+        """Run again and return what `wanted` held; the other missing slots are refilled on the way. One that was moved is fetched."""
+        if isinstance(wanted, offload.MovedSlot):
+            return wanted.fetch()
         with _RERUN:
             if wanted.value is not None:
                 return wanted.value
@@ -338,10 +348,13 @@ class Region:
 
     def held_values(self) -> dict[int, Tensor]:
         """The slots that hold something now, by number; a write to one since is an error."""
-        slots = [
-            slot for slot in (reference() for reference in self._slots) if slot is not None and slot.value is not None
-        ]
-        return {slot.index: _checked(slot, slot.value) for slot in slots if slot.value is not None}
+        found = {}
+        for slot in [reference() for reference in self._slots]:
+            if slot is not None and slot.value is not None:
+                found[slot.index] = _checked(slot, slot.value)
+            elif isinstance(slot, offload.MovedSlot):
+                found[slot.index] = slot.fetch()
+        return found
 
     def _explained(self, error: RerunMismatch) -> RerunMismatch:
         if self._contexts and isinstance(self._contexts[0], OpLog) and isinstance(self._contexts[1], OpLog):
@@ -391,14 +404,15 @@ def _unpack(slot: Slot) -> Tensor:
     return value
 
 
+def _unpack_moved(slot: Slot) -> Tensor:
+    slot.region._cargo.reached(slot.region.policy.ahead)
+    return _unpack(slot)
+
+
 def _checked(slot: Slot, value: Tensor) -> Tensor:
     """What a slot holds, if nobody has written to it since (Rule 3)."""
     if slot.version != version_of(value):
-        raise StateChanged(
-            f"Region {slot.region.name}: a tensor that autograd saved (number {slot.index}, shape {tuple(value.shape)}) has been "
-            "modified by an inplace operation after it was saved, so its gradients would be wrong. Change a copy of it (.clone()), "
-            "or change it after backward."
-        )
+        raise changed_in_place(slot, value.shape)
     return value
 
 
@@ -482,18 +496,3 @@ def name_of(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
     return f"{getattr(function, '__qualname__', type(function).__name__)}{where}"
-
-
-def keep(value: Any) -> Any:
-    """Record a decision in a region's forward; in a re-run, return what was recorded instead of `value`.
-
-    For what must not be decided twice: routing indices, a branch, an `.item()`. Outside a region it returns `value`.
-    """
-    for run in current_runs():  # each level records it; in a re-run the outermost one answers
-        value = run.keep(value)
-    return value
-
-
-def recomputing() -> bool:
-    """Whether the caller runs inside a re-run; for effects on plain Python objects that no re-run can undo."""
-    return any(run.rerun for run in current_runs())

@@ -1,4 +1,4 @@
-"""Which region runs in this thread, and the exception that ends a re-run early."""
+"""Which region runs in this thread, what user code can ask of it, and the exception that ends a re-run early."""
 
 from __future__ import annotations
 
@@ -94,3 +94,18 @@ def plain() -> Iterator[None]:
         yield
     finally:
         THREAD.plain -= 1
+
+
+def keep(value: Any) -> Any:
+    """Record a decision in a region's forward; in a re-run, return what was recorded instead of `value`.
+
+    For what must not be decided twice: routing indices, a branch, an `.item()`. Outside a region it returns `value`.
+    """
+    for run in current_runs():  # each level records it; in a re-run the outermost one answers
+        value = run.keep(value)
+    return value
+
+
+def recomputing() -> bool:
+    """Whether the caller runs inside a re-run; for effects on plain Python objects that no re-run can undo."""
+    return any(run.rerun for run in current_runs())

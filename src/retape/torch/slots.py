@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from retape.core.errors import StateChanged
 from retape.torch import _compat
 from retape.torch.checksum import checksum
 from retape.torch.mismatch import different_metadata, different_number, different_values
@@ -36,6 +37,15 @@ class Slot:
 
     version: Any  # of the value, from when there is one
     consumed: bool  # from when it is refilled
+
+
+def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
+    """Somebody wrote to what a slot holds (Rule 3)."""
+    return StateChanged(
+        f"Region {slot.region.name}: a tensor that autograd saved (number {slot.index}, shape {tuple(shape)}) has been "
+        "modified by an inplace operation after it was saved, so its gradients would be wrong. Change a copy of it (.clone()), "
+        "or change it after backward."
+    )
 
 
 class Filler:

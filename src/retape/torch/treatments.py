@@ -1,4 +1,4 @@
-"""The ways to treat one kind of region: keep, select, recompute, with what each holds and re-runs.
+"""The ways to treat one kind of region: keep, select, offload, recompute, with what each holds, moves and re-runs.
 
 Select is solved on the region's op graph (`core/solvers/graph.py`), from the floor to everything; the recipe that the engine
 would follow then says what a re-run really costs. The bytes of what is held are exact; how high a forward stands that
@@ -8,7 +8,8 @@ holds them is played through on the trace.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +18,7 @@ from retape.core.solvers.graph_planner import GraphPlanner
 from retape.torch.select import Step, plan_recipe
 from retape.torch.trace import RegionTrace, TracedOp
 
+SMALL_PARTS = 64  # a storage that is less than one of so many parts of a tape is not worth a copy
 MOST_OPS = 600  # of a region whose graph is still solved exactly
 _ANSWERED = (Step.ANSWER, Step.BECOME)
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -24,10 +26,11 @@ _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """Hold these slots. `held_bytes` come on top of the region's output; a re-run does `share` of the ops' seconds.
+    """Hold these slots, and move those to the host. `held_bytes` come on top of the region's output; a re-run does `share` of the ops'
+    seconds.
 
-    `forward_bytes` is how high a forward stands above its start that holds them, the output included; `rerun_bytes` the same
-    of the re-run, what is held included.
+    `forward_bytes` is how high a forward stands above its start while nothing has been moved yet, the output included;
+    `rerun_bytes` the same of the re-run, what is held and what is back included.
     """
 
     held: frozenset[int]
@@ -36,6 +39,8 @@ class Treatment:
     ops_left: int
     forward_bytes: int
     rerun_bytes: int
+    moved: frozenset[int] = field(default_factory=frozenset)
+    moved_bytes: int = 0
 
 
 def is_steady(trace: RegionTrace | None) -> bool:
@@ -51,13 +56,15 @@ def tape_storages(trace: RegionTrace) -> dict[int, int]:
     return {s: trace.storage_bytes[s] for s in trace.slots if s in made and s not in trace.outputs}
 
 
-def treat(trace: RegionTrace, held_storages: frozenset[int]) -> Treatment:
-    """What holding these storages comes to."""
+def treat(trace: RegionTrace, held_storages: frozenset[int], moved_storages: frozenset[int] = frozenset()) -> Treatment:
+    """What holding and moving these storages comes to."""
+    there = held_storages | moved_storages
     free = set(range(len(trace.storage_bytes))) - tape_storages(trace).keys()
-    held = frozenset(i for i, s in enumerate(trace.slots) if s in held_storages or (held_storages and s in free))
-    recipe = plan_recipe(trace, held) if held else None
+    held = frozenset(i for i, s in enumerate(trace.slots) if s in held_storages or (there and s in free))
+    moved = frozenset(i for i, s in enumerate(trace.slots) if s in moved_storages)
+    recipe = plan_recipe(trace, held | moved) if there else None
     steps = recipe.steps if recipe is not None else (Step.RUN,) * len(trace.ops)
-    stop, whole = last_missing(trace, held), last_missing(trace, frozenset())
+    stop, whole = last_missing(trace, held | moved), last_missing(trace, frozenset())
     total = sum(op.seconds for op in trace.ops[:whole]) or 1.0
     run = sum(op.seconds for op, step in zip(trace.ops[:stop], steps, strict=False) if step is Step.RUN)
     return Treatment(
@@ -65,8 +72,10 @@ def treat(trace: RegionTrace, held_storages: frozenset[int]) -> Treatment:
         held_bytes=sum(trace.storage_bytes[storage] for storage in held_storages),
         share=run / total,
         ops_left=stop if recipe is not None else 0,
-        forward_bytes=forward_bytes(trace, held_storages),
-        rerun_bytes=rerun_bytes(trace, held_storages, steps, stop),
+        forward_bytes=forward_bytes(trace, there),
+        rerun_bytes=rerun_bytes(trace, there, steps, stop),
+        moved=moved,
+        moved_bytes=sum(trace.storage_bytes[storage] for storage in moved_storages),
     )
 
 
@@ -85,6 +94,41 @@ def select_treatments(trace: RegionTrace | None) -> tuple[Treatment, ...]:
         if way.held_bytes < whole and (not kept or way.share < kept[-1].share):
             kept.append(way)
     return tuple(kept)
+
+
+def offload_treatments(
+    trace: RegionTrace | None, selections: tuple[Treatment, ...], targets: Iterable[int]
+) -> tuple[Treatment, ...]:
+    """Ways to move about as many bytes as each of `targets`: of the whole tape, and of what each selection would hold.
+
+    The largest storages go first: they take the fewest copies. What is small stays.
+    """
+    if trace is None or not is_steady(trace):
+        return ()
+    tape = tape_storages(trace)
+    least = sum(tape.values()) // SMALL_PARTS
+    wholes = [
+        frozenset(tape),
+        *(frozenset(tape.keys() & {trace.slots[slot] for slot in way.held}) for way in selections),
+    ]
+    found: dict[tuple[frozenset[int], frozenset[int]], None] = {}
+    for whole in wholes:
+        large = sorted((s for s in whole if tape[s] > least), key=lambda storage: (-tape[storage], storage))
+        for target in targets:
+            moved = _up_to(target, large, tape)
+            if moved:
+                found[whole - moved, moved] = None
+    return tuple(treat(trace, held, moved) for held, moved in found)
+
+
+def _up_to(target: int, storages: list[int], sizes: dict[int, int]) -> frozenset[int]:
+    """The first of the storages that fit into `target` bytes together."""
+    chosen, total = [], 0
+    for storage in storages:
+        if total + sizes[storage] <= target:
+            chosen.append(storage)
+            total += sizes[storage]
+    return frozenset(chosen)
 
 
 def _storages(held: tuple[str, ...], names: dict[str, int]) -> frozenset[int]:

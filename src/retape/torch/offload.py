@@ -1,0 +1,391 @@
+"""The host tier: slots that leave the device after their forward and are back before their backward.
+
+A region whose policy moves slots has a `Cargo`. Until its forward ends they are held; then each storage among them becomes one
+`Parcel`, however many slots show parts of it, and is copied out: what leaves is what holding it would have kept. It is gone from
+the device at the first later save that finds the copy done. A copy that is not done when the region after this one ends is
+waited for by the device, never by the host, so no more than two regions' bytes are on their way out. When backward reaches a
+region, its parcels and those of the region before it start back; `unpack` makes the computing stream wait for the copy. A
+parcel's host memory is kept until its slots die.
+
+What is no plain tensor with a memory of its own (subclasses, sparse, inference tensors) is held instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from retape.core.errors import OffloadError, RetapeError
+from retape.core.units import format_bytes
+from retape.torch import _compat
+from retape.torch.checksum import checksum
+from retape.torch.host_pool import Chunk, Event
+from retape.torch.lanes import Pairs, lanes_of
+from retape.torch.mismatch import different_values
+from retape.torch.slots import Slot, changed_in_place
+from retape.torch.watch import hold, version_of
+
+if TYPE_CHECKING:
+    from retape.torch.region import Region
+
+_MOST_TASKS = 64
+_NO_MEMORY = torch.empty(0)
+
+
+class Parcel:
+    """One storage: on its way out, out, on its way back, or back."""
+
+    __slots__ = (
+        "__weakref__",
+        "_arrived",
+        "_chunks",
+        "_copy",
+        "_lanes",
+        "_left",
+        "_lock",
+        "_owner",
+        "_slots",
+        "_source",
+        "nbytes",
+    )
+
+    def __init__(self, slots: list[MovedSlot], source: Tensor) -> None:
+        self._slots = [weakref.ref(slot) for slot in slots]
+        self._source: Tensor | None = source  # the bytes on the device
+        self.nbytes = source.numel()
+        self._lanes = lanes = lanes_of(source.device)
+        self._lock = threading.Lock()
+        self._owner = lanes.stream()
+        self._copy: Tensor | None = None
+        self._arrived: Event | None = None
+        self._chunks = lanes.pool.take(self.nbytes)
+        try:
+            after = [chunk.read for chunk in self._chunks if chunk.read is not None]
+            self._left = lanes.send(self._pairs(source), after)
+        except BaseException as error:
+            lanes.pool.give(self._chunks)
+            self._chunks = []
+            _explain(error, self.nbytes, "to the host")
+            raise
+
+    def _pairs(self, there: Tensor) -> Pairs:
+        pairs, begin = [], 0
+        for chunk in self._chunks:
+            part = there[begin : begin + chunk.memory.numel()]
+            pairs.append((chunk.memory[: part.numel()], part))
+            begin += part.numel()
+        return pairs
+
+    def release(self, *, wait: bool) -> bool:
+        """Let go of the device's memory if the copy is done; with `wait`, after making the device wait for it."""
+        if not self._left.query():
+            if not wait:
+                return False
+            self._lanes.wait(self._left, self._owner)
+        for slot in [reference() for reference in self._slots]:
+            if slot is not None:
+                slot.value = None
+        self._source = None
+        return True
+
+    def start(self) -> None:
+        """Begin to copy it back, if it is not here."""
+        with self._lock:
+            if self._source is not None or self._copy is not None:
+                return
+            self._owner = self._lanes.stream()
+            copy = torch.empty(self.nbytes, dtype=torch.uint8, device=self._lanes.device)
+            try:
+                self._arrived = self._lanes.fetch(self._pairs(copy))
+            except BaseException as error:
+                _explain(error, self.nbytes, "back from the host")
+                raise
+            self._copy = copy
+            for chunk in self._chunks:
+                chunk.read = self._arrived
+
+    def arrive(self) -> Any:
+        """Its storage; what the caller computes from now on waits until the bytes are there."""
+        source = self._source
+        if source is not None:
+            return _compat.untyped_storage(source)
+        self.start()
+        copy, arrived = self._copy, self._arrived
+        assert copy is not None
+        assert arrived is not None
+        self._lanes.wait(arrived, self._lanes.stream())
+        self._lanes.share(copy, self._owner)
+        return _compat.untyped_storage(copy)
+
+    def send_away(self) -> None:
+        """Let go of what was copied back; the host still has it."""
+        with self._lock:
+            if self._copy is not None and self._arrived is not None:
+                self._lanes.wait(self._arrived, self._owner)  # nobody may get the memory before the copy is done
+            self._copy = None
+
+    def __del__(self) -> None:
+        chunks: list[Chunk] = getattr(self, "_chunks", [])
+        if sys.is_finalizing() or not chunks:
+            return
+        for event in (self._left, self._arrived):
+            if event is not None and not event.query():
+                self._lanes.wait(event, self._owner)
+        self._lanes.pool.give(chunks)
+
+
+def _explain(error: BaseException, count: int, where: str) -> None:
+    """A copy failed: what PyTorch itself raises is said in our words."""
+    if isinstance(error, RuntimeError) and not isinstance(error, (RetapeError, torch.OutOfMemoryError)):
+        raise OffloadError(
+            f"Copying {format_bytes(count)} of slots {where} failed: {str(error).splitlines()[0]}. "
+            "The host's memory is as it was; run the step again, or fit with a budget that moves less.",
+            wanted_bytes=count,
+        ) from error
+
+
+class MovedSlot(Slot):
+    """A slot that leaves. It has a value until its parcel is gone from the device; after that each read makes one.
+
+    `_witness` shares the version of the tensor that was saved, and none of its memory: a write to the tensor is noticed whether
+    or not its bytes are here (Rule 3).
+    """
+
+    __slots__ = ("_layout", "_saved_version", "_witness", "parcel")
+
+    def __init__(self, slot: Slot, tensor: Tensor) -> None:
+        super().__init__(slot.region, slot.index, slot.metadata)
+        self.value = hold(tensor)
+        self.version = self._saved_version = version_of(tensor)
+        self._witness = tensor.detach()
+        self._witness.data = _NO_MEMORY
+        self.parcel: Parcel | None = None
+        self._layout = (
+            tensor.dtype,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def fetch(self) -> Tensor:
+        """What was saved, with the same bytes, shape, strides and bits."""
+        if version_of(self._witness) != self._saved_version:
+            raise changed_in_place(self, self._layout[2])
+        assert self.parcel is not None
+        with _compat.unobserved():
+            value = self._shown(self.parcel.arrive())
+        if _compat.graph_task() < 0:  # outside a backward pass nobody says when it was used
+            self.parcel.send_away()
+        self.version = version_of(value)
+        if self.metadata is not None and len(self.metadata) > 3 and checksum(value) != self.metadata[3]:
+            raise different_values(self.region.name, self.index)
+        return value
+
+    def _shown(self, storage: Any) -> Tensor:
+        dtype, offset, shape, stride, conj, neg = self._layout
+        shown = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+        if conj:
+            shown = shown.conj()
+        return _compat.neg_view(shown) if neg else shown
+
+
+def can_be_moved(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor with a memory of its own."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and not _compat.is_fake(tensor)
+        and _compat.untyped_storage(tensor).nbytes() > 0
+    )
+
+
+class Cargo:
+    """The parcels of one call of a region, in the order they were saved. It does not keep them: their slots do."""
+
+    __slots__ = ("__weakref__", "_before", "_leaving", "_parcels", "_slots", "_task", "announced")
+
+    def __init__(self) -> None:
+        self._before = _THREAD.last
+        self._slots: list[weakref.ref[MovedSlot]] = []
+        self._parcels: list[weakref.ref[Parcel]] = []
+        self._leaving: deque[weakref.ref[Parcel]] = deque()
+        self._task = -1
+        self.announced = False
+
+    # --- out -----------------------------------------------------------------------------------------------------
+
+    def add(self, slot: MovedSlot) -> None:
+        """A slot was saved: it leaves when the region's forward is over."""
+        self._slots.append(weakref.ref(slot))
+
+    def close(self) -> None:
+        """The region's forward is over: its slots start out, and what the region before it moved is off the device from here on."""
+        by_storage: dict[int, list[MovedSlot]] = {}
+        for slot in [reference() for reference in self._slots]:
+            if slot is not None and slot.value is not None:
+                by_storage.setdefault(_compat.untyped_storage(slot.value)._cdata, []).append(slot)
+        with _compat.unobserved():
+            for slots in by_storage.values():
+                self._send(slots)
+        self._slots.clear()
+        before = self._before()
+        if before is not None:
+            before.settle(wait=True)
+        _THREAD.last = weakref.ref(self)
+
+    def _send(self, slots: list[MovedSlot]) -> None:
+        value = slots[0].value
+        assert value is not None
+        storage = _compat.untyped_storage(value)
+        parcel = Parcel(slots, torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage))
+        reference = weakref.ref(parcel)
+        self._parcels.append(reference)
+        self._leaving.append(reference)
+        for slot in slots:
+            slot.parcel = parcel
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Release what has left; with `wait` all of it, the device waiting for copies that are not done."""
+        leaving = self._leaving
+        while leaving:
+            parcel = leaving[0]()
+            if parcel is not None and not parcel.release(wait=wait):
+                return
+            leaving.popleft()
+
+    def settle_before(self) -> None:
+        """Release what has left of the region before this one."""
+        before = self._before()
+        if before is not None and before._leaving:
+            before.settle()
+
+    # --- back ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to copy everything back, what was saved last first; what does not fit now is fetched when it is needed."""
+        try:
+            with _compat.unobserved():
+                for reference in reversed(self._parcels):
+                    parcel = reference()
+                    if parcel is not None:
+                        parcel.start()
+        except torch.OutOfMemoryError:
+            return
+
+    def reached(self, ahead: int) -> None:
+        """Backward reads a slot of this region: once in each pass, start this region's parcels, and those `ahead` of need."""
+        task = _compat.graph_task()
+        if task in (self._task, -1):
+            return
+        self._task = task
+        _note(self, task)
+        self.start()
+        before = self._before()
+        while before is not None and ahead > 0:
+            _note(before, task)
+            before.start()
+            before, ahead = before._before(), ahead - 1
+
+    def send_away(self) -> None:
+        """Let go of everything that was copied back."""
+        for reference in self._parcels:
+            parcel = reference()
+            if parcel is not None:
+                parcel.send_away()
+
+
+def _gone() -> None:
+    return None
+
+
+class _Thread(threading.local):
+    """The cargo that was closed last in this thread."""
+
+    last: Callable[[], Cargo | None] = staticmethod(_gone)
+
+
+_THREAD = _Thread()
+
+
+# --- hooks of a region ------------------------------------------------------------------------------------------------
+
+
+def pack(region: Region, cargo: Cargo, tensor: Tensor) -> Slot:
+    """What a region that moves slots does with a tensor that autograd saves."""
+    cargo.settle_before()
+    slot = region._pack(tensor)
+    if slot.value is not None or slot.index not in region.policy.moved:
+        return slot
+    with _compat.unobserved():
+        if not can_be_moved(tensor):
+            slot.value, slot.version = hold(tensor), version_of(tensor)
+            return slot
+        moved = MovedSlot(slot, tensor)
+    region._slots[slot.index] = weakref.ref(moved)
+    cargo.add(moved)
+    return moved
+
+
+def passed(tensors: list[Tensor]) -> None:
+    """A module that moves nothing was called.
+
+    What was moved before it is off the device now, and starts back when backward reaches these outputs of the module.
+    """
+    last = _THREAD.last()
+    if last is None or last.announced:
+        return
+    last.settle(wait=True)
+    last.announced = True
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_comes_near, weakref.ref(last)))
+            return
+
+
+def _comes_near(reference: weakref.ref[Cargo], gradient: Any) -> None:
+    cargo = reference()
+    if cargo is not None:
+        _note(cargo, _compat.graph_task())
+        cargo.start()
+
+
+# --- which cargo came back in which backward pass -------------------------------------------------------------------------
+
+_BACK: OrderedDict[int, list[weakref.ref[Cargo]]] = OrderedDict()
+
+
+def _note(cargo: Cargo, task: int) -> None:
+    """A cargo comes back. Where the graph is kept, those that backward reached before it in this pass are let go of (Rule 5)."""
+    if task < 0:
+        return
+    cargos = _BACK.get(task)
+    if cargos is None:
+        cargos = _BACK[task] = []
+        _compat.at_end_of_backward(partial(_end, task))
+        if len(_BACK) > _MOST_TASKS:  # passes that ended in an exception never called back
+            _BACK.popitem(last=False)
+    elif _compat.graph_is_kept():
+        for other in [reference() for reference in cargos]:
+            if other is not None and other is not cargo and other._task == task:
+                other.send_away()
+    cargos.append(weakref.ref(cargo))
+
+
+def _end(task: int) -> None:
+    """At the end of a backward pass nothing that came back and was not consumed stays on the device."""
+    for reference in _BACK.pop(task, []):
+        cargo = reference()
+        if cargo is not None:
+            cargo.settle(wait=True)
+            cargo.send_away()

@@ -1,0 +1,36 @@
+"""The fuzzer's regions with slots that are moved: held ones go to the host in turns, through lanes that copy as late as they may."""
+
+import gc
+
+import late_lanes
+import pytest
+
+from retape.torch.policy import Policy
+
+from . import ways
+from .cases import Refused, case_of, describe, failure
+
+SLOTS = range(200)
+
+
+def moving(*, hold_all=False, held=frozenset(), **policy):
+    """The policy of a way, with two of three of its held slots moved."""
+    chosen = frozenset(SLOTS) if hold_all else held
+    moved = frozenset(slot for slot in chosen if slot % 3)
+    return Policy(held=chosen - moved, moved=moved, **policy)
+
+
+@pytest.mark.parametrize("start", [0, 15, 200, 215])
+def test_gradients_buffers_and_streams_equal_plain_autograd(monkeypatch, start):
+    made = late_lanes.use(monkeypatch, late_lanes.LateLanes(seed=start))
+    monkeypatch.setattr(ways, "Policy", moving)
+    for seed in range(start, start + 15):
+        case = case_of(seed)
+        try:
+            what = failure(case)
+        except Refused:
+            continue
+        assert what is None, f"{what}\n{describe(case)}"
+    gc.collect()
+    assert made.sent
+    assert not made.faults

@@ -1,0 +1,227 @@
+"""`fit` with a host to move slots to: what it plans, what it costs, and what runs."""
+
+import math
+
+import late_lanes
+import pytest
+import torch
+import zoo
+from compare import leaf, seed
+from torch import nn
+
+import retape
+from retape.core.actions import Backward, Forward, Load, Tape
+from retape.core.assignment import Assignment, Choice, StageMeaning, assign
+from retape.core.problem import OptionKind, Tier
+from retape.torch import fitting, lanes, offload
+from retape.torch.executor import Executor
+from retape.torch.fitting import put_on
+from retape.torch.modelling import MOST_OFFLOADS
+from retape.torch.policy import Check
+from retape.torch.region import Region
+from retape.torch.treatments import offload_treatments, select_treatments, tape_storages, treat
+
+
+def host(monkeypatch, speed=math.inf, capacity=None):
+    """Give the planner of a CPU a host to move slots to."""
+    tier = Tier(name="host", capacity_bytes=capacity, write_bytes_per_second=speed, read_bytes_per_second=speed)
+    monkeypatch.setattr(fitting, "host_tier", lambda device: tier)
+    measured = fitting.Fitter.measured
+
+    def warm(fitter, laboratory):
+        """A CPU's scale would weigh the host memory that the first step takes."""
+        laboratory.rewind()
+        fitter.run_step()
+        return measured(fitter, laboratory)
+
+    monkeypatch.setattr(fitting.Fitter, "measured", warm)
+
+
+def small(name="llama"):
+    seed()
+    model, batch, step = getattr(zoo, name)()
+    return model.train(), batch, step
+
+
+def fitted(name, share):
+    model, batch, step = small(name)
+    made = retape.fit(model, batch, budget=retape.Budget.fraction(share), step=step, progress=False)
+    return model, batch, step, made
+
+
+def choices(made):
+    return made.record.assignment.choices
+
+
+@pytest.mark.parametrize(("name", "share"), [("llama", 0.6), ("llama", 0.4), ("gpt2", 0.5)])
+def test_what_a_free_host_can_take_is_moved(monkeypatch, name, share):
+    host(monkeypatch)
+    late_lanes.use(monkeypatch, late_lanes.LateLanes())
+    model, batch, step, made = fitted(name, share)
+    assert any(choice.moved for choice in choices(made))
+    assert not choices(made)[-1].moved, "backward needs the last region at once"
+    assert made.measured.peak_bytes <= made.record.budget_bytes
+    assert made.measured.peak_bytes == pytest.approx(made.promised.peak_bytes, rel=0.05)
+    assert retape.verify(model, batch, step=step).equal
+    made.remove()
+
+
+def test_what_is_dear_can_be_moved_while_what_is_cheap_is_dropped(monkeypatch):
+    host(monkeypatch)
+    *_, made = fitted("llama", 0.6)
+    ways = [way for way in made.record.chain.stages[1].options if way.kind is OptionKind.OFFLOAD]
+    assert any(way.rerun_seconds for way in ways), "a part is dropped"
+    assert any(not way.rerun_seconds for way in ways), "nothing is dropped"
+    assert len(ways) <= MOST_OFFLOADS
+    for way in ways:
+        whole = made.record.chain.stages[1].tape_bytes
+        assert way.held_bytes + way.moved_bytes <= whole
+        assert way.backward_transient_bytes >= 2 * way.moved_bytes, "its own, and those of the region before it"
+    made.remove()
+
+
+@pytest.mark.parametrize("tier", [{"speed": 1.0}, {"capacity": 0}, None], ids=["slow", "no room", "no host"])
+def test_a_host_that_is_of_no_use_is_not_used(monkeypatch, tier):
+    if tier is not None:
+        host(monkeypatch, **tier)
+    *_, made = fitted("llama", 0.5)
+    assert not any(choice.moved for choice in choices(made))
+    made.remove()
+
+
+def test_all_regions_together_fit_into_the_host(monkeypatch):
+    room = 400_000
+    host(monkeypatch, capacity=room)
+    made_lanes = late_lanes.use(monkeypatch, late_lanes.LateLanes())
+    *_, made = fitted("llama", 0.6)
+    moved = [made.record.chain.stages[i].choices[c].moved_bytes for i, c in enumerate(made.plan.choices)]
+    assert 0 < sum(moved) <= room
+    assert made_lanes.sent
+    made.remove()
+
+
+def test_a_saved_plan_moves_the_same_slots(monkeypatch, tmp_path):
+    host(monkeypatch)
+    model, batch, step, made = fitted("llama", 0.5)
+    made.save(tmp_path / "plan.json")
+    made.remove()
+    again = retape.apply(model, tmp_path / "plan.json")
+    assert choices(again) == choices(made)
+    assert any(choice.moved for choice in choices(again))
+    assert retape.verify(model, batch, step=step).equal
+    again.remove()
+
+
+def test_a_plan_saved_before_slots_could_be_moved_is_read():
+    data = Assignment(choices=(Choice(name="a"),)).to_dict()
+    del data[0]["moved"]
+    assert Assignment.from_dict(data).choices[0].moved == ()
+
+
+# --- treatments and costs ------------------------------------------------------------------------------------------------
+
+
+def traced():
+    w, v, x = leaf(8, 32), leaf(32, 8), leaf(64, 8)
+
+    def function(a):
+        return torch.nn.functional.gelu(a @ w).exp() @ v
+
+    region = Region(function, (x,), {})
+    out = region.run(function, (x,), {})
+    return region.trace(), out
+
+
+def test_held_and_moved_bytes_come_to_the_tape():
+    found, _ = traced()
+    tape = tape_storages(found)
+    whole = sum(tape.values())
+    for way in offload_treatments(found, select_treatments(found), [whole // 2, whole]):
+        assert way.moved
+        assert not way.moved & way.held
+        assert way.moved_bytes == sum(tape[s] for s in {found.slots[i] for i in way.moved})
+        assert way.held_bytes + way.moved_bytes <= whole
+        # While nothing has left yet, its forward stands as high as one that holds both.
+        both = frozenset(s for s in tape if s in {found.slots[i] for i in way.held | way.moved})
+        assert way.forward_bytes == treat(found, both).forward_bytes
+    everything = treat(found, frozenset(), frozenset(tape))
+    assert (everything.held_bytes, everything.moved_bytes, everything.share) == (0, whole, 0.0)
+
+
+def test_what_a_lane_cannot_hide_is_stall(monkeypatch):
+    """The seconds of an option are those of the computation, or of the copy where that takes longer."""
+    speed = 2e8
+    host(monkeypatch, speed=speed)
+    *_, made = fitted("gpt2", 0.6)
+    seen = 0
+    for stage in made.record.chain.stages:
+        slowest = next((way for way in stage.options if way.kind is OptionKind.RECOMPUTE), None)
+        for way in stage.options:
+            if way.kind is not OptionKind.OFFLOAD or slowest is None:
+                continue
+            copy = way.moved_bytes / speed
+            assert way.forward_seconds == pytest.approx(max(slowest.forward_seconds, copy))
+            assert way.backward_seconds + way.rerun_seconds == pytest.approx(
+                max(slowest.backward_seconds + way.rerun_seconds, copy)
+            )
+            seen += 1
+    assert seen
+    made.remove()
+
+
+def test_a_stage_that_is_run_over_again_fills_what_it_would_have_moved():
+    kinds = (OptionKind.KEEP, OptionKind.OFFLOAD)
+    meanings = tuple(
+        StageMeaning(choice=Choice(name=name, slots=3), held=((), (0,)), moved=((), (2,)), kinds=kinds)
+        for name in "abc"
+    )
+    direct = assign(meanings, [Tape(0, 1), Tape(1, 1), Tape(2), Backward(2), Backward(1), Backward(0)])
+    assert [(c.held, c.moved) for c in direct.choices] == [((0,), (2,)), ((0,), (2,)), ((), ())]
+    first = [Forward(0, 2), Tape(2), Backward(2)]
+    again = assign(meanings, [*first, Load(0), Tape(0, 1), Tape(1), Backward(1), Backward(0)])
+    assert again.choices[1].passing[0].fill == (0, 2)
+    assert not any(choice.moved for choice in again.choices)
+
+
+# --- the executor ---------------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_region_that_moves_nothing_brings_back_the_one_before_it(monkeypatch):
+    made = late_lanes.use(monkeypatch, late_lanes.LateLanes())
+    model = Chain(4)
+    kinds = [OptionKind.OFFLOAD, OptionKind.OFFLOAD, OptionKind.KEEP, OptionKind.RECOMPUTE]
+    every = tuple(range(20))
+    assignment = Assignment(
+        choices=tuple(
+            Choice(name=f"layers.{i}", option=kind, moved=every if kind is OptionKind.OFFLOAD else ())
+            for i, kind in enumerate(kinds)
+        )
+    )
+    regions = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+    names = {id(layer): name for name, layer in regions.items()}
+    put_on(model, regions, Executor(assignment, names, check=Check.METADATA))
+    seen = {}
+    for number, layer in enumerate(model.layers):
+        layer[1].register_full_backward_hook(lambda *_, number=number: seen.update({number: made.fetched}))
+    x = leaf(4, 8)
+    model(x).sum().backward()
+    per_region = made.sent // 2
+    assert per_region
+    # When backward is inside the kept region 2, region 1 has started back; when it is inside 1, so has 0.
+    assert [seen[3], seen[2], seen[1]] == [0, per_region, 2 * per_region]
+    assert offload._THREAD.last() is None, "nothing of the step is left"
+
+
+def test_no_host_tier_without_a_device_of_its_own():
+    assert lanes.host_tier(torch.device("cpu")) is None
