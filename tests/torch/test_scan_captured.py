@@ -54,6 +54,25 @@ def test_captured_tensor_that_retains_its_gradient():
     assert same(grads[:1], grads[1:])
 
 
+def test_module_field_with_a_history():
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(random(3))
+
+        def forward(self, h, x):
+            h = torch.tanh(h * self.scaled + x)
+            return h, h
+
+    cell, xs, start = Cell(), random(8, 3), random(3)
+
+    def run(loop):
+        cell.scaled = cell.weight * 2
+        return loop(cell, start, xs)
+
+    assert_as_plain(lambda: run(unrolled), lambda: run(lambda *a: scan(*a, snapshots=2)), [cell.weight])
+
+
 class Opaque:
     """Holds a tensor where no walk goes."""
 

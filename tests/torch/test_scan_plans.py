@@ -71,7 +71,7 @@ def test_a_last_block_that_is_shorter():
 
 def test_default_block_stays_the_same_for_long_loops():
     assert [default_block(steps) for steps in (1, 2, 16, 1_000, 1_300, 10**6)] == [1, 1, 3, 23, 24, 24]
-    assert [default_snapshots(units) for units in (1, 3, 4, 45, 46)] == [1, 1, 2, 8, 9]
+    assert [default_snapshots(units) for units in (1, 3, 4, 64, 65, 4_000)] == [1, 2, 3, 63, 10, 88]
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------------

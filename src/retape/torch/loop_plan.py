@@ -20,7 +20,9 @@ from retape.core.schedules.revolve import binomial, extra_steps, reverse_segment
 from retape.core.solve import solve
 
 BLOCK = 24  # steps taped together at most, where nobody says how many: the peak must not grow with the length
-_REPEATS = 2  # how often a step may run again, where nobody says how many snapshots to keep
+_FEW_UNITS = (
+    64  # up to so many blocks a state for each is worth its bytes, where nobody says how many snapshots to keep
+)
 _TABLE = 2 * 10**8  # operations that the table of a tiered schedule may take: seconds
 KINDS = ("device", "host", "disk")
 
@@ -119,9 +121,11 @@ def default_block(steps: int) -> int:
 
 
 def default_snapshots(units: int) -> int:
-    """The fewest with which no step runs more than three times in all."""
+    """The fewest with which no step runs again more than once; twice in a long loop, where they are about sqrt(2 * units)."""
+    if units <= _FEW_UNITS:
+        return max(1, units - 1)
     count = 1
-    while binomial(count, _REPEATS) < units:
+    while binomial(count, 2) < units:
         count += 1
     return count
 
