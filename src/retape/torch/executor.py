@@ -20,7 +20,7 @@ from retape.core.problem import OptionKind
 from retape.torch import links, offload
 from retape.torch.caches import without_cache
 from retape.torch.policy import Check, Inputs, Policy, Way
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region, managed_elsewhere, run_region
 from retape.torch.select import Recipe, plan_recipe
 from retape.torch.signature import Signature, elements, signature
 from retape.torch.trace import RegionTrace
@@ -66,7 +66,7 @@ class Executor:
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """A region is called."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, had_cache = without_cache(module, args, keywords)
         if had_cache:

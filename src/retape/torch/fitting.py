@@ -268,14 +268,17 @@ class Fitter:
             # Of the chain as it was profiled: what is learned from running one plan is about that one.
             frontier=decided_by_first(partial(frontier, modelled.chain)),
         )
+        failure: BudgetTooSmall | None = None
         for _ in range(MOST_ROUNDS):
             try:
                 plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
-            except BudgetTooSmall:
+            except BudgetTooSmall as error:
                 if rounds.best is not None:
                     break
+                # The floor to name is the one with the slack put aside: that budget can be had.
+                failure = failure if failure is not None and failure.floor_bytes >= error.floor_bytes else error
                 if not modelled.slack_bytes:
-                    raise
+                    raise failure from None
                 modelled = modelled.without_slack()
                 continue
             tried = self._tried(laboratory, profile, modelled, plan, rounds)

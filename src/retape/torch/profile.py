@@ -23,7 +23,7 @@ from retape.torch.caches import without_cache
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.reads import capture_call
-from retape.torch.region import Region, refuse_transforms
+from retape.torch.region import Region, managed_elsewhere, refuse_transforms
 from retape.torch.runs import is_plain
 from retape.torch.signature import Signature, signature, weights_signature
 from retape.torch.slots import Slot
@@ -170,7 +170,7 @@ class ProfileSession:
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """A region is called."""
-        if not torch.is_grad_enabled() or is_plain():
+        if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = without_cache(module, args, keywords)
         refuse_transforms(plain_call)

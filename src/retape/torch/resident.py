@@ -15,6 +15,10 @@ from retape.torch.meter import storage_bytes
 
 def device_of(model: nn.Module) -> torch.device:
     """The one device on which a model trains."""
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise InvalidInput(
+            f"{type(model).__name__} has lazy modules that have no shape yet. Call it once on a batch before fitting."
+        )
     devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
     if not devices:
         raise InvalidInput(

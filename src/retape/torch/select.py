@@ -78,16 +78,32 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
     rewritten = {storage for op in trace.ops for storage in op.writes}
     settled = holder.keys() & trace.settled()
     while True:
-        steps = _steps(trace, held, (holder.keys() - rewritten) | settled, settled)
-        torn = {storage for op, step in zip(trace.ops, steps, strict=True) if step is Step.RUN for storage in op.writes}
+        answerable = (holder.keys() - rewritten) | settled
+        steps = _steps(trace, held, answerable, settled)
+        torn = _torn(trace, steps)
         if torn.isdisjoint(settled):
             break
-        settled = settled - torn  # a write that must run again needs memory of its own, and all the writes to it
+        settled = settled - torn
     answers = tuple(
-        tuple(holder.get(result[0], _BLANK) for result in op.results) if step in (Step.ANSWER, Step.BECOME) else ()
+        tuple(holder[storage] if storage in answerable else _BLANK for storage, *_ in op.results)
+        if step in (Step.ANSWER, Step.BECOME)
+        else ()
         for op, step in zip(trace.ops, steps, strict=True)
     )
     return Recipe(ops=trace.ops, steps=steps, slots=answers)
+
+
+def _torn(trace: RegionTrace, steps: tuple[Step, ...]) -> set[int]:
+    """Storages that cannot start as what they became: whoever writes to one that is run again needs what was there, and all the
+    writes; and where the op that made it is not answered, skipped writes would leave it as it was before them.
+    """
+    torn: set[int] = set()
+    for op, step in zip(trace.ops, steps, strict=True):
+        if step is Step.RUN:
+            torn.update(op.writes)
+        if step is not Step.BECOME:
+            torn.update(op.makes)
+    return torn
 
 
 def _steps(trace: RegionTrace, held: frozenset[int], answerable: Set[int], settled: Set[int]) -> tuple[Step, ...]:
@@ -162,10 +178,9 @@ class Replay(TorchDispatchMode):
                 return self._answer(slots[0], op.results[0], apart)
             pairs = zip(slots, op.results, strict=True)
             return _framed(op, [self._answer(slot, result, apart) for slot, result in pairs])
-        if op.writes:
-            return args[0] if op.returns_one else tuple(args[: len(op.results)])
-        blanks = [_blank(result) for result in op.results]
-        return blanks[0] if op.returns_one else _framed(op, blanks)
+        written = iter(pytree.tree_leaves(_written(func, args, kwargs or {})) if op.writes else ())
+        tensors = [_blank(result) if result[0] in op.makes else next(written, args[0]) for result in op.results]
+        return tensors[0] if op.returns_one else _framed(op, tensors)
 
     def _answer(self, slot: int, result: tuple[Any, ...], apart: bool) -> Tensor:
         if slot == _BLANK:

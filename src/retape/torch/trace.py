@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from retape.torch._compat import IGNORED_OPS, untyped_storage
 from retape.torch.exposure import Observer
 
+_HIDDEN = frozenset({"running_mean", "running_var"})  # which batch norms write to, though their schemas do not say so
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
 
@@ -90,7 +91,7 @@ class RegionTrace:
         blank: set[int] = set()
         for op in self.ops:
             blank.difference_update(op.writes)
-            if blank.intersection(op.reads) and not op.is_view and not op.uninitialised:
+            if blank.intersection(op.reads) and _reads_values(op):
                 return True
             if op.uninitialised:
                 blank.update(op.makes)
@@ -98,7 +99,8 @@ class RegionTrace:
 
 
 def _reads_values(op: TracedOp) -> bool:
-    return not op.is_view and not op.uninitialised
+    """Whether an op looks at numbers: one without results hands them to Python (`.item()`, `torch.equal`)."""
+    return not op.uninitialised and (not op.is_view or not op.results)
 
 
 class Hole(Enum):
@@ -138,6 +140,7 @@ class Recorder(Observer):
         self.slots: list[int] = []
         self.slot_bytes: list[int] = []
         self._handed_out = False
+        self._hidden_writes: dict[int, list[int]] = {}  # by the number of the op
 
     def exposed(self, tensor: Tensor) -> None:
         self._handed_out = True
@@ -172,6 +175,7 @@ class Recorder(Observer):
         out = func(*args, **kwargs) if self._stopwatch is None else self._stopwatch.time(func, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         numbers = [self.number(tensor) for tensor in tensors]
+        self._note_hidden(func, args, kwargs)
         self.ops.append(
             TracedOp(
                 op=func,
@@ -190,6 +194,26 @@ class Recorder(Observer):
         )
         return out
 
+    def _note_hidden(self, func: Any, args: Any, kwargs: Any) -> None:
+        if "batch_norm" not in func._schema.name:
+            return
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if argument.name in _HIDDEN and isinstance(value, Tensor):
+                self._hidden_writes.setdefault(len(self.ops), []).append(self.number(value))
+
+    def _visible_ops(self) -> list[TracedOp]:
+        """The ops, with hidden writes shown where another op of the region could see them.
+
+        Statistics that nobody else here looks at may be left alone by a re-run, so that the norm can be answered.
+        """
+        ops = list(self.ops)
+        for number, storages in self._hidden_writes.items():
+            made_or_read = {s for at, op in enumerate(ops) if at != number for s in (*op.makes, *op.reads)}
+            seen = [s for s in storages if s in made_or_read]
+            ops[number] = replace(ops[number], writes=tuple(dict.fromkeys((*ops[number].writes, *seen))))
+        return ops
+
     def _written(self, func: Any, args: Any, kwargs: Any) -> list[int]:
         if not func._schema.is_mutable:
             return []
@@ -206,7 +230,7 @@ class Recorder(Observer):
         made = frozenset(self.number(tensor) for tensor in outputs)
         seconds = [0.0] * len(self.ops) if self._stopwatch is None else self._stopwatch.seconds()
         return RegionTrace(
-            ops=tuple(replace(op, seconds=taken) for op, taken in zip(self.ops, seconds, strict=True)),
+            ops=tuple(replace(op, seconds=taken) for op, taken in zip(self._visible_ops(), seconds, strict=True)),
             slots=tuple(self.slots),
             slot_bytes=tuple(self.slot_bytes),
             exposed=self._handed_out or opaque,
