@@ -299,7 +299,6 @@ class AroundSome(Chain):
         super().__init__()
         self.around = around
 
-
     def forward(self, x):
         x = self.blocks[0](self.blocks[0](x))
         for block in self.blocks[1:3]:

@@ -13,7 +13,7 @@ import retape
 from retape.core.actions import Backward, Forward, Load, Tape
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind, Tier
-from retape.torch import fitting, lanes, offload
+from retape.torch import fitting, lanes, modelling, offload
 from retape.torch.executor import Executor
 from retape.torch.fitting import put_on
 from retape.torch.modelling import MOST_OFFLOADS
@@ -26,6 +26,8 @@ def host(monkeypatch, speed=math.inf, capacity=None):
     """Give the planner of a CPU a host to move slots to."""
     tier = Tier(name="host", capacity_bytes=capacity, write_bytes_per_second=speed, read_bytes_per_second=speed)
     monkeypatch.setattr(fitting, "host_tier", lambda device: tier)
+    # Seconds of so small a model are noise: what is moved must be recomputed otherwise, which always takes longer.
+    monkeypatch.setattr(modelling, "select_treatments", lambda trace: ())
     measured = fitting.Fitter.measured
 
     def warm(fitter, laboratory):

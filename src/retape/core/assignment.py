@@ -57,6 +57,10 @@ class Assignment:
     def keeps_everything(self) -> bool:
         return all(choice.option is OptionKind.KEEP for choice in self.choices)
 
+    @property
+    def moves_something(self) -> bool:
+        return any(choice.moved for choice in self.choices)
+
     def to_dict(self) -> list[dict[str, Any]]:
         return [{**asdict(choice), "option": choice.option.value} for choice in self.choices]
 

@@ -268,32 +268,44 @@ class Fitter:
             # Of the chain as it was profiled: what is learned from running one plan is about that one.
             frontier=decided_by_first(partial(frontier, modelled.chain)),
         )
-        failure: BudgetTooSmall | None = None
+        if self._search(laboratory, profile, modelled, rounds):
+            # How long copies are on their way is the least certain part of a model: see what can be had without them.
+            self._search(laboratory, profile, modelled.without_offload(), rounds)
+        if rounds.best is not None:
+            return rounds.best
+        if rounds.failure is not None:
+            raise rounds.failure
+        assert rounds.last is not None
+        raise self._not_kept(rounds.limit_bytes, rounds.last)
+
+    def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: _Rounds) -> bool:
+        """Solve, run and compare until a plan is confirmed; whether one passed the budget that moves slots to the host."""
+        moved_too_much = False
         for _ in range(MOST_ROUNDS):
             try:
                 plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
             except BudgetTooSmall as error:
                 if rounds.best is not None:
                     break
-                # The floor to name is the one with the slack put aside: that budget can be had.
-                failure = failure if failure is not None and failure.floor_bytes >= error.floor_bytes else error
+                rounds.failed(error)
                 if not modelled.slack_bytes:
-                    raise failure from None
+                    break
                 modelled = modelled.without_slack()
                 continue
             tried = self._tried(laboratory, profile, modelled, plan, rounds)
             if rounds.are_over(tried):
                 break
-            error = tried.measured.peak_bytes - plan.promised_peak_bytes
+            error_bytes = tried.measured.peak_bytes - plan.promised_peak_bytes
+            moved_too_much |= error_bytes > 0 and tried.assignment.moves_something
             modelled = replace(
-                modelled, chain=replace(modelled.chain, fixed_bytes=max(0, modelled.chain.fixed_bytes + error))
+                modelled, chain=replace(modelled.chain, fixed_bytes=max(0, modelled.chain.fixed_bytes + error_bytes))
             )
-        if rounds.best is None:
-            raise self._not_kept(rounds.limit_bytes, tried)
-        return rounds.best
+        return moved_too_much
 
     def _solved(self, chain: Chain, rounds: _Rounds) -> Plan:
         """The best plan for the budget; a hair below the floor the floor's own, for a measurement to decide."""
+        if rounds.everything:  # all of the activations were asked for, whatever they come to
+            return solve(chain, max(rounds.limit_bytes, rounds.frontier.store_all_bytes))
         try:
             return solve(chain, rounds.limit_bytes)
         except BudgetTooSmall as error:
@@ -346,7 +358,8 @@ class Fitter:
         A fraction is one of the model as it came: whatever is tried afterwards has the same limit.
         """
         if self._limit is None:
-            self._limit = decided_by_first(partial(limit_bytes, chain, self.budget))
+            bare = replace(chain, fixed_bytes=self.fixed_bytes)  # without what is put aside
+            self._limit = decided_by_first(partial(limit_bytes, bare, self.budget))
         return self._limit
 
     def _not_kept(self, limit: int, last: Fitting) -> BudgetTooSmall:
@@ -366,14 +379,22 @@ class _Rounds:
     def __init__(self, *, limit_bytes: int, everything: bool, frontier: Frontier) -> None:
         self.limit_bytes = limit_bytes
         self.frontier = frontier
-        self._everything = everything
+        self.everything = everything
         self.tried_floor = False
+        self.last: Fitting | None = None
+        self.failure: BudgetTooSmall | None = None
         self.best: Fitting | None = None
+
+    def failed(self, error: BudgetTooSmall) -> None:
+        """The floor to name is the one with the slack put aside: that budget can be had."""
+        if self.failure is None or self.failure.floor_bytes < error.floor_bytes:
+            self.failure = error
 
     def are_over(self, tried: Fitting) -> bool:
         """Take the plan if it holds and is the fastest so far; whether it also took what it had promised."""
+        self.last = tried
         peak, promised = tried.measured.peak_bytes, tried.plan.promised_peak_bytes
-        if self._everything and tried.assignment.keeps_everything:
+        if self.everything and tried.assignment.keeps_everything:
             # Asked for all of the activations: what they are was a prediction until now.
             self.limit_bytes = max(self.limit_bytes, peak)
         if peak > self.limit_bytes:

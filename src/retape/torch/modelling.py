@@ -68,6 +68,18 @@ class Modelled:
         less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)
         return replace(self, chain=less, slack_bytes=0)
 
+    def without_offload(self) -> Modelled:
+        """The same with nothing moved to the host."""
+        stages, meanings = [], []
+        for stage, about in zip(self.chain.stages, self.stages, strict=True):
+            kept = [i for i, option in enumerate(stage.choices) if option.kind is not OptionKind.OFFLOAD]
+            stages.append(replace(stage, options=tuple(stage.choices[i] for i in kept[1:])))
+            if len(about.held) > 1:
+                held, moved = tuple(about.held[i] for i in kept), tuple(about.moved[i] for i in kept)
+                about = replace(about, held=held, moved=moved)  # noqa: PLW2901 - the same stage with fewer choices
+            meanings.append(about)
+        return replace(self, chain=replace(self.chain, stages=tuple(stages)), stages=tuple(meanings))
+
 
 class _Readings(NamedTuple):
     """A step on the scale, and steps with the stopwatch."""
