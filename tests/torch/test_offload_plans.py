@@ -92,14 +92,13 @@ def test_a_host_that_is_of_no_use_is_not_used(monkeypatch, tier):
 def test_all_regions_together_fit_into_the_host(monkeypatch):
     room = 400_000
     host(monkeypatch, capacity=room)
-    made_lanes = late_lanes.use(monkeypatch, late_lanes.LateLanes())
+    late_lanes.use(monkeypatch, late_lanes.LateLanes())
     *_, made = fitted("llama", 0.6)
     stages = made.record.chain.stages
     # Whether moving pays depends on the clock; that all regions could move as much as one may does not.
     most = [max(option.moved_bytes for option in stage.choices) for stage in stages]
     assert 0 < sum(most) <= room
     assert sum(stages[i].choices[c].moved_bytes for i, c in enumerate(made.plan.choices)) <= room
-    assert made_lanes.sent
     made.remove()
 
 
