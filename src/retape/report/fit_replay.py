@@ -1,0 +1,215 @@
+"""A plan replayed on the abstract machine: what runs when, and what the device holds meanwhile, by class. No drawing here.
+
+The totals and the clock are the machine's own (`core/simulate.py`); this room only says what they are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
+from retape.core.ledger import ChainLedger
+from retape.core.problem import Chain, Option, OptionKind
+from retape.core.simulate import Machine
+
+
+class Share(Enum):
+    """What bytes are held for, from the bottom of a stack to its top; the value is what people read."""
+
+    FIXED = "fixed: weights, gradients, optimizer, batch"
+    GLUE = "saved outside the regions"
+    SNAPSHOTS = "inputs of regions"
+    SLOTS = "held slots"
+    RERUN = "run again"
+    WORKING = "in flight"
+
+
+class SpanKind(Enum):
+    """What runs; the value is what people read."""
+
+    FORWARD = "forward, slots held"
+    DROPPED = "forward, slots dropped"
+    RERUN = "run again"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One stage at work."""
+
+    kind: SpanKind
+    stage: int
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """What the device holds from this moment on, in the order of `Share`."""
+
+    seconds: float
+    parts: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A whole step. `turn_seconds` is when its first backward begins."""
+
+    spans: tuple[Span, ...]
+    levels: tuple[Level, ...]
+    seconds: float
+    turn_seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(level.total_bytes for level in self.levels)
+
+
+def replay(chain: Chain, actions: Iterable[Action]) -> Replay:
+    """Run the actions and say what each moment consists of."""
+    done = list(actions)
+    machine = Machine(chain, timeline=True)
+    clock = [machine.seconds]
+    for action in done:
+        machine.run(action)
+        clock.append(machine.seconds)
+    reading = _Reading(chain, iter(machine.finish().timeline))
+    for number, action in enumerate(done):
+        reading.read(action, clock[number], clock[number + 1])
+    backwards = (at for at, action in zip(clock, done, strict=False) if isinstance(action, Backward))
+    return Replay(
+        spans=tuple(reading.spans),
+        levels=tuple(reading.levels),
+        seconds=machine.seconds,
+        turn_seconds=next(backwards, machine.seconds),
+    )
+
+
+def replay_plain(chain: Chain) -> Replay:
+    """The same chain with everything kept."""
+    return replay(chain, _keep_all(chain.length))
+
+
+def _keep_all(length: int) -> Iterator[Action]:
+    for step in range(length):
+        yield Tape(step=step)
+        yield Save(step=step, item=Item.TAPE)
+    for step in reversed(range(length)):
+        yield Backward(step=step)
+
+
+class _Reading:
+    """Goes through the machine's timeline beside the actions that made it: marks while one runs, and one entry after it."""
+
+    def __init__(self, chain: Chain, timeline: Iterator[tuple[float, int]]) -> None:
+        self.spans: list[Span] = []
+        self.levels: list[Level] = []
+        self._chain, self._timeline, self._ledger = chain, timeline, ChainLedger(chain)
+        self._choices = [stage.choices for stage in chain.stages]
+        self._held = dict.fromkeys(Share, 0)
+        self._held[Share.FIXED] = chain.fixed_bytes
+        self._taped: dict[int, tuple[Option, bool]] = {}
+        self._stored: set[int] = set()
+        self._working: int | None = None
+        self._reached = 0
+
+    def read(self, action: Action, begin: float, end: float) -> None:
+        match action:
+            case Forward(start=start, stop=stop):
+                self._forward(start, stop, begin)
+            case Tape(step=step, option=option):
+                self._tape(step, option, begin, end)
+            case Backward(step=step):
+                self._backward(step, begin, end)
+            case Save(step=step, item=item):
+                if item is Item.TAPE:
+                    self._stored.add(step)
+                self._level()
+            case Load(step=step, item=item):
+                if item is Item.TAPE:
+                    self._work_on(step)
+                self._level()
+            case Free(step=step, item=item):
+                if item is Item.TAPE:
+                    self._stored.discard(step)
+                    self._forget(step)
+            case _:  # copies to slower tiers are no part of a plan for a chain
+                pass
+        self._level()
+
+    def _forward(self, start: int, stop: int, begin: float) -> None:
+        for step in range(start, stop):
+            again = step < self._reached
+            end = begin + self._chain.stages[step].forward_seconds
+            self._span(SpanKind.RERUN if again else SpanKind.DROPPED, step, begin, end)
+            self._level(self._ledger.forward_transient(step, again), Share.RERUN if again else Share.WORKING)
+            self._reached, begin = max(self._reached, step + 1), end
+
+    def _tape(self, step: int, option: int, begin: float, end: float) -> None:
+        again = step < self._reached
+        choice = self._choices[step][option]
+        dropped = choice.kind is OptionKind.RECOMPUTE
+        kind = SpanKind.RERUN if again else SpanKind.DROPPED if dropped else SpanKind.FORWARD
+        self._span(kind, step, begin, end)
+        self._work_on(None)
+        if step not in self._taped:
+            self._taped[step] = choice, again
+            self._hold(step, 1)
+        self._working = step
+        self._level(self._ledger.tape_transient(step, option, again), Share.RERUN if again else Share.WORKING)
+        self._reached = max(self._reached, step + 1)
+
+    def _backward(self, step: int, begin: float, end: float) -> None:
+        choice, _ = self._taped[step]
+        middle = min(end, begin + choice.rerun_seconds)
+        if middle > begin:
+            self._span(SpanKind.RERUN, step, begin, middle)
+        self._span(SpanKind.BACKWARD, step, middle, end)
+        # What the backward of a kept region needs is its own; what is above that was made again.
+        own = min(choice.backward_transient_bytes, self._chain.stages[step].backward_transient_bytes)
+        self._level(own, Share.WORKING, choice.backward_transient_bytes - own)
+        self._stored.discard(step)
+        if self._working == step:
+            self._working = None
+        self._forget(step)
+
+    def _span(self, kind: SpanKind, stage: int, begin: float, end: float) -> None:
+        self.spans.append(Span(kind=kind, stage=stage, begin_seconds=begin, end_seconds=end))
+
+    # --- what is held ------------------------------------------------------------------------------------------
+
+    def _work_on(self, step: int | None) -> None:
+        before, self._working = self._working, step
+        if before is not None and before != step:
+            self._forget(before)
+
+    def _forget(self, step: int) -> None:
+        if step in self._taped and step not in self._stored and step != self._working:
+            self._hold(step, -1)
+            del self._taped[step]
+
+    def _hold(self, step: int, sign: int) -> None:
+        choice, again = self._taped[step]
+        if self._chain.stages[step].pinned:
+            self._held[Share.GLUE] += sign * choice.held_bytes
+            return
+        # A tape contains its output, which is the next stage's input.
+        following = self._chain.stages[step + 1].state_bytes if step + 1 < self._chain.length else 0
+        output = min(choice.held_bytes, following)
+        self._held[Share.SNAPSHOTS] += sign * output
+        self._held[Share.RERUN if again else Share.SLOTS] += sign * (choice.held_bytes - output)
+
+    def _level(self, transient: int = 0, of: Share = Share.WORKING, again: int = 0) -> None:
+        """The next entry of the timeline; what is in no tape and is not transient is a state, the input of a region."""
+        seconds, total = next(self._timeline)
+        parts = dict(self._held)
+        parts[of] += transient
+        parts[Share.RERUN] += again
+        parts[Share.SNAPSHOTS] += total - sum(parts.values())
+        self.levels.append(Level(seconds=seconds, parts=tuple(parts[share] for share in Share)))
