@@ -92,7 +92,7 @@ def test_moved_bytes_have_their_column(fit_in):
 
 def test_pictures_have_their_parts(record):
     page = Page(render_report(record, peers=(Peer(name="other <way>", peak_bytes=120 * MIB, seconds=0.3),)))
-    assert page.count("line", **{"class": "budget"}) == 4  # in two pictures, and in their legends
+    assert page.count("line", **{"class": "budget"}) == 5  # in three pictures, and in two legends
     for kind in ("floor mark", "keep-all mark", "plan mark", "ring", "peer mark"):
         assert page.count("circle", **{"class": kind}) == 1 + (kind == "ring")
     assert page.count("path", **{"class": "line plain"}) == 1
@@ -175,6 +175,18 @@ def test_what_cannot_be_joined_leaves_the_shortest_out(fit_in):
     runs, left_out = shown_runs(mixed, most=4)
     assert left_out == len(mixed) - 4
     assert min(run.busy_seconds for run in runs) >= sorted(s.end_seconds - s.begin_seconds for s in mixed)[-4] - 1e-12
+
+
+def test_a_steep_frontier_is_drawn_by_doublings(fit_in):
+    record = fit_in(0.5)
+    first, *points = record.frontier.points
+    plain = record.plain_seconds
+    for times, doubling in ((20, False), (64, True)):
+        slow = replace(first, seconds=times * plain)
+        frontier = replace(record.frontier, points=(slow, *points))
+        text = " ".join(Page(render_report(replace(record, frontier=frontier))).section("frontier").itertext())
+        assert ("Seconds double from line to line" in text) == doubling
+        assert f"{times}.00x keeping all" in text
 
 
 def test_a_column_shows_its_highest_level():

@@ -7,7 +7,7 @@ import pytest
 from retape.core.actions import Backward, Forward, Load, Save, Tape
 from retape.core.problem import Chain, Stage
 from retape.core.simulate import simulate
-from retape.report.fit_replay import Share, SpanKind, replay, replay_plain
+from retape.report.fit_replay import Share, SpanKind, groups_of, replay, replay_plain
 
 MIB = 1 << 20
 BUDGETS = [1.0, 0.8, 0.6, 0.5, 0.4, "floor"]
@@ -32,6 +32,24 @@ def test_no_class_is_ever_negative_and_fixed_is_fixed(record):
     for level in replay(record.chain, record.plan.actions()).levels:
         assert min(level.parts) >= 0
         assert level.parts[FIXED] == record.chain.fixed_bytes
+
+
+def test_groups_hold_all_but_fixed_bytes_and_inputs(record):
+    groups = groups_of(record.chain.length)
+    assert [stage for stages in groups for stage in stages] == list(range(record.chain.length))
+    levels = replay(record.chain, record.plan.actions()).levels
+    for level in levels:
+        others = level.total_bytes - level.parts[FIXED] - sum(level.groups)
+        assert len(level.groups) == len(groups)
+        assert 0 <= others <= level.parts[SNAPSHOTS]
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 100, 1001])
+def test_groups_are_few_and_even(length):
+    sizes = [len(stages) for stages in groups_of(length)]
+    assert sum(sizes) == length
+    assert len(sizes) == min(8, length)
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_spans_fill_the_step_and_count_the_runs(record):

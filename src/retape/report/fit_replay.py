@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
 from retape.core.ledger import ChainLedger
 from retape.core.problem import Chain, Option, OptionKind
 from retape.core.simulate import Machine
+
+MOST_GROUPS = 8
 
 
 class Share(Enum):
@@ -47,10 +50,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """What the device holds from this moment on, in the order of `Share`."""
+    """What the device holds from this moment on: `parts` in the order of `Share`, `groups` of it for each group of stages."""
 
     seconds: float
     parts: tuple[int, ...]
+    groups: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -91,6 +95,13 @@ def replay(chain: Chain, actions: Iterable[Action]) -> Replay:
     )
 
 
+def groups_of(length: int) -> tuple[range, ...]:
+    """The stages of a chain in a few groups of neighbours, about equally many in each."""
+    count = min(MOST_GROUPS, length)
+    edges = [-(-length * number // count) for number in range(count + 1)]
+    return tuple(range(low, high) for low, high in pairwise(edges))
+
+
 def replay_plain(chain: Chain) -> Replay:
     """The same chain with everything kept."""
     return replay(chain, _keep_all(chain.length))
@@ -114,6 +125,9 @@ class _Reading:
         self._choices = [stage.choices for stage in chain.stages]
         self._held = dict.fromkeys(Share, 0)
         self._held[Share.FIXED] = chain.fixed_bytes
+        groups = groups_of(chain.length)
+        self._group = [number for number, stages in enumerate(groups) for _ in stages]
+        self._grouped = [0] * len(groups)
         self._taped: dict[int, tuple[Option, bool]] = {}
         self._stored: set[int] = set()
         self._working: int | None = None
@@ -148,7 +162,7 @@ class _Reading:
             again = step < self._reached
             end = begin + self._chain.stages[step].forward_seconds
             self._span(SpanKind.RERUN if again else SpanKind.DROPPED, step, begin, end)
-            self._level(self._ledger.forward_transient(step, again), Share.RERUN if again else Share.WORKING)
+            self._level(step, *_whole(self._ledger.forward_transient(step, again), again))
             self._reached, begin = max(self._reached, step + 1), end
 
     def _tape(self, step: int, option: int, begin: float, end: float) -> None:
@@ -162,7 +176,7 @@ class _Reading:
             self._taped[step] = choice, again
             self._hold(step, 1)
         self._working = step
-        self._level(self._ledger.tape_transient(step, option, again), Share.RERUN if again else Share.WORKING)
+        self._level(step, *_whole(self._ledger.tape_transient(step, option, again), again))
         self._reached = max(self._reached, step + 1)
 
     def _backward(self, step: int, begin: float, end: float) -> None:
@@ -173,7 +187,7 @@ class _Reading:
         self._span(SpanKind.BACKWARD, step, middle, end)
         # What the backward of a kept region needs is its own; what is above that was made again.
         own = min(choice.backward_transient_bytes, self._chain.stages[step].backward_transient_bytes)
-        self._level(own, Share.WORKING, choice.backward_transient_bytes - own)
+        self._level(step, own, choice.backward_transient_bytes - own)
         self._stored.discard(step)
         if self._working == step:
             self._working = None
@@ -196,6 +210,7 @@ class _Reading:
 
     def _hold(self, step: int, sign: int) -> None:
         choice, again = self._taped[step]
+        self._grouped[self._group[step]] += sign * choice.held_bytes
         if self._chain.stages[step].pinned:
             self._held[Share.GLUE] += sign * choice.held_bytes
             return
@@ -205,11 +220,17 @@ class _Reading:
         self._held[Share.SNAPSHOTS] += sign * output
         self._held[Share.RERUN if again else Share.SLOTS] += sign * (choice.held_bytes - output)
 
-    def _level(self, transient: int = 0, of: Share = Share.WORKING, again: int = 0) -> None:
-        """The next entry of the timeline; what is in no tape and is not transient is a state, the input of a region."""
+    def _level(self, step: int = 0, working: int = 0, again: int = 0) -> None:
+        """The next entry of the timeline; what is in no tape and not needed by `step` at work is a state, the input of a region."""
         seconds, total = next(self._timeline)
-        parts = dict(self._held)
-        parts[of] += transient
+        parts, groups = dict(self._held), list(self._grouped)
+        parts[Share.WORKING] += working
         parts[Share.RERUN] += again
         parts[Share.SNAPSHOTS] += total - sum(parts.values())
-        self.levels.append(Level(seconds=seconds, parts=tuple(parts[share] for share in Share)))
+        groups[self._group[step]] += working + again
+        self.levels.append(Level(seconds=seconds, parts=tuple(parts[share] for share in Share), groups=tuple(groups)))
+
+
+def _whole(transient: int, again: bool) -> tuple[int, int]:
+    """A transient as in flight, or as run again."""
+    return (0, transient) if again else (transient, 0)

@@ -10,13 +10,15 @@ from itertools import accumulate
 
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
-from retape.report.fit_replay import Level, Replay, Share, Span
+from retape.report.fit_replay import Level, Replay, Share, Span, groups_of
+from retape.report.fit_rows import folded
 from retape.report.memory_tracks import spans
 from retape.report.page_parts import area_sign, byte_tick, figure, legend, line_sign, section
 from retape.report.svg_plot import BOTTOM, HEIGHT, TOP, WIDTH, Axis, Plane
 
 COLUMNS, STRIPS = 600, 150  # how finely a picture is cut, and how many places of it say their values
 _HEADROOM = 1.04
+_CLASSES = tuple(f"a-{share.name.lower()}" for share in Share)
 
 
 def memory_section(record: FitRecord, plan: Replay, plain: Replay) -> str:
@@ -31,7 +33,7 @@ def memory_section(record: FitRecord, plan: Replay, plain: Replay) -> str:
     measured = _measured(record)
     parts = [
         plane.frame(),
-        *_stack(plane, columns, plan.seconds),
+        *_stack(plane, [level.parts for level in columns], _CLASSES, plan.seconds),
         _outline(plane, most_in_columns(plain.levels, plain.seconds, COLUMNS), plain.seconds),
         _line(plane, measured, plan.seconds, "line halo"),
         _line(plane, measured, plan.seconds, "line measured"),
@@ -46,7 +48,22 @@ def memory_section(record: FitRecord, plan: Replay, plain: Replay) -> str:
         "stretched to the plan's (measuring takes time itself). Point at it for values.",
         figure("memory-picture", "live bytes over the step", parts, width=WIDTH, height=HEIGHT - 45, top=TOP - 22),
         _legend(record, plain),
+        _by_region(record, plane, columns, plan.seconds),
     )
+
+
+def _by_region(record: FitRecord, plane: Plane, columns: Sequence[Level], seconds: float) -> str:
+    """The same stack by who holds it, behind a summary that opens."""
+    rows = [
+        (level.parts[0], *level.groups, level.total_bytes - level.parts[0] - sum(level.groups)) for level in columns
+    ]
+    groups = groups_of(record.chain.length)
+    kinds = ["a-fixed", *(f"g{number}" for number in range(len(groups))), "a-snapshots"]
+    names = ["fixed", *(folded(map(record.chain.stage_name, stages)) for stages in groups), "inputs of regions"]
+    parts = [plane.frame(), *_stack(plane, rows, kinds, seconds), plane.level(record.budget_bytes, "budget")]
+    picture = figure("regions-picture", "live bytes by region", parts, width=WIDTH, height=HEIGHT - 45, top=TOP - 10)
+    signs = legend((area_sign(kind), name) for kind, name in zip(kinds, names, strict=True))
+    return f"<details><summary>The same by region</summary>\n{picture}\n{signs}\n</details>"
 
 
 def most_in_columns(levels: Sequence[Level], seconds: float, width: int) -> tuple[Level, ...]:
@@ -64,15 +81,15 @@ def most_in_columns(levels: Sequence[Level], seconds: float, width: int) -> tupl
     return tuple(accumulate(found, lambda before, now: now or before))
 
 
-def _stack(plane: Plane, columns: Sequence[Level], seconds: float) -> list[str]:
-    """One area a class, each from the top of the one below it."""
-    tops = [tuple(accumulate(level.parts)) for level in columns]
+def _stack(plane: Plane, rows: Sequence[tuple[int, ...]], kinds: Sequence[str], seconds: float) -> list[str]:
+    """One area a kind, each from the top of the one below it; `rows` are the columns of the picture."""
+    tops = [tuple(accumulate(row)) for row in rows]
     found = []
-    for number, share in enumerate(Share):
-        if any(level.parts[number] for level in columns):
+    for number, kind in enumerate(kinds):
+        if any(row[number] for row in rows):
             upper = [top[number] for top in tops]
             lower = [top[number - 1] if number else 0 for top in tops]
-            found.append(f'<path class="a-{share.name.lower()}" d="{_steps(plane, upper, lower, seconds)}"/>')
+            found.append(f'<path class="{kind}" d="{_steps(plane, upper, lower, seconds)}"/>')
     return found
 
 
@@ -152,7 +169,7 @@ def _told(record: FitRecord, level: Level, span: Span | None, measured: int) -> 
 
 
 def _legend(record: FitRecord, plain: Replay) -> str:
-    entries = [(area_sign(f"a-{share.name.lower()}"), share.value) for share in Share]
+    entries = [(area_sign(kind), share.value) for kind, share in zip(_CLASSES, Share, strict=True)]
     if record.measured.timeline:
         entries.append((line_sign("line measured"), f"measured, peak {format_bytes(record.measured.peak_bytes)}"))
     entries.append((line_sign("line plain"), f"keeping everything, peak {format_bytes(plain.peak_bytes)}"))

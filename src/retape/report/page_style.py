@@ -20,7 +20,7 @@ STYLE = """
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1040px; margin: 0 auto; padding: 28px 20px 48px; }
+main { max-width: 1140px; margin: 0 auto; padding: 28px 20px 48px; }
 h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
 h2 { font-size: 17px; margin: 0 0 2px; }
 p { margin: 0 0 12px; }
@@ -53,18 +53,22 @@ svg text { fill: var(--soft); }
 .strip { fill: var(--ink); fill-opacity: 0; } .strip:hover { fill-opacity: .14; }
 .a-fixed { fill: var(--fixed); } .a-glue { fill: var(--glue); } .a-snapshots { fill: var(--snapshots); }
 .a-slots { fill: var(--slots); } .a-rerun { fill: var(--rerun); } .a-working { fill: var(--working); }
+.g0 { fill: #2c4ea0; } .g1 { fill: #2f6fbf; } .g2 { fill: #2f92c4; } .g3 { fill: #34ada9; }
+.g4 { fill: #52b788; } .g5 { fill: #93bf5a; } .g6 { fill: #d0b347; } .g7 { fill: #e08a3c; }
 .b-forward { fill: var(--forward); stroke: var(--forward); } .b-dropped { fill: var(--dropped); stroke: var(--dropped); }
 .b-rerun { fill: var(--rerun); stroke: var(--rerun); } .b-backward { fill: var(--backward); stroke: var(--backward); }
 rect.span { stroke: none; } rect.span:hover, line.span:hover { opacity: .6; } line.span { stroke-width: 3; }
 .row { stroke: var(--line); }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 4px; padding: 0; font-size: 13px; }
 .legend svg { display: inline-block; width: 18px; height: 12px; margin-right: 6px; vertical-align: -1px; }
+details { margin-top: 8px; } summary { cursor: pointer; color: var(--soft); font-size: 13px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th { text-align: left; font-weight: 600; color: var(--soft); white-space: nowrap; }
 th, td { padding: 6px 10px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-td.name { overflow-wrap: anywhere; min-width: 120px; }
+td.name { overflow-wrap: anywhere; min-width: 150px; }
+td:last-child { min-width: 230px; }
 tr:last-child td { border-bottom: 0; }
 .way { display: inline-block; padding: 0 7px; border-radius: 9px; background: var(--track); white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 3px 18px; margin: 0; font-size: 14px; }
