@@ -7,10 +7,14 @@ from dataclasses import replace
 import pytest
 from report_page import Page, large_fit
 
+from retape.core.assignment import Assignment, Choice
 from retape.core.errors import InvalidInput
-from retape.core.record import Record
+from retape.core.frontier import frontier
+from retape.core.problem import Chain, Stage
+from retape.core.record import Moment, Record
+from retape.core.solve import solve
 from retape.report.fit_html import render_report, write_report
-from retape.report.fit_replay import Level, Share, SpanKind, replay
+from retape.report.fit_replay import Level, Share, Span, SpanKind, replay
 from retape.report.fit_rows import region_rows
 from retape.report.page_actions import MOST_RUNS, shown_runs
 from retape.report.page_memory import STRIPS, most_in_columns
@@ -131,6 +135,24 @@ def test_without_a_timeline_there_is_no_measured_line(fit_in):
     assert page.values["reserved-bytes"] == str(MIB)
 
 
+def test_a_step_that_takes_no_time_can_be_drawn(fit_in):
+    chain = Chain(
+        stages=(Stage(forward_seconds=0.0, backward_seconds=0.0, state_bytes=0, tape_bytes=MIB, name="only"),)
+    )
+    record = replace(
+        fit_in(1.0),
+        chain=chain,
+        plan=solve(chain, 1.0),
+        frontier=frontier(chain),
+        budget_bytes=MIB,
+        assignment=Assignment(choices=(Choice(name="only", slots=1),)),
+        measured=Record(peak_bytes=MIB, seconds=0.0, timeline=(Moment(seconds=0.0, live_bytes=MIB),)),
+    )
+    page = Page(render_report(record))
+    assert int(page.values["promised-peak-bytes"]) == MIB
+    assert page.section("regions").findtext("h2") == "1 regions"
+
+
 # --- size ---------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +190,16 @@ def test_runs_are_joined_and_nothing_is_lost(thousand):
         assert busy == pytest.approx(sum(s.end_seconds - s.begin_seconds for s in spans if s.kind is kind))
 
 
+def test_runs_are_not_joined_across_a_pause():
+    spans = [
+        Span(kind=SpanKind.BACKWARD, stage=stage, begin_seconds=at, end_seconds=at + 1.0)
+        for stage, at in ((5, 0.0), (4, 1.5), (3, 3.0), (2, 40.0), (1, 41.0), (0, 42.0))
+    ]
+    runs, left_out = shown_runs(spans, most=3)
+    assert [(run.first, run.last, run.busy_seconds) for run in runs] == [(5, 3, 3.0), (2, 0, 3.0)]
+    assert left_out == 0
+
+
 def test_what_cannot_be_joined_leaves_the_shortest_out(fit_in):
     record = fit_in(1.0)
     spans = replay(record.chain, record.plan.actions()).spans
@@ -177,15 +209,15 @@ def test_what_cannot_be_joined_leaves_the_shortest_out(fit_in):
     assert min(run.busy_seconds for run in runs) >= sorted(s.end_seconds - s.begin_seconds for s in mixed)[-4] - 1e-12
 
 
-def test_a_steep_frontier_is_drawn_by_doublings(fit_in):
+def test_a_steep_frontier_is_drawn_by_logarithms(fit_in):
     record = fit_in(0.5)
     first, *points = record.frontier.points
     plain = record.plain_seconds
-    for times, doubling in ((20, False), (64, True)):
+    for times, steep in ((20, False), (64, True)):
         slow = replace(first, seconds=times * plain)
         frontier = replace(record.frontier, points=(slow, *points))
         text = " ".join(Page(render_report(replace(record, frontier=frontier))).section("frontier").itertext())
-        assert ("Seconds double from line to line" in text) == doubling
+        assert ("The scale of the seconds is logarithmic" in text) == steep
         assert f"{times}.00x keeping all" in text
 
 

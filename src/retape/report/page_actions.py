@@ -18,6 +18,7 @@ from retape.report.page_parts import area_sign, figure, legend, section
 from retape.report.svg_plot import Axis
 
 MOST_RUNS = 900
+_LONG_PAUSE = 3.0  # times a run of one stage: between two backwards there may be a re-run
 _WIDTH, _LEFT, _RIGHT, _TOP, _AXIS = 900.0, 170.0, 20.0, 8.0, 26.0
 _LEAST_HEIGHT, _MOST_HEIGHT, _ROW = 90.0, 460.0, 22.0
 _NAMED_ROWS, _NAME = 26, 24  # how many names stand at the side, and how long one may be
@@ -44,6 +45,17 @@ class Run:
             end_seconds=span.end_seconds,
             busy_seconds=span.end_seconds - span.begin_seconds,
         )
+
+    @property
+    def stages(self) -> int:
+        return abs(self.last - self.first) + 1
+
+    def goes_on_with(self, span: Span) -> bool:
+        """Whether a span is the next one on the same way, with no long pause before it."""
+        ahead, way = span.stage - self.last, self.last - self.first
+        longest = max(self.busy_seconds / self.stages, span.end_seconds - span.begin_seconds)
+        pause = span.begin_seconds - self.end_seconds
+        return abs(ahead) == 1 and ahead * way >= 0 and pause <= _LONG_PAUSE * longest
 
     def joined(self, span: Span) -> Run:
         return Run(
@@ -87,17 +99,16 @@ def shown_runs(spans: Sequence[Span], most: int = MOST_RUNS) -> tuple[tuple[Run,
 def _joined(spans: Sequence[Span], size: int) -> list[Run]:
     """Neighbouring stages of one kind, up or down the chain, `size` of them at most in one run."""
     done: list[Run] = []
-    open_runs: dict[SpanKind, tuple[Run, int]] = {}
+    open_runs: dict[SpanKind, Run] = {}
     for span in spans:
-        run, way = open_runs.get(span.kind, (None, 0))
-        ahead = span.stage - run.last if run is not None else 0
-        if run is not None and abs(ahead) == 1 and way in (0, ahead) and abs(run.last - run.first) + 1 < size:
-            open_runs[span.kind] = run.joined(span), ahead
+        run = open_runs.get(span.kind)
+        if run is not None and run.stages < size and run.goes_on_with(span):
+            open_runs[span.kind] = run.joined(span)
             continue
         if run is not None:
             done.append(run)
-        open_runs[span.kind] = Run.of(span), 0
-    return [*done, *(run for run, _ in open_runs.values())]
+        open_runs[span.kind] = Run.of(span)
+    return [*done, *open_runs.values()]
 
 
 def _element(record: FitRecord, run: Run, height: float, seconds: float) -> str:
@@ -119,8 +130,7 @@ def _told(record: FitRecord, run: Run) -> str:
     name = record.chain.stage_name
     if run.first == run.last:
         return f"{name(run.first)}: {run.kind.value}, {format_seconds(run.busy_seconds)} from {format_seconds(run.begin_seconds)}"
-    count = abs(run.last - run.first) + 1
-    return f"{name(run.first)} to {name(run.last)}, {count} stages: {run.kind.value}, {format_seconds(run.busy_seconds)} in all"
+    return f"{name(run.first)} to {name(run.last)}, {run.stages} stages: {run.kind.value}, {format_seconds(run.busy_seconds)} in all"
 
 
 def _across(at: float, seconds: float) -> float:

@@ -41,11 +41,11 @@ def frontier_section(record: FitRecord, peers: Sequence[Peer] = ()) -> str:
     kinds = {"floor": "floor mark", "keep all": "keep-all mark", "this plan": "plan mark", "measured": "ring"}
     parts += [chart.dot(name, point, kinds[name], 7) for name, point in named]
     bound = f" The floor is bound by {frontier.binding}." if frontier.binding else ""
-    doubling = " Seconds double from line to line." if chart.doubling else ""
+    said = " The scale of the seconds is logarithmic." if chart.logarithmic else ""
     return section(
         "frontier",
         "Every budget",
-        f"The best seconds of a step (up) within each number of bytes (across).{bound}{doubling}",
+        f"The best seconds of a step (up) within each number of bytes (across).{bound}{said}",
         figure("frontier-picture", "seconds over bytes", parts, width=WIDTH, height=HEIGHT - 45, top=TOP - 10),
         _legend(record, named, others),
     )
@@ -62,30 +62,30 @@ def _legend(record: FitRecord, named: _Named, others: _Named) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chart:
-    """The plane, and how seconds stand on it: as they are, or (`doubling`) by their logarithm over plain's."""
+    """The plane, and how seconds stand on it: as they are, or by their logarithm over plain's."""
 
     plane: Plane
     plain_seconds: float
-    doubling: bool
+    logarithmic: bool
 
     @classmethod
     def of(cls, record: FitRecord, points: list[FrontierPoint]) -> _Chart:
         sizes = [*(point.bytes for point in points), record.budget_bytes]
         room = (_ROOM * (max(sizes) - min(sizes))) or 1.0
         low, high = min(point.seconds for point in points), max(point.seconds for point in points)
-        plain, doubling = record.plain_seconds, 0 < STEEP * low < high and record.plain_seconds > 0
+        plain, logarithmic = record.plain_seconds, 0 < STEEP * low < high and record.plain_seconds > 0
         across = Axis(low=max(0.0, min(sizes) - room), high=max(sizes) + room, write=byte_tick, binary=True)
-        if doubling:
+        if logarithmic:
             ends = math.log2(low / plain) - 0.3, math.log2(high / plain) + 0.3
             up = Axis(low=ends[0], high=ends[1], write=lambda at: format_seconds(plain * 2.0**at), binary=True)
         else:
             # The axis begins near the fastest step: from zero, most frontiers would be flat.
             above = (high - low) * 2 * _ROOM or high * _ROOM or 1.0
             up = Axis(low=max(0.0, low - above), high=high + above, write=format_seconds)
-        return cls(plane=Plane(across=across, up=up), plain_seconds=plain, doubling=doubling)
+        return cls(plane=Plane(across=across, up=up), plain_seconds=plain, logarithmic=logarithmic)
 
     def rise(self, seconds: float) -> float:
-        return math.log2(seconds / self.plain_seconds) if self.doubling else seconds
+        return math.log2(seconds / self.plain_seconds) if self.logarithmic else seconds
 
     def curve(self, points: tuple[FrontierPoint, ...]) -> str:
         corners = [(float(point.bytes), self.rise(point.seconds)) for point in _thinned(points, MOST_STEPS)]
