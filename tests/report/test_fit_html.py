@@ -150,7 +150,7 @@ def test_a_step_that_takes_no_time_can_be_drawn(fit_in):
     )
     page = Page(render_report(record))
     assert int(page.values["promised-peak-bytes"]) == MIB
-    assert page.section("regions").findtext("h2") == "1 regions"
+    assert page.section("regions").findtext("h2") == "1 region"
 
 
 # --- size ---------------------------------------------------------------------------------------------------------

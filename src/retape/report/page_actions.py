@@ -14,7 +14,7 @@ from html import escape
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_seconds
 from retape.report.fit_replay import Replay, Span, SpanKind
-from retape.report.page_parts import area_sign, figure, legend, section
+from retape.report.page_parts import area_sign, counted, figure, legend, section
 from retape.report.svg_plot import Axis
 
 MOST_RUNS = 900
@@ -80,7 +80,7 @@ def actions_section(record: FitRecord, plan: Replay) -> str:
     return section(
         "actions",
         "What runs when",
-        f"{len(again)} re-runs of {len({span.stage for span in again})} stages take "
+        f"{counted(len(again), 're-run')} of {counted(len({span.stage for span in again}), 'stage')} in "
         f"{format_seconds(sum(span.end_seconds - span.begin_seconds for span in again))} "
         f"of {format_seconds(plan.seconds)}. Stages down, time across.{rest}",
         figure("actions-picture", "the plan's actions over time", parts, width=_WIDTH, height=_TOP + height + _AXIS),

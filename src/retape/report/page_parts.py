@@ -8,6 +8,11 @@ from html import escape
 from retape.core.units import format_bytes, format_seconds
 
 
+def counted(count: int, what: str) -> str:
+    """1 region, 2 regions."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def bytes_value(name: str, count: int) -> str:
     """A number of bytes for people, with the exact one beside it for programs."""
     return f'<data id="{name}" value="{count}" title="{count:,} bytes">{format_bytes(count)}</data>'

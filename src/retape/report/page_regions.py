@@ -9,7 +9,7 @@ from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_rows import RegionRow, glue_row, region_rows
 from retape.report.fit_text import why
-from retape.report.page_parts import section
+from retape.report.page_parts import counted, section
 
 MOST_ROWS, _LONGEST_NAME = 100, 160
 _HEADS = (
@@ -37,7 +37,7 @@ def regions_section(record: FitRecord) -> str:
     count = sum(row.count for row in rows)
     return section(
         "regions",
-        f"{count} regions",
+        counted(count, "region"),
         "Those that are treated alike share a row. Bytes and time are of each of them.",
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n'
         + "\n".join(lines)

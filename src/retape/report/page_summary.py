@@ -8,7 +8,7 @@ from html import escape
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_text import quality
-from retape.report.page_parts import bytes_value, seconds_value, section
+from retape.report.page_parts import bytes_value, counted, seconds_value, section
 
 
 def head(record: FitRecord) -> str:
@@ -73,7 +73,7 @@ def _plan(record: FitRecord) -> str:
     lines = [", ".join(f"{count} {way}" for way, count in ways.most_common())]
     lines += [f"{dropped} without their inputs"] if dropped else []
     lines += ["the loss is fused"] if record.fused_loss else []
-    return _card("Plan", f"{sum(ways.values())} regions", *map(escape, lines), escape(record.plan.quality))
+    return _card("Plan", counted(sum(ways.values()), "region"), *map(escape, lines), escape(record.plan.quality))
 
 
 def facts(record: FitRecord) -> str:
@@ -93,7 +93,7 @@ def facts(record: FitRecord) -> str:
         ("structure", escape(record.fingerprint)),
     ]
     if record.rows:
-        entries.insert(2, ("batch", f"{record.rows} rows"))
+        entries.insert(2, ("batch", counted(record.rows, "row")))
     if record.measured.reserved_bytes:
         entries.insert(
             1, ("reserved", f"{bytes_value('reserved-bytes', record.measured.reserved_bytes)} by the allocator")
