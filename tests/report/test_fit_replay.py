@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from retape.core.actions import Backward, Forward, Load, Save, Tape
-from retape.core.problem import Chain, Stage
+from retape.core.problem import Chain, Option, OptionKind, Stage
 from retape.core.simulate import simulate
 from retape.report.fit_replay import Share, SpanKind, groups_of, replay, replay_plain
 
@@ -78,6 +78,32 @@ def test_keeping_everything_is_the_outline(record):
     assert plain.peak_bytes == record.frontier.store_all_bytes
     assert plain.seconds == pytest.approx(record.plain_seconds)
     assert not any(level.parts[RERUN] for level in plain.levels)
+
+
+@pytest.mark.parametrize(("moved", "again", "flying"), [(0, 6, 5), (4, 2, 9), (20, 0, 11)])
+def test_what_comes_back_from_the_host_is_not_run_again(moved, again, flying):
+    """A backward that needs 5 of its own and 11 in all: some of it is made again, some comes back."""
+    way = Option(
+        kind=OptionKind.OFFLOAD,
+        held_bytes=1,
+        moved_bytes=moved,
+        forward_seconds=1.0,
+        backward_seconds=2.0,
+        rerun_seconds=0.5,
+        backward_transient_bytes=11,
+    )
+    stage = Stage(
+        forward_seconds=1.0,
+        backward_seconds=2.0,
+        state_bytes=3,
+        tape_bytes=10,
+        backward_transient_bytes=5,
+        options=(way,),
+    )
+    replayed = replay(Chain(stages=(stage,)), (Tape(0, 1), Backward(0)))
+    assert (1.0, (3, 1, again, flying)) in {(level.seconds, level.parts[SNAPSHOTS:]) for level in replayed.levels}
+    assert [span.kind for span in replayed.spans] == [SpanKind.FORWARD, SpanKind.RERUN, SpanKind.BACKWARD]
+    assert replayed.spans[1].end_seconds - replayed.spans[1].begin_seconds == 0.5
 
 
 def test_classes_of_a_small_chain_by_hand():

@@ -59,7 +59,9 @@ def test_a_select_names_what_is_large_and_cheap(fit_in):
 def test_what_is_moved_is_said(fit_in):
     (row,) = [row for row in region_rows(fit_in(fit_in(1.0).chain.fixed_bytes + 40 * MIB)) if row.held_slots == 2]
     moved = replace(row, option=OptionKind.OFFLOAD, moved_bytes=5 * MIB)
-    assert why(moved, everything=False) == "moved 5.00 MiB to the host until backward; dropped 1.00 MiB"
+    said = "moved 5.00 MiB to the host until backward"
+    assert why(moved, everything=False) == f"{said}; dropped 1.00 MiB, 2 ms to run again"
+    assert why(replace(moved, moved_bytes=6 * MIB), everything=False) == said
 
 
 def test_large_and_cheap_is_not_said_where_it_is_not(fit_in):

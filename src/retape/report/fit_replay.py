@@ -185,9 +185,10 @@ class _Reading:
         if middle > begin:
             self._span(SpanKind.RERUN, step, begin, middle)
         self._span(SpanKind.BACKWARD, step, middle, end)
-        # What the backward of a kept region needs is its own; what is above that was made again.
-        own = min(choice.backward_transient_bytes, self._chain.stages[step].backward_transient_bytes)
-        self._level(step, own, choice.backward_transient_bytes - own)
+        # What the backward of a kept region needs is its own, what comes back from the host is in flight; the rest was made again.
+        needed, own = choice.backward_transient_bytes, self._chain.stages[step].backward_transient_bytes
+        again = max(0, needed - own - choice.moved_bytes)
+        self._level(step, needed - again, again)
         self._stored.discard(step)
         if self._working == step:
             self._working = None

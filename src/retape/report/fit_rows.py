@@ -105,7 +105,7 @@ def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
     stages = [number for number, stage in enumerate(record.chain.stages) if not stage.pinned]
     starts = _segment_starts(record.assignment.choices)
     for place, (choice, stage) in enumerate(zip(record.assignment.choices, stages, strict=True)):
-        key = (choice.kind, choice.option, choice.held, starts[place])
+        key = (choice.kind, choice.option, choice.held, choice.moved, starts[place])
         found.setdefault(key, []).append((choice, stage))
     uses = stage_uses(record.chain, record.plan.actions())
     return tuple(_row(record, members, uses, str(key[-1])) for key, members in found.items())

@@ -93,7 +93,8 @@ def why(row: RegionRow, *, everything: bool) -> str:
         case OptionKind.RECOMPUTE:
             return f"made again from its input: {dropped} less held"
         case OptionKind.OFFLOAD:
-            return f"moved {format_bytes(row.moved_bytes)} to the host until backward; dropped {dropped}"
+            also = f"; dropped {dropped}, {format_seconds(row.rerun_seconds)} to run again" if row.dropped_bytes else ""
+            return f"moved {format_bytes(row.moved_bytes)} to the host until backward{also}"
         case _:
             return f"{row.option.value}: {dropped} less held"
 
