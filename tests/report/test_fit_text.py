@@ -61,7 +61,7 @@ def test_what_is_moved_is_said(fit_in):
     moved = replace(row, option=OptionKind.OFFLOAD, moved_bytes=5 * MIB)
     said = "moved 5.00 MiB to the host until backward"
     assert why(moved, everything=False) == f"{said}; dropped 1.00 MiB, 2 ms to run again"
-    assert why(replace(moved, moved_bytes=6 * MIB), everything=False) == said
+    assert why(replace(moved, moved_bytes=6 * MIB), everything=False) == said.replace("5", "6")
 
 
 def test_large_and_cheap_is_not_said_where_it_is_not(fit_in):
