@@ -23,7 +23,7 @@ from retape.core.plan import Plan
 from retape.core.problem import Budget, BudgetLike
 from retape.core.record import Record
 from retape.core.units import format_bytes, format_seconds
-from retape.report.fit_html import render_fit_html
+from retape.report.fit_html import render_fit_html, write_report
 from retape.report.fit_text import explain
 from retape.report.frontier_file import write_frontier
 from retape.torch.discover import Wanted
@@ -87,6 +87,10 @@ class Fit:
     def plot(self, path: str | Path) -> None:
         """Draw the frontier, with this plan and its budget, into a file that ends in .svg or (with `retape[plot]`) .png."""
         write_frontier(self.record, path)
+
+    def report(self, path: str | Path) -> None:
+        """Write one HTML page about this fit; it opens from disk and needs no network."""
+        write_report(self.record, path)
 
     def save(self, path: str | Path) -> None:
         """Write the plan and all that was measured as JSON; `retape.apply` puts it on a model of the same structure."""

@@ -1,12 +1,14 @@
 """`retape demo` with a tiny model: what it compares is compared, and what it prints is what was found."""
 
+from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from retape import demo
-from retape.cli.demo import _as_text, _track
+from retape.cli.demo import _as_text, _places, _track
 from retape.cli.main import main
 from retape.core.errors import InvalidInput
 
@@ -38,8 +40,8 @@ def test_tighter_budgets_take_less_memory(shown):
 
 
 def test_the_demo_prints_a_table_and_pictures(tmp_path, capsys):
-    picture = tmp_path / "memory.svg"
-    assert main(["demo", *TINY, "--svg", str(picture)]) == 0
+    picture, page = tmp_path / "memory.svg", tmp_path / "report.html"
+    assert main(["demo", *TINY, "--svg", str(picture), "--report", str(page)]) == 0
     printed = capsys.readouterr().out
     rows = {line.split()[0]: line for line in printed.splitlines() if line}
     for name in ("100%", "50%", "25%", "floor"):
@@ -48,6 +50,18 @@ def test_the_demo_prints_a_table_and_pictures(tmp_path, capsys):
     assert "bit for bit" in printed
     assert f"The same as a picture: {picture}" in printed
     assert picture.read_text(encoding="utf-8").count('<path class="line') == 4
+    assert printed.splitlines()[-1] == f"A report of the budget of 25%, for your browser: {page}"
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert "GPT in " in page.read_text(encoding="utf-8")
+
+
+def test_what_nobody_named_goes_to_a_new_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    picture, page = _places(Namespace(svg=None, report=None))
+    assert picture.parent == page.parent
+    assert picture.parent.parent == tmp_path
+    assert _places(Namespace(svg="a.svg", report=None))[0] == Path("a.svg")
+    assert _places(Namespace(svg="a.svg", report="b.html")) == (Path("a.svg"), Path("b.html"))
 
 
 def test_a_difference_would_be_seen(shown):

@@ -180,8 +180,13 @@ def test_a_place_that_cannot_be_written(place, capsys, tmp_path):
     assert "Give another file" in said
 
 
-def test_the_report_is_not_there_yet(place, capsys):
-    assert "--report is not there yet" in refused(capsys, place("make"), "--budget", "1.0", "--report", "x.html")
+def test_a_report_is_written(place, tmp_path):
+    from retape.report.fit_html import render_report
+
+    saved, page = tmp_path / "fit.json", tmp_path / "fit.html"
+    assert main(["fit", place("make"), "--budget", "0.5", "--json", str(saved), "--report", str(page)]) == 0
+    record = FitRecord.from_json(saved.read_text(encoding="utf-8"))
+    assert page.read_text(encoding="utf-8") == render_report(record)
 
 
 def test_from_outside_in_ascii(place):

@@ -9,7 +9,7 @@ from retape.core.record import Record
 from retape.core.simulate import simulate
 from retape.report.fit_html import render_fit_html
 from retape.report.fit_rows import folded, glue_row, region_rows, stage_uses
-from retape.report.fit_text import explain
+from retape.report.fit_text import explain, why
 
 MIB = 1 << 20
 EVERY = [1.0, 0.8, 0.6, 0.5, 0.4, "floor"]
@@ -54,6 +54,14 @@ def test_a_select_names_what_is_large_and_cheap(fit_in):
     text = " ".join(explain(record, width=400).split())
     assert "dropped 6.00 MiB: large and cheap, 2 ms to run again; held the rest: small and dear, 8 ms spared" in text
     assert "there is room for it; running it again would take 10 ms" in text
+
+
+def test_what_is_moved_is_said(fit_in):
+    (row,) = [row for row in region_rows(fit_in(fit_in(1.0).chain.fixed_bytes + 40 * MIB)) if row.held_slots == 2]
+    moved = replace(row, option=OptionKind.OFFLOAD, moved_bytes=5 * MIB)
+    said = "moved 5.00 MiB to the host until backward"
+    assert why(moved, everything=False) == f"{said}; dropped 1.00 MiB, 2 ms to run again"
+    assert why(replace(moved, moved_bytes=6 * MIB), everything=False) == said.replace("5", "6")
 
 
 def test_large_and_cheap_is_not_said_where_it_is_not(fit_in):

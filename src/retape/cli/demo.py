@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from retape.cli import terminal
 from retape.core.units import format_bytes
 from retape.report import memory_text
+from retape.report.fit_html import write_report
 from retape.report.fit_text import new_table, rendered
 from retape.report.memory_svg import render_memory_svg
 from retape.report.memory_tracks import Track
@@ -27,6 +28,7 @@ _SIZES = ("layers", "width", "heads", "tokens", "rows", "steps")
 _COLUMNS = ("budget", "bytes", "promised", "measured", "promised time", "time", "last loss", "gradients equal to plain")
 _STAGES = 11  # that a demonstration of six steps tells of
 _BROKEN = 1
+REPORTED = "25%"  # the tightest of the budgets that are a share
 
 
 def add_parser(commands: _Commands) -> None:
@@ -40,6 +42,11 @@ def add_parser(commands: _Commands) -> None:
     parser.add_argument(
         "--svg", metavar="FILE", help="where the picture of the memory goes (default: a temporary file)"
     )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help=f"where the report of the budget of {REPORTED.replace('%', ' %%')} goes (default: a temporary file)",
+    )
     for name in _SIZES:
         parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -52,11 +59,22 @@ def run(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
     shown = _demonstrate(Sizes(**given))
     tracks = [_track(result) for result in shown.results]
-    path = Path(options.svg or Path(tempfile.mkdtemp(prefix="retape-demo-")) / "memory.svg")
-    write_picture(render_memory_svg(tracks, title="a GPT in several budgets: live bytes over the step"), path)
+    picture, page = _places(options)
+    write_picture(render_memory_svg(tracks, title="a GPT in several budgets: live bytes over the step"), picture)
+    reported = next(result for result in shown.results if result.name == REPORTED)
+    write_report(reported.record, page)
     print(_as_text(shown, tracks))
-    print(f"\nThe same as a picture: {path}")
+    print(f"\nThe same as a picture: {picture}")
+    print(f"A report of the budget of {REPORTED}, for your browser: {page}")
     return 0 if shown.as_promised else _BROKEN
+
+
+def _places(options: argparse.Namespace) -> tuple[Path, Path]:
+    """Where the picture and the report go; one new folder for what nobody named."""
+    if options.svg is not None and options.report is not None:
+        return Path(options.svg), Path(options.report)
+    folder = Path(tempfile.mkdtemp(prefix="retape-demo-"))
+    return Path(options.svg or folder / "memory.svg"), Path(options.report or folder / "report.html")
 
 
 def _demonstrate(sizes: object) -> Demonstration:

@@ -38,14 +38,12 @@ def add_parser(commands: _Commands) -> None:
     parser.add_argument("--activations", action="store_true", help="the budget is above weights and gradients")
     parser.add_argument("--json", metavar="FILE", help="also save the fit, for retape.apply")
     parser.add_argument("--plot", metavar="FILE", help="also draw the frontier, as .svg or .png")
-    parser.add_argument("--report", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--report", metavar="FILE", help="also write a page about the fit, as .html")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Fit, explain, save."""
-    if options.report is not None:
-        raise InvalidInput("--report is not there yet. Use --json FILE for the record and --plot FILE for the picture.")
     budget = read_budget(options.budget, activations=options.activations)
     model, batch, step = call(load_function(options.place), options.place)
     made = _fitted(model, batch, step, budget, options.place)
@@ -53,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
         _save(made, options.json)
     if options.plot is not None:
         made.plot(options.plot)
+    if options.report is not None:
+        made.report(options.report)
     print(_as_text(made.record))
     return 0
 

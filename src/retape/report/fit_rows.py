@@ -34,7 +34,8 @@ class RegionRow:
     """Regions of one kind that are treated alike. Bytes and seconds are of each; seconds are the mean where they differ.
 
     `rerun_seconds` is what refilling the dropped slots takes, `spared_seconds` what the held ones spare beside recomputing all.
-    `start` names where a segment begins whose regions drop their inputs as well.
+    `moved_bytes` are on the host between forward and backward. `start` names where a segment begins whose regions drop their
+    inputs as well.
     """
 
     names: tuple[str, ...]
@@ -46,6 +47,7 @@ class RegionRow:
     extra_seconds: float
     rerun_seconds: float
     spared_seconds: float
+    moved_bytes: int = 0
     start: str = ""
 
     @property
@@ -54,7 +56,7 @@ class RegionRow:
 
     @property
     def dropped_bytes(self) -> int:
-        return max(0, self.all_bytes - self.held_bytes)
+        return max(0, self.all_bytes - self.held_bytes - self.moved_bytes)
 
     @property
     def label(self) -> str:
@@ -103,7 +105,7 @@ def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
     stages = [number for number, stage in enumerate(record.chain.stages) if not stage.pinned]
     starts = _segment_starts(record.assignment.choices)
     for place, (choice, stage) in enumerate(zip(record.assignment.choices, stages, strict=True)):
-        key = (choice.kind, choice.option, choice.held, starts[place])
+        key = (choice.kind, choice.option, choice.held, choice.moved, starts[place])
         found.setdefault(key, []).append((choice, stage))
     uses = stage_uses(record.chain, record.plan.actions())
     return tuple(_row(record, members, uses, str(key[-1])) for key, members in found.items())
@@ -135,6 +137,7 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
         extra_seconds=sum(uses[at].extra_seconds for _, at in members) / len(members),
         rerun_seconds=chosen.rerun_seconds,
         spared_seconds=whole if keeps else max(0.0, whole - chosen.rerun_seconds),
+        moved_bytes=0 if start else chosen.moved_bytes,
         start=start,
     )
 

@@ -62,7 +62,7 @@ def _regions(record: FitRecord) -> Table:
             f"{row.held_slots} of {row.slots}",
             format_bytes(row.held_bytes),
             format_seconds(row.extra_seconds) if row.extra_seconds > 0 else "0",
-            _why(row, everything=record.assignment.keeps_everything),
+            why(row, everything=record.assignment.keeps_everything),
         )
     glue = glue_row(record)
     if glue.places:
@@ -78,7 +78,8 @@ def _regions(record: FitRecord) -> Table:
     return table
 
 
-def _why(row: RegionRow, *, everything: bool) -> str:
+def why(row: RegionRow, *, everything: bool) -> str:
+    """The reason for what is done with the regions of a row, with its figures."""
     if everything:
         return "fits, so nothing is dropped"
     dropped = format_bytes(row.dropped_bytes)
@@ -91,6 +92,9 @@ def _why(row: RegionRow, *, everything: bool) -> str:
             return _why_select(row)
         case OptionKind.RECOMPUTE:
             return f"made again from its input: {dropped} less held"
+        case OptionKind.OFFLOAD:
+            also = f"; dropped {dropped}, {format_seconds(row.rerun_seconds)} to run again" if row.dropped_bytes else ""
+            return f"moved {format_bytes(row.moved_bytes)} to the host until backward{also}"
         case _:
             return f"{row.option.value}: {dropped} less held"
 
@@ -123,7 +127,7 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
         ("budget", f"{format_bytes(record.budget_bytes)}, everything counted"),
         ("peak", _peak(record)),
         ("step", _step(record)),
-        ("plan", _quality(record)),
+        ("plan", quality(record)),
         ("floor", f"{format_bytes(record.frontier.floor_bytes)}{_binding(record)}"),
         ("keep all", f"{format_bytes(record.frontier.store_all_bytes)}, {format_seconds(record.plain_seconds)} a step"),
         ("fitting", f"took {format_seconds(record.profile_seconds)} on {record.measured.device}"),
@@ -156,10 +160,11 @@ def _step(record: FitRecord) -> str:
     )
 
 
-def _quality(record: FitRecord) -> str:
+def quality(record: FitRecord) -> str:
+    """How good the plan is known to be."""
     said = {"optimal": "optimal: no plan of its kind is faster within the budget"}
-    quality = record.plan.quality
-    return said.get(quality, f"{quality} of the fastest there can be" if quality.startswith("within") else quality)
+    known = record.plan.quality
+    return said.get(known, f"{known} of the fastest there can be" if known.startswith("within") else known)
 
 
 def _binding(record: FitRecord) -> str:

@@ -1,0 +1,51 @@
+"""`retape report`: a page about a saved fit, without the model and without PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retape.core.errors import InvalidInput
+from retape.core.fit_record import FitRecord
+from retape.report.fit_html import write_report
+from retape.report.peers import read_peers
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(commands: _Commands) -> None:
+    """Add this command."""
+    parser = commands.add_parser(
+        "report",
+        help="make an HTML page about a saved fit",
+        description="Make one HTML page about a fit that `retape fit --json` or Fit.save wrote. It opens from disk and needs no network.",
+    )
+    parser.add_argument("record", metavar="RECORD.json", help="the saved fit")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help="where the page goes (default: RECORD.html, beside the fit)"
+    )
+    parser.add_argument(
+        "--peers", metavar="FILE", help='a benchmark\'s record, whose "results" are drawn beside the frontier'
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read, draw, write; prints where the page is."""
+    record = _read(options.record)
+    peers = read_peers(options.peers) if options.peers is not None else ()
+    out = Path(options.out) if options.out is not None else Path(options.record).with_suffix(".html")
+    write_report(record, out, peers=peers)
+    print(out)
+    return 0
+
+
+def _read(path: str) -> FitRecord:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"Cannot read the fit of {path!r}: {reason}. Give a file that Fit.save wrote.") from error
+    return FitRecord.from_json(text)

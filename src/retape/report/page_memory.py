@@ -1,0 +1,177 @@
+"""Memory over the step as a part of the report: the plan's bytes by class, what was measured, plain's outline, the budget."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from html import escape
+from itertools import accumulate
+
+from retape.core.fit_record import FitRecord
+from retape.core.units import format_bytes, format_seconds
+from retape.report.fit_replay import Level, Replay, Share, Span, groups_of
+from retape.report.fit_rows import folded
+from retape.report.memory_tracks import spans
+from retape.report.page_parts import area_sign, byte_tick, figure, legend, line_sign, section
+from retape.report.svg_plot import BOTTOM, HEIGHT, TOP, WIDTH, Axis, Plane
+
+COLUMNS, STRIPS = 600, 150  # how finely a picture is cut, and how many places of it say their values
+_HEADROOM = 1.04
+_CLASSES = tuple(f"a-{share.name.lower()}" for share in Share)
+
+
+def memory_section(record: FitRecord, plan: Replay, plain: Replay) -> str:
+    """The stack of the plan's replay, the measured line on top of it, and the outline of keeping everything."""
+    seconds = max(plan.seconds, plain.seconds) or 1.0
+    highest = max(plan.peak_bytes, plain.peak_bytes, record.measured.peak_bytes, record.budget_bytes)
+    plane = Plane(
+        across=Axis(low=0.0, high=seconds, write=format_seconds),
+        up=Axis(low=0.0, high=highest * _HEADROOM, write=byte_tick, binary=True),
+    )
+    columns = most_in_columns(plan.levels, plan.seconds, COLUMNS)
+    measured = _measured(record)
+    parts = [
+        plane.frame(),
+        *_stack(plane, [level.parts for level in columns], _CLASSES, plan.seconds),
+        _outline(plane, most_in_columns(plain.levels, plain.seconds, COLUMNS), plain.seconds),
+        _line(plane, measured, plan.seconds, "line halo"),
+        _line(plane, measured, plan.seconds, "line measured"),
+        plane.level(record.budget_bytes, "budget"),
+        _turn(plane, plan.turn_seconds),
+        *_strips(record, plane, plan, measured),
+    ]
+    return section(
+        "memory",
+        "Memory over the step",
+        "The plan as the abstract machine replays it, by class; over it what a real step was measured to hold, on a clock "
+        "stretched to the plan's (measuring takes time itself). Point at it for values.",
+        figure("memory-picture", "live bytes over the step", parts, width=WIDTH, height=HEIGHT - 45, top=TOP - 22),
+        _legend(record, plain),
+        _by_region(record, plane, columns, plan.seconds),
+    )
+
+
+def _by_region(record: FitRecord, plane: Plane, columns: Sequence[Level], seconds: float) -> str:
+    """The same stack by who holds it, behind a summary that opens."""
+    rows = [
+        (level.parts[0], *level.groups, level.total_bytes - level.parts[0] - sum(level.groups)) for level in columns
+    ]
+    groups = groups_of(record.chain.length)
+    kinds = ["a-fixed", *(f"g{number}" for number in range(len(groups))), "a-snapshots"]
+    names = ["fixed", *(folded(map(record.chain.stage_name, stages)) for stages in groups), "inputs of regions"]
+    parts = [plane.frame(), *_stack(plane, rows, kinds, seconds), plane.level(record.budget_bytes, "budget")]
+    picture = figure("regions-picture", "live bytes by region", parts, width=WIDTH, height=HEIGHT - 45, top=TOP - 10)
+    signs = legend((area_sign(kind), name) for kind, name in zip(kinds, names, strict=True))
+    return f"<details><summary>The same by region</summary>\n{picture}\n{signs}\n</details>"
+
+
+def most_in_columns(levels: Sequence[Level], seconds: float, width: int) -> tuple[Level, ...]:
+    """For each of `width` equal spans of time the level with the most bytes in it."""
+    found: list[Level | None] = [None] * width
+    scale = width / seconds if seconds else 0.0
+    ends = [*(level.seconds for level in levels[1:]), seconds]
+    for level, end in zip(levels, ends, strict=True):
+        first = min(width - 1, int(level.seconds * scale))
+        last = min(width - 1, max(first, math.ceil(end * scale) - 1))
+        for place in range(first, last + 1):
+            now = found[place]
+            found[place] = level if now is None or level.total_bytes > now.total_bytes else now
+    # Only where time stands still is a column empty: it goes on with what was held before.
+    return tuple(accumulate(found, lambda before, now: now or before))
+
+
+def _stack(plane: Plane, rows: Sequence[tuple[int, ...]], kinds: Sequence[str], seconds: float) -> list[str]:
+    """One area a kind, each from the top of the one below it; `rows` are the columns of the picture."""
+    tops = [tuple(accumulate(row)) for row in rows]
+    found = []
+    for number, kind in enumerate(kinds):
+        if any(row[number] for row in rows):
+            upper = [top[number] for top in tops]
+            lower = [top[number - 1] if number else 0 for top in tops]
+            found.append(f'<path class="{kind}" d="{_steps(plane, upper, lower, seconds)}"/>')
+    return found
+
+
+def _steps(plane: Plane, upper: Sequence[int], lower: Sequence[int], seconds: float) -> str:
+    """There along the upper edge and back along the lower one."""
+    width = len(upper)
+    there, back = [], []
+    for place, (high, low) in enumerate(zip(upper, lower, strict=True)):
+        x1, y1 = plane.point(seconds * place / width, high)
+        x2, y2 = plane.point(seconds * (place + 1) / width, low)
+        if not place or high != upper[place - 1]:
+            there.append(f"{'H' if place else 'M'}{x1:.1f}{'V' if place else ' '}{y1:.1f}")
+        if place == width - 1 or low != lower[place + 1]:
+            back.append(f"H{x2:.1f}V{y2:.1f}")
+    return f"{''.join(there)}{''.join(reversed(back))}H{plane.point(0.0, 0.0)[0]:.1f}Z"
+
+
+def _outline(plane: Plane, columns: Sequence[Level], seconds: float) -> str:
+    heights = [level.total_bytes for level in columns]
+    return _path(plane, heights, seconds, "line plain")
+
+
+def _line(plane: Plane, measured: Sequence[int | None], seconds: float, kind: str) -> str:
+    return _path(plane, [count for count in measured if count is not None], seconds, kind)
+
+
+def _path(plane: Plane, heights: Sequence[int], seconds: float, kind: str) -> str:
+    parts = []
+    for place, height in enumerate(heights):
+        if place and height == heights[place - 1]:
+            continue
+        x, y = plane.point(seconds * place / len(heights), height)
+        parts.append(f"{'H' if place else 'M'}{x:.1f}{'V' if place else ' '}{y:.1f}")
+    end = f"H{plane.point(seconds, 0)[0]:.1f}" if parts else ""
+    return f'<path class="{kind}" d="{"".join(parts)}{end}"/>' if parts else ""
+
+
+def _measured(record: FitRecord) -> tuple[int | None, ...]:
+    timeline = record.measured.timeline
+    return spans(record.measured, COLUMNS, seconds=timeline[-1].seconds or 1.0) if timeline else ()
+
+
+def _turn(plane: Plane, seconds: float) -> str:
+    x = plane.point(seconds, 0)[0]
+    bottom = HEIGHT - BOTTOM
+    return (
+        f'<line class="turn" x1="{x:.1f}" y1="{TOP - 14:.0f}" x2="{x:.1f}" y2="{bottom:.0f}"/>'
+        f'<text x="{x - 6:.1f}" y="{TOP - 6:.0f}" text-anchor="end">forward</text>'
+        f'<text x="{x + 6:.1f}" y="{TOP - 6:.0f}">backward</text>'
+    )
+
+
+def _strips(record: FitRecord, plane: Plane, plan: Replay, measured: Sequence[int | None]) -> list[str]:
+    """Invisible columns that say what is held where one points."""
+    starts = [span.begin_seconds for span in plan.spans]
+    found = []
+    for place, level in enumerate(most_in_columns(plan.levels, plan.seconds, STRIPS)):
+        x1, x2 = (plane.point(plan.seconds * at / STRIPS, 0)[0] for at in (place, place + 1))
+        at = max(0, bisect_right(starts, level.seconds) - 1)
+        around = [count for count in measured[place * COLUMNS // STRIPS : (place + 1) * COLUMNS // STRIPS] if count]
+        title = _told(record, level, plan.spans[at] if plan.spans else None, max(around, default=0))
+        found.append(
+            f'<rect class="strip" x="{x1:.1f}" y="{TOP:.0f}" width="{x2 - x1:.2f}" height="{HEIGHT - TOP - BOTTOM:.0f}">'
+            f"<title>{escape(title)}</title></rect>"
+        )
+    return found
+
+
+def _told(record: FitRecord, level: Level, span: Span | None, measured: int) -> str:
+    lines = [f"at {format_seconds(level.seconds)}: {format_bytes(level.total_bytes)} by the plan"]
+    if span is not None:
+        lines[0] += f", {span.kind.value} ({record.chain.stage_name(span.stage)})"
+    if measured:
+        lines.append(f"measured: {format_bytes(measured)}")
+    lines += [f"{share.value}: {format_bytes(size)}" for share, size in zip(Share, level.parts, strict=True) if size]
+    return "\n".join(lines)
+
+
+def _legend(record: FitRecord, plain: Replay) -> str:
+    entries = [(area_sign(kind), share.value) for kind, share in zip(_CLASSES, Share, strict=True)]
+    if record.measured.timeline:
+        entries.append((line_sign("line measured"), f"measured, peak {format_bytes(record.measured.peak_bytes)}"))
+    entries.append((line_sign("line plain"), f"keeping everything, peak {format_bytes(plain.peak_bytes)}"))
+    entries.append((line_sign("budget"), f"budget {format_bytes(record.budget_bytes)}"))
+    return legend(entries)

@@ -1,0 +1,110 @@
+"""What becomes of the regions, as a part of the report: a table, those that are treated alike in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from retape.core.fit_record import FitRecord
+from retape.core.units import format_bytes, format_seconds
+from retape.report.fit_rows import RegionRow, glue_row, region_rows
+from retape.report.fit_text import why
+from retape.report.page_parts import counted, section
+
+MOST_ROWS, _LONGEST_NAME = 100, 160
+_HEADS = (
+    ("regions", False),
+    ("count", True),
+    ("plan", False),
+    ("slots held", True),
+    ("held", True),
+    ("dropped", True),
+    ("moved", True),
+    ("input", False),
+    ("more time", True),
+    ("why", False),
+)
+
+
+def regions_section(record: FitRecord) -> str:
+    """The table; bytes and seconds are of each region."""
+    rows = region_rows(record)
+    everything = record.assignment.keeps_everything
+    lines = [_line(row, everything=everything) for row in rows[:MOST_ROWS]]
+    lines += [_rest(rows[MOST_ROWS:])] if len(rows) > MOST_ROWS else []
+    lines += _glue(record)
+    head = "".join(f'<th class="n">{name}</th>' if number else f"<th>{name}</th>" for name, number in _HEADS)
+    count = sum(row.count for row in rows)
+    return section(
+        "regions",
+        counted(count, "region"),
+        "Those that are treated alike share a row. Bytes and time are of each of them.",
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n'
+        + "\n".join(lines)
+        + "\n</tbody></table></div>",
+    )
+
+
+def _line(row: RegionRow, *, everything: bool) -> str:
+    name = row.label
+    short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+    return _cells(
+        short,
+        row.count,
+        "segment" if row.start else row.option.value,
+        f"{row.held_slots} of {row.slots}",
+        format_bytes(row.held_bytes),
+        format_bytes(row.dropped_bytes) if row.dropped_bytes else "",
+        format_bytes(row.moved_bytes) if row.moved_bytes else "",
+        _input(row),
+        format_seconds(row.extra_seconds) if row.extra_seconds > 0 else "0",
+        why(row, everything=everything),
+        exact=row.held_bytes,
+    )
+
+
+def _input(row: RegionRow) -> str:
+    if not row.start:
+        return "kept"
+    return (
+        "kept" if row.names == (row.start,) else f"dropped after {row.start}" if row.start in row.names else "dropped"
+    )
+
+
+def _rest(rows: Sequence[RegionRow]) -> str:
+    """What does not fit on a page that people read, in one row: sums."""
+    held = sum(row.count * row.held_bytes for row in rows)
+    return _cells(
+        f"{len(rows)} more rows",
+        sum(row.count for row in rows),
+        "",
+        "",
+        format_bytes(held),
+        format_bytes(sum(row.count * row.dropped_bytes for row in rows)),
+        format_bytes(sum(row.count * row.moved_bytes for row in rows)),
+        "",
+        format_seconds(sum(row.count * row.extra_seconds for row in rows)),
+        "sums of all of them; the saved fit has each",
+        exact=held,
+    )
+
+
+def _glue(record: FitRecord) -> list[str]:
+    glue = glue_row(record)
+    if not glue.places:
+        return []
+    said = "outside every region: always held (in all)"
+    held = format_bytes(glue.held_bytes)
+    return [_cells("glue", glue.places, "keep", "", held, "", "", "", "0", said, exact=glue.held_bytes)]
+
+
+def _cells(name: str, count: int, way: str, *texts: str, exact: int) -> str:
+    shown = f'<span class="way">{escape(way)}</span>' if way else ""
+    parts: Iterable[str] = (
+        f'<td class="n">{escape(text)}</td>' if number else f"<td>{escape(text)}</td>"
+        for text, (_, number) in zip(texts, _HEADS[3:], strict=True)
+    )
+    return (
+        f'<tr data-count="{count}" data-held-bytes="{exact}"><td class="name">{escape(name)}</td>'
+        f'<td class="n">{count}</td><td>{shown}</td>{"".join(parts)}</tr>'
+    )
