@@ -38,9 +38,9 @@ from retape.torch.loop_resume import Resume, check_generators
 from retape.torch.loop_run import Driver
 from retape.torch.loop_state import Spec, State, flatten, unflatten
 from retape.torch.reads import Call, capture_call
-from retape.torch.region import name_of, refuse_transforms
 from retape.torch.runs import is_plain
 from retape.torch.snapshots import Store, store_for
+from retape.torch.transforms import name_of, refuse_transforms
 
 _NOTHING_YET = object()  # what a reduction starts from
 

@@ -39,6 +39,7 @@ from retape.torch.runs import THREAD, Run, Stop
 from retape.torch.select import Answering, Diverged, Replay
 from retape.torch.slots import Filler, Slot, changed_in_place
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
+from retape.torch.transforms import explained_transform, name_of, refuse_transforms
 from retape.torch.watch import AsBefore, Guard, Watch, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -144,7 +145,7 @@ class Region:
                 else self._run_within(function, arguments, keywords)
             )
         except RuntimeError as error:
-            explained = _explained_transform(self.name, error)
+            explained = explained_transform(self.name, error)
             if explained is None:
                 raise
             raise explained from error
@@ -467,40 +468,3 @@ def managed_elsewhere() -> bool:
     The first run and the re-run of such a checkpoint must do the same, so a plan leaves what is inside alone in both.
     """
     return _compat.graph_task() >= 0 or _compat.top_hooks(True) is not None
-
-
-def refuse_transforms(function: Callable[..., Any]) -> None:
-    """A region under torch.func or forward mode could only fail, or be wrong, inside the backward pass: say so at the call."""
-    transform = _compat.functorch_transform()
-    if transform is None and _compat.forward_mode_active():
-        transform = "forward-mode differentiation"
-    if transform is not None:
-        raise UnsupportedTransform(
-            f"Region {name_of(function)} was called under {transform}; torch.func and forward mode don't yet support saved tensor "
-            "hooks, which a region needs. Call the function itself there, or differentiate with torch.autograd."
-        )
-
-
-def _explained_transform(name: str, error: RuntimeError) -> UnsupportedTransform | None:
-    """torch.func refuses hooks in its own words, without saying where; any other error stays as it is."""
-    if "support saved tensor hooks" not in str(error) or isinstance(error, UnsupportedTransform):
-        return None
-    return UnsupportedTransform(
-        f"Region {name} calls a torch.func transform, and those don't yet support saved tensor hooks, which a region needs. "
-        "Call the transform outside the region, or use torch.autograd.grad inside it."
-    )
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """What to call a region in messages: its module's class, or its function and where that stands."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(function, torch.nn.Module):
-        return type(function).__name__
-    if isinstance(owner, torch.nn.Module):
-        return type(owner).__name__
-    inner = getattr(function, "func", None)
-    if inner is not None:
-        return name_of(inner)
-    code = getattr(function, "__code__", None)
-    where = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
-    return f"{getattr(function, '__qualname__', type(function).__name__)}{where}"

@@ -24,10 +24,10 @@ from retape.torch import _compat
 from retape.torch.policy import Policy
 from retape.torch.products import wide
 from retape.torch.reads import Call, capture_call
-from retape.torch.region import name_of, refuse_transforms
 from retape.torch.rowwise import Arguments, SliceRegion, Slicing, assert_rowwise
 from retape.torch.runs import is_plain
 from retape.torch.slice_graph import Linear, SliceGraph
+from retape.torch.transforms import name_of, refuse_transforms
 
 _SLICE = Policy(linkable=False)
 _PLAIN_VALUES = (type(None), bool, int, float, complex, str)

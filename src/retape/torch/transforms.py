@@ -1,0 +1,48 @@
+"""What a region is called in messages, and the transforms around or inside one that it refuses: torch.func and forward mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from retape.core.errors import UnsupportedTransform
+from retape.torch import _compat
+
+
+def refuse_transforms(function: Callable[..., Any]) -> None:
+    """A region under torch.func or forward mode could only fail, or be wrong, inside the backward pass: say so at the call."""
+    transform = _compat.functorch_transform()
+    if transform is None and _compat.forward_mode_active():
+        transform = "forward-mode differentiation"
+    if transform is not None:
+        raise UnsupportedTransform(
+            f"Region {name_of(function)} was called under {transform}; torch.func and forward mode don't yet support saved tensor "
+            "hooks, which a region needs. Call the function itself there, or differentiate with torch.autograd."
+        )
+
+
+def explained_transform(name: str, error: RuntimeError) -> UnsupportedTransform | None:
+    """torch.func refuses hooks in its own words, without saying where; any other error stays as it is."""
+    if "support saved tensor hooks" not in str(error) or isinstance(error, UnsupportedTransform):
+        return None
+    return UnsupportedTransform(
+        f"Region {name} calls a torch.func transform, and those don't yet support saved tensor hooks, which a region needs. "
+        "Call the transform outside the region, or use torch.autograd.grad inside it."
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What to call a region in messages: its module's class, or its function and where that stands."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, torch.nn.Module):
+        return type(function).__name__
+    if isinstance(owner, torch.nn.Module):
+        return type(owner).__name__
+    inner = getattr(function, "func", None)
+    if inner is not None:
+        return name_of(inner)
+    code = getattr(function, "__code__", None)
+    where = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
+    return f"{getattr(function, '__qualname__', type(function).__name__)}{where}"
