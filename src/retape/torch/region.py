@@ -251,7 +251,7 @@ class Region:
                 return recorder.trace([], opaque=True)
             held = self._inputs.load(self, self._watch.changed, {})
             outputs = self._attempt(Filler(self, {}, False, recorder), held, recorder)
-            return recorder.trace(links.tensors_of(outputs))
+            return recorder.trace(links.tensors_of(outputs), opaque=state.drawn_by_python(self._draws))
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
         inputs, watch = self._inputs, self._watch
