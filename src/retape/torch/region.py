@@ -461,14 +461,6 @@ def run_region(
     return outputs
 
 
-def managed_elsewhere() -> bool:
-    """Whether saved tensors are somebody else's to keep here: inside another checkpoint, or where one runs something again.
-
-    The first run and the re-run of such a checkpoint must do the same, so a plan leaves what is inside alone in both.
-    """
-    return _compat.graph_task() >= 0 or _compat.top_hooks(True) is not None
-
-
 def refuse_transforms(function: Callable[..., Any]) -> None:
     """A region under torch.func or forward mode could only fail, or be wrong, inside the backward pass: say so at the call."""
     transform = _compat.functorch_transform()
