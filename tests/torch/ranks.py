@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import retape
-from retape.core.errors import StateChanged
+from retape.core.errors import BudgetTooSmall, StateChanged
 from retape.torch.policy import HOLD, Inputs, Policy
 from retape.torch.region import run_region
 
@@ -258,7 +258,38 @@ def deep_copies_compute_with_their_own_weights():
     assert len(step(inner, inside=region)) == len(step(model.module, inside=region))
 
 
+def ddp_fitted():
+    """Every rank gets rank 0's plan, and the gradients of plain DDP."""
+
+    def loss(model, x):
+        return (model(x) ** 2).sum()
+
+    def gradients(model):
+        model.zero_grad()
+        loss(model, rows).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    rows = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model = DistributedDataParallel(seeded())
+    wanted = gradients(model)
+    fit = partial(retape.fit, model, rows, step=loss, progress=False)
+    try:
+        fit(budget=1)
+    except BudgetTooSmall as error:  # rank 0's, on every rank
+        fitted = fit(budget=error.floor_bytes)
+    assert not fitted.record.assignment.keeps_everything
+    plans = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, (fitted.plan, fitted.record.assignment, fitted.record.budget_bytes))
+    assert all(plan == plans[0] for plan in plans)
+    before = fitted._executor.regions_run
+    got = gradients(model)
+    assert fitted._executor.regions_run > before
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    fitted.remove()
+
+
 CHECKS = [
+    ddp_fitted,
     ddp_unused_parameters,
     ddp_tied_blocks,
     ddp_static_graph,

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 RANKS = 2
 SCRIPT = Path(__file__).with_name("ranks.py")
 CHECKS = [
+    "ddp_fitted",
     "ddp_unused_parameters",
     "ddp_tied_blocks",
     "ddp_static_graph",

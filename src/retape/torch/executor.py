@@ -20,7 +20,8 @@ from retape.core.problem import OptionKind
 from retape.torch import links, offload
 from retape.torch.caches import without_cache
 from retape.torch.policy import Check, Inputs, Policy, Way
-from retape.torch.region import Region, managed_elsewhere, run_region
+from retape.torch.region import Region, run_region
+from retape.torch.runs import managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
 from retape.torch.signature import Signature, elements, signature
 from retape.torch.trace import RegionTrace

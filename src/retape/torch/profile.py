@@ -23,8 +23,8 @@ from retape.torch.caches import without_cache
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.reads import capture_call
-from retape.torch.region import Region, managed_elsewhere
-from retape.torch.runs import is_plain
+from retape.torch.region import Region
+from retape.torch.runs import is_plain, managed_elsewhere
 from retape.torch.signature import Signature, signature, weights_signature
 from retape.torch.slots import Slot
 from retape.torch.trace import RegionTrace

@@ -252,7 +252,7 @@ class Region:
                 return recorder.trace([], opaque=True)
             held = self._inputs.load(self, self._watch.changed, {})
             outputs = self._attempt(Filler(self, {}, False, recorder), held, recorder)
-            return recorder.trace(links.tensors_of(outputs))
+            return recorder.trace(links.tensors_of(outputs), opaque=state.drawn_by_python(self._draws))
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
         inputs, watch = self._inputs, self._watch
@@ -460,11 +460,3 @@ def run_region(
     if done is not None:
         done(region)
     return outputs
-
-
-def managed_elsewhere() -> bool:
-    """Whether saved tensors are somebody else's to keep here: inside another checkpoint, or where one runs something again.
-
-    The first run and the re-run of such a checkpoint must do the same, so a plan leaves what is inside alone in both.
-    """
-    return _compat.graph_task() >= 0 or _compat.top_hooks(True) is not None

@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import InvalidInput
 from retape.torch.meter import storage_bytes
 
+_KERNELS = ("fused", "foreach", "capturable")  # ways to compute the same state, which want a real device
+
 
 def device_of(model: nn.Module) -> torch.device:
     """The one device on which a model trains."""
@@ -79,13 +81,13 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
     if not pending:
         return 0
     for group in pending:
+        group.update({name: False for name in _KERNELS if name in group})
         group["params"] = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     try:
-        trial = type(optimizer)(
-            pending, **{k: v for k, v in optimizer.defaults.items() if k in _known_defaults(optimizer)}
-        )
+        known = _known_defaults(optimizer) - set(_KERNELS)
+        trial = type(optimizer)(pending, **{k: v for k, v in optimizer.defaults.items() if k in known})
         trial.step()
     except Exception as error:
         raise InvalidInput(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import RecomputeMismatch, StateChanged
+from retape.torch import _compat
 from retape.torch.watch import hold, version_of
 
 if TYPE_CHECKING:
@@ -109,3 +110,11 @@ def keep(value: Any) -> Any:
 def recomputing() -> bool:
     """Whether the caller runs inside a re-run; for effects on plain Python objects that no re-run can undo."""
     return any(run.rerun for run in current_runs())
+
+
+def managed_elsewhere() -> bool:
+    """Whether saved tensors are somebody else's to keep here: inside another checkpoint, or where one runs something again.
+
+    The first run and the re-run of such a checkpoint must do the same, so a plan leaves what is inside alone in both.
+    """
+    return _compat.graph_task() >= 0 or _compat.top_hooks(True) is not None

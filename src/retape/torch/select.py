@@ -8,7 +8,7 @@ instead of run leaves its generator where the op had left it.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -161,6 +161,10 @@ class Replay(TorchDispatchMode):
         self._plan = recipe.plan
         self._count = len(self._plan)
         self._next = 0
+        self._numbers: dict[int, int] = {}  # of storages, by their address
+        self._known: set[int] = set()
+        # Asking so that no mode of others notices costs more than the rest of it.
+        self._storage = _compat.untyped_storage if _compat.count_function_modes() else Tensor.untyped_storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         index = self._next
@@ -170,17 +174,56 @@ class Replay(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             raise Diverged
         self._next = index + 1
+        self._follow(op, args, kwargs)
         if runs:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            self._note(op, out)
+            return out
         if step is not Step.SKIP:
             apart = step is Step.BECOME
             if op.returns_one:
-                return self._answer(slots[0], op.results[0], apart)
-            pairs = zip(slots, op.results, strict=True)
-            return _framed(op, [self._answer(slot, result, apart) for slot, result in pairs])
+                out = self._answer(slots[0], op.results[0], apart)
+            else:
+                pairs = zip(slots, op.results, strict=True)
+                out = _framed(op, [self._answer(slot, result, apart) for slot, result in pairs])
+            self._note(op, out)
+            return out
         written = iter(pytree.tree_leaves(_written(func, args, kwargs or {})) if op.writes else ())
         tensors = [_blank(result) if result[0] in op.makes else next(written, args[0]) for result in op.results]
-        return tensors[0] if op.returns_one else _framed(op, tensors)
+        out = tensors[0] if op.returns_one else _framed(op, tensors)
+        self._note(op, out)
+        return out
+
+    def _follow(self, op: TracedOp, args: Any, kwargs: Any) -> None:
+        """Diverge where an op is given other storages than in the trace: the same ops may be wired differently this time."""
+        numbers, expected = self._numbers, op.reads
+        position, count = 0, len(expected)  # of what the trace says is new at this op
+        leaves = args if not kwargs and _all_flat(args) else _tensors(args, kwargs)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                continue
+            storage = self._storage(leaf)._cdata
+            number = numbers.get(storage)
+            if number is None:  # from outside: it is what the trace says, unless that is known to be another
+                if position >= count or expected[position] in self._known:
+                    raise Diverged
+                number = numbers[storage] = expected[position]
+                self._known.add(number)
+            if position < count and number == expected[position]:
+                position += 1
+            elif number not in expected[:position]:
+                raise Diverged
+        if position != count:
+            raise Diverged
+
+    def _note(self, op: TracedOp, out: Any) -> None:
+        """Which storage is which: made by this op, so that memory used again is not taken for what was there."""
+        if not op.makes:  # a view, or what was written to: known
+            return
+        leaves = (out,) if op.returns_one else _tensors((out,), None)
+        for leaf, result in zip(leaves, op.results, strict=False):
+            self._numbers[self._storage(leaf)._cdata] = result[0]
+            self._known.add(result[0])
 
     def _answer(self, slot: int, result: tuple[Any, ...], apart: bool) -> Tensor:
         if slot == _BLANK:
@@ -200,6 +243,21 @@ class Replay(TorchDispatchMode):
         ):
             return alias
         return torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), offset, shape, stride)
+
+
+def _all_flat(args: Any) -> bool:
+    return not any(type(value) in (list, tuple) for value in args)
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments of an op, in order."""
+    for value in args:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value, None)
+    if kwargs:
+        yield from _tensors(kwargs.values(), None)
 
 
 def _blank(result: tuple[Any, ...]) -> Tensor:

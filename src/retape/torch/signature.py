@@ -1,9 +1,10 @@
-"""What tells calls of one module apart: the shapes, dtypes and devices of the tensors they are given."""
+"""What tells calls of one module apart: the shapes, dtypes, devices and layouts of the tensors they are given."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 Signature: TypeAlias = tuple[Any, ...]
@@ -23,7 +24,9 @@ def signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Signature
 
 def _note(value: Any, found: list[Any]) -> None:
     if isinstance(value, Tensor):
-        found.append((tuple(value.shape), value.dtype, value.device))
+        # Strides too: another layout takes other kernels, and copies where the first took none.
+        strides = value.stride() if value.layout is torch.strided else value.layout
+        found.append((tuple(value.shape), value.dtype, value.device, strides))
     elif isinstance(value, (tuple, list)):
         found.append(len(value))
         for item in value:

@@ -192,6 +192,11 @@ Draws = tuple[tuple[Stream, ...], list[Token]]
 NONE_DRAWN: Draws = ((), [])
 
 
+def drawn_by_python(draws: Draws) -> bool:
+    """Whether a stream outside torch is among these: then chance may decide what Python does, which no op shows."""
+    return any(not isinstance(stream, GeneratorStream) for stream in draws[0])
+
+
 def seek(draws: Draws) -> None:
     """Put streams where they stood."""
     with _compat.unobserved():

@@ -1,0 +1,304 @@
+"""What may happen to a model that is being fitted, or is: interruptions, copies, hooks, threads, swaps. Never a wrong number."""
+
+import copy
+import pickle
+import random
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import seed
+from test_fit_odd import Body, Chain, assert_same, call, fit, rows, tightest, trained
+from torch import nn
+
+import retape
+from retape.errors import InvalidInput
+
+BATCH = rows(64)
+
+
+def chain(block=Body, count=4):
+    seed(1)
+    return Chain(block, count).train()
+
+
+@pytest.fixture
+def pair():
+    """A fitted model and its plain twin."""
+    model = chain()
+    plain = copy.deepcopy(model)
+    made = tightest(model, BATCH, 0.5)
+    assert not made.record.assignment.keeps_everything
+    yield model, plain, made
+    made.remove()
+
+
+def step(model, batch=BATCH, number=2):
+    seed(number)
+    model.zero_grad()
+    loss = model(batch)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# --- interruptions --------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """A step that raises in its n-th call, after the forward or in the backward."""
+
+    def __init__(self, error, at, late):
+        self.error, self.at, self.late, self.calls = error, at, late, 0
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        loss = model(batch)
+        if self.calls == self.at:
+            if not self.late:
+                raise self.error
+            loss.register_hook(self.explode)
+        return loss
+
+    def explode(self, gradient):
+        raise self.error
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_an_interruption_leaves_the_model_as_it_was(error, at, late):
+    model = chain()
+    plain = copy.deepcopy(model)
+    model.blocks[0].up.weight.grad = torch.ones_like(model.blocks[0].up.weight)
+    seed(4)
+    stream = torch.get_rng_state()
+    bomb = Bomb(error, at, late)
+    with pytest.raises(type(error)):
+        fit(model, BATCH, budget=0.6, step=bomb)
+    assert bomb.calls == at
+    assert torch.equal(stream, torch.get_rng_state())
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert model.blocks[0].up.weight.grad.eq(1).all()
+    assert model.blocks[1].up.weight.grad is None
+    assert_same(step(model), step(plain))
+    tightest(model, BATCH, 0.6).remove()  # nothing is left that would hinder another fit
+
+
+def test_a_profiler_that_runs_already_is_refused():
+    model = chain()
+    with torch.profiler.profile(), pytest.raises(InvalidInput, match="profiler"):
+        fit(model, BATCH, budget=0.6)
+    assert all(p.grad is None for p in model.parameters())
+    assert [type(m) for m in model.modules()] == [type(m) for m in chain().modules()]
+
+
+# --- again, twice, elsewhere -----------------------------------------------------------------------------------------------
+
+
+def test_remove_twice_and_fit_again(pair):
+    model, plain, made = pair
+    made.remove()
+    made.remove()
+    again = tightest(model, BATCH, 0.6)
+    made.remove()  # the old one has nothing to do with the new one
+    assert not again.record.assignment.keeps_everything
+    before = again._executor.regions_run
+    managed = step(model)
+    assert again._executor.regions_run > before
+    again.remove()
+    assert_same(managed, step(plain))
+
+
+def test_a_copy_of_a_fitted_model_can_be_fitted_and_applied_to(pair):
+    model, plain, made = pair
+    copied = copy.deepcopy(model)
+    assert [type(m) for m in copied.modules()] == [type(m) for m in plain.modules()]
+    applied = retape.apply(copied, made)
+    assert_same(step(copied), step(plain))
+    assert applied._executor.regions_run > 0
+    applied.remove()
+    own = tightest(copied, BATCH, 0.6)
+    assert_same(step(copied), step(model))
+    own.remove()
+    assert_same(step(model), step(plain))
+
+
+def test_apply_to_a_fitted_model_is_refused(pair):
+    model, plain, made = pair
+    with pytest.raises(InvalidInput, match="managed by a fit already"):
+        retape.apply(model, made)
+    assert_same(step(model), step(plain))
+
+
+def test_a_pickled_fit_has_the_record_and_a_plain_model(pair):
+    model, plain, made = pair
+    loaded = pickle.loads(pickle.dumps(made))
+    assert loaded.record == pickle.loads(pickle.dumps(made.record)) == made.record
+    assert [type(m) for m in loaded._model.modules()] == [type(m) for m in plain.modules()]
+    loaded.remove()
+    assert_same(step(loaded._model), step(plain))
+    assert_same(step(model), step(plain))
+
+
+def test_weights_loaded_while_fitted(pair):
+    model, plain, _ = pair
+    other = Chain().state_dict()
+    model.load_state_dict(other)
+    plain.load_state_dict(other)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert_same(step(model), step(plain))
+    model.load_state_dict(copy.deepcopy(other), assign=True)
+    assert_same(step(model), step(plain))
+
+
+def test_five_clipped_steps(pair):
+    model, plain, _ = pair
+    run = partial(trained, step=call, batch=BATCH, steps=5, clip=True)
+    assert_same(run(model), run(plain))
+
+
+def test_weights_changed_between_forward_and_backward(pair):
+    model, _, _ = pair
+    loss = model(BATCH)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|Change it after backward"):
+        loss.backward()
+
+
+def test_a_retained_graph_and_a_second_derivative(pair):
+    model, plain, _ = pair
+
+    def twice(model):
+        seed(2)
+        model.zero_grad()
+        x = BATCH.clone().requires_grad_()
+        loss = model(x)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        first.square().sum().backward()
+        return x.grad, {name: p.grad for name, p in model.named_parameters()}
+
+    assert_same(twice(model), twice(plain))
+
+
+def test_training_in_several_threads(pair):
+    """Each with a copy of the batch of its own; gradients accumulate, so they are asked for one by one."""
+    model, plain, _ = pair
+    model.eval(), plain.eval()  # one stream of random numbers is shared by all threads
+    found = {}
+
+    def work(number):
+        x = rows(16 + number).requires_grad_()
+        for _ in range(3):
+            found[number] = torch.autograd.grad(model(x), [x, *model.parameters()])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(3):
+        x = rows(16 + number).requires_grad_()
+        assert_same(found[number], torch.autograd.grad(plain(x), [x, *plain.parameters()]))
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------------
+
+
+def _doubled(parameter):
+    parameter.grad.mul_(2)
+
+
+def hooked(model):
+    """Hooks of every kind on every block, that change what passes through them."""
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: (args[0] * 1.01,))
+        block.register_forward_hook(lambda module, args, output: output * 0.99)
+        block.register_full_backward_pre_hook(lambda module, gradient: (gradient[0] * 1.02,))
+        block.register_full_backward_hook(lambda module, taken, given: (taken[0] * 0.97,))
+        block.up.register_full_backward_hook(lambda module, taken, given: (taken[0] * 1.5,))
+        block.up.weight.register_hook(lambda gradient: gradient * 0.5)
+        block.down.weight.register_post_accumulate_grad_hook(_doubled)
+    return model
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks(when):
+    batch = BATCH.clone().requires_grad_()  # a full backward hook wants to see a gradient of its input
+    model, plain = chain(), hooked(chain())
+    if when == "before":
+        hooked(model)
+    made = tightest(model, batch, 0.5)
+    assert not made.record.assignment.keeps_everything
+    if when == "after":
+        hooked(model)
+    assert_same(step(model, batch), step(plain, batch))
+    assert_same(step(model, batch), step(plain, batch))
+    made.remove()
+    assert_same(step(model, batch), step(plain, batch))
+
+
+# --- budgets ------------------------------------------------------------------------------------------------------------------
+
+
+def test_spellings_of_one_budget():
+    model = chain()
+    whole = fit(model, BATCH, budget=1.0)
+    peak = whole.measured.peak_bytes
+    spelled = (peak, int(np.int64(peak)), f" {peak} B ", f"{peak}B", retape.Budget.of(peak), {"cpu": peak})
+    for budget in spelled:
+        made = fit(model, BATCH, budget=budget)
+        assert made.record.budget_bytes == peak
+        assert made.measured.peak_bytes <= peak
+        made.remove()
+
+
+@pytest.mark.parametrize(
+    "budget", [0, -1, -0.5, 1.5, True, None, "", "much", "-3GiB", [1], float("inf"), {}, np.int64(10**6)]
+)
+def test_budgets_that_cannot_be_meant(budget):
+    model = chain()
+    with pytest.raises(InvalidInput):
+        fit(model, BATCH, budget=budget)
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- what is not the same in every step ----------------------------------------------------------------------------------------
+
+
+class Swapping(Body):
+    """The same ops in every step, on other operands: which of two branches goes where is drawn by Python, or alternates."""
+
+    def __init__(self, by_chance):
+        super().__init__()
+        self.other = nn.Linear(16, 64)
+        self.by_chance, self.calls = by_chance, 0
+
+    def forward(self, x):
+        first, second = F.gelu(self.up(x)), torch.tanh(self.other(x)).exp()
+        self.calls += 1
+        if random.random() < 0.5 if self.by_chance else self.calls % 2:
+            first, second = second, first
+        return x + self.down(first.sin() * second.cos() * first)
+
+
+@pytest.mark.parametrize("by_chance", [True, False], ids=["by chance", "in turn"])
+def test_branches_that_are_swapped(by_chance):
+    model = chain(partial(Swapping, by_chance))
+    plain = copy.deepcopy(model)
+    for budget in (0.85, 0.7, 0.5, 0.4):
+        for number, block in enumerate((*model.blocks, *plain.blocks)):
+            block.calls = number % len(plain.blocks)
+        made = tightest(model, BATCH, budget)
+        assert not made.record.assignment.keeps_everything
+        for number, block in enumerate((*model.blocks, *plain.blocks)):
+            block.calls = number % len(plain.blocks)
+        for number in range(4):
+            assert_same(step(model, number=number), step(plain, number=number))
+        made.remove()

@@ -1,0 +1,85 @@
+"""What lives between steps: the state that an optimizer will have is told before its first step, to the byte."""
+
+import pytest
+import torch
+from torch import nn
+
+from retape.errors import InvalidInput
+from retape.torch.resident import device_of, fixed_bytes, pending_optimizer_bytes
+
+CPU = torch.device("cpu")
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 32))
+
+
+def state_bytes(optimizer):
+    """Of the state's tensors, less the counters: one number a parameter, which lives on the host."""
+    leaves = [leaf for state in optimizer.state.values() for leaf in state.values() if isinstance(leaf, torch.Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf.dim())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_before_the_first_step_is_that_after_it(name):
+    one = model()
+    optimizer = OPTIMIZERS[name](one.parameters())
+    has = state_bytes(optimizer)  # Adagrad makes its own at once
+    known = {key: len(value) for key, value in optimizer.state.items()}
+    told = pending_optimizer_bytes(optimizer, CPU)
+    assert {key: len(value) for key, value in optimizer.state.items()} == known, "the real one must not be touched"
+    one(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    counters = 4 * len(list(one.parameters()))
+    assert 0 <= told + has - state_bytes(optimizer) <= counters
+    assert pending_optimizer_bytes(optimizer, CPU) == 0
+
+
+def test_groups_with_options_of_their_own():
+    one = model()
+    groups = [{"params": one[0].parameters(), "momentum": 0.9}, {"params": one[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    assert pending_optimizer_bytes(optimizer, CPU) == 4 * sum(p.numel() for p in one[0].parameters())
+
+
+class Stubborn(torch.optim.SGD):
+    def step(self, closure=None):
+        raise KeyError("needs a closure")
+
+
+@pytest.mark.parametrize("kind", [Stubborn, torch.optim.Adafactor], ids=["stubborn", "adafactor"])
+def test_an_optimizer_that_cannot_be_tried(kind):
+    """Adafactor looks at its values, and there are none yet."""
+    with pytest.raises(InvalidInput, match=r"cannot be told before its first step .*Step it once before fitting"):
+        pending_optimizer_bytes(kind(model().parameters(), lr=0.1), CPU)
+
+
+def test_everything_that_is_there_is_counted_once():
+    one = model()
+    one[2].weight.grad = torch.zeros_like(one[2].weight)
+    batch = torch.randn(10, 64)
+    weights = 4 * sum(p.numel() for p in one.parameters())
+    assert fixed_bytes(one, {"x": batch, "half": batch[:5], "note": "n"}, None, CPU) == 2 * weights + 4 * batch.numel()
+
+
+def test_devices_that_cannot_be():
+    one = model()
+    with pytest.raises(InvalidInput, match="no parameter that requires gradients"):
+        device_of(one.requires_grad_(False))
+    with pytest.raises(InvalidInput, match="is on 'meta'"):
+        device_of(model().to("meta"))
+    two = model()
+    two[0].to("meta")
+    with pytest.raises(InvalidInput, match=r"trains on several devices \(cpu, meta\)"):
+        device_of(two)
