@@ -206,7 +206,7 @@ def test_nothing_is_left_behind():
 # --- work is bounded -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("length", "units", "most"), [(64, 16, 2.0), (256, 24, 2.5), (512, 40, 2.5)])
+@pytest.mark.parametrize(("length", "units", "most"), [(64, 16, 2.0), (512, 40, 2.5)])
 def test_a_chain_in_the_root_of_its_memory_takes_few_extra_runs(length, units, most):
     model = chain(length)
     wanted = plain_gradients(model)
@@ -226,7 +226,7 @@ def test_less_memory_is_never_wrong_and_more_memory_runs_less_again():
     model = chain(48)
     wanted, whole = plain_gradients(model), whole_bytes(model)
     counts = []
-    for share in (1.1, 0.8, 0.6, 0.4, 0.25, 0.15):
+    for share in (1.1, 0.7, 0.4, 0.2):
         live = retape.adaptive(model, budget=retape.Budget.activations(int(share * whole)))
         for _ in range(2):
             run(model)
@@ -237,7 +237,7 @@ def test_less_memory_is_never_wrong_and_more_memory_runs_less_again():
         live.remove()
     assert counts == sorted(counts)
     assert counts[0] == 0
-    assert counts[3] <= 48
+    assert counts[2] <= 48
 
 
 def test_below_the_floor_the_numbers_are_said():
