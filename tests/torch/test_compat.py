@@ -472,3 +472,17 @@ def test_memory_events():
     assert sum(sizes[:place]) == 1000
     assert sum(sizes[place + 1 :]) == -1000
     assert [at for at, _ in events] == sorted(at for at, _ in events)
+
+
+def test_profiler_running():
+    assert not _compat.profiler_running()
+    with _compat.memory_events("mark "):
+        assert _compat.profiler_running()
+    assert not _compat.profiler_running()
+
+
+def test_memory_fraction(monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda device: 0.25, raising=False)
+    assert _compat.memory_fraction(torch.device("cuda", 0)) == 0.25
+    monkeypatch.delattr(torch.cuda.memory, "get_per_process_memory_fraction")
+    assert _compat.memory_fraction(torch.device("cuda", 0)) == 1.0

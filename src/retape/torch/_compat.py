@@ -340,6 +340,17 @@ _Words = ctypes.c_char * (
 )  # both twisters: 624 words of state and an index; Python's index comes first, numpy's last
 
 
+def profiler_running() -> bool:
+    """Whether PyTorch's profiler is in use in this process."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def memory_fraction(device: torch.device) -> float:
+    """The share of a CUDA device that this process may allocate."""
+    ask = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)  # not in every release that we run on
+    return 1.0 if ask is None else float(ask(device))
+
+
 @contextmanager
 def memory_events(marks: str) -> Iterator[list[tuple[int, int | str]]]:
     """Every report of the CPU allocator while the context lasts, as (nanoseconds, bytes); between them the names that start with `marks`.
@@ -347,7 +358,7 @@ def memory_events(marks: str) -> Iterator[list[tuple[int, int | str]]]:
     The list is filled when the context is left. Only the calling thread and the backward passes it starts are heard.
     """
     events: list[tuple[int, int | str]] = []
-    if torch.autograd.profiler._is_profiler_enabled:
+    if profiler_running():
         raise InvalidInput(
             "PyTorch's profiler is running already, and retape needs it to count bytes on the CPU. Leave it out here."
         )

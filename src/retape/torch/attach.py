@@ -65,6 +65,16 @@ def detach(module: nn.Module) -> None:
     _CALLERS.pop(module, None)
 
 
+def caller_of(module: nn.Module) -> Caller | None:
+    """Who answers the calls of a module, if somebody does."""
+    return _CALLERS.get(module) if is_attached(module) else None
+
+
+def put_over(module: nn.Module, caller: Caller) -> None:
+    """Let another caller answer the calls of a module that is attached already."""
+    _CALLERS[module] = caller
+
+
 def is_attached(module: nn.Module) -> bool:
     return type(module).__mro__[1] is _Attached and module in _CALLERS
 

@@ -19,9 +19,9 @@ from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.problem import OptionKind
 from retape.torch import links, offload
 from retape.torch.caches import without_cache
-from retape.torch.policy import Check, Inputs, Policy, Way
+from retape.torch.policy import HOLD, Check, Inputs, Policy, Way
 from retape.torch.region import Region, run_region
-from retape.torch.runs import managed_elsewhere
+from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
 from retape.torch.signature import Signature, elements, signature
 from retape.torch.trace import RegionTrace
@@ -74,7 +74,11 @@ class Executor:
             self._tell_once("no key-value cache is built in training, because a re-run would fill it twice")
         number, choice = self._choice(self._names[id(module)])
         if choice.option is OptionKind.KEEP:
-            outputs = plain_call(*args, **keywords)
+            outputs = (
+                plain_call(*args, **keywords)
+                if THREAD.manager is None
+                else run_region(plain_call, *args, keywords=keywords, policy=HOLD, check=self._check)
+            )
         else:
             outputs = self._run(number, choice, plain_call, args, keywords)
         if self._moves and not choice.moved:

@@ -37,10 +37,11 @@ from retape.torch.loop_reach import Reached, tensors_of_params
 from retape.torch.loop_resume import Resume, check_generators
 from retape.torch.loop_run import Driver
 from retape.torch.loop_state import Spec, State, flatten, unflatten
+from retape.torch.mismatch import name_of
 from retape.torch.reads import Call, capture_call
 from retape.torch.runs import is_plain
 from retape.torch.snapshots import Store, store_for
-from retape.torch.transforms import name_of, refuse_transforms
+from retape.torch.transforms import refuse_transforms
 
 _NOTHING_YET = object()  # what a reduction starts from
 

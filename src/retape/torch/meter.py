@@ -107,9 +107,15 @@ _MARK = "retape mark "
 _START, _END = "start", "end"
 
 
+# Scales in the background, which end when another is put up: PyTorch's profiler can only run once.
+GIVE_WAY: list[Callable[[], None]] = []
+
+
 @contextmanager
 def weighing(device: torch.device) -> Iterator[Scale]:
     """Put up the scale for what runs inside; its first reading is the start, its last the end."""
+    for give_way in tuple(GIVE_WAY):
+        give_way()
     scale = _CudaScale(device) if device.type == "cuda" else _CpuScale()
     with scale.running():
         scale.mark(_START)
@@ -124,7 +130,7 @@ def measure(step: Callable[[], Any], *, device: torch.device | str | None = None
     Python can reach at the start and what the step allocates. The device is that of CUDA where it is in use, else the CPU.
     """
     where = _device_of(device)
-    base = _base_bytes(where)
+    base = present_bytes(where)
     with weighing(where) as scale:
         step()
     peak = max(reading.peak_bytes for reading in scale.readings)
@@ -159,7 +165,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _base_bytes(device: torch.device) -> int:
+def present_bytes(device: torch.device) -> int:
     """What is allocated before the step: by the allocator's count, or of every tensor that Python can reach."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -32,20 +32,20 @@ from retape.core.errors import RegionError, UnsupportedTransform
 from retape.torch import _compat, links, offload, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
-from retape.torch.mismatch import RerunMismatch, different_number
+from retape.torch.mismatch import RerunMismatch, different_number, name_of
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
-from retape.torch.runs import THREAD, Run, Stop
+from retape.torch.runs import THREAD, Run, Stop, recomputing
 from retape.torch.select import Answering, Diverged, Replay
 from retape.torch.slots import Filler, Slot, changed_in_place
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
-from retape.torch.transforms import explained_transform, name_of, refuse_transforms
+from retape.torch.transforms import explained_transform, refuse_transforms
 from retape.torch.watch import AsBefore, Guard, Watch, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # Re-runs put process-wide state back to how it was (buffers, streams, flags), so only one may do so at a time.
-_RERUN = threading.RLock()
+RERUN = threading.RLock()
 
 
 class Region:
@@ -133,11 +133,7 @@ class Region:
         tensors, self._call.tensors = self._call.tensors, []
         running = THREAD.runs
         running.append(Run(self, rerun=False))
-        if self.policy.moved:
-            self._cargo = offload.Cargo()
-            _compat.push_hooks(partial(offload.pack, self, self._cargo), _unpack_moved)
-        else:
-            _compat.push_hooks(self._pack, _unpack)
+        _compat.push_hooks(*self._hooks())
         try:
             outputs = (
                 function(*arguments, **keywords)
@@ -176,6 +172,12 @@ class Region:
             "Let the exception through."
         )
 
+    def _hooks(self) -> tuple[Any, Any]:
+        if self.policy.moved:
+            self._cargo = offload.Cargo()
+            return partial(offload.pack, self, self._cargo), _unpack_moved
+        return self._pack, unpack
+
     def _pack(self, tensor: Tensor) -> Slot:
         # Called for every tensor that autograd saves: what can be told without a call is.
         slots, check, policy = self._slots, self.check, self.policy
@@ -211,7 +213,7 @@ class Region:
         """Run again and return what `wanted` held; the other missing slots are refilled on the way. One that was moved is fetched."""
         if isinstance(wanted, offload.MovedSlot):
             return wanted.fetch()
-        with _RERUN:
+        with RERUN:
             if wanted.value is not None:
                 return wanted.value
             task = _compat.graph_task()
@@ -236,7 +238,7 @@ class Region:
 
     def refill_outputs(self, *, tape: bool, made: links.Made, only: frozenset[int] | None = None) -> list[Tensor]:
         """Run again to the end and return the tensors of the output; with `tape` (or `only`) missing slots are refilled too."""
-        with _RERUN:
+        with RERUN:
             links.refilled(self, _compat.graph_task())
             targets = self.missing() if tape or only else {}
             if only is not None:
@@ -246,7 +248,7 @@ class Region:
 
     def trace(self, stopwatch: OpStopwatch | None = None) -> RegionTrace:
         """Run again to the end and write down what happens, op by op; nothing is refilled."""
-        with _RERUN:
+        with RERUN:
             recorder = Recorder(stopwatch)
             if self.is_compiled:  # one opaque op, which a mode would silently make eager
                 return recorder.trace([], opaque=True)
@@ -392,7 +394,7 @@ class Region:
         return dropped
 
 
-def _unpack(slot: Slot) -> Tensor:
+def unpack(slot: Slot) -> Tensor:
     value = slot.value
     region = slot.region
     if region._running:
@@ -407,7 +409,7 @@ def _unpack(slot: Slot) -> Tensor:
 
 def _unpack_moved(slot: Slot) -> Tensor:
     slot.region._cargo.reached(slot.region.policy.ahead)
-    return _unpack(slot)
+    return unpack(slot)
 
 
 def _checked(slot: Slot, value: Tensor) -> Tensor:
@@ -446,6 +448,9 @@ def run_region(
         )
     if not call.only_parameters and call.is_lazy:
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
+    if THREAD.manager is not None and contexts is None and not policy.moved and not recomputing():
+        how = {"policy": policy, "check": check, "early_stop": early_stop, "done": done}
+        return THREAD.manager.run(call, function, arguments, keywords, **how)
     region = Region(
         function,
         arguments,

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import RegionError
 from retape.torch import _compat, runs, state
 from retape.torch.copies import equal_bits
-from retape.torch.region import _RERUN, Region
+from retape.torch.region import RERUN, Region
 from retape.torch.watch import AsBefore
 
 _CHECKED: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
@@ -81,7 +81,7 @@ class SliceRegion(Region):
         running = runs.current_runs()
         around, running[:] = list(running), [runs.Run(self, rerun=True) if decided else _Question(self, rerun=True)]
         try:
-            with _RERUN, _compat.unobserved(), state.Replay(self._ambient, self._draws):
+            with RERUN, _compat.unobserved(), state.Replay(self._ambient, self._draws):
                 return self._asked(tensors)
         finally:
             running[:] = around

@@ -72,6 +72,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.plain = 0
+        self.manager: Any = None  # who runs regions in this thread under a live budget
 
 
 THREAD = _Thread()

@@ -21,13 +21,14 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RegionError, UnsupportedTransform
 from retape.torch import _compat
+from retape.torch.mismatch import name_of
 from retape.torch.policy import Policy
 from retape.torch.products import wide
 from retape.torch.reads import Call, capture_call
 from retape.torch.rowwise import Arguments, SliceRegion, Slicing, assert_rowwise
 from retape.torch.runs import is_plain
 from retape.torch.slice_graph import Linear, SliceGraph
-from retape.torch.transforms import name_of, refuse_transforms
+from retape.torch.transforms import refuse_transforms
 
 _SLICE = Policy(linkable=False)
 _PLAIN_VALUES = (type(None), bool, int, float, complex, str)

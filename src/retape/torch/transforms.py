@@ -1,14 +1,13 @@
-"""What a region is called in messages, and the transforms around or inside one that it refuses: torch.func and forward mode."""
+"""The transforms around or inside a region that it refuses: torch.func and forward mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from retape.core.errors import UnsupportedTransform
 from retape.torch import _compat
+from retape.torch.mismatch import name_of
 
 
 def refuse_transforms(function: Callable[..., Any]) -> None:
@@ -31,18 +30,3 @@ def explained_transform(name: str, error: RuntimeError) -> UnsupportedTransform 
         f"Region {name} calls a torch.func transform, and those don't yet support saved tensor hooks, which a region needs. "
         "Call the transform outside the region, or use torch.autograd.grad inside it."
     )
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """What to call a region in messages: its module's class, or its function and where that stands."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(function, torch.nn.Module):
-        return type(function).__name__
-    if isinstance(owner, torch.nn.Module):
-        return type(owner).__name__
-    inner = getattr(function, "func", None)
-    if inner is not None:
-        return name_of(inner)
-    code = getattr(function, "__code__", None)
-    where = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
-    return f"{getattr(function, '__qualname__', type(function).__name__)}{where}"

@@ -1,0 +1,454 @@
+"""`adaptive`: a live budget for models and batches that change every step.
+
+Every region starts with its slots held. Before a region runs, forward or again, and before its backward, what it is going to need is
+compared with the budget; where it does not fit, what is cheapest to miss is dropped and made again when backward asks. A batch
+that fits drops nothing and runs nothing again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from retape.core.errors import InvalidInput
+from retape.core.option_set import EXACT, OptionSet
+from retape.core.problem import Budget, BudgetKind, BudgetLike
+from retape.torch import attach
+from retape.torch.adaptive_limit import Limit
+from retape.torch.adaptive_oom import elsewhere, nothing_left, rewind
+from retape.torch.adaptive_region import AdaptiveRegion
+from retape.torch.caches import without_cache
+from retape.torch.discover import find_regions
+from retape.torch.fingerprint import unwrapped
+from retape.torch.live_regions import LiveRegions
+from retape.torch.meter import GIVE_WAY, synchronize
+from retape.torch.policy import HOLD, Check, Policy
+from retape.torch.pressure import Account, Kind, Kinds, Mark, Need, Needs, Phase
+from retape.torch.reads import Call, capture_call
+from retape.torch.region import RERUN, Region, run_region
+from retape.torch.resident import device_of
+from retape.torch.runs import THREAD, managed_elsewhere
+from retape.torch.slots import Slot
+from retape.torch.step_scale import Gradients, StepScale
+
+MOST_PEAKS = 1000  # steps whose peaks are remembered
+FIRST_WEIGHED = (
+    2  # steps that stand on the scale whatever they are: the first may find gradients that are not there yet
+)
+CLOSE = 1.3  # two sizes on the scale are enough for those between them, if one is at most so many times the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveStats:
+    """What a live budget has cost so far.
+
+    `peak_bytes` has one number a step, everything counted: measured where the step stood on the scale, else what was predicted.
+    `over_budget` counts moments at which something not seen before, or nothing left to drop, passed the budget.
+    """
+
+    budget_bytes: int
+    base_bytes: int
+    steps: int
+    weighed_steps: int
+    regions: int
+    evictions: int
+    evicted_bytes: int
+    reruns: int
+    rerun_seconds: float
+    out_of_memory_events: int
+    over_budget: int
+    peak_bytes: tuple[int, ...]
+
+
+class Adaptive:
+    """Runs regions inside a live budget. Make one with `retape.adaptive`.
+
+    Without a model it is entered around each step, and every `retape.checkpoint` inside is under the budget. With a model
+    it is attached from the start until `remove`, or the end of a `with` block.
+    """
+
+    def __init__(self, model: nn.Module | None, budget: Budget) -> None:
+        self._model = None if model is None else unwrapped(model)
+        device = _device_of(model)
+        self.account = Account(device)
+        self.turn = -1  # the serial of the region whose backward runs
+        self._limit = Limit(budget, device)
+        self._live = LiveRegions(self.account)
+        self._kinds, self._needs, self._gradients = Kinds(), Needs(), Gradients()
+        self._scale: StepScale | None = None
+        self._pinned: set[int] = set()
+        self._outer: list[Any] = []
+        self._root: Kind | None = None
+        self._over: tuple[attach.Caller, ...] = ()
+        self._regions: dict[str, nn.Module] = {}
+        self._in_step = self._met_unknown = False
+        self._position = self._serial = self._number = self._peak = 0
+        self._peaks: deque[int] = deque(maxlen=MOST_PEAKS)
+        self._steps = self._weighed = self._ran = self._reruns = self._oom = self._passed = 0
+        self._seconds = 0.0
+        if self._model is not None:
+            self._attach(self._model)
+
+    # --- attached ------------------------------------------------------------------------------------------------
+
+    def _attach(self, model: nn.Module) -> None:
+        self._gradients.know(list(model.parameters()))
+        fitted = attach.caller_of(model)
+        if fitted is not None:  # the plan of a fit is the base
+            self._over = (fitted,)
+            attach.put_over(model, self.call_root)
+            return
+        self._regions = find_regions(model)
+        done: list[nn.Module] = []
+        try:
+            for module, caller in ((model, self.call_root), *((m, self.call) for m in self._regions.values())):
+                attach.attach(module, caller)
+                done.append(module)
+        except InvalidInput:
+            for module in done:
+                attach.detach(module)
+            raise
+
+    def remove(self) -> None:
+        """Leave the model as it was before."""
+        self._end_step()
+        self._limit.close()
+        if self._model is not None and self._over:
+            attach.put_over(self._model, self._over[0])
+        elif self._model is not None:
+            for module in (self._model, *self._regions.values()):
+                attach.detach(module)
+        self._model, self._over = None, ()
+
+    def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """The model itself is called: a step begins, unless the one before has not been through backward yet."""
+        if torch.is_grad_enabled() and not THREAD.runs:
+            self._begin_step(self._kinds.of(module, args, keywords), (args, keywords))
+        outer, THREAD.manager = THREAD.manager, self
+        try:
+            if self._over:
+                return self._over[0](module, plain_call, args, keywords)
+            return plain_call(*args, **keywords)
+        except BaseException:
+            self._end_step()  # nobody is going to come back for it
+            raise
+        finally:
+            THREAD.manager = outer
+
+    def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """A region of the model is called."""
+        if not torch.is_grad_enabled() or managed_elsewhere():
+            return plain_call(*args, **keywords)
+        args, keywords, _ = without_cache(module, args, keywords)
+        outer, THREAD.manager = THREAD.manager, self
+        try:
+            return run_region(plain_call, *args, keywords=keywords, policy=HOLD)
+        finally:
+            THREAD.manager = outer
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Adaptive:
+        self._outer.append(THREAD.manager)
+        if self._model is None:
+            THREAD.manager = self
+            self._begin_step(None, None)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        THREAD.manager = self._outer.pop()
+        now = self._now()
+        if self._model is not None:
+            self.remove()
+        self._end_step()
+        self._limit.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            self._gradients.put_back()
+            raise elsewhere(error, limit_bytes=self._limit.bytes, now_bytes=now) from error
+
+    def _begin_step(self, root: Kind | None, batch: Any) -> None:
+        if self._live:
+            return
+        self._end_step()
+        self.account.begin_step()
+        self._live.clear()
+        self._gradients.begin()
+        self._number, self._position, self.turn, self._peak = 0, 0, -1, 0
+        self._in_step, self._root = True, root
+        self._limit.begin_step(batch, self._gradients)
+        self.account.leave_out(batch)
+        if self._wants_weighing(root):
+            self._scale = StepScale.where_possible(self._limit.device, self._limit.base_bytes, self._gradients)
+            if self._scale is not None:
+                self._weighed += 1
+                GIVE_WAY.append(self._end_step)
+        self._met_unknown = False
+
+    def _wants_weighing(self, root: Kind | None) -> bool:
+        if self._weighed < FIRST_WEIGHED or self._met_unknown:
+            return True
+        return root is not None and not self._needs.is_covered(root, within=CLOSE)
+
+    def _end_step(self) -> None:
+        if not self._in_step:
+            return
+        self._in_step = False
+        self._steps += 1
+        scale, self._scale = self._scale, None
+        peak = self._peak
+        if scale is not None:
+            GIVE_WAY.remove(self._end_step)
+            above = scale.end(self._needs)
+            peak = self._limit.start_bytes + above
+            if self._root is not None:
+                mark = Mark(phase=Phase.FORWARD, kind=self._root, number=0, held_bytes=0, gradient_bytes=0)
+                self._needs.learn(mark, 0, above)
+        self._peaks.append(peak)
+
+    def stats(self) -> AdaptiveStats:
+        """What it has cost so far."""
+        if not self._live:
+            self._end_step()
+        return AdaptiveStats(
+            budget_bytes=self._limit.bytes,
+            base_bytes=self._limit.base_bytes,
+            steps=self._steps,
+            weighed_steps=self._weighed,
+            regions=self._ran,
+            evictions=self._live.evictions,
+            evicted_bytes=self._live.evicted_bytes,
+            reruns=self._reruns,
+            rerun_seconds=self._seconds,
+            out_of_memory_events=self._oom,
+            over_budget=self._passed,
+            peak_bytes=tuple(self._peaks),
+        )
+
+    # --- the first run of a region ---------------------------------------------------------------------------------
+
+    def run(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        *,
+        policy: Policy,
+        check: Check,
+        early_stop: bool,
+        done: Callable[[Region], None] | None,
+    ) -> Any:
+        """Call a function as a region under the budget."""
+        kind = self._kinds.of(function, arguments, keywords)
+        self._gradients.know(call.state)
+        number, self._number = self._number, self._number + 1
+        self._position = number
+        base, tried = policy if policy.stage >= 0 else HOLD, False
+        while True:
+            self._enter(Phase.FORWARD, kind, number)
+            start = self._clock()
+            region: AdaptiveRegion | None = None
+            try:
+                self._serial += 1
+                region = AdaptiveRegion(
+                    function,
+                    arguments,
+                    keywords,
+                    policy=base,
+                    check=check,
+                    early_stop=early_stop,
+                    captured=call,
+                    manager=self,
+                    kind=kind,
+                    number=number,
+                    serial=self._serial,
+                )
+                self._live.born(region)
+                outputs = region.run(function, arguments, keywords)
+                break
+            except torch.OutOfMemoryError as error:
+                if THREAD.runs:  # the outermost region is run again as a whole
+                    raise
+                failure = error.with_traceback(None)
+            if region is not None:
+                rewind(region)
+            del region
+            tried = self._out_of_memory(kind, failure, tried)
+            call = capture_call(function, arguments, keywords)
+        if self._clock_is_true() or not kind.runs:
+            kind.ran(self._clock() - start)
+        self._ran += 1
+        region.drop_planned_inputs()
+        self._live.note(region)
+        self._live.settled(region)
+        if done is not None:
+            done(region)
+            region.settle()
+        self._enter(Phase.OUTSIDE, kind, number)
+        return outputs
+
+    def _clock_is_true(self) -> bool:
+        """On CUDA a region is only timed where the step is weighed: waiting for the device each time would cost more."""
+        return self._limit.device.type == "cpu" or self._scale is not None
+
+    def _clock(self) -> float:
+        if self._clock_is_true():
+            synchronize(self._limit.device)
+        return time.perf_counter()
+
+    # --- backward ------------------------------------------------------------------------------------------------
+
+    def turn_to(self, region: AdaptiveRegion, *, filled: bool) -> None:
+        """Backward has come to a region; one that is not filled is about to be."""
+        with RERUN:
+            self.turn, self._position = region.serial, region.number
+            if filled:
+                self._enter(Phase.BACKWARD, region.kind, region.number)
+
+    def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
+        """Run a region again; where that is out of memory, with less beside it."""
+        with RERUN:
+            if wanted.value is not None:
+                return wanted.value
+            tried = False
+            while True:
+                try:
+                    return self._refill(region, wanted)
+                except torch.OutOfMemoryError as error:
+                    if any(run.rerun for run in THREAD.runs):
+                        raise
+                    failure = error.with_traceback(None)
+                region.settle()
+                self._pinned = set()
+                tried = self._out_of_memory(region.kind, failure, tried)
+
+    def _refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
+        self._pinned.add(region.serial)
+        self.make_inputs(region)
+        self._enter(Phase.RERUN, region.kind, region.number)
+        start = time.perf_counter()
+        value = Region.refill(region, wanted)
+        self._ran_again(region, start)
+        self._pinned.discard(region.serial)
+        self._enter(Phase.BACKWARD, region.kind, region.number)
+        return value
+
+    def make_inputs(self, region: AdaptiveRegion) -> None:
+        """Run the regions again that made its dropped inputs, and before them those that made theirs."""
+        pending = [region]
+        while pending:
+            top = pending[-1]
+            self._pinned.add(top.serial)
+            missing = top.makers
+            if missing:
+                pending.append(cast(AdaptiveRegion, missing[0].maker))
+                continue
+            pending.pop()
+            if top is not region:
+                self._make_outputs(top)
+                self._pinned.discard(top.serial)
+
+    def _make_outputs(self, maker: AdaptiveRegion) -> None:
+        self._enter(Phase.RERUN, maker.kind, maker.number)
+        start = time.perf_counter()
+        outputs = maker.refill_outputs(tape=True, made={})
+        self._ran_again(maker, start)
+        self._live.hand_out(maker, outputs)
+
+    def _ran_again(self, region: AdaptiveRegion, start: float) -> None:
+        self._reruns += 1
+        self._seconds += time.perf_counter() - start
+        region.settle()
+        region.look()
+
+    # --- room ----------------------------------------------------------------------------------------------------
+
+    def _now(self) -> int:
+        return self._limit.live_bytes(self.account)
+
+    def _enter(self, phase: Phase, kind: Kind, number: int) -> None:
+        """A phase begins: make room for it, and mark it where the step is weighed."""
+        need = self._needs.of(phase, kind, number)
+        if kind not in self._needs.weighed and not self._needs.is_covered(kind, within=CLOSE):
+            self._met_unknown = True
+        now = self._now()
+        over = now + need.bytes - self._limit.bytes
+        if over > 0:
+            self._live.evict(over, self._position, self._pinned | {self.turn})
+            now = self._now()
+            if now + need.bytes > self._limit.bytes:
+                self._cannot_fit(phase, kind, need, now)
+        self._peak = max(self._peak, now + need.bytes)
+        if self._scale is not None:
+            self._scale.mark(phase, kind, number, now)
+
+    def _cannot_fit(self, phase: Phase, kind: Kind, need: Need, now: int) -> None:
+        self._passed += 1
+        # The scale is the judge: an estimate, or a step that is being weighed, may turn out to fit.
+        if need.measured and self._scale is None and self._limit.device.type == "cpu":
+            raise nothing_left(
+                f"The {phase.value} of {_named(kind)}",
+                limit_bytes=self._limit.bytes,
+                now_bytes=now,
+                need_bytes=need.bytes,
+                base_bytes=self._limit.base_bytes,
+            )
+
+    def _out_of_memory(self, kind: Kind, failure: BaseException, tried: bool) -> bool:
+        """The allocator gave up in a region: drop at least as much as the region needs.
+
+        With nothing to drop, blocks that the cache gives back may do, once; returns whether that was it.
+        """
+        self._oom += 1
+        need = max(1, self._needs.of(Phase.FORWARD, kind, 0).bytes)
+        freed = self._live.evict(need, self._position, self._pinned | {self.turn})
+        if self._limit.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not freed and tried:
+            raise nothing_left(
+                f"The forward of {_named(kind)}",
+                limit_bytes=self._limit.bytes,
+                now_bytes=self._now(),
+                need_bytes=need,
+                base_bytes=self._limit.base_bytes,
+                error=failure,
+            ) from failure
+        return not freed
+
+
+def adaptive(model: nn.Module | None = None, *, budget: BudgetLike, options: OptionSet | str = EXACT) -> Adaptive:
+    """A live budget: regions start held, and are dropped and run again only as far as the bytes demand.
+
+    Without a model, enter it around each step: every `retape.checkpoint` inside is under the budget. With a model, its
+    regions are found as `retape.fit` finds them and it stays attached until `.remove()`, or the end of a `with` block.
+    """
+    OptionSet.of(options)
+    if model is not None and not isinstance(model, nn.Module):
+        raise InvalidInput(
+            f"adaptive() got a {type(model).__name__} as its model; give a torch.nn.Module, or leave it out."
+        )
+    asked = Budget.of(budget)
+    if asked.kind is BudgetKind.FRACTION:
+        raise InvalidInput(
+            f"budget={asked.share} is a fraction of what a step takes that stores everything, and adaptive measures no such step. "
+            "Give bytes ('20GiB'), Budget.activations or 'auto'."
+        )
+    return Adaptive(model, asked)
+
+
+def _device_of(model: nn.Module | None) -> torch.device:
+    if model is not None:
+        return device_of(model)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+def _named(kind: Kind) -> str:
+    owner = kind.owner[0] if isinstance(kind.owner, tuple) else kind.owner
+    names = (getattr(owner, name, None) for name in ("__name__", "co_qualname", "co_name"))
+    return next((str(name) for name in names if name), "a region")

@@ -1,0 +1,152 @@
+"""The regions of a step that can still be evicted: drops the one that is cheapest to miss, and makes dropped inputs again.
+
+Scores are `eviction.py`'s. A region's slots go first; an input of regions without slots goes with all who hold it, and
+becomes a link. What is made again is held again, until it is chosen once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+
+from retape.torch.adaptive_region import AdaptiveRegion, RegionRef
+from retape.torch.eviction import Candidate, neighbourhoods, score
+from retape.torch.pressure import Account
+
+Takers = list[tuple[AdaptiveRegion, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A candidate, and what it stands for: the slots of a region, or one output of it in the hands of `takers`."""
+
+    candidate: Candidate
+    region: AdaptiveRegion
+    output: int = -1
+    takers: Takers | None = None
+
+
+class LiveRegions:
+    """Every region of the step that is alive, by its number."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.evictions = 0
+        self.evicted_bytes = 0
+        self._references: dict[int, RegionRef] = {}
+        self._running: set[int] = set()
+        self._makers: dict[int, tuple[int, ...]] = {}  # of the regions with dropped inputs: who must run before them
+
+    def born(self, region: AdaptiveRegion) -> None:
+        """A region is about to run for the first time."""
+        self._references[region.number] = RegionRef(region)
+        self._running.add(region.number)
+
+    def settled(self, region: AdaptiveRegion) -> None:
+        """Its first run is over: it can be evicted."""
+        self._running.discard(region.number)
+        region.look()
+
+    def clear(self) -> None:
+        self._references.clear()
+        self._running.clear()
+        self._makers.clear()
+
+    def __iter__(self) -> Iterator[AdaptiveRegion]:
+        gone = []
+        for number, reference in self._references.items():
+            region = reference()
+            if region is None:
+                gone.append(number)
+            elif number not in self._running:
+                yield region
+        for number in gone:
+            del self._references[number]
+            self._makers.pop(number, None)
+
+    def __bool__(self) -> bool:
+        return any(reference() is not None for reference in self._references.values())
+
+    # --- dropping ------------------------------------------------------------------------------------------------
+
+    def evict(self, wanted_bytes: int, position: int, pinned: set[int]) -> int:
+        """Drop until that many bytes are gone, or nothing is left; returns the bytes that went."""
+        start = self.account.held_bytes()
+        freed = 0
+        while freed < wanted_bytes:
+            units = sorted(self._units(pinned), key=lambda unit: score(unit.candidate, position))
+            if not units:
+                break
+            for unit in units:
+                self._drop(unit)
+                freed = start - self.account.held_bytes()
+                # Only a dropped input changes what the others would cost.
+                if freed >= wanted_bytes or unit.takers is not None:
+                    break
+        self.evicted_bytes += freed
+        return freed
+
+    def _drop(self, unit: Unit) -> None:
+        self.evictions += 1
+        if unit.takers is None:
+            unit.region.evict()
+            return
+        for taker, place in unit.takers:
+            taker.drop_input(place, unit.region, unit.output)
+            self.note(taker)
+
+    def note(self, region: AdaptiveRegion) -> None:
+        """An input of a region was dropped, or made again."""
+        missing = region._inputs.links
+        if missing:
+            self._makers[region.number] = tuple([cast(AdaptiveRegion, link.maker).number for link in missing])
+        else:
+            self._makers.pop(region.number, None)
+
+    def _units(self, pinned: set[int]) -> Iterator[Unit]:
+        regions = list(self)
+        before, behind = neighbourhoods({region.number: region.kind.seconds for region in regions}, self._makers)
+        for region in regions:
+            own = region.kind.seconds + before.get(region.number, 0.0)
+            if region.own_bytes and region.serial not in pinned:
+                yield Unit(
+                    candidate=Candidate(number=region.number, seconds=own, bytes=region.own_bytes), region=region
+                )
+            if region.handed_out and (region.evicted or not region.own_bytes):
+                yield from self._output_units(region, own, behind, pinned)
+
+    def _output_units(
+        self, region: AdaptiveRegion, seconds: float, behind: dict[int, float], pinned: set[int]
+    ) -> Iterator[Unit]:
+        held = region.outputs_held()
+        region.handed_out = bool(held)
+        for output, takers in held.items():
+            if all(_can_drop(taker, place, pinned) for taker, place in takers):
+                later = sum(behind.get(taker.number, 0.0) for taker, _ in takers)
+                yield self._output_unit(region, output, takers, seconds + later)
+
+    def _output_unit(self, region: AdaptiveRegion, output: int, takers: Takers, seconds: float) -> Unit:
+        taker, place = takers[0]
+        size = self.account.bytes_of(taker.inputs.keys[place])
+        number = max(taker.number for taker, _ in takers)
+        candidate = Candidate(number=number, seconds=seconds, bytes=max(1, size))
+        return Unit(candidate=candidate, region=region, output=output, takers=takers)
+
+    # --- making again --------------------------------------------------------------------------------------------
+
+    def hand_out(self, maker: AdaptiveRegion, outputs: list[Tensor]) -> None:
+        """What was made again, to all who had dropped it."""
+        maker.handed_out = True
+        for reference, place, output in maker.takers:
+            taker = reference()
+            if taker is not None:
+                taker.take_again(place, outputs[output])
+                self.note(taker)
+
+
+def _can_drop(taker: AdaptiveRegion, place: int, pinned: set[int]) -> bool:
+    settled = taker.evicted or not taker.own_bytes
+    return settled and taker.serial not in pinned and taker.can_drop_input(place)

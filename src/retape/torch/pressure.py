@@ -1,0 +1,305 @@
+"""How close to a live budget a step stands: the bytes that regions hold, and what each phase of a step needs on top.
+
+`Account` counts every storage once, however many slots and inputs hold it, and lets it go when it is really gone. `Needs`
+remembers, per kind of region and phase, how far a step rose above what the account showed when the phase began: temporaries
+and whatever lives outside regions are in there. What to drop is decided in `eviction.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from retape.torch import _compat
+from retape.torch.attach import original_class
+from retape.torch.checksum import inner_tensors
+from retape.torch.signature import Signature, elements, signature, weights_signature
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_MOST_NUMBERS = (
+    16  # regions at the front of a step are told apart; what follows the last of a backward is not in a region
+)
+Keys = tuple[int, ...]
+
+
+class _Entry:
+    __slots__ = ("alive", "bytes", "holders")
+
+    def __init__(self, alive: StorageWeakRef, size: int) -> None:
+        self.alive = alive
+        self.bytes = size
+        self.holders = 0
+
+
+class Account:
+    """The storages that regions hold. One that nobody holds any more counts until it is gone: somebody else may have it."""
+
+    __slots__ = ("_device", "_entries", "_left", "_total_bytes")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # A weak reference keeps a storage's address from being used again, so that the address can be its name.
+        self._entries: dict[int, _Entry] = {}
+        self._left: list[int] = []
+        self._total_bytes = 0
+
+    def hold(self, tensor: Tensor) -> Keys:
+        """Count a tensor's storages for one more holder; `let_go` takes what this returns."""
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            return self._hold_plain(tensor)
+        return tuple(key for part in inner_tensors(tensor) for key in self.hold(part))
+
+    def _hold_plain(self, tensor: Tensor) -> Keys:
+        if tensor.device != self._device:
+            return ()
+        storage = _compat.untyped_storage(tensor)
+        key = storage._cdata
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(StorageWeakRef(storage), storage.nbytes())
+            self._total_bytes += entry.bytes
+        entry.holders += 1
+        return (key,)
+
+    def leave_out(self, batch: Any) -> None:
+        """What is there before the step and is counted with it, whoever holds it meanwhile."""
+        for leaf in pytree.tree_leaves(batch):
+            if type(leaf) in _PLAIN and leaf.layout is torch.strided:
+                storage = _compat.untyped_storage(leaf)
+                entry = self._entries.setdefault(storage._cdata, _Entry(StorageWeakRef(storage), 0))
+                entry.holders += 1
+
+    def let_go(self, keys: Keys) -> None:
+        """One holder less."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:  # else it is of a step that is over
+                entry.holders -= 1
+                if not entry.holders:
+                    self._left.append(key)
+
+    def slot_died(self, reference: SlotRef) -> None:
+        """Autograd has let go of a slot."""
+        keys, reference.keys = reference.keys, ()
+        self.let_go(keys)
+
+    def held_bytes(self) -> int:
+        """All that is held, and what was held and is not gone yet."""
+        if self._left:
+            self._left = [key for key in self._left if self._stays(key)]
+        return self._total_bytes
+
+    def _stays(self, key: int) -> bool:
+        entry = self._entries.get(key)
+        if entry is None or entry.holders:
+            return False
+        if not entry.alive.expired():
+            return True
+        self._total_bytes -= entry.bytes
+        del self._entries[key]
+        return False
+
+    def bytes_of(self, keys: Keys) -> int:
+        return sum(self._entries[key].bytes for key in keys)
+
+    def own_bytes(self, keys: list[Keys]) -> int:
+        """What would go if these holders let go: the bytes of storages that nobody else holds."""
+        counts: dict[int, int] = {}
+        for each in keys:
+            for key in each:
+                counts[key] = counts.get(key, 0) + 1
+        return sum(self._entries[key].bytes for key, count in counts.items() if self._entries[key].holders == count)
+
+    def begin_step(self) -> None:
+        """A new step: what outlived its holders is the user's from now on."""
+        self._entries.clear()
+        self._left = []
+        self._total_bytes = 0
+
+
+class SlotRef(weakref.ref[Any]):
+    """A weak reference to a slot, and under which keys its value is counted."""
+
+    __slots__ = ("keys",)
+
+    keys: Keys
+
+    def __new__(cls, slot: Any, gone: Callable[[SlotRef], None]) -> SlotRef:
+        made = super().__new__(cls, slot, gone)
+        made.keys = ()
+        return made
+
+    def __init__(self, slot: Any, gone: Callable[[SlotRef], None]) -> None:
+        super().__init__(slot, gone)  # type: ignore[call-arg]
+
+
+# --- kinds -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Kind:
+    """Regions that are alike: the same code or class and weights, called with the same shapes."""
+
+    owner: Any
+    inputs: Signature
+    elements: int
+    seconds: float = 0.0
+    runs: int = 0
+
+    def ran(self, seconds: float) -> None:
+        """A first run is slow; from then on the quickest counts, and one outlier does no harm."""
+        self.runs += 1
+        self.seconds = seconds if self.runs <= 2 else min(self.seconds, seconds)
+
+
+class Kinds:
+    """Every kind that was seen."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[Any, Signature], Kind] = {}
+        self._weights: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+    def of(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Kind:
+        inputs = signature(arguments, keywords)
+        key = (self._owner(function), inputs)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind(key[0], inputs, elements(inputs))
+        return kind
+
+    def _owner(self, function: Any) -> Any:
+        module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+        if isinstance(module, nn.Module):
+            known = self._weights.get(module)
+            if known is None or known[1][-1] != module.training:
+                known = self._weights[module] = (original_class(type(module)), weights_signature(module))
+            return known
+        inner = getattr(function, "func", None)
+        return self._owner(inner) if inner is not None else getattr(function, "__code__", type(function))
+
+
+# --- needs -------------------------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    """What a step does from one mark to the next; OUTSIDE is whatever follows a region's forward."""
+
+    FORWARD = "forward"
+    OUTSIDE = "outside"
+    RERUN = "rerun"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """The beginning of a phase: what the account showed, and the gradients that the step had allocated by then."""
+
+    phase: Phase
+    kind: Kind
+    number: int
+    held_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes above the account; `measured` says that this very kind was seen on the scale."""
+
+    bytes: int
+    measured: bool
+
+
+@dataclass(slots=True)
+class Needs:
+    """How far each phase rises above the account; of several times the highest counts."""
+
+    _exact: dict[tuple[Phase, Kind, int], int] = field(default_factory=dict)
+    _starts: dict[tuple[Phase, Kind], int] = field(default_factory=dict)
+    _families: dict[tuple[Phase, Any], dict[int, int]] = field(default_factory=dict)
+    _provisional: set[Kind] = field(default_factory=set)
+    weighed: set[Kind] = field(default_factory=set)
+
+    def begin(self, kinds: set[Kind]) -> None:
+        """A step with these kinds was weighed and is about to be learned from.
+
+        A module's very first call copies what it might change, so what the first step on the scale showed is replaced by the second.
+        """
+        again = kinds & self._provisional
+        self._exact = {key: value for key, value in self._exact.items() if key[1] not in again}
+        self._starts = {key: value for key, value in self._starts.items() if key[1] not in again}
+        for phase in Phase:
+            for kind in again:
+                self._families.get((phase, kind.owner), {}).pop(kind.elements, None)
+        self._provisional -= again
+        if not self.weighed:
+            self._provisional |= kinds
+
+    def learn(self, mark: Mark, live_bytes: int, peak_bytes: int) -> None:
+        """What the scale showed of a phase: live bytes at its start and its peak, both above the start of the step."""
+        key = (mark.phase, mark.kind, _numbered(mark.phase, mark.number))
+        above = mark.held_bytes + mark.gradient_bytes
+        need, start = peak_bytes - above, live_bytes - above
+        self._exact[key] = max(need, self._exact.get(key, need))
+        self._starts[mark.phase, mark.kind] = max(start, self._starts.get((mark.phase, mark.kind), start))
+        family = self._families.setdefault((mark.phase, mark.kind.owner), {})
+        family[mark.kind.elements] = max(need, family.get(mark.kind.elements, need))
+        self.weighed.add(mark.kind)
+
+    def of(self, phase: Phase, kind: Kind, number: int) -> Need:
+        """What a phase is going to need; estimated from its relatives where it was not seen itself."""
+        known = self._exact.get((phase, kind, _numbered(phase, number)))
+        if known is not None:
+            return Need(bytes=known, measured=True)
+        if phase is Phase.RERUN:
+            known = self._rerun_like_forward(kind)
+            if known is not None:
+                return Need(bytes=known, measured=True)
+        return Need(bytes=self._estimate(phase, kind), measured=False)
+
+    def _rerun_like_forward(self, kind: Kind) -> int | None:
+        """A re-run does what the forward did, with whatever lives in the middle of backward beside it."""
+        forward = self._exact.get((Phase.FORWARD, kind, 0))
+        start = self._starts.get((Phase.BACKWARD, kind))
+        if forward is None or start is None:
+            return None
+        return forward + max(0, start - self._starts[Phase.FORWARD, kind])
+
+    def _estimate(self, phase: Phase, kind: Kind) -> int:
+        """On the chord between relatives with fewer and more elements, which lies above a convex curve; beyond them quadratic."""
+        points = self._families.get((phase, kind.owner))
+        if not points:
+            return self._estimate(Phase.FORWARD, kind) if phase is Phase.RERUN else 0
+        size = kind.elements
+        below = max((at for at in points if at <= size), default=None)
+        above = min((at for at in points if at >= size), default=None)
+        if above is None:
+            assert below is not None
+            return int(points[below] * (size / max(1, below)) ** 2)
+        if below is None:
+            return points[above]
+        if above == below:
+            return points[above]
+        share = (size - below) / (above - below)
+        return int(points[below] + share * max(0, points[above] - points[below]))
+
+    def is_covered(self, kind: Kind, *, within: float) -> bool:
+        """Whether a kind was seen, or lies between two relatives that are not far apart."""
+        if kind in self.weighed:
+            return True
+        points = self._families.get((Phase.FORWARD, kind.owner), {})
+        below = max((at for at in points if at <= kind.elements), default=None)
+        above = min((at for at in points if at >= kind.elements), default=None)
+        return below is not None and above is not None and above <= within * below
+
+
+def _numbered(phase: Phase, number: int) -> int:
+    # What runs after the backward of the first region (the embedding's) is not in any: only there does the number matter.
+    return min(number, _MOST_NUMBERS) if phase is Phase.BACKWARD else 0

@@ -1,0 +1,93 @@
+"""Puts a whole step on the scale and tells `Needs` what each of its phases took. When to weigh is decided in `adaptive.py`."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from retape.torch import _compat
+from retape.torch.meter import Scale, weighing
+from retape.torch.pressure import Kind, Mark, Needs, Phase
+
+
+class Gradients:
+    """The parameters of a step, and which of them had no gradient when it began."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._missing: list[weakref.ref[Tensor]] = []
+
+    def know(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._parameters:
+                self._parameters[id(tensor)] = weakref.ref(tensor)
+                if tensor.grad is None:
+                    self._missing.append(self._parameters[id(tensor)])
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._parameters = {key: reference for key, reference in self._parameters.items() if reference() is not None}
+        self._missing = [r for r in self._parameters.values() if (p := r()) is not None and p.grad is None]
+
+    def missing_bytes(self, device: torch.device) -> int:
+        """What the gradients will take that were not there when the step began."""
+        return sum(p.nbytes for r in self._missing if (p := r()) is not None and p.device == device)
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """What those take by now."""
+        return sum(
+            p.nbytes for r in self._missing if (p := r()) is not None and p.grad is not None and p.device == device
+        )
+
+    def present_bytes(self, device: torch.device) -> int:
+        """What the gradients take that were there when the step began."""
+        missing = {id(reference()) for reference in self._missing}
+        found = [p for r in self._parameters.values() if (p := r()) is not None and id(p) not in missing]
+        return sum(p.grad.nbytes for p in found if p.grad is not None and p.device == device)
+
+    def put_back(self) -> None:
+        """Leave none where there was none."""
+        for reference in self._missing:
+            parameter = reference()
+            if parameter is not None:
+                parameter.grad = None
+
+
+class StepScale:
+    """One step on the scale: marks at the beginning of each phase, read when it is over."""
+
+    def __init__(self, device: torch.device, base_bytes: int, gradients: Gradients) -> None:
+        self._device, self._base_bytes, self._gradients = device, base_bytes, gradients
+        self._marks: list[Mark] = []
+        self._stack = ExitStack()
+        self._scale: Scale = self._stack.enter_context(weighing(device))
+
+    @classmethod
+    def where_possible(cls, device: torch.device, base_bytes: int, gradients: Gradients) -> StepScale | None:
+        """None where PyTorch's profiler, which the scale of the CPU needs, is in use."""
+        if device.type == "cpu" and _compat.profiler_running():
+            return None
+        return cls(device, base_bytes, gradients)
+
+    def mark(self, phase: Phase, kind: Kind, number: int, now_bytes: int) -> None:
+        """A phase begins, with so many bytes counted in all."""
+        # On CUDA the allocator counts gradients as they come; on the CPU they are in the base from the start.
+        grown = 0 if self._device.type == "cuda" else self._gradients.allocated_bytes(self._device)
+        above = now_bytes - self._base_bytes
+        self._scale.mark(len(self._marks))
+        self._marks.append(Mark(phase=phase, kind=kind, number=number, held_bytes=above, gradient_bytes=grown))
+
+    def end(self, needs: Needs) -> int:
+        """The step is over: learn from it; returns its peak above the start."""
+        self._stack.close()
+        readings = self._scale.readings
+        begins = {reading.label: i for i, reading in enumerate(readings) if isinstance(reading.label, int)}
+        needs.begin({mark.kind for mark in self._marks})
+        for number, mark in enumerate(self._marks):
+            at = begins.get(number)
+            if at is not None and at + 1 < len(readings):
+                needs.learn(mark, readings[at].live_bytes, readings[at + 1].peak_bytes)
+        return max((reading.peak_bytes for reading in readings), default=0)
