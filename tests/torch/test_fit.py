@@ -419,9 +419,13 @@ def test_regions_by_class_name_and_module(gpt2):
         made.remove()
 
 
-def test_half_of_the_memory_costs_a_third_of_recomputation_at_most(gpt2):
-    """Counted in FLOPs of what is run again."""
-    model, batch = gpt2
+def test_half_of_the_memory_costs_a_third_of_recomputation_at_most():
+    """Counted in FLOPs of what is run again; in smaller models the engine costs more than the kernels, and less is selected."""
+    torch.manual_seed(0)
+    sizes = {"n_layer": 6, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 256}
+    model = zoo.hf.GPT2LMHeadModel(zoo.hf.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes)).train()
+    ids = zoo.tokens(vocabulary=256, length=128)
+    batch = {"input_ids": ids, "labels": ids}
 
     def flops():
         with FlopCounterMode(display=False) as counter:
