@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_TABLE_WIDTH = 116
 _SIZES = ("layers", "width", "heads", "tokens", "rows", "steps")
 _COLUMNS = ("budget", "bytes", "promised", "measured", "promised time", "time", "last loss", "gradients equal to plain")
 _STAGES = 11  # that a demonstration of six steps tells of
@@ -101,7 +102,8 @@ def _as_text(shown: Demonstration, tracks: list[Track]) -> str:
         f"A GPT of {shown.parameters / 1e6:.1f} million parameters, {shown.rows} x {shown.tokens} tokens, on the CPU: "
         f"{len(shown.losses)} steps plainly and inside each budget, in turn."
     )
-    table = rendered(_table(shown), width=width, ascii_only=ascii_only)
+    # A row that is broken over lines is harder to read than one that the terminal wraps.
+    table = rendered(_table(shown), width=max(width, _TABLE_WIDTH), ascii_only=ascii_only)
     blocks = memory_text.ASCII if ascii_only else memory_text.UNICODE
     picture = memory_text.draw_memory(tracks, width=width, height=4, blocks=blocks)
     return "\n\n".join([head, table, _verdict(shown), "Live bytes over the step:", picture])

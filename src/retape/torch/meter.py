@@ -188,7 +188,10 @@ def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     for tensor in tensors:
         for part in _plain_parts(tensor):
             if part.device == device and part.layout is torch.strided and not _compat.is_fake(part):
-                storage = _compat.untyped_storage(part)
+                try:
+                    storage = _compat.untyped_storage(part)
+                except NotImplementedError:  # what a transform of torch.func has left behind: a wrapper without memory
+                    continue
                 sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 
