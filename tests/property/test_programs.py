@@ -12,7 +12,7 @@ from retape.torch.select import Step, plan_recipe
 
 from .programs import SHAPE, draw, run
 
-PROGRAMS, CHUNK, HOLDINGS = 200, 25, 10
+PROGRAMS, CHUNK, HOLDINGS = 100, 25, 10
 
 
 @pytest.fixture(autouse=True)
