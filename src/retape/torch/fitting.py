@@ -41,7 +41,7 @@ from retape.torch.policy import Check, Inputs
 from retape.torch.profile import Phase, Profile, ProfileSession, Stopwatch
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, read_bytes, read_seconds
-from retape.torch.resident import device_of, fixed_bytes, pending_optimizer_bytes
+from retape.torch.resident import device_of, fixed_bytes
 from retape.torch.signature import elements
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 
@@ -101,7 +101,6 @@ class Fitter:
         refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
         self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
-        self.pending_bytes = pending_optimizer_bytes(optimizer, self.device)
         self.budget = resolved(budget, self.device)
 
     def _take_regions(self, regions: dict[str, nn.Module]) -> None:
