@@ -44,7 +44,7 @@ class Executor:
         self._counts: dict[str, int] = {}
         self._warned = False
         self._answers = {number: answers(choice) for number, choice in enumerate(assignment.choices)}
-        self._moves = any(choice.moved for choice in assignment.choices)
+        self._moves = assignment.moves_something
         self.regions_run = 0
 
     def learn(self, kind: int, inputs: Signature, trace: RegionTrace, there: tuple[int, ...]) -> None:
@@ -81,7 +81,7 @@ class Executor:
             )
         else:
             outputs = self._run(number, choice, plain_call, args, keywords)
-        if self._moves and not choice.moved:
+        if self._moves and not choice.moves:
             offload.passed(links.tensors_of(outputs))
         return outputs
 
@@ -140,6 +140,7 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None) -> Policy:
     return Policy(
         held=frozenset(choice.held),
         moved=frozenset(choice.moved),
+        moved_inputs=frozenset(choice.moved_inputs),
         inputs=Inputs.LINK if choice.drop_input else Inputs.HOLD,
         recipe=recipe,
         stage=number,

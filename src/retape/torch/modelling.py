@@ -45,7 +45,8 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledStage:
-    """A stage of the chain: the region's number in the profile (None for glue), and the slots that each choice holds and moves.
+    """A stage of the chain: the region's number in the profile (None for glue), the slots that each choice holds and moves, and
+    the inputs that it moves.
 
     The first choice keeps everything and is no region at all; the last recomputes everything.
     """
@@ -53,6 +54,18 @@ class ModelledStage:
     region: int | None
     held: tuple[frozenset[int] | None, ...] = (None,)
     moved: tuple[frozenset[int], ...] = (frozenset(),)
+    moved_inputs: tuple[frozenset[int], ...] = (frozenset(),)
+
+    def only(self, choices: list[int]) -> ModelledStage:
+        """The same stage with fewer choices."""
+        if len(self.held) == 1:
+            return self
+        return replace(
+            self,
+            held=tuple(self.held[i] for i in choices),
+            moved=tuple(self.moved[i] for i in choices),
+            moved_inputs=tuple(self.moved_inputs[i] for i in choices),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +87,7 @@ class Modelled:
         for stage, about in zip(self.chain.stages, self.stages, strict=True):
             kept = [i for i, option in enumerate(stage.choices) if option.kind is not OptionKind.OFFLOAD]
             stages.append(replace(stage, options=tuple(stage.choices[i] for i in kept[1:])))
-            if len(about.held) > 1:
-                held, moved = tuple(about.held[i] for i in kept), tuple(about.moved[i] for i in kept)
-                about = replace(about, held=held, moved=moved)  # noqa: PLW2901 - the same stage with fewer choices
-            meanings.append(about)
+            meanings.append(about.only(kept))
         return replace(self, chain=replace(self.chain, stages=tuple(stages)), stages=tuple(meanings))
 
 
@@ -144,7 +154,10 @@ def model_of(
             if key not in moving:
                 moving[key] = region.targets_moved(options[call.kind], host, len(calls))
             ways += region.moving(moving[key], host)
-        add(*region.stage(ways, state_bytes=_state_bytes(stages, modelled, call)))
+        state_bytes = _state_bytes(stages, modelled, call)
+        if host is not None and following is not None and state_bytes and _has_room(host, state_bytes, len(calls)):
+            ways += region.moving_input(ways, state_bytes, host, len(calls))
+        add(*region.stage(ways, state_bytes=state_bytes))
         if not linked:
             end = levels.loss if following is None else levels.starts[following.stage]
             name = "after the regions" if following is None else f"after {call.name}"
@@ -155,6 +168,11 @@ def model_of(
     slack = LITTLE + int(SLACK_SHARE * sum(stage.tape_bytes for stage in stages))
     chain = Chain(stages=tuple(stages), fixed_bytes=fixed_bytes + _left_behind(calls, levels) + slack)
     return Modelled(chain=chain, stages=tuple(modelled), slack_bytes=slack)
+
+
+def _has_room(host: Tier, size: int, regions: int) -> bool:
+    """Whether the host can take so much of every region."""
+    return host.capacity_bytes is None or size * regions <= host.capacity_bytes
 
 
 def _left_behind(calls: list[RegionCall], levels: _Levels) -> int:
@@ -271,8 +289,9 @@ class _Region:
         nothing = frozenset[int]()
         return stage, ModelledStage(
             region=self._call.stage,
-            held=(None, *(way.treatment.held for way in ways), nothing),
-            moved=(nothing, *(way.treatment.moved for way in ways), nothing),
+            held=(None, *(way.held for way in ways), nothing),
+            moved=(nothing, *(way.moved for way in ways), nothing),
+            moved_inputs=(nothing, *(way.moved_inputs for way in ways), nothing),
         )
 
     def _forward_peak(self, held: frozenset[int]) -> int:
@@ -301,7 +320,7 @@ class _Region:
             forward=way.forward_bytes + self._unseen_forward,
             rerun_peak=way.rerun_bytes + self._unseen_rerun,
         )
-        return _Way(option, way)
+        return _Way(option=option, held=way.held)
 
     def targets_moved(self, selections: tuple[Treatment, ...], host: Tier, regions: int) -> tuple[Treatment, ...]:
         """What may be moved: as much as the computation hides, half and twice of that, and all, if the host has room for all regions."""
@@ -317,14 +336,38 @@ class _Region:
 
     def moving(self, ways: tuple[Treatment, ...], host: Tier) -> list[_Way]:
         """The ways to move slots that are worth it: no other is at least as good in every respect."""
-        made = [_Way(self._offload(way, host), way) for way in ways]
-        made.sort(key=lambda way: (way.option.held_bytes, _taken(way.option)))
-        kept: list[_Way] = []
-        for way in made:
-            if not any(_is_as_good(other.option, way.option) for other in kept):
-                kept.append(way)
-        step = -(-len(kept) // MOST_OFFLOADS) if kept else 1
-        return kept[::step]
+        return _worth([_Way(option=self._offload(way, host), held=way.held, moved=way.moved) for way in ways])
+
+    def moving_input(self, ways: list[_Way], size: int, host: Tier, regions: int) -> list[_Way]:
+        """What is worth it of recomputing with the input moved, and of `ways` with the input moved too."""
+        if not self._call.has_tape:
+            return []
+        bare = _Way(option=self._recompute(), held=frozenset())
+        frugalest = self._with_input_moved(bare, size, host)
+        others = [self._with_input_moved(way, size, host) for way in ways]
+        fitting = [way for way in others if _has_room(host, way.option.moved_bytes, regions)]
+        return [*_worth(fitting), frugalest]
+
+    def _with_input_moved(self, way: _Way, size: int, host: Tier) -> _Way:
+        """The input is counted by whoever made it, and is gone from the end of this forward on: so much less is held from there on.
+
+        Its copy out has all of this forward, and the one of the region before this one comes back beside this backward.
+        """
+        option, seconds = way.option, self._seconds
+        less = min(size, option.held_bytes)
+        moved, rerun = option.moved_bytes + size, option.rerun_seconds
+        changed = replace(
+            option,
+            kind=OptionKind.OFFLOAD,
+            label=f"{option.label}, input of {format_bytes(size)} moved",
+            held_bytes=option.held_bytes - less,
+            moved_bytes=moved,
+            forward_seconds=max(seconds.forward + seconds.body, host.write_seconds(moved)),
+            backward_seconds=seconds.backward + max(0.0, host.read_seconds(moved) - seconds.backward - rerun),
+            forward_transient_bytes=option.forward_transient_bytes + less,
+            backward_transient_bytes=option.backward_transient_bytes + less + size,
+        )
+        return way._replace(option=changed, moved_inputs=self._call.linked)
 
     def _offload(self, way: Treatment, host: Tier) -> Option:
         """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
@@ -363,7 +406,19 @@ class _Way(NamedTuple):
     """An option of a stage, and what it asks of the region."""
 
     option: Option
-    treatment: Treatment
+    held: frozenset[int]
+    moved: frozenset[int] = frozenset()
+    moved_inputs: frozenset[int] = frozenset()
+
+
+def _worth(ways: list[_Way]) -> list[_Way]:
+    """Those that no other is as good as in every respect; of very many, some."""
+    kept: list[_Way] = []
+    for way in sorted(ways, key=lambda way: (way.option.held_bytes, _taken(way.option))):
+        if not any(_is_as_good(other.option, way.option) for other in kept):
+            kept.append(way)
+    step = -(-len(kept) // MOST_OFFLOADS) if kept else 1
+    return kept[::step]
 
 
 def _taken(option: Option) -> float:
