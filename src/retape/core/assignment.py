@@ -30,8 +30,9 @@ class Choice:
     """One call of a module: the `call`-th of the module called `name` in the `root_call`-th forward of the model.
 
     `held` are the numbers of the slots to hold of `slots` in all, `moved` of those that go to the host meanwhile. With
-    `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again. `elements` is
-    how many numbers its inputs had when it was profiled. `saved_share` is that of the compiled form to run; None is eager.
+    `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again; of the tensors
+    among its arguments those with the numbers `moved_inputs` go to the host. `elements` is how many numbers its inputs had when
+    it was profiled. `saved_share` is that of the compiled form to run; None is eager.
     """
 
     name: str
@@ -46,6 +47,11 @@ class Choice:
     passing: tuple[Passing, ...] = ()
     moved: tuple[int, ...] = ()
     saved_share: float | None = None
+    moved_inputs: tuple[int, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.moved or self.moved_inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +73,7 @@ class Assignment:
 
     @property
     def moves_something(self) -> bool:
-        return any(choice.moved for choice in self.choices)
+        return any(choice.moves for choice in self.choices)
 
     def to_dict(self) -> list[dict[str, Any]]:
         return [{**asdict(choice), "option": choice.option.value} for choice in self.choices]
@@ -83,13 +89,13 @@ class Assignment:
 
 def _choice(item: dict[str, Any]) -> Choice:
     passing = tuple(Passing(**{**each, "fill": tuple(each["fill"])}) for each in item["passing"])
-    slots = {name: tuple(item.get(name, ())) for name in ("held", "moved")}
+    slots = {name: tuple(item.get(name, ())) for name in ("held", "moved", "moved_inputs")}
     return Choice(**{**item, **slots, "option": OptionKind(item["option"]), "passing": passing})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeaning:
-    """What a stage of the chain stands for: a region and the slots each of its choices holds and moves, or glue (`choice` is None).
+    """What a stage of the chain stands for: a region and what each of its choices holds and moves, or glue (`choice` is None).
 
     `saved_shares` has the compiled form of each choice; where it is empty all are eager.
     """
@@ -97,6 +103,7 @@ class StageMeaning:
     choice: Choice | None
     held: tuple[tuple[int, ...], ...] = ()
     moved: tuple[tuple[int, ...], ...] = ()
+    moved_inputs: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[OptionKind, ...] = ()
     saved_shares: tuple[float | None, ...] = ()
 
@@ -142,9 +149,13 @@ class _Compiler:
             return
         held, moved = meaning.held[option], meaning.moved[option] if meaning.moved else ()
         if first:
-            share = meaning.saved_shares[option] if meaning.saved_shares else None
             self._choices[stage] = replace(
-                meaning.choice, option=meaning.kinds[option], held=held, moved=moved, saved_share=share
+                meaning.choice,
+                option=meaning.kinds[option],
+                held=held,
+                moved=moved,
+                moved_inputs=meaning.moved_inputs[option] if meaning.moved_inputs else (),
+                saved_share=meaning.saved_shares[option] if meaning.saved_shares else None,
             )
         elif self._pass is not None:
             keep = meaning.kinds[option] is OptionKind.KEEP

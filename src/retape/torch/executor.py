@@ -82,7 +82,7 @@ class Executor:
             outputs = self._ran(number, choice, in_form(module, plain_call, choice.saved_share), args, keywords)
         except CannotCompile:
             outputs = self._ran(number, choice, plain_call, args, keywords)
-        if self._moves and not choice.moved:
+        if self._moves and not choice.moves:
             offload.passed(links.tensors_of(outputs))
         return outputs
 
@@ -148,6 +148,7 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None) -> Policy:
     return Policy(
         held=frozenset(choice.held),
         moved=frozenset(choice.moved),
+        moved_inputs=frozenset(choice.moved_inputs),
         inputs=Inputs.LINK if choice.drop_input else Inputs.HOLD,
         recipe=recipe,
         stage=number,

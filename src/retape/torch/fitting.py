@@ -464,7 +464,16 @@ def _meanings(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
         )
         held = tuple(tuple(sorted(slots or ())) for slots in about.held)
         moved = tuple(tuple(sorted(slots)) for slots in about.moved)
+        inputs = tuple(tuple(sorted(tensors)) for tensors in about.moved_inputs)
         kinds_of_choices = tuple(option.kind for option in stage.choices)
-        shares = about.saved_shares
-        found.append(StageMeaning(choice=choice, held=held, moved=moved, kinds=kinds_of_choices, saved_shares=shares))
+        found.append(
+            StageMeaning(
+                choice=choice,
+                held=held,
+                moved=moved,
+                moved_inputs=inputs,
+                kinds=kinds_of_choices,
+                saved_shares=about.saved_shares,
+            )
+        )
     return tuple(found)

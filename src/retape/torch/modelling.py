@@ -46,7 +46,8 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledStage:
-    """A stage of the chain: the region's number in the profile (None for glue), and the slots that each choice holds and moves.
+    """A stage of the chain: the region's number in the profile (None for glue), the slots that each choice holds and moves, and
+    the inputs that it moves.
 
     The first choice keeps everything and is no region at all; the last recomputes everything.
     """
@@ -54,15 +55,19 @@ class ModelledStage:
     region: int | None
     held: tuple[frozenset[int] | None, ...] = (None,)
     moved: tuple[frozenset[int], ...] = (frozenset(),)
+    moved_inputs: tuple[frozenset[int], ...] = (frozenset(),)
     saved_shares: tuple[float | None, ...] = (None,)
 
-    def with_choices(self, chosen: Sequence[int]) -> ModelledStage:
-        """The same with these choices alone."""
+    def only(self, choices: list[int]) -> ModelledStage:
+        """The same stage with fewer choices."""
+        if len(self.held) == 1:
+            return self
         return replace(
             self,
-            held=tuple(self.held[i] for i in chosen),
-            moved=tuple(self.moved[i] for i in chosen),
-            saved_shares=tuple(self.saved_shares[i] for i in chosen),
+            held=tuple(self.held[i] for i in choices),
+            moved=tuple(self.moved[i] for i in choices),
+            moved_inputs=tuple(self.moved_inputs[i] for i in choices),
+            saved_shares=tuple(self.saved_shares[i] for i in choices),
         )
 
 
@@ -85,9 +90,7 @@ class Modelled:
         for stage, about in zip(self.chain.stages, self.stages, strict=True):
             kept = [i for i, option in enumerate(stage.choices) if option.kind is not OptionKind.OFFLOAD]
             stages.append(replace(stage, options=tuple(stage.choices[i] for i in kept[1:])))
-            if len(about.held) > 1:
-                about = about.with_choices(kept)  # noqa: PLW2901 - the same stage with fewer choices
-            meanings.append(about)
+            meanings.append(about.only(kept))
         return replace(self, chain=replace(self.chain, stages=tuple(stages)), stages=tuple(meanings))
 
 
@@ -135,13 +138,14 @@ def model_of(
         linked = following is not None and _hands_over(call, following, levels)
         region = form.region(call.stage, linked)
         # Backward begins with the last region: what it moved away it would need back at once.
-        ways = form.ways(region, linked, may_move=following is not None)
+        may_move, state_bytes = following is not None, _state_bytes(stages, modelled, call)
+        ways = form.ways(region, linked, state_bytes if may_move else None)
         for other in forms:
             variant = other.region(call.stage, linked)
-            ways += [variant.kept(), *other.ways(variant, linked, may_move=following is not None)]
+            ways += other.ways(variant, linked, state_bytes if may_move else None, variant.kept())
         if forms:
-            ways = _worth_having(ways)
-        add(*region.stage(ways, state_bytes=_state_bytes(stages, modelled, call)))
+            ways = _undominated(ways)
+        add(*region.stage(ways, state_bytes=state_bytes))
         if not linked:
             end = levels.loss if following is None else levels.starts[following.stage]
             name = "after the regions" if following is None else f"after {call.name}"
@@ -152,6 +156,11 @@ def model_of(
     slack = LITTLE + int(SLACK_SHARE * sum(stage.tape_bytes for stage in stages))
     chain = Chain(stages=tuple(stages), fixed_bytes=fixed_bytes + _left_behind(calls, levels) + slack)
     return Modelled(chain=chain, stages=tuple(modelled), slack_bytes=slack)
+
+
+def _has_room(host: Tier, size: int, regions: int) -> bool:
+    """Whether the host can take so much of every region."""
+    return host.capacity_bytes is None or size * regions <= host.capacity_bytes
 
 
 def _left_behind(calls: list[RegionCall], levels: _Levels) -> int:
@@ -244,16 +253,19 @@ class _Form:
             saved_share=self._profiled.saved_share,
         )
 
-    def ways(self, region: _Region, linked: bool, *, may_move: bool) -> list[_Way]:
-        """The ways to hold or move a part of a region's tape."""
-        kind = region.kind
-        ways = [region.select(way) for way in self._options[kind]]
-        if self._host is None or not may_move:
+    def ways(self, region: _Region, linked: bool, input_bytes: int | None, *more: _Way) -> list[_Way]:
+        """The ways to hold or move a part of a region's tape, and its input of `input_bytes`; None where nothing may be moved."""
+        kind, host, regions = region.kind, self._host, len(self._calls)
+        ways = [*more, *(region.select(way) for way in self._options[kind])]
+        if host is None or input_bytes is None:
             return ways
         key = (kind, linked)
         if key not in self._moving:
-            self._moving[key] = region.targets_moved(self._options[kind], self._host, len(self._calls))
-        return ways + region.moving(self._moving[key], self._host)
+            self._moving[key] = region.targets_moved(self._options[kind], host, regions)
+        ways += region.moving(self._moving[key], host)
+        if input_bytes and _has_room(host, input_bytes, regions):
+            ways += region.moving_input(ways, input_bytes, host, regions)
+        return ways
 
 
 class _Region:
@@ -312,6 +324,7 @@ class _Region:
             region=self._call.stage,
             held=(None, *(way.held for way in ways), nothing),
             moved=(nothing, *(way.moved for way in ways), nothing),
+            moved_inputs=(nothing, *(way.moved_inputs for way in ways), nothing),
             saved_shares=(own, *(way.saved_share for way in ways), own),
         )
 
@@ -325,8 +338,9 @@ class _Region:
             forward=self._forward_peak(frozenset(tape)),
             rerun_peak=self._backward_bytes,
         )
-        label = f"keep {format_bytes(option.held_bytes)}"
-        return _Way(replace(option, label=label, forward_seconds=self._seconds.body), saved_share=self._saved_share)
+        option = replace(option, label=f"keep {format_bytes(option.held_bytes)}", forward_seconds=self._seconds.body)
+        slots = frozenset(range(len(self._trace.slots) if self._trace is not None else 0))
+        return _Way(option=option, held=slots, saved_share=self._saved_share)
 
     def _forward_peak(self, held: frozenset[int]) -> int:
         """How high its forward stands when it holds these storages: as played through, and as much more as was measured without."""
@@ -354,7 +368,7 @@ class _Region:
             forward=way.forward_bytes + self._unseen_forward,
             rerun_peak=way.rerun_bytes + self._unseen_rerun,
         )
-        return _Way(option, way.held, saved_share=self._saved_share)
+        return _Way(option=option, held=way.held, saved_share=self._saved_share)
 
     def targets_moved(self, selections: tuple[Treatment, ...], host: Tier, regions: int) -> tuple[Treatment, ...]:
         """What may be moved: as much as the computation hides, half and twice of that, and all, if the host has room for all regions."""
@@ -370,10 +384,39 @@ class _Region:
 
     def moving(self, ways: tuple[Treatment, ...], host: Tier) -> list[_Way]:
         """The ways to move slots that are worth it: no other is at least as good in every respect."""
-        made = [_Way(self._offload(way, host), way.held, way.moved, self._saved_share) for way in ways]
-        kept = _worth_having(made)
-        step = -(-len(kept) // MOST_OFFLOADS) if kept else 1
-        return kept[::step]
+        share = self._saved_share
+        return _worth_having([_Way(self._offload(way, host), way.held, way.moved, saved_share=share) for way in ways])
+
+    def moving_input(self, ways: list[_Way], size: int, host: Tier, regions: int) -> list[_Way]:
+        """What is worth it of recomputing with the input moved, and of `ways` with the input moved too."""
+        if not self._call.has_tape:
+            return []
+        bare = _Way(option=self._recompute(), held=frozenset(), saved_share=self._saved_share)
+        frugalest = self._with_input_moved(bare, size, host)
+        others = [self._with_input_moved(way, size, host) for way in ways]
+        fitting = [way for way in others if _has_room(host, way.option.moved_bytes, regions)]
+        return [*_worth_having(fitting), frugalest]
+
+    def _with_input_moved(self, way: _Way, size: int, host: Tier) -> _Way:
+        """The input is counted by whoever made it, and is gone from the end of this forward on: so much less is held from there on.
+
+        Its copy out has all of this forward, and the one of the region before this one comes back beside this backward.
+        """
+        option, seconds = way.option, self._seconds
+        less = min(size, option.held_bytes)
+        moved, rerun = option.moved_bytes + size, option.rerun_seconds
+        changed = replace(
+            option,
+            kind=OptionKind.OFFLOAD,
+            label=f"{option.label}, input of {format_bytes(size)} moved",
+            held_bytes=option.held_bytes - less,
+            moved_bytes=moved,
+            forward_seconds=max(seconds.forward + seconds.body, host.write_seconds(moved)),
+            backward_seconds=seconds.backward + max(0.0, host.read_seconds(moved) - seconds.backward - rerun),
+            forward_transient_bytes=option.forward_transient_bytes + less,
+            backward_transient_bytes=option.backward_transient_bytes + less + size,
+        )
+        return way._replace(option=changed, moved_inputs=self._call.linked)
 
     def _offload(self, way: Treatment, host: Tier) -> Option:
         """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
@@ -412,18 +455,25 @@ class _Way(NamedTuple):
     """An option of a stage, and what it asks of the region."""
 
     option: Option
-    held: frozenset[int] | None = None
+    held: frozenset[int]
     moved: frozenset[int] = frozenset()
+    moved_inputs: frozenset[int] = frozenset()
     saved_share: float | None = None
 
 
-def _worth_having(ways: list[_Way]) -> list[_Way]:
-    """Without those that another one is as good as in every respect."""
+def _undominated(ways: list[_Way]) -> list[_Way]:
+    """Those that no other is as good as in every respect."""
     kept: list[_Way] = []
     for way in sorted(ways, key=lambda way: (way.option.held_bytes, _taken(way.option))):
         if not any(_is_as_good(other.option, way.option) for other in kept):
             kept.append(way)
     return kept
+
+
+def _worth_having(ways: list[_Way]) -> list[_Way]:
+    """The same, and of very many some."""
+    kept = _undominated(ways)
+    return kept[:: -(-len(kept) // MOST_OFFLOADS)] if kept else []
 
 
 def _taken(option: Option) -> float:

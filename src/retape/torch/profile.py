@@ -115,7 +115,7 @@ class RegionCall:
     """One execution of a region in the profiled step; `kind` groups those that are alike.
 
     `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
-    `linked_bytes` is what those inputs weigh.
+    `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call.
     """
 
     stage: int
@@ -127,6 +127,7 @@ class RegionCall:
     maker: int | None
     linked_bytes: int
     has_tape: bool
+    linked: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -236,6 +237,7 @@ class ProfileSession:
                 maker=known.pop() if len(known) == 1 else None,
                 linked_bytes=storage_bytes(linked, self._device),
                 has_tape=region.slot_count > 0,
+                linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
             )
         )
 

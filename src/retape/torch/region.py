@@ -33,6 +33,7 @@ from retape.torch import _compat, links, offload, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number, name_of
+from retape.torch.moved_inputs import MovedInputs
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, CompiledCall, capture_call
 from retape.torch.runs import THREAD, Run, Stop, recomputing
@@ -122,8 +123,12 @@ class Region:
 
     def _hold_inputs(self) -> links.Held:
         tensors, inputs = self._call.tensors, self.policy.inputs
+        if self.policy.moves:
+            self._cargo = offload.Cargo()
         if _compat.top_hooks(True) is not None:
             return links.SavedInNode(tensors)  # Rule 7
+        if self.policy.moved_inputs and inputs is Inputs.HOLD:
+            return MovedInputs(tensors, self.policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
         if inputs is Inputs.HOLD:
             return links.HeldHere([t if t.grad_fn is None else t.detach() for t in tensors])
         return links.held_or_linked(tensors, inputs, checksum if self.check is Check.VALUES else None)
@@ -155,7 +160,7 @@ class Region:
         else:
             self._watch.settle(tensors, self)
         self._running = False
-        if self.policy.moved:
+        if self.policy.moves:
             self._cargo.close()
         if self._contexts is not None:  # not repeatable
             links.forget_outputs(outputs)
@@ -173,8 +178,7 @@ class Region:
         )
 
     def _hooks(self) -> tuple[Any, Any]:
-        if self.policy.moved:
-            self._cargo = offload.Cargo()
+        if self.policy.moves:
             return partial(offload.pack, self, self._cargo), _unpack_moved
         return self._pack, unpack
 
@@ -451,7 +455,7 @@ def run_region(
         )
     if not call.only_parameters and call.is_lazy:
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
-    if THREAD.manager is not None and contexts is None and not policy.moved and not recomputing():
+    if THREAD.manager is not None and contexts is None and not policy.moves and not recomputing():
         how = {"policy": policy, "check": check, "early_stop": early_stop, "done": done}
         return THREAD.manager.run(call, function, arguments, keywords, **how)
     region = Region(
