@@ -97,6 +97,7 @@ class Fitter:
         self._may_refine = regions is None
         self._limit: int | None = None
         self._compiled = compiled
+        self._forms: list[Profiled] | None = None
         self._first_regions = find_regions(self.root, regions)
         refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
@@ -168,12 +169,16 @@ class Fitter:
 
     def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> list[Profiled]:
         """The same step in the other compiled forms; those that save what one before them saves are left out."""
-        found = [whole]
-        for share in SAVED_SHARES if self._compiled else ():
-            profiled = self.profiled(laboratory, share)
-            if not any(profiled.runs_like(other) for other in found):
-                found.append(profiled)
-        return found[1:]
+        if not self._compiled:
+            return []
+        if self._forms is None:  # how the loss is computed is not theirs: they are profiled once
+            found = [whole]
+            for share in SAVED_SHARES:
+                profiled = self.profiled(laboratory, share)
+                if not any(profiled.runs_like(other) for other in found):
+                    found.append(profiled)
+            self._forms = found[1:]
+        return self._forms
 
     def _marked(self, laboratory: Laboratory, session: ProfileSession, instrument: Scale | Stopwatch) -> None:
         laboratory.rewind()
