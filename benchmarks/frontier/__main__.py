@@ -43,7 +43,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--own-compile", action="store_true", help="retape.fit(compile=True) as well")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="make no more fits than leave time for turns")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="peers whose name has one of these words")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="peers whose name begins so")
     parser.add_argument("--plot", metavar="FILE.json", help="draw a record, and measure nothing")
     parser.add_argument("--out", metavar="FILE")
     options = parser.parse_args(words)

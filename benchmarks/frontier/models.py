@@ -82,12 +82,12 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
         TINY: {"layers": 3, "hidden": 32, "mlp": 64, "experts": 4, "vocabulary": 64, "rows": 2, "tokens": 16},
     },
     "resnet": {
-        "cpu": {"width": 32, "depth": 3, "classes": 100, "rows": 4, "image": 64},
+        "cpu": {"width": 32, "depth": 3, "classes": 100, "rows": 4, "image": 96},
         "cuda": {"width": 64, "depth": 4, "classes": 1000, "rows": 128, "image": 224},
         TINY: {"width": 8, "depth": 2, "classes": 4, "rows": 2, "image": 16},
     },
     "unet": {
-        "cpu": {"width": 16, "levels": 3, "rows": 2, "image": 96},
+        "cpu": {"width": 16, "levels": 3, "rows": 2, "image": 160},
         "cuda": {"width": 64, "levels": 4, "rows": 16, "image": 256},
         TINY: {"width": 4, "levels": 2, "rows": 2, "image": 16},
     },
@@ -249,21 +249,17 @@ class UNet(nn.Module):
     def __init__(self, width: int, levels: int) -> None:
         super().__init__()
         widths = [width << level for level in range(levels + 1)]
-        self.down = nn.ModuleList(
-            DoubleConvolution(a, b) for a, b in zip([3, *widths[:-2]], widths[:-1], strict=True)
-        )
-        self.middle = DoubleConvolution(widths[-2], widths[-1])
+        self.down = nn.ModuleList(DoubleConvolution(a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True))
         self.up = nn.ModuleList(
             DoubleConvolution(widths[level + 1] + widths[level], widths[level]) for level in reversed(range(levels))
         )
         self.out = nn.Conv2d(width, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for block in self.down:
-            skips.append(block(x))
-            x = F.max_pool2d(skips[-1], 2)
-        x = self.middle(x)
+        skips = [self.down[0](x)]
+        for block in self.down[1:]:
+            skips.append(block(F.max_pool2d(skips[-1], 2)))
+        x = skips.pop()
         for block in self.up:
             x = block(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], 1))
         return self.out(x)

@@ -49,7 +49,7 @@ class Run:
     def measure_peers(self, *, compiled: bool, only: Sequence[str] = ()) -> None:
         """Gradients and peak of every peer."""
         for peer in peers(self.case, compiled=compiled):
-            if peer.name == "plain" or not only or any(word in peer.name for word in only):
+            if peer.name == "plain" or not only or peer.name.startswith(tuple(only)):
                 self.add(peer)
 
     def add(self, found: Way | Skipped) -> bool:

@@ -48,10 +48,10 @@ _COLOURS = {
 _WITH_PLAIN = (Family.EAGER, Family.RETAPE_EXACT, Family.RETAPE_ALL)
 _STYLE = """<style>
 .c5 { stroke: #0891b2; } .plain { stroke: #5b6770; } .theirs { stroke-dasharray: 5 4; stroke-width: 1.5; }
-.small { font-size: 11px; } .own { stroke-width: 5; } .wrong { stroke-width: 2; }
-@media (prefers-color-scheme: dark) { .c5 { stroke: #22d3ee; } .plain { stroke: #9aa7b1; } }
+.small { font-size: 11px; paint-order: stroke; stroke: #ffffff; stroke-width: 3px; } .own { stroke-width: 5; } .wrong { stroke-width: 2; }
+@media (prefers-color-scheme: dark) { .c5 { stroke: #22d3ee; } .plain { stroke: #9aa7b1; } .small { stroke: #15181c; } }
 </style>"""
-FAR = 2.0  # of plain's seconds: what is slower stands at the upper edge, with its number
+FAR, FARTHEST = 2.0, 4.0  # of plain's seconds: what is slower stands at the upper edge, with its number
 _ROOM = 0.06
 _CHARACTER, _LINE = 5.9, 13.0  # of a small label
 _SHORT = (
@@ -139,7 +139,9 @@ class _Chart:
 
     def __init__(self, ways: Sequence[Measured], plain: Measured) -> None:
         self.ways, self.plain = ways, plain
-        near = [way.seconds for way in ways if way.seconds <= FAR * plain.seconds]
+        own = max((way.seconds for way in ways if way.family.is_own), default=0.0)
+        edge = min(FARTHEST * plain.seconds, max(FAR * plain.seconds, own))
+        near = [way.seconds for way in ways if way.seconds <= edge]
         sizes = [way.peak_bytes for way in ways]
         room, rise = (_ROOM * (max(sizes) - min(sizes))) or 1.0, (max(near) - min(near)) or plain.seconds or 1.0
         across = Axis(low=max(0.0, min(sizes) - room), high=max(sizes) + room, write=byte_tick, binary=True)
