@@ -42,7 +42,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         help="torch.compile with memory budgets; it is on for a GPU, and takes minutes on a CPU",
     )
     parser.add_argument("--own-compile", action="store_true", help="retape.fit(compile=True) as well")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="make no more fits than leave time for turns")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="make no more fits than leave time for turns"
+    )
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="peers whose name begins so")
     parser.add_argument("--plot", metavar="FILE.json", help="draw a record, and measure nothing")
     parser.add_argument("--out", metavar="FILE")
@@ -62,7 +64,9 @@ def plot(source: str, out: str | None) -> Path:
 
 def measured(case: Case, options: argparse.Namespace) -> dict:
     """All rows of one case."""
-    run = Run(case, started=time.perf_counter(), limit_seconds=options.seconds, tell=lambda line: print(line, flush=True))
+    run = Run(
+        case, started=time.perf_counter(), limit_seconds=options.seconds, tell=lambda line: print(line, flush=True)
+    )
     compiled = case.device.type == "cuda" if options.compile is None else options.compile
     run.measure_peers(compiled=compiled, only=options.only)
     run.measure_own(options.shares, compiled=options.own_compile)

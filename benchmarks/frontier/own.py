@@ -101,11 +101,14 @@ def _about(wish: Wish, found: retape.Fit) -> dict[str, Any]:
     record = found.record
     kinds: dict[str, int] = {}
     for choice in record.assignment.choices:
-        kind = choice.option.value + (", input dropped" if choice.drop_input else "") + (", moved" if choice.moved else "")
+        kind = (
+            choice.option.value + (", input dropped" if choice.drop_input else "") + (", moved" if choice.moved else "")
+        )
         kinds[kind] = kinds.get(kind, 0) + 1
     return {
         "at_the_peak_of": wish.peer,
         "budget_bytes": record.budget_bytes,
+        "budget_activation_bytes": wish.activation_bytes,
         "promised_peak_bytes": record.plan.promised_peak_bytes,
         "promised_slowdown": record.promised_slowdown,
         "plan": record.plan.quality,

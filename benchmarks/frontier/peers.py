@@ -77,9 +77,7 @@ def _checkpoints(case: Case) -> Iterator[Way | Skipped]:
     if case.row is None:
         yield Skipped(name=name, why="the blocks are no chain")
         return
-    yield Way(
-        name=name, family=Family.EAGER, forward=plain_way(case).forward, on=lambda: _segments(case), about={}
-    )
+    yield Way(name=name, family=Family.EAGER, forward=plain_way(case).forward, on=lambda: _segments(case), about={})
 
 
 class Segment(nn.Module):
@@ -175,7 +173,9 @@ def _remat(case: Case) -> Iterator[Way | Skipped]:
     import torch_remat
 
     yield _with_blocks(case, name, case.blocks, torch_remat.checkpoint(region_name="block"))
-    attention = [part for block in case.blocks for key, part in block.named_children() if "attn" in key or "attention" in key]
+    attention = [
+        part for block in case.blocks for key, part in block.named_children() if "attn" in key or "attention" in key
+    ]
     if not attention:
         return
 
@@ -205,9 +205,8 @@ def _remat(case: Case) -> Iterator[Way | Skipped]:
 
 def _fused_losses(case: Case) -> Iterator[Way | Skipped]:
     """The loss of a causal language model without whole logits, alone and with every block behind a checkpoint."""
-    for name, loss, why in (_torch_loss(), _liger_loss(case)):
-        if not case.causal:
-            why = "the model has no head and loss of a causal language model"
+    for name, loss, missing in (_torch_loss(), _liger_loss(case)):
+        why = missing if case.causal else "the model has no head and loss of a causal language model"
         if why:
             yield Skipped(name=name, why=why)
             continue

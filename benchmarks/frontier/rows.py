@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from benchmarks.frontier.measuring import Laboratory, Measured, in_turns, summary
+from benchmarks.frontier.measuring import Laboratory, Measured, Step, in_turns, summary
 from benchmarks.frontier.models import Case
 from benchmarks.frontier.own import BelowFloor, Wish, fitted
 from benchmarks.frontier.peers import peers
@@ -42,7 +43,8 @@ class Run:
         self._measured: dict[str, Measured] = {}
         self._skipped: dict[str, str] = {}
         self._rows_at: dict[str, str] = {}  # of a peer: the row that was fitted to its peak
-        self._taken: dict[str, list[float]] = {}
+        self._floors: dict[Family, int] = {}
+        self._taken: dict[str, list[Step]] = {}
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
@@ -67,8 +69,8 @@ class Run:
         self._ways.append(found)
         self._measured[found.name] = measured
         self._tell(
-            f"{found.name}: {format_bytes(measured.activation_bytes)} above {format_bytes(self.laboratory.fixed_bytes)}, "
-            f"about {format_seconds(measured.seconds)}, gradients {measured.check.verdict.value}"
+            f"{found.name}: {format_bytes(measured.step.peak_bytes)} above {format_bytes(self.laboratory.fixed_bytes)}, "
+            f"about {format_seconds(measured.step.seconds)}, gradients {measured.check.verdict.value}"
         )
         return True
 
@@ -82,53 +84,61 @@ class Run:
         if can_fuse_loss(self.case.model):
             families.append(Family.RETAPE_ALL)
         else:
-            self._skipped[Family.RETAPE_ALL.value] = "nothing but EXACT for this model: there is no head and loss to fuse"
+            self._skipped[Family.RETAPE_ALL.value] = (
+                "nothing but EXACT for this model: there is no head and loss to fuse"
+            )
         if compiled:
             families.append(Family.RETAPE_COMPILED)
-        for family in families:
-            for wish in self._at_peaks(family):
-                self._fit(wish)
-        for family in families:
-            self._fit_shares(family, sorted(shares, reverse=True))
+        # In turns, so that where time runs out every family has some of its rows.
+        queues = [self._wishes(family, sorted(shares, reverse=True)) for family in families]
+        for wishes in zip_longest(*queues):
+            for wish in wishes:
+                if wish is not None:
+                    self._fit(wish)
 
-    def _fit(self, wish: Wish) -> Way | Skipped:
+    def _wishes(self, family: Family, shares: Sequence[float]) -> Iterator[Wish]:
+        yield from self._at_peaks(family)
+        yield from self._at_shares(family, shares)
+
+    def _fit(self, wish: Wish) -> None:
         """One row of retape's, where there is time for it."""
         if time.perf_counter() + self._turns_seconds() > self._until:
             found: Way | Skipped = Skipped(name=wish.name, why="no time left")
         else:
             found = fitted(self.case, wish, self.laboratory.fixed_bytes)
+        if isinstance(found, BelowFloor):
+            self._floors[wish.family] = found.floor_bytes
         if self.add(found) and wish.peer:
             self._rows_at[wish.peer] = wish.name
-        return found
 
     def _turns_seconds(self) -> float:
-        return LEAST_TURNS * sum(measured.seconds for measured in self._measured.values())
-
-    def _fit_shares(self, family: Family, shares: Sequence[float]) -> None:
-        """Shares of plain's activations, down to the floor: the first that is too small says where that is."""
-        whole = self._measured["plain"].activation_bytes
-        there = [way.about["budget_bytes"] - self.laboratory.fixed_bytes for way in self._ways if way.family is family]
-        for share in (*shares, 0.0):
-            size = max(1, int(share * whole))
-            if any(abs(size - other) <= CLOSE * size for other in there):
-                continue
-            found = self._fit(Wish(name=f"{family.value} at {share:g} of plain", family=family, activation_bytes=size))
-            if isinstance(found, BelowFloor):
-                floor = found.floor_bytes
-                self._fit(Wish(name=f"{family.value} at its floor", family=family, activation_bytes=floor))
-                return
+        return LEAST_TURNS * sum(measured.step.seconds for measured in self._measured.values())
 
     def _at_peaks(self, family: Family) -> Iterator[Wish]:
         done: dict[int, str] = {}
         rivals = [way.name for way in self._ways if way.family in RIVALS[family]]
-        for peer in sorted(rivals, key=lambda name: self._measured[name].activation_bytes):
-            size = self._measured[peer].activation_bytes
+        for peer in sorted(rivals, key=lambda name: self._measured[name].step.peak_bytes):
+            size = self._measured[peer].step.peak_bytes
             alike = next((name for other, name in done.items() if size * (1 - ALIKE) <= other <= size), None)
             if alike is not None:
                 self._rows_at[peer] = alike
                 continue
             done[size] = f"{family.value} at the peak of {peer}"
             yield Wish(name=done[size], family=family, activation_bytes=size, peer=peer)
+
+    def _at_shares(self, family: Family, shares: Sequence[float]) -> Iterator[Wish]:
+        """Shares of plain's activations, down to the floor: the first that is too small says where that is."""
+        whole = self._measured["plain"].step.peak_bytes
+        there = [way.about["budget_activation_bytes"] for way in self._ways if way.family is family]
+        for share in (*shares, 0.0):
+            size = max(1, int(share * whole))
+            if any(abs(size - other) <= CLOSE * size for other in there):
+                continue
+            yield Wish(name=f"{family.value} at {share:g} of plain", family=family, activation_bytes=size)
+            if family in self._floors:
+                name = f"{family.value} at its floor"
+                yield Wish(name=name, family=family, activation_bytes=self._floors[family])
+                return
 
     def take_turns(self, rounds: int) -> None:
         """Time everything that was measured, in turns."""
@@ -149,10 +159,11 @@ class Run:
 
     def _row(self, way: Way) -> dict[str, Any]:
         measured = self._measured[way.name]
+        peak = max(step.peak_bytes for step in (measured.step, *self._taken[way.name]))
         return {
             "family": way.family.value,
-            "peak_bytes": self.laboratory.fixed_bytes + measured.activation_bytes,
-            "activation_bytes": measured.activation_bytes,
+            "peak_bytes": self.laboratory.fixed_bytes + peak,
+            "activation_bytes": peak,
             **summary(self._taken[way.name]),
             "gradients": measured.check.as_dict(),
             **way.about,

@@ -218,7 +218,12 @@ class _Box:
         places += [(left, y + 4 + down) for down in (-14, 15, -27, 28) for left in (x + 2, x - wide - 2, x - wide / 2)]
         for left, bottom in places:
             box = cls(left=left, right=left + wide, top=bottom - _LINE + 3, bottom=bottom + 3)
-            inside = LEFT <= box.left and box.right <= WIDTH - RIGHT / 3 and TOP - 14 <= box.top and box.bottom <= HEIGHT - 80
+            inside = (
+                LEFT <= box.left
+                and box.right <= WIDTH - RIGHT / 3
+                and TOP - 14 <= box.top
+                and box.bottom <= HEIGHT - 80
+            )
             if inside and not any(box._meets(other) for other in taken):
                 return box
         return None
