@@ -24,7 +24,7 @@ from retape.torch.meter import weighing
 from retape.torch.resident import fixed_bytes
 
 # Of ||gradients - plain's|| / ||plain's||, for kernels that round elsewhere: a few units in the last place of each dtype.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 SLOW = 4.0  # of the fastest way
 
 

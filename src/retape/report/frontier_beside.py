@@ -16,7 +16,7 @@ from retape.core.errors import InvalidInput
 from retape.core.units import format_bytes, format_seconds
 from retape.report.page_parts import byte_tick
 from retape.report.peers import peers_of, read_benchmark
-from retape.report.svg_plot import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Plane, document, legend
+from retape.report.svg_plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Plane, document, legend
 
 
 class Family(Enum):
@@ -218,12 +218,8 @@ class _Box:
         places += [(left, y + 4 + down) for down in (-14, 15, -27, 28) for left in (x + 2, x - wide - 2, x - wide / 2)]
         for left, bottom in places:
             box = cls(left=left, right=left + wide, top=bottom - _LINE + 3, bottom=bottom + 3)
-            inside = (
-                LEFT <= box.left
-                and box.right <= WIDTH - RIGHT / 3
-                and TOP - 14 <= box.top
-                and box.bottom <= HEIGHT - 80
-            )
+            within = box.left >= LEFT and box.right <= WIDTH - RIGHT / 3
+            inside = within and box.top >= TOP - 14 and box.bottom <= HEIGHT - BOTTOM
             if inside and not any(box._meets(other) for other in taken):
                 return box
         return None
