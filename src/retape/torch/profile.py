@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retape.torch import links
 from retape.torch.attach import original_class
 from retape.torch.caches import without_cache
+from retape.torch.compiled import in_form
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.reads import capture_call
@@ -114,7 +115,7 @@ class RegionCall:
     """One execution of a region in the profiled step; `kind` groups those that are alike.
 
     `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
-    `linked_bytes` is what those inputs weigh.
+    `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call.
     """
 
     stage: int
@@ -126,6 +127,7 @@ class RegionCall:
     maker: int | None
     linked_bytes: int
     has_tape: bool
+    linked: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -139,9 +141,16 @@ class Profile:
 class ProfileSession:
     """Answers the calls of attached modules while a step is profiled."""
 
-    def __init__(self, names: dict[int, str], device: torch.device, inputs: Inputs = Inputs.HOLD) -> None:
+    def __init__(
+        self,
+        names: dict[int, str],
+        device: torch.device,
+        inputs: Inputs = Inputs.HOLD,
+        saved_share: float | None = None,
+    ) -> None:
         self._names = names
         self._device = device
+        self._saved_share = saved_share
         self._policy = Policy(inputs=inputs)
         self.profile = Profile()
         self.instrument: Instrument | None = None
@@ -174,6 +183,7 @@ class ProfileSession:
         if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = without_cache(module, args, keywords)
+        plain_call = in_form(module, plain_call, self._saved_share)
         refuse_transforms(plain_call)
         captured = capture_call(plain_call, args, keywords)
         if captured.is_lazy:
@@ -227,6 +237,7 @@ class ProfileSession:
                 maker=known.pop() if len(known) == 1 else None,
                 linked_bytes=storage_bytes(linked, self._device),
                 has_tape=region.slot_count > 0,
+                linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
             )
         )
 
