@@ -1,6 +1,7 @@
 """The benchmark of both frontiers: every row is checked, weighed and timed; what is wrong is said; pictures are drawn from records."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.frontier.models import SIZES, TINY, make  # noqa: E402
 from benchmarks.frontier.own import Wish, fitted  # noqa: E402
 from benchmarks.frontier.peers import peers, wrapped  # noqa: E402
 from benchmarks.frontier.rows import Run  # noqa: E402
+from benchmarks.frontier.table import table  # noqa: E402
 from benchmarks.frontier.ways import Skipped, Way, plain_way  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -165,6 +167,19 @@ def test_what_retape_refuses_is_said(monkeypatch):
     assert fitted(case_of("bert"), wish, 0) == Skipped(name="compiled", why="refused: not with compile=True")
 
 
+def test_a_fit_that_breaks_has_a_row_that_says_so(monkeypatch):
+    def broken(*args, **keywords):
+        raise ZeroDivisionError("of nothing\nand more")
+
+    found = Run(case_of("bert"), started=0.0, limit_seconds=float("inf"))
+    found.measure_peers(compiled=False, only=["checkpoint every block"])
+    monkeypatch.setattr(retape, "fit", broken)
+    found.measure_own([], compiled=False)
+    found.take_turns(1)
+    row = found.results()["retape.fit at the peak of checkpoint every block"]
+    assert row == {"skipped": "failed: ZeroDivisionError: of nothing"}
+
+
 # --- gradients ----------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +265,26 @@ def test_the_command_draws_a_record(picture, tmp_path, monkeypatch, capsys):
 def test_pictures_are_what_the_code_draws(path):
     record = ROOT / "benchmarks" / "results" / f"{path.stem}.json"
     assert path.read_text(encoding="utf-8") == render_beside_svg(record)
+
+
+def test_the_command_prints_a_table(picture, results, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["frontier", "--table", str(picture)])
+    command.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| inside the peak of | MiB | its time | retape's | record |"
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    assert {row[0] for row in rows} == {name for name, row in results.items() if "beside" in row}
+    assert [row[2] for row in rows if row[0] == "wrong"] == [f"{results['wrong']['slowdown']:.2f}"]
+    assert [float(row[1]) for row in rows] == sorted((float(row[1]) for row in rows), reverse=True)
+
+
+def test_the_table_of_the_readme_is_that_of_its_record():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\| inside the peak of .*?(?=\n\n)", text, re.S)
+    assert len(shown) <= 1
+    for found in shown:
+        link = re.search(r"\]\((benchmarks/results/\S+)\)", found)[1]
+        assert found == table(ROOT / link, link)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)

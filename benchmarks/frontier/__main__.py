@@ -3,6 +3,7 @@
     python -m benchmarks.frontier --model llama-1b --device cuda [--seconds 220] [--out FILE]
     python -m benchmarks.frontier --model gpt2 --device cpu [--compile] [--own-compile] [--rounds 5] [--seed 0]
     python -m benchmarks.frontier --plot benchmarks/results/frontier_gpt2_cpu_2026-11-15.json [--out FILE.svg]
+    python -m benchmarks.frontier --table benchmarks/results/frontier_gpt2_cpu_2026-11-15.json
 
 Forward and backward of one model, random weights, made-up data. `peak_bytes` counts all: weights, gradients, batch and what the
 step allocates. Peers are measured first; `retape.fit` then gets the peak of each as its budget, and shares of plain's
@@ -21,6 +22,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministi
 import torch
 from benchmarks.frontier.models import ALIASES, SIZES, Case, make
 from benchmarks.frontier.rows import Run
+from benchmarks.frontier.table import table
 from benchmarks.records import record
 
 from retape.report.frontier_beside import render_beside_svg
@@ -47,10 +49,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="peers whose name begins so")
     parser.add_argument("--plot", metavar="FILE.json", help="draw a record, and measure nothing")
+    parser.add_argument("--table", metavar="FILE.json", help="print a record as a document's table")
     parser.add_argument("--out", metavar="FILE")
     options = parser.parse_args(words)
-    if options.plot is None and options.model is None:
-        parser.error("give --model, or --plot with a record")
+    if options.model is None and options.plot is None and options.table is None:
+        parser.error("give --model, or a record with --plot or --table")
     return options
 
 
@@ -78,6 +81,9 @@ def main() -> None:
     options = parse()
     if options.plot is not None:
         print(plot(options.plot, options.out))
+        return
+    if options.table is not None:
+        print(table(options.table, options.table))
         return
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":

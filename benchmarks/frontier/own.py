@@ -34,7 +34,7 @@ class Wish:
 
     @property
     def options(self) -> str:
-        return "all" if self.family is Family.RETAPE_ALL else "exact"
+        return "exact" if self.family is Family.RETAPE_EXACT else "all"
 
     @property
     def compiled(self) -> bool:

@@ -18,7 +18,7 @@ from retape.core.units import format_bytes, format_seconds
 from retape.report.frontier_beside import Family
 from retape.torch.fused_loss import can_fuse_loss
 
-ALIKE = 0.005  # of a budget: two that differ by less are one fit
+ALIKE = 0.03  # of a peak: for a peer that is above another by no more, the fit inside the other's peak stands as well
 CLOSE = 0.04  # of a budget: a share this near to a peer's peak is not fitted for itself
 LEAST_TURNS = 4  # one to warm up, three to count
 
@@ -61,11 +61,12 @@ class Run:
                 measured = self.laboratory.measure(found)
             except Exception as error:  # somebody else's code: its row says what happened, the others go on
                 self._forget()
-                found = Skipped(name=found.name, why=f"failed: {type(error).__name__}: {str(error).splitlines()[:1]}")
+                found = failed(found.name, error)
         if isinstance(found, Skipped):
             self._skipped[found.name] = found.why
             self._tell(f"{found.name}: {found.why}")
             return False
+        self._skipped.pop(found.name, None)
         self._ways.append(found)
         self._measured[found.name] = measured
         self._tell(
@@ -105,11 +106,18 @@ class Run:
         if time.perf_counter() + self._turns_seconds() > self._until:
             found: Way | Skipped = Skipped(name=wish.name, why="no time left")
         else:
-            found = fitted(self.case, wish, self.laboratory.fixed_bytes)
+            found = self._fitted(wish)
         if isinstance(found, BelowFloor):
             self._floors[wish.family] = found.floor_bytes
         if self.add(found) and wish.peer:
             self._rows_at[wish.peer] = wish.name
+
+    def _fitted(self, wish: Wish) -> Way | Skipped:
+        try:
+            return fitted(self.case, wish, self.laboratory.fixed_bytes)
+        except Exception as error:  # a defect, which the row shows; the others go on
+            self._forget()
+            return failed(wish.name, error)
 
     def _turns_seconds(self) -> float:
         return LEAST_TURNS * sum(measured.step.seconds for measured in self._measured.values())
@@ -136,8 +144,15 @@ class Run:
                 continue
             yield Wish(name=f"{family.value} at {share:g} of plain", family=family, activation_bytes=size)
             if family in self._floors:
-                name = f"{family.value} at its floor"
-                yield Wish(name=name, family=family, activation_bytes=self._floors[family])
+                yield from self._at_floor(family)
+                return
+
+    def _at_floor(self, family: Family) -> Iterator[Wish]:
+        """Inside the floor that was named; a fit that misses it by what it measured names another."""
+        for _ in range(2):
+            floor = self._floors[family]
+            yield Wish(name=f"{family.value} at its floor", family=family, activation_bytes=floor)
+            if self._floors[family] <= floor:
                 return
 
     def take_turns(self, rounds: int) -> None:
@@ -168,3 +183,8 @@ class Run:
             "gradients": measured.check.as_dict(),
             **way.about,
         }
+
+
+def failed(name: str, error: Exception) -> Skipped:
+    lines = str(error).strip().splitlines() or [""]
+    return Skipped(name=name, why=f"failed: {type(error).__name__}: {lines[0]}")

@@ -28,7 +28,7 @@ class Family(Enum):
     COMPILED = "torch.compile"
     RETAPE_EXACT = "retape.fit"
     RETAPE_ALL = "retape.fit, options=ALL"
-    RETAPE_COMPILED = "retape.fit, compile=True"
+    RETAPE_COMPILED = "retape.fit, compile=True and ALL"
 
     @property
     def is_own(self) -> bool:
