@@ -215,6 +215,12 @@ def test_blocks_compiled_with_cuda_graphs_are_refused():
         fitted(model, batch, 0.6)
 
 
+def test_a_model_compiled_as_a_whole_is_refused_with_the_remedy():
+    model, batch = made()
+    with pytest.raises(retape.errors.UnsupportedTransform, match="itself with compile=True"):
+        fitted(torch.compile(model), batch, 0.6)
+
+
 @pytest.mark.parametrize("compile", [False, True])
 def test_blocks_that_the_user_compiled_are_taken_as_they_are(compile, fresh_forms):
     model, batch = made()

@@ -27,7 +27,7 @@ from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.attach import attach, detach
 from retape.torch.budgets import resolved
-from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays
+from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays, refuse_whole
 from retape.torch.discover import Wanted, find_regions, refined
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
@@ -99,6 +99,7 @@ class Fitter:
         self._compiled = compiled
         self._forms: list[Profiled] | None = None
         self._first_regions = find_regions(self.root, regions)
+        refuse_whole(self.root)
         refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
         self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
