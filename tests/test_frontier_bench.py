@@ -224,6 +224,15 @@ def test_every_model_has_peers_with_its_gradients(name):
     assert skipped.get("checkpoint sqrt(n) segments") == ("the blocks are no chain" if name == "unet" else None)
 
 
+def test_a_peer_that_is_not_installed_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_remat", None)
+    skipped = {way.name: way.why for way in peers(case_of("bert"), compiled=False) if isinstance(way, Skipped)}
+    assert skipped["torch_remat every block"].startswith(
+        ("torch_remat is not installed", "torch_remat does not import")
+    )
+    assert skipped["compile, memory budget 0.5"] == "--no-compile"
+
+
 # --- pictures -----------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -35,6 +35,16 @@ def peers(case: Case, *, compiled: bool) -> Iterator[Way | Skipped]:
     for budget in BUDGETS:
         name = f"compile, memory budget {budget:g}"
         yield compiled_blocks(case, name, budget) if compiled else Skipped(name=name, why="--no-compile")
+
+
+def _imported(name: str) -> tuple[Any, str]:
+    """A module, or why it is not there."""
+    try:
+        return import_module(name), ""
+    except Exception as error:  # somebody else's code, at import: the others go on
+        package = name.partition(".")[0]
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        return None, f"{package} is not installed" if missing else f"{name} does not import: {error}"
 
 
 # --- wrapping blocks ----------------------------------------------------------------------------------------------
@@ -167,11 +177,10 @@ def _selective(case: Case) -> Iterator[Way]:
 
 def _remat(case: Case) -> Iterator[Way | Skipped]:
     name = "torch_remat every block"
-    if find_spec("torch_remat") is None:
-        yield Skipped(name=name, why="torch_remat is not installed")
+    torch_remat, missing = _imported("torch_remat")
+    if missing:
+        yield Skipped(name=name, why=missing)
         return
-    import torch_remat
-
     yield _with_blocks(case, name, case.blocks, torch_remat.checkpoint(region_name="block"))
     attention = [
         part for block in case.blocks for key, part in block.named_children() if "attn" in key or "attention" in key
@@ -238,13 +247,10 @@ def _torch_loss() -> tuple[str, Any, str]:
 
 def _liger_loss(case: Case) -> tuple[str, Any, str]:
     name = "Liger's fused loss"
-    if find_spec("liger_kernel") is None:
-        return name, None, "liger_kernel is not installed"
     if case.device.type != "cuda":
         return name, None, "its kernels need a GPU"
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return name, liger_fused_linear_cross_entropy, ""
+    functional, missing = _imported("liger_kernel.transformers.functional")
+    return name, functional and functional.liger_fused_linear_cross_entropy, missing
 
 
 # --- to the host --------------------------------------------------------------------------------------------------
@@ -258,14 +264,15 @@ def _offloading(case: Case) -> Iterator[Way | Skipped]:
     else:
         yield Skipped(name="save_on_cpu", why="the model is on the host")
     name = "torchtune's offloading"
-    if find_spec("torchtune") is None:
-        yield Skipped(name=name, why="torchtune is not installed")
-    elif not on_gpu:
-        yield Skipped(name=name, why="the model is on the host")
-    else:
-        from torchtune.training import OffloadActivations
-
-        yield Way(name=name, family=Family.EAGER, forward=lambda: _under(OffloadActivations(use_streams=True), step))
+    torchtune, missing = _imported("torchtune.training")
+    if missing or not on_gpu:
+        yield Skipped(name=name, why=missing or "the model is on the host")
+        return
+    yield Way(
+        name=name,
+        family=Family.EAGER,
+        forward=lambda: _under(torchtune.OffloadActivations(use_streams=True), step),
+    )
 
 
 def _save_on_cpu() -> AbstractContextManager[Any]:
