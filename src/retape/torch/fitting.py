@@ -27,7 +27,7 @@ from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.attach import attach, detach
 from retape.torch.budgets import resolved
-from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays
+from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays, refuse_whole
 from retape.torch.discover import Wanted, find_regions, refined
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
@@ -97,7 +97,9 @@ class Fitter:
         self._may_refine = regions is None
         self._limit: int | None = None
         self._compiled = compiled
+        self._forms: list[Profiled] | None = None
         self._first_regions = find_regions(self.root, regions)
+        refuse_whole(self.root)
         refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
         self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
@@ -168,12 +170,16 @@ class Fitter:
 
     def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> list[Profiled]:
         """The same step in the other compiled forms; those that save what one before them saves are left out."""
-        found = [whole]
-        for share in SAVED_SHARES if self._compiled else ():
-            profiled = self.profiled(laboratory, share)
-            if not any(profiled.runs_like(other) for other in found):
-                found.append(profiled)
-        return found[1:]
+        if not self._compiled:
+            return []
+        if self._forms is None:  # how the loss is computed is not theirs: they are profiled once
+            found = [whole]
+            for share in SAVED_SHARES:
+                profiled = self.profiled(laboratory, share)
+                if not any(profiled.runs_like(other) for other in found):
+                    found.append(profiled)
+            self._forms = found[1:]
+        return self._forms
 
     def _marked(self, laboratory: Laboratory, session: ProfileSession, instrument: Scale | Stopwatch) -> None:
         laboratory.rewind()
