@@ -18,6 +18,7 @@ from torch import nn
 
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.errors import BudgetTooSmall, RetapeError
+from retape.core.fit_record import DeviceRecord
 from retape.core.frontier import Frontier, frontier
 from retape.core.option_set import OptionSet
 from retape.core.plan import Plan
@@ -33,14 +34,14 @@ from retape.torch.fingerprint import unwrapped
 from retape.torch.fused_loss import can_fuse_loss, fuse_loss, unfuse_loss
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
-from retape.torch.meter import Scale, synchronize, thinned, weighing
+from retape.torch.meter import synchronize, thinned, weighing
 from retape.torch.modelling import Modelled, model_of
 from retape.torch.overheads import engine_overheads
 from retape.torch.policy import Check, Inputs
-from retape.torch.profile import Phase, Profile, ProfileSession, Stopwatch
+from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, SharedStopwatch, Stopwatch
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import RegionSeconds, StepBytes, read_bytes, read_seconds
-from retape.torch.resident import device_of, fixed_bytes
+from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.signature import elements
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 
@@ -68,6 +69,7 @@ class Fitting:
     executor: Executor | None
     regions: dict[str, nn.Module]
     fused_loss: bool = False
+    devices: tuple[DeviceRecord, ...] = ()
 
 
 class Fitter:
@@ -90,13 +92,17 @@ class Fitter:
             refuse_other_arguments(model, batch)
         self.model, self.batch, self.step = model, batch, step or default_step
         self.options, self.check, self.tell = options, check, tell
-        self.device = device_of(model)
         self.root = unwrapped(model)
         self._may_refine = regions is None
         self._limit: int | None = None
         self._first_regions = find_regions(self.root, regions)
         self._take_regions(self._first_regions)
-        self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
+        self._take_devices(budget, optimizer)
+
+    def _take_devices(self, budget: Budget, optimizer: torch.optim.Optimizer | None) -> None:
+        """Where the model trains, what is there before a step, and what its budget comes to."""
+        self.device = device_of(self.model)
+        self.fixed_bytes = fixed_bytes(self.model, self.batch, optimizer, self.device)
         self.budget = resolved(budget, self.device)
 
     def _take_regions(self, regions: dict[str, nn.Module]) -> None:
@@ -126,7 +132,7 @@ class Fitter:
         """Profile with every region recomputed; where even that is too much, with the inputs dropped as well."""
         for inputs in (Inputs.HOLD, Inputs.LINK):
             try:
-                return self._profiled(laboratory, ProfileSession(self.names, self.device, inputs))
+                return self._profiled(laboratory, self._session(inputs))
             except torch.OutOfMemoryError as error:
                 failure = error
             laboratory.rewind()
@@ -146,21 +152,38 @@ class Fitter:
         with self.attached(session):
             self.tell("tracing the regions")
             session.begin_step(None)
-            laboratory.rewind()
-            self.run_step()
+            self._first_step(laboratory)
             profile = session.profile
             self.tell("weighing a step")
-            with weighing(self.device) as scale:
-                self._marked(laboratory, session, scale)
+            weighed = self._weighed(laboratory, session)
             seconds = []
             for _ in range(TIMED_STEPS):
                 self.tell("timing a step")
-                stopwatch = Stopwatch(self.device)
+                stopwatch = self._stopwatch()
                 self._marked(laboratory, session, stopwatch)
                 seconds.append(read_seconds(stopwatch.read()))
-        return profile, read_bytes(scale.readings), seconds
+        return profile, weighed, seconds
 
-    def _marked(self, laboratory: Laboratory, session: ProfileSession, instrument: Scale | Stopwatch) -> None:
+    def _first_step(self, laboratory: Laboratory) -> None:
+        """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
+        laboratory.rewind()
+        before = allocated_bytes(self.device)
+        self.run_step()
+        laboratory.rewind()
+        self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
+
+    def _session(self, inputs: Inputs) -> ProfileSession:
+        return ProfileSession(self.names, self.device, inputs)
+
+    def _weighed(self, laboratory: Laboratory, session: ProfileSession) -> StepBytes:
+        with weighing(self.device) as scale:
+            self._marked(laboratory, session, scale)
+        return read_bytes(scale.readings)
+
+    def _stopwatch(self) -> Stopwatch | SharedStopwatch:
+        return Stopwatch(self.device)
+
+    def _marked(self, laboratory: Laboratory, session: ProfileSession, instrument: Instrument) -> None:
         laboratory.rewind()
         session.begin_step(instrument)
         instrument.mark("start")
@@ -319,7 +342,7 @@ class Fitter:
         self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: _Rounds
     ) -> Fitting:
         """Run a plan and measure it; one that was run before, and is only promised better now, need not run again."""
-        assignment = assign(_meanings(profile, modelled), plan.actions())
+        assignment = assign(meanings_of(profile, modelled), plan.actions())
         before = rounds.best
         if before is not None and before.assignment == assignment:
             return replace(before, chain=modelled.chain, plan=plan)
@@ -428,7 +451,7 @@ def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
         detach(module)
 
 
-def _meanings(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
+def meanings_of(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
     kinds = {kind: number for number, kind in enumerate(profile.traces)}
     found = []
     for stage, about in zip(modelled.chain.stages, modelled.stages, strict=True):

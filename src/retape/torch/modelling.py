@@ -13,6 +13,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
+import torch
+
 from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
 from retape.core.units import format_bytes
 from retape.torch.profile import Profile, RegionCall
@@ -114,8 +116,13 @@ def model_of(
     fixed_bytes: int,
     overheads: Overheads,
     host: Tier | None = None,
+    device: torch.device | None = None,
 ) -> Modelled:
-    """The chain of a profiled step; `seconds` has one reading of the stopwatch per timed step. Slots may be moved to `host`."""
+    """The chain of a profiled step; `seconds` has one reading of the stopwatch per timed step. Slots may be moved to `host`.
+
+    Of a model on several devices it is the chain of `device`, and `step` what was weighed there: regions that live elsewhere
+    are pinned, with what they leave behind here.
+    """
     calls, readings = profile.calls, _Readings(step, seconds)
     levels = _Levels.of(step, len(calls))
     by_kind = _seconds_of_kinds(calls, seconds)
@@ -131,6 +138,10 @@ def model_of(
         add(_glue(-1, (0, levels.starts[0]), readings, "before the regions"), ModelledStage(region=None))
     for call in calls:
         following = calls[call.stage + 1] if call.stage + 1 < len(calls) else None
+        if device is not None and call.device != device:
+            add(_elsewhere(call, levels, step.of(call.stage), by_kind[call.kind]), ModelledStage(region=call.stage))
+            add(*_glue_after(call, following, levels, readings))
+            continue
         linked = following is not None and _hands_over(call, following, levels)
         measured, taken = step.of(call.stage), by_kind[call.kind]
         if linked:
@@ -146,10 +157,7 @@ def model_of(
             ways += region.moving(moving[key], host)
         add(*region.stage(ways, state_bytes=_state_bytes(stages, modelled, call)))
         if not linked:
-            end = levels.loss if following is None else levels.starts[following.stage]
-            name = "after the regions" if following is None else f"after {call.name}"
-            between, output = (levels.ends[call.stage], end), levels.ends[call.stage] - levels.starts[call.stage]
-            add(_glue(call.stage, between, readings, name, output), ModelledStage(region=None))
+            add(*_glue_after(call, following, levels, readings))
     if not calls:
         add(_glue(-1, (0, levels.loss), readings, "the model"), ModelledStage(region=None))
     slack = LITTLE + int(SLACK_SHARE * sum(stage.tape_bytes for stage in stages))
@@ -173,7 +181,32 @@ def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: Regio
 
 def _hands_over(call: RegionCall, following: RegionCall, levels: _Levels) -> bool:
     glue = levels.starts[following.stage] - levels.ends[call.stage]
-    return following.maker == call.stage and following.root_call == call.root_call and glue <= LITTLE
+    together = following.root_call == call.root_call and following.device == call.device
+    return following.maker == call.stage and together and glue <= LITTLE
+
+
+def _elsewhere(call: RegionCall, levels: _Levels, measured: RegionBytes, seconds: RegionSeconds) -> Stage:
+    """A region of another device: here it is never run again, and only what it leaves behind counts."""
+    begin, end = levels.starts[call.stage], levels.ends[call.stage]
+    return Stage(
+        name=call.name,
+        forward_seconds=seconds.body,
+        backward_seconds=seconds.backward,
+        state_bytes=0,
+        tape_bytes=end - begin,
+        forward_transient_bytes=max(0, measured.forward_peak - end),
+        backward_transient_bytes=max(0, measured.rerun_peak - end, measured.backward_peak - end),
+        pinned=True,
+    )
+
+
+def _glue_after(
+    call: RegionCall, following: RegionCall | None, levels: _Levels, readings: _Readings
+) -> tuple[Stage, ModelledStage]:
+    begin, end = levels.ends[call.stage], levels.loss if following is None else levels.starts[following.stage]
+    name = "after the regions" if following is None else f"after {call.name}"
+    glue = _glue(call.stage, (begin, end), readings, name, begin - levels.starts[call.stage])
+    return glue, ModelledStage(region=None)
 
 
 def _glue(stage: int, levels: tuple[int, int], readings: _Readings, name: str, state_bytes: int = 0) -> Stage:
