@@ -4,6 +4,7 @@ What is really spread is in tests/gpu/test_fit_devices.py.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -110,14 +111,14 @@ def profiled():
         tell=lambda what: None,
     )
     homes = {id(module): home(name, module) for name, module in fitter.regions.items()}
-    fitter._session = lambda inputs: ProfileSession(fitter.names, CPU, Inputs.HOLD, homes=homes)
+    fitter._session = lambda inputs, share: ProfileSession(fitter.names, CPU, Inputs.HOLD, homes=homes)
     with undisturbed(model) as laboratory:
         return fitter.profiled(laboratory)
 
 
 def chain_of(profiled, device, step=None):
-    profile, weighed, seconds = profiled
-    return model_of(profile, step or weighed, seconds, fixed_bytes=1000, overheads=Overheads(), device=device)
+    weighed = replace(profiled, step=step or profiled.step)
+    return model_of(weighed, fixed_bytes=1000, overheads=Overheads(), device=device)
 
 
 def test_regions_of_other_devices_are_pinned(profiled):
@@ -138,7 +139,7 @@ def test_where_nothing_was_weighed_other_regions_weigh_nothing(profiled):
 
 def test_no_segment_reaches_over_a_border(profiled):
     """Also at the floor, where all that can be dropped is."""
-    profile = profiled[0]
+    profile = profiled.profile
     parts = {}
     for device in (CPU, OTHER):
         modelled = chain_of(profiled, device)
@@ -158,10 +159,9 @@ def test_no_segment_reaches_over_a_border(profiled):
 
 
 def test_a_chain_of_one_device_is_as_before(profiled):
-    profile, weighed, seconds = profiled
-    for call in profile.calls:
+    for call in profiled.profile.calls:
         assert call.device == home(call.name, None)
-    plain = model_of(profile, weighed, seconds, fixed_bytes=0, overheads=Overheads())
+    plain = model_of(profiled, fixed_bytes=0, overheads=Overheads())
     assert not any(s.pinned for s, a in zip(plain.chain.stages, plain.stages, strict=True) if a.region is not None)
 
 
@@ -271,6 +271,12 @@ def test_what_the_first_step_leaves_behind_is_fixed(pretended, monkeypatch):
         for a, b in zip(made.record.devices, bare.record.devices, strict=True)
     ]
     assert more == [5000, 7000]
+
+
+def test_compiled_blocks_are_for_one_device(pretended):
+    model, batch = make()
+    with pytest.raises(InvalidInput, match=r"compile=True plans for one device.*several \(cpu, meta\)"):
+        fit(model, batch, budget=0.5, compile=True)
 
 
 def test_too_small_names_the_device(pretended):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
-from retape.core.errors import BudgetTooSmall, RetapeError
+from retape.core.errors import BudgetTooSmall
 from retape.core.fit_record import DeviceRecord
 from retape.core.frontier import Frontier, frontier
 from retape.core.option_set import OptionSet
@@ -26,8 +26,9 @@ from retape.core.problem import Budget, BudgetKind, Chain
 from retape.core.record import Record
 from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
-from retape.torch.attach import attach, detach
+from retape.torch.attach import put_on, take_off
 from retape.torch.budgets import resolved
+from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays
 from retape.torch.discover import Wanted, find_regions, refined
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
@@ -40,7 +41,7 @@ from retape.torch.overheads import engine_overheads
 from retape.torch.policy import Check, Inputs
 from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, SharedStopwatch, Stopwatch
 from retape.torch.ranks import decided_by_first, largest
-from retape.torch.readings import RegionSeconds, StepBytes, read_bytes, read_seconds
+from retape.torch.readings import Profiled, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.signature import elements
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
@@ -87,6 +88,7 @@ class Fitter:
         options: OptionSet,
         check: Check,
         tell: Tell,
+        compiled: bool = False,
     ) -> None:
         if step is None:
             refuse_other_arguments(model, batch)
@@ -95,7 +97,9 @@ class Fitter:
         self.root = unwrapped(model)
         self._may_refine = regions is None
         self._limit: int | None = None
+        self._compiled = compiled
         self._first_regions = find_regions(self.root, regions)
+        refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
         self._take_devices(budget, optimizer)
 
@@ -128,11 +132,13 @@ class Fitter:
 
     # --- profile -------------------------------------------------------------------------------------------------
 
-    def profiled(self, laboratory: Laboratory) -> tuple[Profile, StepBytes, list[dict[int, RegionSeconds]]]:
+    def profiled(self, laboratory: Laboratory, saved_share: float | None = None) -> Profiled:
         """Profile with every region recomputed; where even that is too much, with the inputs dropped as well."""
         for inputs in (Inputs.HOLD, Inputs.LINK):
             try:
-                return self._profiled(laboratory, self._session(inputs))
+                return self._profiled(laboratory, inputs, saved_share)
+            except CannotCompile:
+                return self.profiled(laboratory, saved_share)  # what was refused is eager now
             except torch.OutOfMemoryError as error:
                 failure = error
             laboratory.rewind()
@@ -146,11 +152,10 @@ class Fitter:
             binding="",
         ) from failure
 
-    def _profiled(
-        self, laboratory: Laboratory, session: ProfileSession
-    ) -> tuple[Profile, StepBytes, list[dict[int, RegionSeconds]]]:
+    def _profiled(self, laboratory: Laboratory, inputs: Inputs, saved_share: float | None) -> Profiled:
+        session = self._session(inputs, saved_share)
         with self.attached(session):
-            self.tell("tracing the regions")
+            self.tell("tracing the regions" if saved_share is None else f"compiling, saving {saved_share:.0%}")
             session.begin_step(None)
             self._first_step(laboratory)
             profile = session.profile
@@ -162,7 +167,16 @@ class Fitter:
                 stopwatch = self._stopwatch()
                 self._marked(laboratory, session, stopwatch)
                 seconds.append(read_seconds(stopwatch.read()))
-        return profile, weighed, seconds
+        return Profiled(profile=profile, step=weighed, seconds=seconds, saved_share=saved_share)
+
+    def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> list[Profiled]:
+        """The same step in the other compiled forms; those that save what one before them saves are left out."""
+        found = [whole]
+        for share in SAVED_SHARES if self._compiled else ():
+            profiled = self.profiled(laboratory, share)
+            if not any(profiled.runs_like(other) for other in found):
+                found.append(profiled)
+        return found[1:]
 
     def _first_step(self, laboratory: Laboratory) -> None:
         """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
@@ -172,8 +186,8 @@ class Fitter:
         laboratory.rewind()
         self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
 
-    def _session(self, inputs: Inputs) -> ProfileSession:
-        return ProfileSession(self.names, self.device, inputs)
+    def _session(self, inputs: Inputs, saved_share: float | None) -> ProfileSession:
+        return ProfileSession(self.names, self.device, inputs, saved_share)
 
     def _weighed(self, laboratory: Laboratory, session: ProfileSession) -> StepBytes:
         with weighing(self.device) as scale:
@@ -265,7 +279,7 @@ class Fitter:
 
     def _with_finer_regions(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
         """Smaller regions have a smaller working set, though more inputs to hold: where blocks do not fit, their parts may."""
-        finer = refined(self.regions) if self._may_refine else {}
+        finer = refined(self.regions) if self._may_refine and not self._compiled else {}
         if not finer:
             raise failure
         self.tell("taking the regions apart")
@@ -277,12 +291,13 @@ class Fitter:
 
     def _settled(self, laboratory: Laboratory) -> Fitting:
         """Profile, and solve, run and compare until a plan is confirmed."""
-        profile, step, seconds = self.profiled(laboratory)
+        profiled = self.profiled(laboratory, WHOLE if self._compiled else None)
+        others = self._other_forms(laboratory, profiled)
         self.tell("solving")
-        overheads = engine_overheads(self.device)
-        host = host_tier(self.device)
+        profile, fixed = profiled.profile, self.fixed_bytes
+        overheads, host = engine_overheads(self.device), host_tier(self.device)
         modelled = decided_by_first(
-            lambda: model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads, host=host)
+            lambda: model_of(profiled, fixed_bytes=fixed, overheads=overheads, host=host, others=others)
         )
         rounds = _Rounds(
             limit_bytes=self._limit_bytes(modelled.chain),
@@ -346,7 +361,8 @@ class Fitter:
         before = rounds.best
         if before is not None and before.assignment == assignment:
             return replace(before, chain=modelled.chain, plan=plan)
-        executor = None if assignment.keeps_everything else self._executor(assignment, profile)
+        plain = assignment.keeps_everything and not assignment.is_compiled
+        executor = None if plain else self._executor(assignment, profile)
         self.tell("measuring the plan")
         if executor is None:
             record = self.measured(laboratory)
@@ -431,26 +447,6 @@ def _seconds(plan: Plan) -> float:
     return plan.promised_seconds or 0.0
 
 
-def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ProfileSession | Executor) -> None:
-    """Attach a caller to a model and its regions."""
-    attach(model, caller.call_root)
-    done: list[nn.Module] = [model]
-    try:
-        for module in regions.values():
-            attach(module, caller.call)
-            done.append(module)
-    except RetapeError:
-        for module in done:
-            detach(module)
-        raise
-
-
-def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
-    """Detach whatever is attached to a model and its regions."""
-    for module in (model, *regions.values()):
-        detach(module)
-
-
 def meanings_of(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
     kinds = {kind: number for number, kind in enumerate(profile.traces)}
     found = []
@@ -470,6 +466,16 @@ def meanings_of(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...
         )
         held = tuple(tuple(sorted(slots or ())) for slots in about.held)
         moved = tuple(tuple(sorted(slots)) for slots in about.moved)
+        inputs = tuple(tuple(sorted(tensors)) for tensors in about.moved_inputs)
         kinds_of_choices = tuple(option.kind for option in stage.choices)
-        found.append(StageMeaning(choice=choice, held=held, moved=moved, kinds=kinds_of_choices))
+        found.append(
+            StageMeaning(
+                choice=choice,
+                held=held,
+                moved=moved,
+                moved_inputs=inputs,
+                kinds=kinds_of_choices,
+                saved_shares=about.saved_shares,
+            )
+        )
     return tuple(found)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retape.torch import links
 from retape.torch.attach import original_class
 from retape.torch.caches import without_cache
+from retape.torch.compiled import in_form
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.reads import capture_call
@@ -132,7 +133,8 @@ class RegionCall:
     """One execution of a region in the profiled step; `kind` groups those that are alike.
 
     `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
-    `linked_bytes` is what those inputs weigh. `device` is where it lives, or None where there is but one.
+    `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call. `device` is where it
+    lives, or None where there is but one.
     """
 
     stage: int
@@ -144,6 +146,7 @@ class RegionCall:
     maker: int | None
     linked_bytes: int
     has_tape: bool
+    linked: frozenset[int] = frozenset()
     device: torch.device | None = None
 
 
@@ -163,12 +166,14 @@ class ProfileSession:
         names: dict[int, str],
         device: torch.device,
         inputs: Inputs = Inputs.HOLD,
+        saved_share: float | None = None,
         *,
         homes: Mapping[int, torch.device] | None = None,
     ) -> None:
         self._names = names
         self._device = device
         self._homes = homes
+        self._saved_share = saved_share
         self._policy = Policy(inputs=inputs)
         self.profile = Profile()
         self.instrument: Instrument | None = None
@@ -201,6 +206,7 @@ class ProfileSession:
         if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = without_cache(module, args, keywords)
+        plain_call = in_form(module, plain_call, self._saved_share)
         refuse_transforms(plain_call)
         captured = capture_call(plain_call, args, keywords)
         if captured.is_lazy:
@@ -255,6 +261,7 @@ class ProfileSession:
                 maker=known.pop() if len(known) == 1 else None,
                 linked_bytes=storage_bytes(linked, home),
                 has_tape=region.slot_count > 0,
+                linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
                 device=None if self._homes is None else home,
             )
         )

@@ -36,7 +36,7 @@ from retape.torch.overheads import engine_overheads
 from retape.torch.policy import Inputs
 from retape.torch.profile import Profile, ProfileSession, SharedStopwatch
 from retape.torch.ranks import decided_by_first, largest
-from retape.torch.readings import RegionSeconds, StepBytes, read_bytes
+from retape.torch.readings import Profiled, StepBytes, read_bytes
 from retape.torch.resident import allocated_bytes, devices_of, fixed_bytes
 
 
@@ -126,6 +126,11 @@ class SpreadFitter(Fitter):
 
     def _take_devices(self, budget: Budget, optimizer: torch.optim.Optimizer | None) -> None:
         self.devices = devices_of(self.model, budget)
+        if self._compiled:
+            raise InvalidInput(
+                "compile=True plans for one device, and the model trains on several "
+                f"({', '.join(str(device) for device in self.devices)}). Leave it out."
+            )
         self.device = self.devices[0]
         self.budgets = budgets_of(budget, self.devices)
         self.budget = self.budgets[self.device]
@@ -147,10 +152,10 @@ class SpreadFitter(Fitter):
             self.fixed[device] += max(0, allocated_bytes(device) - before[device])
         self.fixed_bytes = self.fixed[self.device]
 
-    def _session(self, inputs: Inputs) -> ProfileSession:
+    def _session(self, inputs: Inputs, saved_share: float | None) -> ProfileSession:
         homes = {id(module): home_of(name, module) for name, module in self.regions.items()}
         known = {module: home for module, home in homes.items() if home is not None}
-        return ProfileSession(self.names, self.device, inputs, homes=known)
+        return ProfileSession(self.names, self.device, inputs, saved_share, homes=known)
 
     def _stopwatch(self) -> SharedStopwatch:
         return SharedStopwatch(self.devices)
@@ -196,10 +201,11 @@ class SpreadFitter(Fitter):
     # --- solve and compare ---------------------------------------------------------------------------------------
 
     def _settled(self, laboratory: Laboratory) -> Fitting:
-        profile, _, seconds = self.profiled(laboratory)
+        profiled = self.profiled(laboratory)
+        profile = profiled.profile
         _refuse_strangers(profile, self.devices)
         self.tell("solving")
-        places = [self._place(device, profile, seconds) for device in self.devices]
+        places = [self._place(device, profiled) for device in self.devices]
         best: Fitting | None = None
         last: Fitting | None = None
         slack = True
@@ -222,12 +228,12 @@ class SpreadFitter(Fitter):
             raise self._no_plan(places, last)
         return best
 
-    def _place(self, device: torch.device, profile: Profile, seconds: list[dict[int, RegionSeconds]]) -> Place:
+    def _place(self, device: torch.device, profiled: Profiled) -> Place:
         overheads = engine_overheads(device)
         # Where the host's own memory is in the budget, moving slots there gains nothing that is not counted.
         host = None if any(each.type == "cpu" for each in self.devices) else host_tier(device)
         make = partial(model_of, fixed_bytes=self.fixed[device], overheads=overheads, host=host, device=device)
-        modelled = decided_by_first(partial(make, profile, self._steps[device], seconds))
+        modelled = decided_by_first(partial(make, replace(profiled, step=self._steps[device])))
         return Place(
             device=device,
             budget=self.budgets[device],
