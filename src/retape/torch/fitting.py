@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import nn
 
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.errors import BudgetTooSmall
-from retape.core.fit_record import DeviceRecord
-from retape.core.frontier import Frontier, frontier
+from retape.core.frontier import frontier
 from retape.core.option_set import OptionSet
 from retape.core.plan import Plan
 from retape.core.problem import Budget, BudgetKind, Chain
@@ -28,7 +27,7 @@ from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.attach import put_on, take_off
 from retape.torch.budgets import resolved
-from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays
+from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays, refuse_whole
 from retape.torch.discover import Wanted, find_regions, refined
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
@@ -43,34 +42,16 @@ from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, Sha
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
+from retape.torch.rounds import Fitting, Rounds
 from retape.torch.signature import elements
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 
 TIMED_STEPS = 2
 MOST_ROUNDS = 4
-WORTH_USING = 0.02  # of the peak: a promise that was further off is made again
 
 A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
 
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitting:
-    """A fitted model: the problem that was solved, its plan, what each region does, and what a real step of it took."""
-
-    chain: Chain
-    plan: Plan
-    frontier: Frontier
-    assignment: Assignment
-    measured: Record
-    budget: Budget
-    budget_bytes: int
-    profile_seconds: float
-    executor: Executor | None
-    regions: dict[str, nn.Module]
-    fused_loss: bool = False
-    devices: tuple[DeviceRecord, ...] = ()
 
 
 class Fitter:
@@ -98,7 +79,9 @@ class Fitter:
         self._may_refine = regions is None
         self._limit: int | None = None
         self._compiled = compiled
+        self._forms: list[Profiled] | None = None
         self._first_regions = find_regions(self.root, regions)
+        refuse_whole(self.root)
         refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
         self._take_devices(budget, optimizer)
@@ -171,12 +154,16 @@ class Fitter:
 
     def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> list[Profiled]:
         """The same step in the other compiled forms; those that save what one before them saves are left out."""
-        found = [whole]
-        for share in SAVED_SHARES if self._compiled else ():
-            profiled = self.profiled(laboratory, share)
-            if not any(profiled.runs_like(other) for other in found):
-                found.append(profiled)
-        return found[1:]
+        if not self._compiled:
+            return []
+        if self._forms is None:  # how the loss is computed is not theirs: they are profiled once
+            found = [whole]
+            for share in SAVED_SHARES:
+                profiled = self.profiled(laboratory, share)
+                if not any(profiled.runs_like(other) for other in found):
+                    found.append(profiled)
+            self._forms = found[1:]
+        return self._forms
 
     def _first_step(self, laboratory: Laboratory) -> None:
         """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
@@ -207,16 +194,15 @@ class Fitter:
     # --- measure -------------------------------------------------------------------------------------------------
 
     def measured(self, laboratory: Laboratory) -> Record:
-        """A real step of the model as it stands now: on the scale, and with the stopwatch."""
+        """A real step of the model as it stands now, on the scale; its seconds are for `_timed_best` to say."""
         laboratory.rewind()
         with weighing(self.device) as scale:
             self.run_step()
         peak = largest(max(reading.peak_bytes for reading in scale.readings))
-        seconds = min(self._timed(laboratory) for _ in range(TIMED_STEPS))
         return Record(
             peak_bytes=self.fixed_bytes + peak,
             base_bytes=self.fixed_bytes,
-            seconds=seconds,
+            seconds=0.0,
             timeline=thinned(scale.timeline, self.fixed_bytes),
             reserved_bytes=torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0,
             device=str(self.device),
@@ -229,6 +215,17 @@ class Fitter:
         self.run_step()
         synchronize(self.device)
         return time.perf_counter() - start
+
+    def _timed_best(self, laboratory: Laboratory, best: Fitting) -> Fitting:
+        """The plan that was chosen, with its seconds: no other is timed, for steps are dear."""
+        self.tell("timing the plan")
+        with nullcontext() if best.executor is None else self.attached(best.executor):
+            seconds = min(self._timed(laboratory) for _ in range(TIMED_STEPS))
+        return replace(
+            best,
+            measured=replace(best.measured, seconds=seconds),
+            devices=tuple(replace(each, measured=replace(each.measured, seconds=seconds)) for each in best.devices),
+        )
 
     # --- all of it -----------------------------------------------------------------------------------------------
 
@@ -299,7 +296,7 @@ class Fitter:
         modelled = decided_by_first(
             lambda: model_of(profiled, fixed_bytes=fixed, overheads=overheads, host=host, others=others)
         )
-        rounds = _Rounds(
+        rounds = Rounds(
             limit_bytes=self._limit_bytes(modelled.chain),
             everything=self.budget.share == 1.0,
             # Of the chain as it was profiled: what is learned from running one plan is about that one.
@@ -309,13 +306,13 @@ class Fitter:
             # How long copies are on their way is the least certain part of a model: see what can be had without them.
             self._search(laboratory, profile, modelled.without_offload(), rounds)
         if rounds.best is not None:
-            return rounds.best
+            return self._timed_best(laboratory, rounds.best)
         if rounds.failure is not None:
             raise rounds.failure
         assert rounds.last is not None
         raise self._not_kept(rounds.limit_bytes, rounds.last)
 
-    def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: _Rounds) -> bool:
+    def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
         """Solve, run and compare until a plan is confirmed; whether one passed the budget that moves slots to the host."""
         moved_too_much = False
         for _ in range(MOST_ROUNDS):
@@ -339,7 +336,7 @@ class Fitter:
             )
         return moved_too_much
 
-    def _solved(self, chain: Chain, rounds: _Rounds) -> Plan:
+    def _solved(self, chain: Chain, rounds: Rounds) -> Plan:
         """The best plan for the budget; a hair below the floor the floor's own, for a measurement to decide."""
         if rounds.everything:  # all of the activations were asked for, whatever they come to
             return solve(chain, max(rounds.limit_bytes, rounds.frontier.store_all_bytes))
@@ -354,7 +351,7 @@ class Fitter:
             return solve(chain, error.floor_bytes)
 
     def _tried(
-        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: _Rounds
+        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: Rounds
     ) -> Fitting:
         """Run a plan and measure it; one that was run before, and is only promised better now, need not run again."""
         assignment = assign(meanings_of(profile, modelled), plan.actions())
@@ -409,42 +406,6 @@ class Fitter:
             floor_bytes=peak,
             binding=last.frontier.binding,
         )
-
-
-class _Rounds:
-    """Plans that were tried for one budget, and the best of those that were measured to stay inside it."""
-
-    def __init__(self, *, limit_bytes: int, everything: bool, frontier: Frontier) -> None:
-        self.limit_bytes = limit_bytes
-        self.frontier = frontier
-        self.everything = everything
-        self.tried_floor = False
-        self.last: Fitting | None = None
-        self.failure: BudgetTooSmall | None = None
-        self.best: Fitting | None = None
-
-    def failed(self, error: BudgetTooSmall) -> None:
-        """The floor to name is the one with the slack put aside: that budget can be had."""
-        if self.failure is None or self.failure.floor_bytes < error.floor_bytes:
-            self.failure = error
-
-    def are_over(self, tried: Fitting) -> bool:
-        """Take the plan if it holds and is the fastest so far; whether it also took what it had promised."""
-        self.last = tried
-        peak, promised = tried.measured.peak_bytes, tried.plan.promised_peak_bytes
-        if self.everything and tried.assignment.keeps_everything:
-            # Asked for all of the activations: what they are was a prediction until now.
-            self.limit_bytes = max(self.limit_bytes, peak)
-        if peak > self.limit_bytes:
-            return False
-        confirmed = self.best is not None and self.best.assignment == tried.assignment
-        if self.best is None or confirmed or _seconds(tried.plan) < _seconds(self.best.plan):
-            self.best = replace(tried, budget_bytes=self.limit_bytes)
-        return confirmed or abs(peak - promised) <= WORTH_USING * peak
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.promised_seconds or 0.0
 
 
 def meanings_of(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:

@@ -346,27 +346,33 @@ class _Region:
         Its copy out has all of this forward, and the one of the region before this one comes back beside this backward.
         """
         option, seconds = way.option, self._seconds
-        less = min(size, option.held_bytes)
         moved, rerun = option.moved_bytes + size, option.rerun_seconds
+        late = self._late_bytes(moved, host) - self._late_bytes(option.moved_bytes, host)
+        less = min(size - late, option.held_bytes)
         changed = replace(
             option,
             kind=OptionKind.OFFLOAD,
             label=f"{option.label}, input of {format_bytes(size)} moved",
             held_bytes=option.held_bytes - less,
             moved_bytes=moved,
-            forward_seconds=max(seconds.forward + seconds.body, host.write_seconds(moved)),
+            forward_seconds=seconds.forward + seconds.body,
             backward_seconds=seconds.backward + max(0.0, host.read_seconds(moved) - seconds.backward - rerun),
             forward_transient_bytes=option.forward_transient_bytes + less,
             backward_transient_bytes=option.backward_transient_bytes + less + size,
         )
         return way._replace(option=changed, moved_inputs=self._call.linked)
 
+    def _late_bytes(self, moved: int, host: Tier) -> int:
+        """What of `moved` bytes is still on its way when the next region begins, which moves as much: nobody waits for it, so it stays."""
+        seconds = self._seconds.forward + self._seconds.body
+        return max(0, moved - int(host.write_bytes_per_second * seconds)) if host.write_seconds(moved) > seconds else 0
+
     def _offload(self, way: Treatment, host: Tier) -> Option:
         """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
         rerun, moved = self._rerun_seconds(way), way.moved_bytes
         option = self._option(
             OptionKind.OFFLOAD,
-            way.held_bytes,
+            way.held_bytes + self._late_bytes(moved, host),
             rerun,
             forward=way.forward_bytes + self._unseen_forward + moved,
             rerun_peak=max(way.rerun_bytes + self._unseen_rerun, self._backward_bytes) + moved,
@@ -375,7 +381,6 @@ class _Region:
             option,
             label=f"offload {format_bytes(moved)}, hold {format_bytes(way.held_bytes)}",
             moved_bytes=moved,
-            forward_seconds=max(option.forward_seconds, host.write_seconds(moved)),
             backward_seconds=option.backward_seconds
             + max(0.0, host.read_seconds(moved) - option.backward_seconds - rerun),
         )

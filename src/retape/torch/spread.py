@@ -27,7 +27,7 @@ from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.budgets import resolved
 from retape.torch.executor import Executor
-from retape.torch.fitting import A_HAIR, MOST_ROUNDS, TIMED_STEPS, WORTH_USING, Fitter, Fitting, meanings_of
+from retape.torch.fitting import A_HAIR, MOST_ROUNDS, Fitter, meanings_of
 from retape.torch.laboratory import Laboratory
 from retape.torch.lanes import host_tier
 from retape.torch.meter import Scale, synchronize, thinned, weighing
@@ -38,6 +38,7 @@ from retape.torch.profile import Profile, ProfileSession, SharedStopwatch
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, StepBytes, read_bytes
 from retape.torch.resident import allocated_bytes, devices_of, fixed_bytes
+from retape.torch.rounds import WORTH_USING, Fitting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +169,12 @@ class SpreadFitter(Fitter):
         return self._steps[self.device]
 
     def _measured_everywhere(self, laboratory: Laboratory) -> dict[torch.device, Record]:
-        """A real step of the model as it stands now: on every scale, and with the stopwatch."""
+        """A real step of the model as it stands now, on every scale."""
         laboratory.rewind()
         with ExitStack() as stack:
             scales = {device: stack.enter_context(weighing(device)) for device in self.devices}
             self.run_step()
-        seconds = min(self._timed(laboratory) for _ in range(TIMED_STEPS))
-        return {device: self._record(device, scale, seconds) for device, scale in scales.items()}
+        return {device: self._record(device, scale) for device, scale in scales.items()}
 
     def _timed(self, laboratory: Laboratory) -> float:
         for device in self.devices:
@@ -186,13 +186,13 @@ class SpreadFitter(Fitter):
         watch.mark("end")
         return watch.read()[-1][1]
 
-    def _record(self, device: torch.device, scale: Scale, seconds: float) -> Record:
+    def _record(self, device: torch.device, scale: Scale) -> Record:
         fixed = self.fixed[device]
         peak = largest(max(reading.peak_bytes for reading in scale.readings))
         return Record(
             peak_bytes=fixed + peak,
             base_bytes=fixed,
-            seconds=seconds,
+            seconds=0.0,
             timeline=thinned(scale.timeline, fixed),
             reserved_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
             device=str(device),
@@ -218,7 +218,7 @@ class SpreadFitter(Fitter):
                 slack, places = False, [place.without_slack() for place in places]
                 continue
             last = self._tried_everywhere(laboratory, profile, places, plans)
-            if _is_inside(last) and (best is None or last.measured.seconds < best.measured.seconds):
+            if _is_inside(last) and (best is None or _extra_seconds(last) < _extra_seconds(best)):
                 best = last
             errors = [each.measured.peak_bytes - each.plan.promised_peak_bytes for each in last.devices]
             if _is_inside(last) and _is_near(last):
@@ -226,7 +226,7 @@ class SpreadFitter(Fitter):
             places = [place.corrected(error) for place, error in zip(places, errors, strict=True)]
         if best is None:
             raise self._no_plan(places, last)
-        return best
+        return self._timed_best(laboratory, best)
 
     def _place(self, device: torch.device, profiled: Profiled) -> Place:
         overheads = engine_overheads(device)
@@ -326,6 +326,10 @@ def _device_record(place: Place, plan: Plan, measured: Record, part: Assignment,
         measured=measured,
         regions=tuple(number for number, call in enumerate(profile.calls) if call.device == place.device),
     )
+
+
+def _extra_seconds(tried: Fitting) -> float:
+    return sum(each.extra_seconds for each in tried.devices)
 
 
 def _is_inside(tried: Fitting) -> bool:
