@@ -8,6 +8,7 @@ that fits drops nothing and runs nothing again.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from retape.core.option_set import EXACT, OptionSet
 from retape.core.problem import Budget, BudgetKind, BudgetLike
 from retape.torch import attach
 from retape.torch.adaptive_limit import Limit
+from retape.torch.adaptive_menu import Menus
 from retape.torch.adaptive_oom import elsewhere, nothing_left, rewind
 from retape.torch.adaptive_region import AdaptiveRegion
 from retape.torch.caches import without_cache
@@ -36,6 +38,7 @@ from retape.torch.resident import device_of
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.slots import Slot
 from retape.torch.step_scale import Gradients, StepScale
+from retape.torch.trace import RegionTrace
 
 MOST_PEAKS = 1000  # steps whose peaks are remembered
 FIRST_WEIGHED = (
@@ -79,7 +82,8 @@ class Adaptive:
         self.account = Account(device)
         self.turn = -1  # the serial of the region whose backward runs
         self._limit = Limit(budget, device)
-        self._live = LiveRegions(self.account)
+        self._live, self._menus = LiveRegions(self.account), Menus(device)
+        self._opened: dict[int, weakref.ref[AdaptiveRegion]] = {}  # whose backward has begun: their slots go one by one
         self._kinds, self._needs, self._gradients = Kinds(), Needs(), Gradients()
         self._scale: StepScale | None = None
         self._pinned: set[int] = set()
@@ -178,6 +182,7 @@ class Adaptive:
         self._end_step()
         self.account.begin_step()
         self._live.clear()
+        self._opened.clear()
         self._gradients.begin()
         self._number, self._position, self.turn, self._peak = 0, 0, -1, 0
         self._in_step, self._root = True, root
@@ -308,8 +313,22 @@ class Adaptive:
         """Backward has come to a region; one that is not filled is about to be."""
         with RERUN:
             self.turn, self._position = region.serial, region.number
+            self._settle_opened()
+            self._opened[region.serial] = weakref.ref(region)
             if filled:
                 self._enter(Phase.BACKWARD, region.kind, region.number)
+
+    def _settle_opened(self) -> None:
+        for serial, reference in list(self._opened.items()):
+            region = reference()
+            if region is None:
+                del self._opened[serial]
+            else:
+                region.settle()
+
+    def learn(self, region: AdaptiveRegion, trace: RegionTrace) -> None:
+        """What a region does, op by op."""
+        self._menus.teach(region.kind, trace)
 
     def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
         """Run a region again; where that is out of memory, with less beside it."""
@@ -330,8 +349,9 @@ class Adaptive:
 
     def _refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
         self._pinned.add(region.serial)
+        self._settle_opened()
         self.make_inputs(region)
-        self._enter(Phase.RERUN, region.kind, region.number)
+        self._enter(Phase.RERUN, region.kind, 0 if region.rung is None else region.rung.number)
         start = time.perf_counter()
         value = Region.refill(region, wanted)
         self._ran_again(region, start)
@@ -355,7 +375,7 @@ class Adaptive:
                 self._pinned.discard(top.serial)
 
     def _make_outputs(self, maker: AdaptiveRegion) -> None:
-        self._enter(Phase.RERUN, maker.kind, maker.number)
+        self._enter(Phase.RERUN, maker.kind, 0)
         start = time.perf_counter()
         outputs = maker.refill_outputs(tape=True, made={})
         self._ran_again(maker, start)
@@ -364,8 +384,7 @@ class Adaptive:
     def _ran_again(self, region: AdaptiveRegion, start: float) -> None:
         self._reruns += 1
         self._seconds += time.perf_counter() - start
-        region.settle()
-        region.look()
+        region.ran_again()
 
     # --- room ----------------------------------------------------------------------------------------------------
 
@@ -380,13 +399,17 @@ class Adaptive:
         now = self._now()
         over = now + need.bytes - self._limit.bytes
         if over > 0:
-            self._live.evict(over, self._position, self._pinned | {self.turn})
+            self._evict(over)
             now = self._now()
             if now + need.bytes > self._limit.bytes:
                 self._cannot_fit(phase, kind, need, now)
         self._peak = max(self._peak, now + need.bytes)
         if self._scale is not None:
             self._scale.mark(phase, kind, number, now)
+
+    def _evict(self, wanted_bytes: int) -> int:
+        pinned = self._pinned | {self.turn}
+        return self._live.evict(wanted_bytes, self._position, pinned, backward=self.turn >= 0)
 
     def _cannot_fit(self, phase: Phase, kind: Kind, need: Need, now: int) -> None:
         self._passed += 1
@@ -407,7 +430,7 @@ class Adaptive:
         """
         self._oom += 1
         need = max(1, self._needs.of(Phase.FORWARD, kind, 0).bytes)
-        freed = self._live.evict(need, self._position, self._pinned | {self.turn})
+        freed = self._evict(need)
         if self._limit.device.type == "cuda":
             torch.cuda.empty_cache()
         if not freed and tried:
