@@ -28,7 +28,7 @@ NEAR = 4.0  # kinds of one owner share an order if one has at most so many times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Hold these slots and drop the rest: `seconds` is what a re-run takes then, `saved_bytes` how much less it needs than one of everything."""
+    """Hold these slots and drop the rest: a re-run takes `seconds` then, and needs `saved_bytes` less than one of everything."""
 
     number: int
     held: frozenset[int]

@@ -182,6 +182,11 @@ class AdaptiveRegion(Region):
             return False
         return self.evicted or (self.rung is not None and rung.number <= self.rung.number)
 
+    @property
+    def rerun_seconds(self) -> float:
+        """What a re-run is going to take."""
+        return self.kind.seconds if self.rung is None else self.rung.seconds
+
     def _can_be_dropped_in_part(self) -> bool:
         if self.evicted or self._diverged or self.slot_count != self.kind.slot_count:
             return False

@@ -130,7 +130,7 @@ class Kind:
     """Regions that are alike: the same code or class and weights, called with the same shapes.
 
     `lessons` is how many of its re-runs are still to be written down op by op; from them comes the `menu`, which says how it can be dropped
-    in part. It is for regions with `slot_count` slots.
+    in part. It is for regions with `slot_count` slots. `stateless` ones change nothing beside their output.
     """
 
     owner: Any
@@ -142,6 +142,14 @@ class Kind:
     traces: list[RegionTrace] = field(default_factory=list)
     menu: tuple[Rung, ...] = ()
     slot_count: int = -1
+    stateless: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """The class or function, in the user's words."""
+        owner = self.owner[0] if isinstance(self.owner, tuple) else self.owner
+        names = (getattr(owner, name, None) for name in ("__name__", "co_qualname", "co_name"))
+        return next((str(name) for name in names if name), "a region")
 
     def ran(self, seconds: float) -> None:
         """A first run is slow; from then on the quickest counts, and one outlier does no harm."""
