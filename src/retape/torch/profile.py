@@ -297,7 +297,7 @@ class ProfiledRegion(Region):
     def timed_trace(self, device: torch.device) -> RegionTrace | None:
         """What it does op by op, each with the least seconds of a few runs."""
         traces = [self.trace(OpTimer(device)) for _ in range(TRACES)]
-        return _quickest(traces)
+        return quickest(traces)
 
     @staticmethod
     def maker_stage(tensor: Tensor) -> int | None:
@@ -305,7 +305,7 @@ class ProfiledRegion(Region):
         return made[0].stage if made is not None and isinstance(made[0], ProfiledRegion) else None
 
 
-def _quickest(traces: list[RegionTrace]) -> RegionTrace | None:
+def quickest(traces: list[RegionTrace]) -> RegionTrace | None:
     """The first trace with the least seconds of each op; None where a region does not do the same twice."""
     first = traces[0]
     if any([op.op for op in trace.ops] != [op.op for op in first.ops] for trace in traces):
