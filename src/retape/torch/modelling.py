@@ -95,11 +95,11 @@ class Modelled:
         less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)
         return replace(self, chain=less, slack_bytes=0)
 
-    def without_offload(self) -> Modelled:
-        """The same with nothing moved to the host."""
+    def without(self, *kinds: OptionKind) -> Modelled:
+        """The same without these options."""
         stages, meanings = [], []
         for stage, about in zip(self.chain.stages, self.stages, strict=True):
-            kept = [i for i, option in enumerate(stage.choices) if option.kind is not OptionKind.OFFLOAD]
+            kept = [i for i, option in enumerate(stage.choices) if option.kind not in kinds]
             stages.append(replace(stage, options=tuple(stage.choices[i] for i in kept[1:])))
             meanings.append(about.only(kept))
         return replace(self, chain=replace(self.chain, stages=tuple(stages)), stages=tuple(meanings))
