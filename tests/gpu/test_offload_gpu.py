@@ -76,6 +76,8 @@ POLICIES = {
     "all moved": EVERYTHING,
     "held, moved, dropped": Policy(held=frozenset(range(0, 99, 3)), moved=frozenset(range(1, 99, 3))),
     "two ahead": Policy(moved=frozenset(range(100)), ahead=2),
+    "recomputed, input moved": Policy(moved_inputs=frozenset({0})),
+    "input and some slots moved": Policy(moved_inputs=frozenset({0}), moved=frozenset(range(1, 99, 3))),
 }
 
 
@@ -126,6 +128,17 @@ def test_the_peak_is_lower_though_the_host_runs_ahead():
     # 5 tensors a block are saved beside its input; of those of 12 blocks at most three blocks' are here at once.
     assert plain_peak > 11 * 6 * slot
     assert moved_peak < plain_peak - 7 * 5 * slot, (moved_peak / slot, plain_peak / slot)
+
+
+def test_inputs_that_are_moved_leave_the_device():
+    """Of 12 blocks that are recomputed what is left is one input; backward has its own, and the next on its way."""
+    model, x = blocks(count=12), rows(16384)
+    size = x.nbytes
+    inputs = Policy(moved_inputs=frozenset({0}))
+    gradients(model, x, moved(inputs))
+    held_peak = peak_bytes(lambda: gradients(model, x, moved(Policy())))
+    moved_peak = peak_bytes(lambda: gradients(model, x, moved(inputs)))
+    assert moved_peak < held_peak - 8 * size, (moved_peak / size, held_peak / size)
 
 
 def test_the_host_never_waits_and_no_memory_is_pinned_after_the_first_step():

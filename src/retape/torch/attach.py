@@ -10,13 +10,22 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import nn
 
-from retape.core.errors import InvalidInput
+from retape.core.errors import InvalidInput, RetapeError
 
 Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class ModelCaller(Protocol):
+    """Answers the calls of a model and of its regions."""
+
+    def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any: ...
+
+    def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any: ...
+
 
 _CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
 _CLASSES: dict[type, type] = {}
@@ -86,3 +95,23 @@ def _attached_class(kind: type) -> type:
         made = type(kind.__name__, (_Attached, kind), names)
         _CLASSES[kind] = made
     return made
+
+
+def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller) -> None:
+    """Attach a caller to a model and its regions."""
+    attach(model, caller.call_root)
+    done: list[nn.Module] = [model]
+    try:
+        for module in regions.values():
+            attach(module, caller.call)
+            done.append(module)
+    except RetapeError:
+        for module in done:
+            detach(module)
+        raise
+
+
+def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
+    """Detach whatever is attached to a model and its regions."""
+    for module in (model, *regions.values()):
+        detach(module)

@@ -8,15 +8,28 @@ straight to the next and the glue leaves nothing behind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
 from typing import NamedTuple
+
+import torch
 
 from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
 from retape.core.units import format_bytes
-from retape.torch.profile import Profile, RegionCall
-from retape.torch.readings import RegionBytes, RegionSeconds, StepBytes
+from retape.torch.glue import (
+    LITTLE,
+    Levels,
+    elsewhere,
+    glue,
+    glue_after,
+    hands_over,
+    left_behind,
+    seconds_of_kinds,
+    with_glue,
+    with_glue_seconds,
+)
+from retape.torch.profile import RegionCall
+from retape.torch.readings import Profiled, RegionBytes, RegionSeconds
 from retape.torch.signature import Signature
 from retape.torch.trace import RegionTrace
 from retape.torch.treatments import (
@@ -30,7 +43,6 @@ from retape.torch.treatments import (
 )
 
 MOST_OFFLOADS = 12  # ways to move a region's slots that a plan may choose from
-LITTLE = 8192  # bytes of glue that a chain need not know of
 SLACK_SHARE = (
     0.003  # of all activations: what no model of a step sees (how an allocator rounds, who frees a moment later)
 )
@@ -45,7 +57,8 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledStage:
-    """A stage of the chain: the region's number in the profile (None for glue), and the slots that each choice holds and moves.
+    """A stage of the chain: the region's number in the profile (None for glue), the slots that each choice holds and moves, and
+    the inputs that it moves.
 
     The first choice keeps everything and is no region at all; the last recomputes everything.
     """
@@ -53,6 +66,20 @@ class ModelledStage:
     region: int | None
     held: tuple[frozenset[int] | None, ...] = (None,)
     moved: tuple[frozenset[int], ...] = (frozenset(),)
+    moved_inputs: tuple[frozenset[int], ...] = (frozenset(),)
+    saved_shares: tuple[float | None, ...] = (None,)
+
+    def only(self, choices: list[int]) -> ModelledStage:
+        """The same stage with fewer choices."""
+        if len(self.held) == 1:
+            return self
+        return replace(
+            self,
+            held=tuple(self.held[i] for i in choices),
+            moved=tuple(self.moved[i] for i in choices),
+            moved_inputs=tuple(self.moved_inputs[i] for i in choices),
+            saved_shares=tuple(self.saved_shares[i] for i in choices),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,59 +95,34 @@ class Modelled:
         less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)
         return replace(self, chain=less, slack_bytes=0)
 
-    def without_offload(self) -> Modelled:
-        """The same with nothing moved to the host."""
+    def without(self, *kinds: OptionKind) -> Modelled:
+        """The same without these options."""
         stages, meanings = [], []
         for stage, about in zip(self.chain.stages, self.stages, strict=True):
-            kept = [i for i, option in enumerate(stage.choices) if option.kind is not OptionKind.OFFLOAD]
+            kept = [i for i, option in enumerate(stage.choices) if option.kind not in kinds]
             stages.append(replace(stage, options=tuple(stage.choices[i] for i in kept[1:])))
-            if len(about.held) > 1:
-                held, moved = tuple(about.held[i] for i in kept), tuple(about.moved[i] for i in kept)
-                about = replace(about, held=held, moved=moved)  # noqa: PLW2901 - the same stage with fewer choices
-            meanings.append(about)
+            meanings.append(about.only(kept))
         return replace(self, chain=replace(self.chain, stages=tuple(stages)), stages=tuple(meanings))
 
 
-class _Readings(NamedTuple):
-    """A step on the scale, and steps with the stopwatch."""
-
-    step: StepBytes
-    seconds: list[dict[int, RegionSeconds]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Levels:
-    """Bytes above the start of the step that live from a moment on until the loss: at each region's start and end, and at the loss."""
-
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
-    loss: int
-
-    @classmethod
-    def of(cls, step: StepBytes, count: int) -> _Levels:
-        level = step.loss
-        starts, ends = [0] * count, [0] * count
-        for stage in reversed(range(count)):
-            ends[stage] = level = max(0, min(level, step.of(stage).end))
-            starts[stage] = level = max(0, min(level, step.of(stage).start))
-        return cls(starts=tuple(starts), ends=tuple(ends), loss=max(0, step.loss))
-
-
 def model_of(
-    profile: Profile,
-    step: StepBytes,
-    seconds: list[dict[int, RegionSeconds]],
+    profiled: Profiled,
     *,
     fixed_bytes: int,
     overheads: Overheads,
     host: Tier | None = None,
+    others: Sequence[Profiled] = (),
+    device: torch.device | None = None,
 ) -> Modelled:
-    """The chain of a profiled step; `seconds` has one reading of the stopwatch per timed step. Slots may be moved to `host`."""
-    calls, readings = profile.calls, _Readings(step, seconds)
-    levels = _Levels.of(step, len(calls))
-    by_kind = _seconds_of_kinds(calls, seconds)
-    options = {kind: select_treatments(trace) for kind, trace in profile.traces.items()}
-    moving: dict[tuple[Signature, bool], tuple[Treatment, ...]] = {}
+    """The chain of a profiled step. Slots may be moved to `host`; regions may run in the compiled forms of `others`.
+
+    Of a model on several devices it is the chain of `device`, and the step what was weighed there: regions that live elsewhere
+    are pinned, with what they leave behind here.
+    """
+    calls = profiled.profile.calls
+    form = _Form(profiled, overheads, host)
+    forms = [_Form(other, overheads, host) for other in others]
+    levels = form.levels
     stages, modelled = [], []
 
     def add(stage: Stage, about: ModelledStage) -> None:
@@ -128,42 +130,36 @@ def model_of(
         modelled.append(about)
 
     if calls and levels.starts[0] > LITTLE:
-        add(_glue(-1, (0, levels.starts[0]), readings, "before the regions"), ModelledStage(region=None))
+        add(glue(-1, (0, levels.starts[0]), profiled, "before the regions"), ModelledStage(region=None))
     for call in calls:
         following = calls[call.stage + 1] if call.stage + 1 < len(calls) else None
-        linked = following is not None and _hands_over(call, following, levels)
-        measured, taken = step.of(call.stage), by_kind[call.kind]
-        if linked:
-            measured, taken = _with_glue(measured), _with_glue_seconds(taken)
-        trace = profile.traces[call.kind]
-        region = _Region(call, measured, taken, levels=levels, trace=trace, overheads=overheads)
-        ways = [region.select(way) for way in options[call.kind]]
+        if device is not None and call.device != device:
+            add(form.elsewhere(call), ModelledStage(region=call.stage))
+            add(glue_after(call, following, levels, profiled), ModelledStage(region=None))
+            continue
+        linked = following is not None and hands_over(call, following, levels)
+        region = form.region(call.stage, linked)
         # Backward begins with the last region: what it moved away it would need back at once.
-        if host is not None and following is not None:
-            key = (call.kind, linked)
-            if key not in moving:
-                moving[key] = region.targets_moved(options[call.kind], host, len(calls))
-            ways += region.moving(moving[key], host)
-        add(*region.stage(ways, state_bytes=_state_bytes(stages, modelled, call)))
+        may_move, state_bytes = following is not None, _state_bytes(stages, modelled, call)
+        ways = form.ways(region, linked, state_bytes if may_move else None)
+        for other in forms:
+            variant = other.region(call.stage, linked)
+            ways += other.ways(variant, linked, state_bytes if may_move else None, variant.kept())
+        if forms:
+            ways = _undominated(ways)
+        add(*region.stage(ways, state_bytes=state_bytes))
         if not linked:
-            end = levels.loss if following is None else levels.starts[following.stage]
-            name = "after the regions" if following is None else f"after {call.name}"
-            between, output = (levels.ends[call.stage], end), levels.ends[call.stage] - levels.starts[call.stage]
-            add(_glue(call.stage, between, readings, name, output), ModelledStage(region=None))
+            add(glue_after(call, following, levels, profiled), ModelledStage(region=None))
     if not calls:
-        add(_glue(-1, (0, levels.loss), readings, "the model"), ModelledStage(region=None))
+        add(glue(-1, (0, levels.loss), profiled, "the model"), ModelledStage(region=None))
     slack = LITTLE + int(SLACK_SHARE * sum(stage.tape_bytes for stage in stages))
-    chain = Chain(stages=tuple(stages), fixed_bytes=fixed_bytes + _left_behind(calls, levels) + slack)
+    chain = Chain(stages=tuple(stages), fixed_bytes=fixed_bytes + left_behind(calls, levels) + slack)
     return Modelled(chain=chain, stages=tuple(modelled), slack_bytes=slack)
 
 
-def _left_behind(calls: list[RegionCall], levels: _Levels) -> int:
-    """What regions that hand their output over leave beside it (states of generators, copies of buffers): it stays when the output goes."""
-    total = 0
-    for call, following in pairwise(calls):
-        if _hands_over(call, following, levels):
-            total += max(0, levels.ends[call.stage] - levels.starts[call.stage] - following.linked_bytes)
-    return total
+def _has_room(host: Tier, size: int, regions: int) -> bool:
+    """Whether the host can take so much of every region."""
+    return host.capacity_bytes is None or size * regions <= host.capacity_bytes
 
 
 def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: RegionCall) -> int:
@@ -171,54 +167,48 @@ def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: Regio
     return call.linked_bytes if stages and modelled[-1].region is not None else 0
 
 
-def _hands_over(call: RegionCall, following: RegionCall, levels: _Levels) -> bool:
-    glue = levels.starts[following.stage] - levels.ends[call.stage]
-    return following.maker == call.stage and following.root_call == call.root_call and glue <= LITTLE
+class _Form:
+    """One profiled step, in which every region ran in one form, and the ways to treat a region in that form."""
 
+    def __init__(self, profiled: Profiled, overheads: Overheads, host: Tier | None) -> None:
+        self._profiled, self._overheads, self._host = profiled, overheads, host
+        self._calls = profiled.profile.calls
+        self.levels = Levels.of(profiled.step, len(self._calls))
+        self._seconds = seconds_of_kinds(self._calls, profiled.seconds)
+        self._options = {kind: select_treatments(trace) for kind, trace in profiled.profile.traces.items()}
+        self._moving: dict[tuple[Signature, bool], tuple[Treatment, ...]] = {}
 
-def _glue(stage: int, levels: tuple[int, int], readings: _Readings, name: str, state_bytes: int = 0) -> Stage:
-    begin, end = levels
-    measured = readings.step.of(stage)
-    times = [reading[stage] for reading in readings.seconds if stage in reading]
-    return Stage(
-        name=name,
-        forward_seconds=median([time.glue_forward for time in times] or [0.0]),
-        backward_seconds=median([time.glue_backward for time in times] or [0.0]),
-        state_bytes=state_bytes,
-        tape_bytes=end - begin,
-        forward_transient_bytes=max(0, measured.glue_forward_peak - end),
-        backward_transient_bytes=max(0, measured.glue_backward_peak - end),
-        pinned=True,
-    )
-
-
-def _seconds_of_kinds(
-    calls: list[RegionCall], seconds: list[dict[int, RegionSeconds]]
-) -> dict[Signature, RegionSeconds]:
-    """The median of each figure over all regions of a kind and all timed steps."""
-    found = {}
-    for kind in {call.kind for call in calls}:
-        times = [t[call.stage] for t in seconds for call in calls if call.kind == kind and call.stage in t] or [
-            RegionSeconds()
-        ]
-        found[kind] = RegionSeconds(
-            **{name: median(getattr(time, name) for time in times) for name in RegionSeconds.__slots__}
+    def region(self, stage: int, linked: bool) -> _Region:
+        call = self._calls[stage]
+        measured, taken = self._profiled.step.of(stage), self._seconds[call.kind]
+        if linked:
+            measured, taken = with_glue(measured), with_glue_seconds(taken)
+        return _Region(
+            call,
+            measured,
+            taken,
+            levels=self.levels,
+            trace=self._profiled.profile.traces[call.kind],
+            overheads=self._overheads,
+            saved_share=self._profiled.saved_share,
         )
-    return found
 
+    def elsewhere(self, call: RegionCall) -> Stage:
+        return elsewhere(call, self.levels, self._profiled.step.of(call.stage), self._seconds[call.kind])
 
-def _with_glue(measured: RegionBytes) -> RegionBytes:
-    """The glue after a region that hands its output over leaves nothing behind: it counts as a part of the region."""
-    return replace(
-        measured,
-        forward_peak=max(measured.forward_peak, measured.glue_forward_peak),
-        backward_peak=max(measured.backward_peak, measured.glue_backward_peak),
-    )
-
-
-def _with_glue_seconds(seconds: RegionSeconds) -> RegionSeconds:
-    # No re-run of the region runs the glue, so all of it counts as what is done once: the backward.
-    return replace(seconds, backward=seconds.backward + seconds.glue_forward + seconds.glue_backward)
+    def ways(self, region: _Region, linked: bool, input_bytes: int | None, *more: _Way) -> list[_Way]:
+        """The ways to hold or move a part of a region's tape, and its input of `input_bytes`; None where nothing may be moved."""
+        kind, host, regions = region.kind, self._host, len(self._calls)
+        ways = [*more, *(region.select(way) for way in self._options[kind])]
+        if host is None or input_bytes is None:
+            return ways
+        key = (kind, linked)
+        if key not in self._moving:
+            self._moving[key] = region.targets_moved(self._options[kind], host, regions)
+        ways += region.moving(self._moving[key], host)
+        if input_bytes and _has_room(host, input_bytes, regions):
+            ways += region.moving_input(ways, input_bytes, host, regions)
+        return ways
 
 
 class _Region:
@@ -230,12 +220,15 @@ class _Region:
         measured: RegionBytes,
         seconds: RegionSeconds,
         *,
-        levels: _Levels,
+        levels: Levels,
         trace: RegionTrace | None,
         overheads: Overheads,
+        saved_share: float | None = None,
     ) -> None:
         self._call, self._seconds, self._overheads = call, seconds, overheads
         self._trace = trace
+        self._saved_share = saved_share
+        self.kind = call.kind
         begin = levels.starts[call.stage]
         self._output_bytes = levels.ends[call.stage] - begin
         self._forward_bytes = measured.forward_peak - begin
@@ -266,14 +259,31 @@ class _Region:
             rerun_transient_bytes=max(0, dropped),
             options=options,
         )
+        own = self._saved_share
         if not options:
-            return stage, ModelledStage(region=self._call.stage)
+            return stage, ModelledStage(region=self._call.stage, saved_shares=(own,))
         nothing = frozenset[int]()
         return stage, ModelledStage(
             region=self._call.stage,
-            held=(None, *(way.treatment.held for way in ways), nothing),
-            moved=(nothing, *(way.treatment.moved for way in ways), nothing),
+            held=(None, *(way.held for way in ways), nothing),
+            moved=(nothing, *(way.moved for way in ways), nothing),
+            moved_inputs=(nothing, *(way.moved_inputs for way in ways), nothing),
+            saved_shares=(own, *(way.saved_share for way in ways), own),
         )
+
+    def kept(self) -> _Way:
+        """To keep all of the tape of this form."""
+        tape = {} if self._trace is None else tape_storages(self._trace)
+        option = self._option(
+            OptionKind.KEEP,
+            sum(tape.values()),
+            0.0,
+            forward=self._forward_peak(frozenset(tape)),
+            rerun_peak=self._backward_bytes,
+        )
+        option = replace(option, label=f"keep {format_bytes(option.held_bytes)}", forward_seconds=self._seconds.body)
+        slots = frozenset(range(len(self._trace.slots) if self._trace is not None else 0))
+        return _Way(option=option, held=slots, saved_share=self._saved_share)
 
     def _forward_peak(self, held: frozenset[int]) -> int:
         """How high its forward stands when it holds these storages: as played through, and as much more as was measured without."""
@@ -301,7 +311,7 @@ class _Region:
             forward=way.forward_bytes + self._unseen_forward,
             rerun_peak=way.rerun_bytes + self._unseen_rerun,
         )
-        return _Way(option, way)
+        return _Way(option=option, held=way.held, saved_share=self._saved_share)
 
     def targets_moved(self, selections: tuple[Treatment, ...], host: Tier, regions: int) -> tuple[Treatment, ...]:
         """What may be moved: as much as the computation hides, half and twice of that, and all, if the host has room for all regions."""
@@ -317,21 +327,52 @@ class _Region:
 
     def moving(self, ways: tuple[Treatment, ...], host: Tier) -> list[_Way]:
         """The ways to move slots that are worth it: no other is at least as good in every respect."""
-        made = [_Way(self._offload(way, host), way) for way in ways]
-        made.sort(key=lambda way: (way.option.held_bytes, _taken(way.option)))
-        kept: list[_Way] = []
-        for way in made:
-            if not any(_is_as_good(other.option, way.option) for other in kept):
-                kept.append(way)
-        step = -(-len(kept) // MOST_OFFLOADS) if kept else 1
-        return kept[::step]
+        share = self._saved_share
+        return _worth_having([_Way(self._offload(way, host), way.held, way.moved, saved_share=share) for way in ways])
+
+    def moving_input(self, ways: list[_Way], size: int, host: Tier, regions: int) -> list[_Way]:
+        """What is worth it of recomputing with the input moved, and of `ways` with the input moved too."""
+        if not self._call.has_tape:
+            return []
+        bare = _Way(option=self._recompute(), held=frozenset(), saved_share=self._saved_share)
+        frugalest = self._with_input_moved(bare, size, host)
+        others = [self._with_input_moved(way, size, host) for way in ways]
+        fitting = [way for way in others if _has_room(host, way.option.moved_bytes, regions)]
+        return [*_worth_having(fitting), frugalest]
+
+    def _with_input_moved(self, way: _Way, size: int, host: Tier) -> _Way:
+        """The input is counted by whoever made it, and is gone from the end of this forward on: so much less is held from there on.
+
+        Its copy out has all of this forward, and the one of the region before this one comes back beside this backward.
+        """
+        option, seconds = way.option, self._seconds
+        moved, rerun = option.moved_bytes + size, option.rerun_seconds
+        late = self._late_bytes(moved, host) - self._late_bytes(option.moved_bytes, host)
+        less = min(size - late, option.held_bytes)
+        changed = replace(
+            option,
+            kind=OptionKind.OFFLOAD,
+            label=f"{option.label}, input of {format_bytes(size)} moved",
+            held_bytes=option.held_bytes - less,
+            moved_bytes=moved,
+            forward_seconds=seconds.forward + seconds.body,
+            backward_seconds=seconds.backward + max(0.0, host.read_seconds(moved) - seconds.backward - rerun),
+            forward_transient_bytes=option.forward_transient_bytes + less,
+            backward_transient_bytes=option.backward_transient_bytes + less + size,
+        )
+        return way._replace(option=changed, moved_inputs=self._call.linked)
+
+    def _late_bytes(self, moved: int, host: Tier) -> int:
+        """What of `moved` bytes is still on its way when the next region begins, which moves as much: nobody waits for it, so it stays."""
+        seconds = self._seconds.forward + self._seconds.body
+        return max(0, moved - int(host.write_bytes_per_second * seconds)) if host.write_seconds(moved) > seconds else 0
 
     def _offload(self, way: Treatment, host: Tier) -> Option:
         """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
         rerun, moved = self._rerun_seconds(way), way.moved_bytes
         option = self._option(
             OptionKind.OFFLOAD,
-            way.held_bytes,
+            way.held_bytes + self._late_bytes(moved, host),
             rerun,
             forward=way.forward_bytes + self._unseen_forward + moved,
             rerun_peak=max(way.rerun_bytes + self._unseen_rerun, self._backward_bytes) + moved,
@@ -340,7 +381,6 @@ class _Region:
             option,
             label=f"offload {format_bytes(moved)}, hold {format_bytes(way.held_bytes)}",
             moved_bytes=moved,
-            forward_seconds=max(option.forward_seconds, host.write_seconds(moved)),
             backward_seconds=option.backward_seconds
             + max(0.0, host.read_seconds(moved) - option.backward_seconds - rerun),
         )
@@ -363,7 +403,25 @@ class _Way(NamedTuple):
     """An option of a stage, and what it asks of the region."""
 
     option: Option
-    treatment: Treatment
+    held: frozenset[int]
+    moved: frozenset[int] = frozenset()
+    moved_inputs: frozenset[int] = frozenset()
+    saved_share: float | None = None
+
+
+def _undominated(ways: list[_Way]) -> list[_Way]:
+    """Those that no other is as good as in every respect."""
+    kept: list[_Way] = []
+    for way in sorted(ways, key=lambda way: (way.option.held_bytes, _taken(way.option))):
+        if not any(_is_as_good(other.option, way.option) for other in kept):
+            kept.append(way)
+    return kept
+
+
+def _worth_having(ways: list[_Way]) -> list[_Way]:
+    """The same, and of very many some."""
+    kept = _undominated(ways)
+    return kept[:: -(-len(kept) // MOST_OFFLOADS)] if kept else []
 
 
 def _taken(option: Option) -> float:

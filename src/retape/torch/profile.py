@@ -8,7 +8,7 @@ is for `modelling.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retape.torch import links
 from retape.torch.attach import original_class
 from retape.torch.caches import without_cache
+from retape.torch.compiled import in_form
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.reads import capture_call
@@ -82,30 +83,48 @@ class Stopwatch:
         return [(label, at - first) for label, at in self._marks]
 
 
+class SharedStopwatch:
+    """Notes when each mark was passed by a step that runs on several devices: all of them are waited for, as clocks differ."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._marks: list[tuple[Any, float]] = []
+
+    def mark(self, label: Any) -> None:
+        for device in self._devices:
+            synchronize(device)
+        self._marks.append((label, time.perf_counter()))
+
+    def read(self) -> list[tuple[Any, float]]:
+        """The marks with their seconds since the first."""
+        return [(label, at - self._marks[0][1]) for label, at in self._marks]
+
+
 class OpTimer:
     """Times each op of a trace, on the device's clock where it has one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._taken: list[Any] = []
 
     def time(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._cuda:
+        if self._stream is None:
             start = time.perf_counter()
             out = func(*args, **kwargs)
             self._taken.append(time.perf_counter() - start)
             return out
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
+        before.record(self._stream)
         out = func(*args, **kwargs)
-        after.record()
+        after.record(self._stream)
         self._taken.append((before, after))
         return out
 
     def seconds(self) -> list[float]:
-        if not self._cuda:
+        if self._stream is None:
             return self._taken
-        torch.cuda.synchronize()
+        synchronize(self._device)
         return [before.elapsed_time(after) / 1e3 for before, after in self._taken]
 
 
@@ -114,7 +133,8 @@ class RegionCall:
     """One execution of a region in the profiled step; `kind` groups those that are alike.
 
     `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
-    `linked_bytes` is what those inputs weigh.
+    `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call. `device` is where it
+    lives, or None where there is but one.
     """
 
     stage: int
@@ -126,6 +146,8 @@ class RegionCall:
     maker: int | None
     linked_bytes: int
     has_tape: bool
+    linked: frozenset[int] = frozenset()
+    device: torch.device | None = None
 
 
 @dataclass(slots=True)
@@ -139,9 +161,19 @@ class Profile:
 class ProfileSession:
     """Answers the calls of attached modules while a step is profiled."""
 
-    def __init__(self, names: dict[int, str], device: torch.device, inputs: Inputs = Inputs.HOLD) -> None:
+    def __init__(
+        self,
+        names: dict[int, str],
+        device: torch.device,
+        inputs: Inputs = Inputs.HOLD,
+        saved_share: float | None = None,
+        *,
+        homes: Mapping[int, torch.device] | None = None,
+    ) -> None:
         self._names = names
         self._device = device
+        self._homes = homes
+        self._saved_share = saved_share
         self._policy = Policy(inputs=inputs)
         self.profile = Profile()
         self.instrument: Instrument | None = None
@@ -174,6 +206,7 @@ class ProfileSession:
         if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = without_cache(module, args, keywords)
+        plain_call = in_form(module, plain_call, self._saved_share)
         refuse_transforms(plain_call)
         captured = capture_call(plain_call, args, keywords)
         if captured.is_lazy:
@@ -210,9 +243,10 @@ class ProfileSession:
     def _note(self, region: ProfiledRegion, module: nn.Module, inputs: Signature, tensors: list[Tensor]) -> None:
         call = self._counts.get(id(module), 0)
         self._counts[id(module)] = call + 1
+        home = self._home(module, tensors)
         kind = (original_class(type(module)), inputs, weights_signature(module), region.slot_metadata())
         if kind not in self.profile.traces:
-            self.profile.traces[kind] = region.timed_trace(self._device) if region.slot_count else None
+            self.profile.traces[kind] = region.timed_trace(home) if region.slot_count else None
         makers = [region.maker_stage(tensor) for tensor in tensors]
         known = {maker for maker in makers if maker is not None}
         linked = [tensor for tensor, maker in zip(tensors, makers, strict=True) if maker is not None]
@@ -225,10 +259,18 @@ class ProfileSession:
                 kind=kind,
                 inputs=inputs,
                 maker=known.pop() if len(known) == 1 else None,
-                linked_bytes=storage_bytes(linked, self._device),
+                linked_bytes=storage_bytes(linked, home),
                 has_tape=region.slot_count > 0,
+                linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
+                device=None if self._homes is None else home,
             )
         )
+
+    def _home(self, module: nn.Module, inputs: list[Tensor]) -> torch.device:
+        """Where a region lives; one without weights of its own lives where its input does."""
+        if self._homes is None:
+            return self._device
+        return self._homes.get(id(module)) or next((tensor.device for tensor in inputs), self._device)
 
 
 class ProfiledRegion(Region):
