@@ -20,9 +20,7 @@ def steps_of_a_fit(monkeypatch):
         return run_step(fitter, *rest)
 
     monkeypatch.setattr(fitting.Fitter, "run_step", counted)
-    made = retape.fit(
-        model, torch.randn(64, 16), budget=0.6, step=lambda m, b: m(b).square().mean(), progress=False
-    )
+    made = retape.fit(model, torch.randn(64, 16), budget=0.6, step=lambda m, b: m(b).square().mean(), progress=False)
     assert made.measured.peak_bytes <= made.record.budget_bytes
     made.remove()
     return len(calls)

@@ -128,7 +128,8 @@ class Fitter:
         """Profile with every region recomputed; where even that is too much, with the inputs dropped as well."""
         for inputs in (Inputs.HOLD, Inputs.LINK):
             try:
-                return self._profiled(laboratory, ProfileSession(self.names, self.device, inputs))
+                tiles = self.options is OptionSet.ALL
+                return self._profiled(laboratory, ProfileSession(self.names, self.device, inputs, tiles=tiles))
             except torch.OutOfMemoryError as error:
                 failure = error
             laboratory.rewind()
@@ -434,9 +435,12 @@ def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ProfileSessi
     attach(model, caller.call_root)
     done: list[nn.Module] = [model]
     try:
-        for module in regions.values():
+        for name, module in regions.items():
             attach(module, caller.call)
             done.append(module)
+            for part in caller.parts_of(name, module):
+                attach(part, caller.call_part)
+                done.append(part)
     except RetapeError:
         for module in done:
             detach(module)
@@ -444,8 +448,8 @@ def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ProfileSessi
 
 
 def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
-    """Detach whatever is attached to a model and its regions."""
-    for module in (model, *regions.values()):
+    """Detach whatever is attached to a model, its regions and their parts."""
+    for module in (model, *(part for region in regions.values() for part in region.modules())):
         detach(module)
 
 
@@ -470,5 +474,15 @@ def _meanings(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
         moved = tuple(tuple(sorted(slots)) for slots in about.moved)
         inputs = tuple(tuple(sorted(tensors)) for tensors in about.moved_inputs)
         kinds_of_choices = tuple(option.kind for option in stage.choices)
-        found.append(StageMeaning(choice=choice, held=held, moved=moved, moved_inputs=inputs, kinds=kinds_of_choices))
+        found.append(
+            StageMeaning(
+                choice=choice,
+                held=held,
+                moved=moved,
+                moved_inputs=inputs,
+                tiles=about.tiles,
+                tiled=about.tiled,
+                kinds=kinds_of_choices,
+            )
+        )
     return tuple(found)

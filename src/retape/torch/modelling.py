@@ -18,6 +18,7 @@ from retape.core.units import format_bytes
 from retape.torch.profile import Profile, RegionCall
 from retape.torch.readings import RegionBytes, RegionSeconds, StepBytes
 from retape.torch.signature import Signature
+from retape.torch.tiling import Tiling
 from retape.torch.trace import RegionTrace
 from retape.torch.treatments import (
     Treatment,
@@ -30,6 +31,7 @@ from retape.torch.treatments import (
 )
 
 MOST_OFFLOADS = 12  # ways to move a region's slots that a plan may choose from
+NO_TILING = Tiling(parts=(), runs=())
 LITTLE = 8192  # bytes of glue that a chain need not know of
 SLACK_SHARE = (
     0.003  # of all activations: what no model of a step sees (how an allocator rounds, who frees a moment later)
@@ -45,8 +47,8 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledStage:
-    """A stage of the chain: the region's number in the profile (None for glue), the slots that each choice holds and moves, and
-    the inputs that it moves.
+    """A stage of the chain: the region's number in the profile (None for glue), the slots that each choice holds and moves, the
+    inputs that it moves, and in how many tiles it runs the parts `tiled`.
 
     The first choice keeps everything and is no region at all; the last recomputes everything.
     """
@@ -55,6 +57,8 @@ class ModelledStage:
     held: tuple[frozenset[int] | None, ...] = (None,)
     moved: tuple[frozenset[int], ...] = (frozenset(),)
     moved_inputs: tuple[frozenset[int], ...] = (frozenset(),)
+    tiles: tuple[int, ...] = (1,)
+    tiled: tuple[str, ...] = ()
 
     def only(self, choices: list[int]) -> ModelledStage:
         """The same stage with fewer choices."""
@@ -65,6 +69,7 @@ class ModelledStage:
             held=tuple(self.held[i] for i in choices),
             moved=tuple(self.moved[i] for i in choices),
             moved_inputs=tuple(self.moved_inputs[i] for i in choices),
+            tiles=tuple(self.tiles[i] for i in choices),
         )
 
 
@@ -145,7 +150,7 @@ def model_of(
         measured, taken = step.of(call.stage), by_kind[call.kind]
         if linked:
             measured, taken = _with_glue(measured), _with_glue_seconds(taken)
-        trace = profile.traces[call.kind]
+        trace, tiling = profile.traces[call.kind], profile.tilings.get(call.kind, NO_TILING)
         region = _Region(call, measured, taken, levels=levels, trace=trace, overheads=overheads)
         ways = [region.select(way) for way in options[call.kind]]
         # Backward begins with the last region: what it moved away it would need back at once.
@@ -154,10 +159,11 @@ def model_of(
             if key not in moving:
                 moving[key] = region.targets_moved(options[call.kind], host, len(calls))
             ways += region.moving(moving[key], host)
+        ways += region.tiled(tiling)
         state_bytes = _state_bytes(stages, modelled, call)
         if host is not None and following is not None and state_bytes and _has_room(host, state_bytes, len(calls)):
             ways += region.moving_input(ways, state_bytes, host, len(calls))
-        add(*region.stage(ways, state_bytes=state_bytes))
+        add(*region.stage(ways, state_bytes=state_bytes, tiled=tiling.parts))
         if not linked:
             end = levels.loss if following is None else levels.starts[following.stage]
             name = "after the regions" if following is None else f"after {call.name}"
@@ -267,7 +273,7 @@ class _Region:
             self._unseen_rerun = max(0, self._rerun_bytes - dropped.rerun_bytes)
             self._rerun_share = rerun_share(trace)
 
-    def stage(self, ways: list[_Way], *, state_bytes: int) -> tuple[Stage, ModelledStage]:
+    def stage(self, ways: list[_Way], *, state_bytes: int, tiled: tuple[str, ...]) -> tuple[Stage, ModelledStage]:
         seconds = self._seconds
         tape = {} if self._trace is None else tape_storages(self._trace)
         held = self._output_bytes + sum(tape.values())
@@ -292,6 +298,8 @@ class _Region:
             held=(None, *(way.held for way in ways), nothing),
             moved=(nothing, *(way.moved for way in ways), nothing),
             moved_inputs=(nothing, *(way.moved_inputs for way in ways), nothing),
+            tiles=(1, *(way.tiles for way in ways), 1),
+            tiled=tiled,
         )
 
     def _forward_peak(self, held: frozenset[int]) -> int:
@@ -322,6 +330,25 @@ class _Region:
         )
         return _Way(option=option, held=way.held)
 
+    def tiled(self, tiling: Tiling) -> list[_Way]:
+        """Recompute, with parts in tiles: as much lower and as much longer as one region by itself was with them."""
+        whole, *others = tiling.runs or (None,)
+        found = []
+        for run in others:
+            assert whole is not None
+            back = max(self._rerun_bytes, self._backward_bytes) - max(0, whole.backward_bytes - run.backward_bytes)
+            option = self._option(
+                OptionKind.TILE,
+                0,
+                max(0.0, self._seconds.rerun + run.seconds - whole.seconds),
+                forward=self._forward_bytes - max(0, whole.forward_bytes - run.forward_bytes),
+                rerun_peak=back,
+                backward=back,
+            )
+            option = replace(option, label=f"recompute, in {run.tiles} tiles")
+            found.append(_Way(option=option, tiles=run.tiles))
+        return found
+
     def targets_moved(self, selections: tuple[Treatment, ...], host: Tier, regions: int) -> tuple[Treatment, ...]:
         """What may be moved: as much as the computation hides, half and twice of that, and all, if the host has room for all regions."""
         seconds = self._seconds
@@ -342,11 +369,11 @@ class _Region:
         """What is worth it of recomputing with the input moved, and of `ways` with the input moved too."""
         if not self._call.has_tape:
             return []
-        bare = _Way(option=self._recompute(), held=frozenset())
-        frugalest = self._with_input_moved(bare, size, host)
-        others = [self._with_input_moved(way, size, host) for way in ways]
-        fitting = [way for way in others if _has_room(host, way.option.moved_bytes, regions)]
-        return [*_worth(fitting), frugalest]
+        made = [self._with_input_moved(way, size, host) for way in ways]
+        fitting = [way for way in made if _has_room(host, way.option.moved_bytes, regions)]
+        in_tiles = [way for way in fitting if way.tiles > 1]
+        others = _worth([way for way in fitting if way.tiles == 1])
+        return [*others, *in_tiles, self._with_input_moved(_Way(option=self._recompute()), size, host)]
 
     def _with_input_moved(self, way: _Way, size: int, host: Tier) -> _Way:
         """The input is counted by whoever made it, and is gone from the end of this forward on: so much less is held from there on.
@@ -388,8 +415,18 @@ class _Region:
             + max(0.0, host.read_seconds(moved) - option.backward_seconds - rerun),
         )
 
-    def _option(self, kind: OptionKind, more_bytes: int, rerun: float, *, forward: int, rerun_peak: int) -> Option:
+    def _option(
+        self,
+        kind: OptionKind,
+        more_bytes: int,
+        rerun: float,
+        *,
+        forward: int,
+        rerun_peak: int,
+        backward: int | None = None,
+    ) -> Option:
         held = self._output_bytes + more_bytes
+        backward = self._backward_bytes if backward is None else backward
         return Option(
             kind=kind,
             label=kind.value if not more_bytes else f"{kind.value} {format_bytes(more_bytes)}",
@@ -398,7 +435,7 @@ class _Region:
             backward_seconds=self._seconds.backward,
             rerun_seconds=rerun,
             forward_transient_bytes=max(0, forward - held),
-            backward_transient_bytes=max(0, max(rerun_peak, self._backward_bytes) - held),
+            backward_transient_bytes=max(0, max(rerun_peak, backward) - held),
         )
 
 
@@ -406,9 +443,10 @@ class _Way(NamedTuple):
     """An option of a stage, and what it asks of the region."""
 
     option: Option
-    held: frozenset[int]
+    held: frozenset[int] = frozenset()
     moved: frozenset[int] = frozenset()
     moved_inputs: frozenset[int] = frozenset()
+    tiles: int = 1
 
 
 def _worth(ways: list[_Way]) -> list[_Way]:
