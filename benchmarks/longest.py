@@ -47,7 +47,7 @@ EIGHT_BILLION = {
 }
 TINY = {
     "hidden_size": 64,
-    "intermediate_size": 224,
+    "intermediate_size": 1024,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -173,7 +173,7 @@ def room_bytes(model, options, device, tokens: int) -> int:
     with plain():
         step(model, batch)
         whole, _ = weighed(model, batch, device)
-    return int(0.35 * whole * tokens / options.plan_tokens)
+    return int(0.2 * whole * tokens / options.plan_tokens)
 
 
 def planned(model, options, device):

@@ -16,7 +16,7 @@ import statistics
 
 import torch
 from benchmarks.blocks import SIZES, build
-from benchmarks.fit import in_turns, peak_bytes, seconds, step
+from benchmarks.fit import in_turns, kinds_of, peak_bytes, seconds, step
 from benchmarks.records import record
 
 import retape
@@ -58,10 +58,7 @@ def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> 
     peak, record_of_fit = peak_bytes(model, batch, device), fitted.record
     stages = record_of_fit.chain.stages
     chosen = [stage.choices[choice] for stage, choice in zip(stages, fitted.plan.choices, strict=True)]
-    kinds: dict[str, int] = {}
-    for choice in record_of_fit.assignment.choices:
-        name = choice.option.value + (", input dropped" if choice.drop_input else "")
-        kinds[name] = kinds.get(name, 0) + 1
+    kinds = kinds_of(fitted)
     fitted.remove()
     ms = 1e3 * statistics.median(times)
     return {
