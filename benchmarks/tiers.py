@@ -21,6 +21,7 @@ from benchmarks.records import record
 
 import retape
 from retape.core.problem import Tier
+from retape.core.simulate import simulate
 from retape.torch import fitting, lanes
 from retape.torch.runs import plain
 
@@ -59,6 +60,7 @@ def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> 
     stages = record_of_fit.chain.stages
     chosen = [stage.choices[choice] for stage, choice in zip(stages, fitted.plan.choices, strict=True)]
     kinds = kinds_of(fitted)
+    played = simulate(record_of_fit.chain, fitted.plan.actions(), host=fitting.host_tier(device))
     fitted.remove()
     ms = 1e3 * statistics.median(times)
     return {
@@ -67,6 +69,10 @@ def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> 
         "promised_peak_gib": (fitted.promised.peak_bytes - fitted.measured.base_bytes) / GIB,
         "ms": ms,
         "promised_ms": 1e3 * fitted.promised.seconds,
+        "played_ms": 1e3 * played.seconds,
+        "played_stall_ms": 1e3 * played.stall_seconds,
+        "played_over_measured": 1e3 * played.seconds / ms,
+        "played_peak_gib": (played.peak_bytes - fitted.measured.base_bytes) / GIB,
         "over_plain": ms / plain_ms,
         "promised_over_plain": fitted.promised.slowdown,
         "spread_ms": 1e3 * (max(times) - min(times)),

@@ -8,6 +8,7 @@ from torch import nn
 
 import retape
 from retape.core.problem import OptionKind, Tier
+from retape.core.simulate import simulate
 from retape.errors import OffloadError
 from retape.torch import fitting, lanes, offload
 from retape.torch.policy import Policy
@@ -272,3 +273,27 @@ def test_fit_moves_slots_inside_a_budget(deterministic, monkeypatch):
         assert retape.verify(model, batch, step=step).equal
     finally:
         fitted.remove()
+
+
+def test_the_lanes_that_are_played_agree_with_the_clock():
+    """Seconds within a tenth of what a step takes that moves slots and inputs at the speed that the host really has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*blocks(count=12, width=4096, linears=6))
+    batch = rows(16384, 4096)
+
+    def step(model, batch):
+        return model(batch).float().square().mean()
+
+    step(model, batch).backward()
+    plain_peak = peak_bytes(lambda: step(model, batch).backward())
+    for share in (0.6, 0.35):
+        budget = retape.Budget.activations(int(share * plain_peak))
+        fitted = retape.fit(model, batch, budget=budget, step=step, progress=False)
+        try:
+            found = fitted.record
+            played = simulate(found.chain, fitted.plan.actions(), host=lanes.host_tier(DEVICE))
+            assert any(choice.moves for choice in found.assignment.choices)
+            assert played.seconds == pytest.approx(fitted.measured.seconds, rel=0.1)
+            assert played.peak_bytes == pytest.approx(fitted.measured.peak_bytes, rel=0.1)
+        finally:
+            fitted.remove()

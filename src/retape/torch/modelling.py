@@ -380,21 +380,20 @@ class _Region:
 
         Its copy out has all of this forward, and the one of the region before this one comes back beside this backward.
         """
-        option, seconds = way.option, self._seconds
+        option = way.option
         less = min(size, option.held_bytes)
-        moved, rerun = option.moved_bytes + size, option.rerun_seconds
         changed = replace(
             option,
             kind=OptionKind.OFFLOAD,
             label=f"{option.label}, input of {format_bytes(size)} moved",
             held_bytes=option.held_bytes - less,
-            moved_bytes=moved,
-            forward_seconds=max(seconds.forward + seconds.body, host.write_seconds(moved)),
-            backward_seconds=seconds.backward + max(0.0, host.read_seconds(moved) - seconds.backward - rerun),
+            moved_bytes=option.moved_bytes + size,
+            input_bytes=size,
             forward_transient_bytes=option.forward_transient_bytes + less,
             backward_transient_bytes=option.backward_transient_bytes + less + size,
+            backward_flight_bytes=option.backward_flight_bytes + size,
         )
-        return way._replace(option=changed, moved_inputs=self._call.linked)
+        return way._replace(option=self._with_stall(changed, host), moved_inputs=self._call.linked)
 
     def _offload(self, way: Treatment, host: Tier) -> Option:
         """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
@@ -406,13 +405,27 @@ class _Region:
             forward=way.forward_bytes + self._unseen_forward + moved,
             rerun_peak=max(way.rerun_bytes + self._unseen_rerun, self._backward_bytes) + moved,
         )
-        return replace(
+        option = replace(
             option,
             label=f"offload {format_bytes(moved)}, hold {format_bytes(way.held_bytes)}",
             moved_bytes=moved,
-            forward_seconds=max(option.forward_seconds, host.write_seconds(moved)),
-            backward_seconds=option.backward_seconds
-            + max(0.0, host.read_seconds(moved) - option.backward_seconds - rerun),
+            forward_flight_bytes=min(moved, option.forward_transient_bytes),
+            backward_flight_bytes=min(moved, option.backward_transient_bytes),
+        )
+        return self._with_stall(option, host)
+
+    def _with_stall(self, option: Option, host: Tier) -> Option:
+        """What the copies take longer than the computation beside them is waiting."""
+        seconds, moved = self._seconds, option.moved_bytes
+        forward, backward = seconds.forward + seconds.body, seconds.backward
+        out = max(0.0, host.write_seconds(moved) - forward)
+        back = max(0.0, host.read_seconds(moved) - backward - option.rerun_seconds)
+        return replace(
+            option,
+            forward_seconds=forward + out,
+            backward_seconds=backward + back,
+            forward_stall_seconds=out,
+            backward_stall_seconds=back,
         )
 
     def _option(
