@@ -148,7 +148,8 @@ def fit(
     A dict is called as keyword arguments, a tuple as positional ones; `step(model, batch)` returns the scalar loss where the
     model does not. Weights, buffers, gradients and random streams are afterwards as before.
     """
-    _check_arguments(model, compile)
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     with _telling(progress) as tell:
         fitter = Fitter(
             model,
@@ -160,6 +161,7 @@ def fit(
             options=OptionSet.of(options),
             check=Check.of(check),
             tell=tell,
+            compiled=compile,
         )
         found = fitter.fit()
     record = FitRecord(
@@ -196,7 +198,7 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
         fuse_loss(unwrapped(model))
     modules = dict(unwrapped(model).named_modules())
     regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
-    if record.assignment.keeps_everything:
+    if record.assignment.keeps_everything and not record.assignment.is_compiled:
         return Fit(model, record, regions, None)
     names = {id(module): name for name, module in regions.items()}
     executor = Executor(record.assignment, names, check=Check.of(check))
@@ -218,15 +220,6 @@ def _record_of(plan: Fit | FitRecord | str | Path) -> FitRecord:
     except OSError as error:
         raise InvalidInput(f"Cannot read the plan: {error}. Give the path of a file that Fit.save wrote.") from error
     return FitRecord.from_json(text)
-
-
-def _check_arguments(model: object, compile: bool) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
-    if compile:
-        raise InvalidInput(
-            "compile=True is not supported yet. Compile the blocks yourself before fitting, or leave it out."
-        )
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

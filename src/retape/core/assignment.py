@@ -32,7 +32,8 @@ class Choice:
     `held` are the numbers of the slots to hold of `slots` in all, `moved` of those that go to the host meanwhile. With
     `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again; of the tensors
     among its arguments those with the numbers `moved_inputs` go to the host. Its parts called `tiled` are run in `tiles` slices.
-    `elements` is how many numbers its inputs had when it was profiled.
+    `elements` is how many numbers its inputs had when it was profiled. `saved_share` is that of the compiled form to run; None
+    is eager.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Choice:
     drop_input: bool = False
     passing: tuple[Passing, ...] = ()
     moved: tuple[int, ...] = ()
+    saved_share: float | None = None
     moved_inputs: tuple[int, ...] = ()
     tiles: int = 1
     tiled: tuple[str, ...] = ()
@@ -63,7 +65,14 @@ class Assignment:
 
     @property
     def keeps_everything(self) -> bool:
-        return all(choice.option is OptionKind.KEEP for choice in self.choices)
+        return all(
+            choice.option is OptionKind.KEEP and (choice.saved_share is None or choice.saved_share >= 1)
+            for choice in self.choices
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(choice.saved_share is not None for choice in self.choices)
 
     @property
     def moves_something(self) -> bool:
@@ -89,7 +98,10 @@ def _choice(item: dict[str, Any]) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeaning:
-    """What a stage of the chain stands for: a region and what each of its choices holds and moves, or glue (`choice` is None)."""
+    """What a stage of the chain stands for: a region and what each of its choices holds and moves, or glue (`choice` is None).
+
+    `saved_shares` has the compiled form of each choice; where it is empty all are eager.
+    """
 
     choice: Choice | None
     held: tuple[tuple[int, ...], ...] = ()
@@ -98,6 +110,12 @@ class StageMeaning:
     tiles: tuple[int, ...] = ()
     tiled: tuple[str, ...] = ()
     kinds: tuple[OptionKind, ...] = ()
+    saved_shares: tuple[float | None, ...] = ()
+
+    @property
+    def recomputed_share(self) -> float | None:
+        """The form of a region that is run over without a tape: that of the last choice."""
+        return self.saved_shares[-1] if self.saved_shares else None
 
 
 def _in_tiles(choice: Choice, meaning: StageMeaning, option: int) -> Choice:
@@ -142,8 +160,14 @@ class _Compiler:
             return
         held, moved = meaning.held[option], meaning.moved[option] if meaning.moved else ()
         if first:
-            inputs = meaning.moved_inputs[option] if meaning.moved_inputs else ()
-            choice = replace(meaning.choice, option=meaning.kinds[option], held=held, moved=moved, moved_inputs=inputs)
+            choice = replace(
+                meaning.choice,
+                option=meaning.kinds[option],
+                held=held,
+                moved=moved,
+                moved_inputs=meaning.moved_inputs[option] if meaning.moved_inputs else (),
+                saved_share=meaning.saved_shares[option] if meaning.saved_shares else None,
+            )
             self._choices[stage] = _in_tiles(choice, meaning, option)
         elif self._pass is not None:
             keep = meaning.kinds[option] is OptionKind.KEEP
@@ -155,12 +179,13 @@ class _Compiler:
 
     def _forward(self, start: int, stop: int, first: bool) -> None:
         for stage in range(start, stop):
-            choice = self._meanings[stage].choice
+            meaning = self._meanings[stage]
+            choice = meaning.choice
             if choice is None:
                 continue
             if first:
-                drop = stage > start
-                self._choices[stage] = replace(choice, option=OptionKind.RECOMPUTE, drop_input=drop)
+                recomputed = replace(choice, option=OptionKind.RECOMPUTE, drop_input=stage > start)
+                self._choices[stage] = replace(recomputed, saved_share=meaning.recomputed_share)
             elif self._pass is not None:
                 # The segment that is run over keeps its own input, to be reversed from there later.
                 self._pass[stage] = Passing(region=self._number[stage], hold_input=stage == start)

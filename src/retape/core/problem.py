@@ -33,9 +33,10 @@ class Option:
     """One way to tape a stage: what it holds from its forward to its backward, and what both cost.
 
     `held_bytes` contains the stage's output, as a tape does; `moved_bytes` go to the host tier meanwhile, `input_bytes` of
-    them being the stage's input. `rerun_seconds` is what backward pays to refill what was not held. Seconds and transient bytes
-    allow for copies as if every stage were alike: `*_stall_seconds` of them are waiting, `*_flight_bytes` the neighbours'.
-    A machine that plays the copies (`simulate(host=...)`) puts what it finds in their place.
+    them being the stage's input. `rerun_seconds` is what backward pays to refill what was not held. Bytes and seconds allow for
+    copies as if every stage were alike: `late_bytes` of the held ones are moved ones that lag behind, `*_flight_bytes` of the
+    transient ones the neighbours', `backward_stall_seconds` are waiting. A machine that plays the copies (`simulate(host=...)`)
+    puts what it finds in their place.
     """
 
     kind: OptionKind
@@ -48,7 +49,7 @@ class Option:
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
     input_bytes: int = 0
-    forward_stall_seconds: float = 0.0
+    late_bytes: int = 0
     backward_stall_seconds: float = 0.0
     forward_flight_bytes: int = 0
     backward_flight_bytes: int = 0
@@ -412,7 +413,7 @@ _CAME_LATER = frozenset(
     {
         "pinned",
         "input_bytes",
-        "forward_stall_seconds",
+        "late_bytes",
         "backward_stall_seconds",
         "forward_flight_bytes",
         "backward_flight_bytes",

@@ -271,7 +271,6 @@ class Machine:
         option = self._ledger.option_of(step)
         if self._lanes is None or option is None or self._ledger.is_pinned(step):
             return
-        self.seconds -= option.forward_stall_seconds
         if rerun:
             self._lanes.stay(step, option, self.seconds)
         else:

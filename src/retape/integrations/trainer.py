@@ -35,6 +35,11 @@ class FitCallback(TrainerCallback):
                 "FitCallback fits in one process. Under several, call retape.fit on the model before training."
             )
         model = unwrapped(kwargs["model"])
+        if getattr(model, "is_gradient_checkpointing", False):
+            raise InvalidInput(
+                f"{type(model).__name__} recomputes every layer by itself (gradient_checkpointing): that leaves the fit no choice. "
+                "Take gradient_checkpointing=True out of TrainingArguments, or call model.gradient_checkpointing_disable()."
+            )
         optimizer = kwargs.get("optimizer")
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self._waiting = model

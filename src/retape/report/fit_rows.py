@@ -35,7 +35,8 @@ class RegionRow:
 
     `rerun_seconds` is what refilling the dropped slots takes, `spared_seconds` what the held ones spare beside recomputing all.
     `moved_bytes` are on the host between forward and backward, the input's among them where it is moved. `start` names where
-    a segment begins whose regions drop their inputs as well.
+    a segment begins whose regions drop their inputs as well. `saved_share` names the compiled form that they run in; None is
+    eager.
     """
 
     names: tuple[str, ...]
@@ -51,6 +52,13 @@ class RegionRow:
     input_moved: bool = False
     tiles: int = 1
     start: str = ""
+    saved_share: float | None = None
+
+    @property
+    def plan(self) -> str:
+        """What is done, in a word or three."""
+        word = "segment" if self.start else self.option.value
+        return word if self.saved_share is None else f"{word}, compiled {self.saved_share:g}"
 
     @property
     def count(self) -> int:
@@ -107,7 +115,7 @@ def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
     stages = [number for number, stage in enumerate(record.chain.stages) if not stage.pinned]
     starts = _segment_starts(record.assignment.choices)
     for place, (choice, stage) in enumerate(zip(record.assignment.choices, stages, strict=True)):
-        treated = (choice.option, choice.held, choice.moved, choice.moved_inputs, choice.tiles)
+        treated = (choice.option, choice.held, choice.moved, choice.moved_inputs, choice.tiles, choice.saved_share)
         key = (choice.kind, *treated, starts[place])
         found.setdefault(key, []).append((choice, stage))
     uses = stage_uses(record.chain, record.plan.actions())
@@ -144,6 +152,7 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
         input_moved=bool(choice.moved_inputs),
         tiles=choice.tiles,
         start=start,
+        saved_share=choice.saved_share,
     )
 
 

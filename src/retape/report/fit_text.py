@@ -58,7 +58,7 @@ def _regions(record: FitRecord) -> Table:
         table.add_row(
             row.label,
             str(row.count),
-            "segment" if row.start else row.option.value,
+            row.plan,
             f"{row.held_slots} of {row.slots}",
             format_bytes(row.held_bytes),
             format_seconds(row.extra_seconds) if row.extra_seconds > 0 else "0",
@@ -87,6 +87,8 @@ def why(row: RegionRow, *, everything: bool) -> str:
         return f"inputs dropped too: run again from the input of {row.start}; {dropped} less held"
     match row.option:
         case OptionKind.KEEP:
+            if row.saved_share is not None and row.dropped_bytes:
+                return f"its compiled code saves {dropped} less than it would by itself"
             return f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}"
         case OptionKind.SELECT:
             return _why_select(row)

@@ -51,7 +51,7 @@ def _line(row: RegionRow, *, everything: bool) -> str:
     return _cells(
         short,
         row.count,
-        "segment" if row.start else row.option.value,
+        row.plan,
         f"{row.held_slots} of {row.slots}",
         format_bytes(row.held_bytes),
         format_bytes(row.dropped_bytes) if row.dropped_bytes else "",

@@ -19,7 +19,9 @@ from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.problem import OptionKind
 from retape.torch import links, offload
 from retape.torch.caches import without_cache
+from retape.torch.compiled import CannotCompile, in_form, refuse_kept_graph
 from retape.torch.policy import HOLD, Check, Inputs, Policy, Way
+from retape.torch.reads import CompiledCall
 from retape.torch.region import Region, run_region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
@@ -47,6 +49,7 @@ class Executor:
         self._answers = {number: answers(choice) for number, choice in enumerate(assignment.choices)}
         self._moves = assignment.moves_something
         self._tiled = {choice.name: choice.tiled for choice in assignment.choices if choice.tiles > 1}
+        self._is_compiled = assignment.is_compiled
         self.regions_run = 0
 
     def learn(self, kind: int, inputs: Signature, trace: RegionTrace, there: tuple[int, ...]) -> None:
@@ -72,6 +75,8 @@ class Executor:
 
     def _backward_begins(self, gradient: Any) -> None:
         self._root_call = -1
+        if self._is_compiled:
+            refuse_kept_graph()
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """A region is called."""
@@ -81,17 +86,20 @@ class Executor:
         if had_cache:
             self._tell_once("no key-value cache is built in training, because a re-run would fill it twice")
         number, choice = self._choice(self._names[id(module)])
-        if choice.option is OptionKind.KEEP:
-            outputs = (
-                plain_call(*args, **keywords)
-                if THREAD.manager is None
-                else run_region(plain_call, *args, keywords=keywords, policy=HOLD, check=self._check)
-            )
-        else:
-            outputs = self._run(number, choice, plain_call, args, keywords)
+        try:
+            outputs = self._ran(number, choice, in_form(module, plain_call, choice.saved_share), args, keywords)
+        except CannotCompile:
+            outputs = self._ran(number, choice, plain_call, args, keywords)
         if self._moves and not choice.moves:
             offload.passed(links.tensors_of(outputs))
         return outputs
+
+    def _ran(self, number: int, choice: Choice, call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        if choice.option is not OptionKind.KEEP:
+            return self._run(number, choice, call, args, keywords)
+        if THREAD.manager is None:
+            return call(*args, **keywords)
+        return run_region(call, *args, keywords=keywords, policy=HOLD, check=self._check)
 
     def _choice(self, name: str) -> tuple[int, Choice]:
         count = self._counts.get(name, 0)
@@ -109,7 +117,7 @@ class Executor:
                 "the peak may pass the budget. Call retape.fit again with the larger batch."
             )
         key = (choice.kind, self._answers.get(number, ()), inputs)
-        unknown = bool(key[1]) and key not in self._recipes
+        unknown = bool(key[1]) and key not in self._recipes and type(plain_call) is not CompiledCall
         if key in self._recipes:
             self._recipes.move_to_end(key)
         policy = policy_of(number, choice, self._recipes.get(key))

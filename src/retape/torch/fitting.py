@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retape.core.assignment import Assignment, Choice, StageMeaning, assign
+from retape.core.assignment import Assignment, assign
 from retape.core.errors import BudgetTooSmall, RetapeError
 from retape.core.frontier import Frontier, frontier
 from retape.core.option_set import OptionSet
@@ -27,21 +27,22 @@ from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.attach import attach, detach
 from retape.torch.budgets import resolved
+from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays, refuse_whole
 from retape.torch.discover import Wanted, find_regions, refined
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
 from retape.torch.fused_loss import can_fuse_loss, fuse_loss, unfuse_loss
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
+from retape.torch.meanings import meanings_of
 from retape.torch.meter import Scale, synchronize, thinned, weighing
 from retape.torch.modelling import Modelled, model_of
 from retape.torch.overheads import engine_overheads
 from retape.torch.policy import Check, Inputs
 from retape.torch.profile import Phase, Profile, ProfileSession, Stopwatch
 from retape.torch.ranks import decided_by_first, largest
-from retape.torch.readings import RegionSeconds, StepBytes, read_bytes, read_seconds
-from retape.torch.resident import device_of, fixed_bytes, pending_optimizer_bytes
-from retape.torch.signature import elements
+from retape.torch.readings import Profiled, RegionSeconds, read_bytes, read_seconds
+from retape.torch.resident import device_of, fixed_bytes
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 
 TIMED_STEPS = 2
@@ -86,6 +87,7 @@ class Fitter:
         options: OptionSet,
         check: Check,
         tell: Tell,
+        compiled: bool = False,
     ) -> None:
         if step is None:
             refuse_other_arguments(model, batch)
@@ -95,10 +97,13 @@ class Fitter:
         self.root = unwrapped(model)
         self._may_refine = regions is None
         self._limit: int | None = None
+        self._compiled = compiled
+        self._forms: list[Profiled] | None = None
         self._first_regions = find_regions(self.root, regions)
+        refuse_whole(self.root)
+        refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
         self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
-        self.pending_bytes = pending_optimizer_bytes(optimizer, self.device)
         self.budget = resolved(budget, self.device)
 
     def _take_regions(self, regions: dict[str, nn.Module]) -> None:
@@ -124,12 +129,13 @@ class Fitter:
 
     # --- profile -------------------------------------------------------------------------------------------------
 
-    def profiled(self, laboratory: Laboratory) -> tuple[Profile, StepBytes, list[dict[int, RegionSeconds]]]:
+    def profiled(self, laboratory: Laboratory, saved_share: float | None = None) -> Profiled:
         """Profile with every region recomputed; where even that is too much, with the inputs dropped as well."""
         for inputs in (Inputs.HOLD, Inputs.LINK):
             try:
-                tiles = self.options is OptionSet.ALL
-                return self._profiled(laboratory, ProfileSession(self.names, self.device, inputs, tiles=tiles))
+                return self._profiled(laboratory, inputs, saved_share)
+            except CannotCompile:
+                return self.profiled(laboratory, saved_share)  # what was refused is eager now
             except torch.OutOfMemoryError as error:
                 failure = error
             laboratory.rewind()
@@ -143,11 +149,11 @@ class Fitter:
             binding="",
         ) from failure
 
-    def _profiled(
-        self, laboratory: Laboratory, session: ProfileSession
-    ) -> tuple[Profile, StepBytes, list[dict[int, RegionSeconds]]]:
+    def _profiled(self, laboratory: Laboratory, inputs: Inputs, saved_share: float | None) -> Profiled:
+        tiles = self.options is OptionSet.ALL
+        session = ProfileSession(self.names, self.device, inputs, saved_share, tiles=tiles)
         with self.attached(session):
-            self.tell("tracing the regions")
+            self.tell("tracing the regions" if saved_share is None else f"compiling, saving {saved_share:.0%}")
             session.begin_step(None)
             laboratory.rewind()
             self.run_step()
@@ -157,7 +163,21 @@ class Fitter:
                 self._marked(laboratory, session, scale)
             seconds: list[dict[int, RegionSeconds]] = []
             _repeated(lambda: self._stopped(laboratory, session, seconds))
-        return profile, read_bytes(scale.readings), seconds
+        step = read_bytes(scale.readings)
+        return Profiled(profile=profile, step=step, seconds=seconds, saved_share=saved_share)
+
+    def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> list[Profiled]:
+        """The same step in the other compiled forms; those that save what one before them saves are left out."""
+        if not self._compiled:
+            return []
+        if self._forms is None:  # how the loss is computed is not theirs: they are profiled once
+            found = [whole]
+            for share in SAVED_SHARES:
+                profiled = self.profiled(laboratory, share)
+                if not any(profiled.runs_like(other) for other in found):
+                    found.append(profiled)
+            self._forms = found[1:]
+        return self._forms
 
     def _stopped(
         self, laboratory: Laboratory, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
@@ -252,7 +272,7 @@ class Fitter:
 
     def _with_finer_regions(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
         """Smaller regions have a smaller working set, though more inputs to hold: where blocks do not fit, their parts may."""
-        finer = refined(self.regions) if self._may_refine else {}
+        finer = refined(self.regions) if self._may_refine and not self._compiled else {}
         if not finer:
             raise failure
         self.tell("taking the regions apart")
@@ -264,12 +284,13 @@ class Fitter:
 
     def _settled(self, laboratory: Laboratory) -> Fitting:
         """Profile, and solve, run and compare until a plan is confirmed."""
-        profile, step, seconds = self.profiled(laboratory)
+        profiled = self.profiled(laboratory, WHOLE if self._compiled else None)
+        others = self._other_forms(laboratory, profiled)
         self.tell("solving")
-        overheads = engine_overheads(self.device)
-        host = host_tier(self.device)
+        profile, fixed = profiled.profile, self.fixed_bytes
+        overheads, host = engine_overheads(self.device), host_tier(self.device)
         modelled = decided_by_first(
-            lambda: model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads, host=host)
+            lambda: model_of(profiled, fixed_bytes=fixed, overheads=overheads, host=host, others=others)
         )
         rounds = _Rounds(
             limit_bytes=self._limit_bytes(modelled.chain),
@@ -329,11 +350,12 @@ class Fitter:
         self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: _Rounds
     ) -> Fitting:
         """Run a plan and measure it; one that was run before, and is only promised better now, need not run again."""
-        assignment = assign(_meanings(profile, modelled), plan.actions())
+        assignment = assign(meanings_of(profile, modelled), plan.actions())
         before = rounds.best
         if before is not None and before.assignment == assignment:
             return replace(before, chain=modelled.chain, plan=plan)
-        executor = None if assignment.keeps_everything else self._executor(assignment, profile)
+        plain = assignment.keeps_everything and not assignment.is_compiled
+        executor = None if plain else self._executor(assignment, profile)
         self.tell("measuring the plan")
         if executor is None:
             record = self.measured(laboratory)
@@ -451,38 +473,3 @@ def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
     """Detach whatever is attached to a model, its regions and their parts."""
     for module in (model, *(part for region in regions.values() for part in region.modules())):
         detach(module)
-
-
-def _meanings(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
-    kinds = {kind: number for number, kind in enumerate(profile.traces)}
-    found = []
-    for stage, about in zip(modelled.chain.stages, modelled.stages, strict=True):
-        if about.region is None:
-            found.append(StageMeaning(choice=None))
-            continue
-        call = profile.calls[about.region]
-        trace = profile.traces[call.kind]
-        choice = Choice(
-            name=call.name,
-            root_call=call.root_call,
-            call=call.call,
-            kind=kinds[call.kind],
-            slots=len(trace.slots) if trace is not None else 0,
-            elements=elements(call.inputs),
-        )
-        held = tuple(tuple(sorted(slots or ())) for slots in about.held)
-        moved = tuple(tuple(sorted(slots)) for slots in about.moved)
-        inputs = tuple(tuple(sorted(tensors)) for tensors in about.moved_inputs)
-        kinds_of_choices = tuple(option.kind for option in stage.choices)
-        found.append(
-            StageMeaning(
-                choice=choice,
-                held=held,
-                moved=moved,
-                moved_inputs=inputs,
-                tiles=about.tiles,
-                tiled=about.tiled,
-                kinds=kinds_of_choices,
-            )
-        )
-    return tuple(found)

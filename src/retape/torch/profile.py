@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retape.torch import links
 from retape.torch.attach import original_class
 from retape.torch.caches import without_cache
+from retape.torch.compiled import in_form
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.ranks import is_distributed
@@ -152,11 +153,18 @@ class ProfileSession:
     """Answers the calls of attached modules while a step is profiled."""
 
     def __init__(
-        self, names: dict[int, str], device: torch.device, inputs: Inputs = Inputs.HOLD, *, tiles: bool = False
+        self,
+        names: dict[int, str],
+        device: torch.device,
+        inputs: Inputs = Inputs.HOLD,
+        saved_share: float | None = None,
+        *,
+        tiles: bool = False,
     ) -> None:
         self._names = names
         self._device = device
-        self._tiles = tiles
+        self._saved_share = saved_share
+        self._tiles = tiles and saved_share is None  # a compiled form is one piece
         self._rows: dict[int, Tensor] = {}  # a few of what each part was called with
         self._rowwise: set[int] = set()  # the parts that were found to treat them independently
         self._policy = Policy(inputs=inputs)
@@ -203,6 +211,7 @@ class ProfileSession:
         if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = without_cache(module, args, keywords)
+        plain_call = in_form(module, plain_call, self._saved_share)
         refuse_transforms(plain_call)
         captured = capture_call(plain_call, args, keywords)
         if captured.is_lazy:

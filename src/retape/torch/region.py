@@ -35,7 +35,7 @@ from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number, name_of
 from retape.torch.moved_inputs import MovedInputs
 from retape.torch.policy import DROP, Check, Inputs, Policy
-from retape.torch.reads import Call, capture_call
+from retape.torch.reads import Call, CompiledCall, capture_call
 from retape.torch.runs import THREAD, Run, Stop, recomputing
 from retape.torch.select import Answering, Diverged, Replay
 from retape.torch.slots import Filler, Slot, changed_in_place
@@ -254,9 +254,11 @@ class Region:
         """Run again to the end and write down what happens, op by op; nothing is refilled."""
         with RERUN:
             recorder = Recorder(stopwatch)
-            if self.is_compiled:  # one opaque op, which a mode would silently make eager
-                return recorder.trace([], opaque=True)
             held = self._inputs.load(self, self._watch.changed, {})
+            if self.is_compiled:  # one opaque op, which a mode would silently make eager
+                outputs = self._attempt(Filler(self, {}, False, recorder), held, None)
+                known = [*held, *self._call.state, *self._call.extras]
+                return recorder.compiled_trace(known, links.tensors_of(outputs))
             outputs = self._attempt(Filler(self, {}, False, recorder), held, recorder)
             return recorder.trace(links.tensors_of(outputs), opaque=state.drawn_by_python(self._draws))
 
@@ -342,7 +344,8 @@ class Region:
     @property
     def is_compiled(self) -> bool:
         """Whether the function, or a module behind it, is compiled: a dispatch mode around it would silently make it eager."""
-        return any(_compat.is_compiled(part) for part in (self._call.function, *self._call.modules))
+        function = self._call.function
+        return type(function) is CompiledCall or any(map(_compat.is_compiled, (function, *self._call.modules)))
 
     def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)

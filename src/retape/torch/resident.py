@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,4 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
 
 
 def _known_defaults(optimizer: torch.optim.Optimizer) -> set[str]:
-    import inspect
-
     return set(inspect.signature(type(optimizer).__init__).parameters)
