@@ -31,7 +31,7 @@ from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_gra
 from retape.torch.discover import Wanted, find_regions, refined
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
-from retape.torch.fused_loss import can_fuse_loss, fuse_loss, unfuse_loss
+from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
 from retape.torch.meanings import meanings_of
@@ -254,7 +254,7 @@ class Fitter:
             return without
         self.tell("with the loss fused")
         self._take_regions(self._first_regions)
-        fuse_loss(self.root)
+        fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes))
         fused: Fitting | BudgetTooSmall | None = None
         try:
             fused = self._fitted(laboratory)
