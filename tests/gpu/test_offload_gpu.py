@@ -229,6 +229,33 @@ def test_a_failed_copy_leaves_the_pool_and_the_streams_in_order(deterministic, m
         assert found.pool.free_bytes == found.pool.allocated_bytes
 
 
+@pytest.mark.parametrize("name", ["send", "fetch"])
+def test_a_copy_that_breaks_off_half_way_leaves_the_streams_idle(deterministic, monkeypatch, name):
+    """The first chunk is on its way when the second one fails."""
+    model, x = blocks(), rows()
+    inputs = Policy(moved_inputs=frozenset({0}), moved=frozenset(range(1, 99, 3)))
+    wanted = gradients(model, x, plainly)
+    found = lanes.lanes_of(DEVICE)
+    real, calls = getattr(found, name), []
+
+    def failing(pairs, *rest):
+        calls.append(None)
+        host, there = pairs[0]
+        return real([*pairs, (host[:2], there[:1].expand(3))] if len(calls) == 4 else pairs, *rest)
+
+    monkeypatch.setattr(found, name, failing)
+    with pytest.raises(OffloadError, match="failed"):
+        gradients(model, x, moved(inputs))
+    monkeypatch.undo()
+    torch.cuda.synchronize()
+    assert found._out.query()
+    assert found._back.query()
+    torch.use_deterministic_algorithms(True)
+    assert all(map(torch.equal, gradients(model, x, moved(inputs)), wanted))
+    gc.collect()
+    assert found.pool.free_bytes == found.pool.allocated_bytes
+
+
 def test_a_write_to_what_was_moved_is_an_error():
     x = torch.randn(1024, 1024, device=DEVICE, requires_grad=True)
     kept = []
