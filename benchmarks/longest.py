@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before CUDA is started
+for _name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # its newer and its older name; before CUDA is started
+    os.environ.setdefault(_name, "expandable_segments:True")
 
 import argparse
 import gc
 import statistics
 import time
+import traceback
 import warnings
 from dataclasses import replace
 
@@ -86,6 +88,12 @@ def cleared(model) -> None:
         torch.cuda.empty_cache()
 
 
+def with_gradients(model) -> None:
+    """Gradients are resident, as they are in every step but the first."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
 def weighed(model, batch, device) -> tuple[int, float]:
     """The peak of a step above what stood there before, and its seconds."""
     start = time.perf_counter()
@@ -123,14 +131,14 @@ def side_by_side(model, options, device) -> dict:
     """At `--tokens`: Hugging Face's peak and time, and what `fit` does inside the same peak."""
     batch = batch_of(model.config.vocab_size, options.tokens, device)
     with HuggingFace(model, fused=False):
-        step(model, batch)  # gradients are resident from here on
+        step(model, batch)
         peak, taken = weighed(model, batch, device)
     say(f"Hugging Face, {options.tokens} tokens: {peak / GIB:.2f} GiB above weights and gradients, {taken:.2f} s")
     cleared(model)
     fuse_loss(model)
     fitted = retape.fit(model, batch, budget=retape.Budget.activations(peak), options=retape.ALL, progress=False)
-    say(f"fit took {fitted.record.profile_seconds:.1f} s:", kinds_of(fitted), repr(fitted))
-    step(model, batch)
+    say(f"fit took {fitted.record.profile_seconds:.1f} s:", kinds_of(fitted), labels_of(fitted), repr(fitted))
+    with_gradients(model)
     own, _ = weighed(model, batch, device)
     times: dict[str, list[float]] = {"huggingface": [], "retape": []}
     for _ in range(options.rounds):
@@ -232,8 +240,7 @@ def longest(model, options, device) -> dict:
             continue
         cleared(model)
         moved = pin_beforehand(fitted, options, device, tokens)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        with_gradients(model)
         try:
             peak, taken = weighed(model, batch_of(model.config.vocab_size, tokens, device), device)
         except (torch.OutOfMemoryError, retape.errors.OffloadError) as error:
@@ -265,14 +272,23 @@ def peers_limit(model, tokens: int, device) -> str:
     cleared(model)
     try:
         with HuggingFace(model, fused=True):
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+            with_gradients(model)
             peak, taken = weighed(model, batch_of(model.config.vocab_size, tokens, device), device)
     except torch.OutOfMemoryError:
         return "out of memory"
     finally:
         cleared(model)
     return f"{(resident_bytes(model, device) + peak) / GIB:.2f} GiB, {taken:.2f} s"
+
+
+def attempt(results: dict, name: str, run) -> None:
+    """What comes of one part; where it fails, the others go on."""
+    try:
+        results[name] = run()
+    except Exception as error:
+        traceback.print_exc()
+        results[name] = {"failed": f"{type(error).__name__}: {error}"[:400]}
+    say(name, results[name])
 
 
 def pretend_host() -> None:
@@ -314,17 +330,14 @@ def main() -> None:
     say(f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters")
     results: dict = {"parameters": sum(p.numel() for p in model.parameters())}
     if options.only != "long":
-        results["side by side"] = side_by_side(model, options, device)
-        say(results["side by side"])
+        attempt(results, "side by side", lambda: side_by_side(model, options, device))
         record("longest", options.seed, results, options.out)
         if device.type == "cuda":
-            results[f"huggingface, {options.peer_long} tokens"] = peers_limit(model, options.peer_long, device)
-            say(results)
-    if options.only == "long":
-        fuse_loss(model)
+            name = f"huggingface, {options.peer_long} tokens"
+            attempt(results, name, lambda: peers_limit(model, options.peer_long, device))
+    fuse_loss(model)
     if options.only != "side":
-        results["longest"] = longest(model, options, device)
-        say(results["longest"])
+        attempt(results, "longest", lambda: longest(model, options, device))
     print(record("longest", options.seed, results, options.out))
 
 

@@ -26,6 +26,7 @@ from retape.torch.runs import current_runs, is_plain
 from retape.torch.tile import tile
 
 TILES = (2, 4, 8, 16, 32)
+WORTH = 0.9  # of what stands with half as many tiles: twice as many must be lower
 ROWS_DIM = -2
 _ROWS_ASKED = 32
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -129,7 +130,7 @@ def measured_tiles(
             run = _measured(call, (args, keywords), trained, tiles, device)
         except (RetapeError, torch.OutOfMemoryError):
             break
-        if len(found) > 1 and run.backward_bytes > 0.97 * found[-1].backward_bytes:
+        if len(found) > 1 and run.backward_bytes > WORTH * found[-1].backward_bytes:
             break
         found.append(run)
     return tuple(found) if len(found) > 1 else ()
