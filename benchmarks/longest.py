@@ -12,13 +12,9 @@ speed of copies lets the same path run and times say nothing.
 
 from __future__ import annotations
 
-import os
-
-for _name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # its newer and its older name; before CUDA is started
-    os.environ.setdefault(_name, "expandable_segments:True")
-
 import argparse
 import gc
+import os
 import statistics
 import time
 import traceback
@@ -320,6 +316,11 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
+    for name in (
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ):  # its newer and its older name; before CUDA is started
+        os.environ.setdefault(name, "expandable_segments:True")
     options = parsed()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":

@@ -340,6 +340,17 @@ def test_over_a_fitted_plan_the_longer_batch_fits_too():
     fitted.remove()
 
 
+def test_a_batch_larger_than_the_plan_warns_only_where_no_live_budget_copes():
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(4)))
+    small, large = torch.randn(32, 16), torch.randn(128, 16)
+    fitted = retape.fit(model, small, budget=0.6, step=lambda m, b: m(b).sum(), progress=False)
+    assert not fitted.record.assignment.keeps_everything
+    with retape.adaptive(model, budget="1GiB"):
+        model(large).sum().backward()  # a warning would be an error here
+    with pytest.warns(UserWarning, match="the peak may pass the budget"):
+        model(large).sum().backward()
+
+
 def test_a_tensor_that_was_written_to_is_still_an_error():
     weight = torch.randn(64, requires_grad=True)
     with retape.adaptive(budget="1GiB"):

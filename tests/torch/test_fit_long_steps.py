@@ -26,9 +26,9 @@ def steps_of_a_fit(monkeypatch):
     return len(calls)
 
 
-@pytest.mark.parametrize(("long", "usual"), [(0.0, 5), (1e9, 7)])
-def test_a_long_step_is_timed_once(monkeypatch, long, usual):
-    """Trace, weigh and time; weigh and time the plan. Short ones are timed twice, and a promise that was off is made again."""
+@pytest.mark.parametrize(("long", "least"), [(0.0, 5), (1e9, 7)])
+def test_a_long_step_is_timed_once(monkeypatch, long, least):
+    """Trace, weigh and time; weigh the plan and time it. Short ones are timed twice, and a promise that was off is made again."""
     monkeypatch.setattr(fitting, "LONG_STEP_SECONDS", long)
     found = steps_of_a_fit(monkeypatch)
-    assert found == usual if long == 0.0 else (found - usual) % 3 == 0
+    assert found == least if long == 0.0 else found >= least

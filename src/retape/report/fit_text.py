@@ -19,8 +19,15 @@ _NUMBERS = ("count", "slots held", "bytes held", "more time")
 
 
 def explain(record: FitRecord, *, width: int = WIDTH, ascii_only: bool = False) -> str:
-    """A table of the regions, those treated alike in one row, and under it the budget, the promise and the measurement."""
-    return rendered(_regions(record), _totals(record, width, ascii_only), width=width, ascii_only=ascii_only)
+    """A table of the regions, those treated alike in one row, and under it the budget, the promise and the measurement.
+
+    Of a model on several devices first a row for each of them, and then the same for each.
+    """
+    parts: list[RenderableType] = [_devices(record)] if record.devices else []
+    for view in record.views:
+        parts += [f"\n{view.measured.device}\n"] if record.devices else []
+        parts += [_regions(view), _totals(view, width, ascii_only)]
+    return rendered(*parts, width=width, ascii_only=ascii_only)
 
 
 def rendered(*parts: RenderableType, width: int = WIDTH, ascii_only: bool = False) -> str:
@@ -46,6 +53,26 @@ def new_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     for column in columns:
         right = column in numbers
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
+    return table
+
+
+# --- the devices --------------------------------------------------------------------------------------------------
+
+
+def _devices(record: FitRecord) -> Table:
+    names = ("device", "regions", "budget", "promised", "measured", "of budget", "floor", "more time")
+    table = new_table(*names, numbers=names[1:])
+    for device in record.devices:
+        table.add_row(
+            device.device,
+            str(len(device.regions)),
+            format_bytes(device.budget_bytes),
+            format_bytes(device.plan.promised_peak_bytes),
+            format_bytes(device.measured.peak_bytes),
+            f"{device.measured.peak_bytes / device.budget_bytes:.1%}",
+            format_bytes(device.frontier.floor_bytes),
+            format_seconds(device.extra_seconds) if device.extra_seconds > 0 else "0",
+        )
     return table
 
 

@@ -111,7 +111,8 @@ class Executor:
     def _run(self, number: int, choice: Choice, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         self.regions_run += 1
         inputs = signature(args, keywords)
-        if choice.elements and elements(inputs) > choice.elements:
+        # Under a live budget larger batches are looked after.
+        if choice.elements and elements(inputs) > choice.elements and THREAD.manager is None:
             self._warn_once(
                 f"Region {choice.name} was given {elements(inputs)} numbers, and {choice.elements} when it was profiled: "
                 "the peak may pass the budget. Call retape.fit again with the larger batch."

@@ -43,20 +43,22 @@ class Layout:
         "_children",
         "_expected",
         "_held_types",
-        "_pick_held",
-        "_pick_hooks",
         "_root_type",
         "_weak",
+        "content",
         "field_keys",
         "field_lengths",
         "field_types",
         "fills_what_it_saved",
+        "has_objects",
         "held_keys",
         "held_lengths",
+        "hooks",
+        "is_simple",
         "kinds",
         "only_parameters",
         "others",
-        "pick_settings",
+        "pick_fields",
         "pick_switches",
         "renormalised",
         "settings",
@@ -79,23 +81,24 @@ class Layout:
         self.field_keys: list[str] = list(_flat(fields))
         self.field_lengths = list(map(len, fields))
         values = list(_flat(map(_values, fields)))
-        self.field_types = list(map(type, values))
-        self._sort_fields(values)
         at = {(owner, key): number for number, (owner, key) in enumerate(_owned(fields))}
         owners = range(len(modules))
-        self._pick_held = itemgetter(*[at[owner, key] for owner in owners for key in _HELD])
-        self._pick_hooks = itemgetter(*[at[owner, key] for owner in owners for key in _HOOKS])
-        content = self._pick_held(values)
+        held_dicts = [at[owner, key] for owner in owners for key in _HELD]
+        self._sort_fields(values, held_dicts, [at[owner, key] for owner in owners for key in _HOOKS])
+        content = [values[number] for number in held_dicts]
         held = list(_flat(map(_values, content)))
         self.held_keys: list[Any] = list(_flat(map(_keys, content)))
         self.held_lengths = list(map(len, content))
         self._held_types = list(map(type, held))
         self._sort_held(modules, held)
         self._find_written(modules, at, list(_owned(content)))
+        self.is_simple = self.only_parameters and not (
+            self.has_objects or self.renormalised or self.statistics or self.fills_what_it_saved
+        )
 
-    def _sort_fields(self, values: list[Any]) -> None:
-        """Which fields are settings, tensors, or objects to be followed."""
-        settings, switches, tensors, others, simple = [], [], [], [], True
+    def _sort_fields(self, values: list[Any], held_dicts: list[int], hook_dicts: list[int]) -> None:
+        """Which fields are settings, tensors, or objects to be followed. What else `nn.Module` itself keeps is no concern."""
+        settings, switches, tensors, others, modules = [], [], [], [], []
         for number, (key, value) in enumerate(zip(self.field_keys, values, strict=True)):
             kind = type(value)
             if key in OWN_FIELDS and key != "training":
@@ -108,12 +111,15 @@ class Layout:
                 settings.append(number)
                 tensors.append(number)
             else:
-                simple = False
-                if not isinstance(value, nn.Module):
-                    others.append(number)
+                (modules if isinstance(value, nn.Module) else others).append(number)
         self.settings = settings
-        # Objects that are no settings must not be held, so where there are none all values are kept as they were read.
-        self.pick_settings = None if simple else _picker(settings)
+        # What a tree holds, to compare by identity, comes first; objects, which it must not keep alive, come last.
+        compared = [*settings, *held_dicts, *hook_dicts]
+        first, middle = len(settings), len(settings) + len(held_dicts)
+        self.content, self.hooks = slice(first, middle), slice(middle, len(compared))
+        self.pick_fields = itemgetter(*compared, *others, *modules)
+        self.field_types = list(map(type, self.pick_fields(values)))
+        self.has_objects = bool(others or modules)
         self.pick_switches = _picker(switches)
         self.tensor_fields = tensors
         self.others = others
@@ -148,20 +154,27 @@ class Layout:
 
     def read(self, root: nn.Module) -> Tree | None:
         """What the tree holds now, or None if it is not laid out like this any more."""
-        weak = self._weak
-        modules: list[Any] = [root, *[reference() for reference in weak]] if weak else [root]
-        try:
-            fields: list[dict[str, Any]] = list(map(_vars, modules))
-        except TypeError:  # one is gone
+        if type(root) is not self._root_type:
             return None
-        if list(_flat(fields)) != self.field_keys or type(root) is not self._root_type:
+        modules: list[Any] = [root]
+        if self._weak:
+            modules += [reference() for reference in self._weak]
+            try:
+                fields: list[dict[str, Any]] = list(map(_vars, modules))
+            except TypeError:  # one is gone
+                return None
+            if list(_flat(fields)) != self.field_keys or list(map(len, fields)) != self.field_lengths:
+                return None
+            values = list(_flat(map(_values, fields)))
+        else:
+            only = root.__dict__
+            if list(only) != self.field_keys:
+                return None
+            fields, values = [only], list(_values(only))
+        then = self.pick_fields(values)
+        if list(map(type, then)) != self.field_types:
             return None
-        if weak and list(map(len, fields)) != self.field_lengths:
-            return None
-        values = list(_flat(map(_values, fields)))
-        if list(map(type, values)) != self.field_types:
-            return None
-        content = self._pick_held(values)
+        content = then[self.content]
         if list(map(len, content)) != self.held_lengths or list(_flat(map(_keys, content))) != self.held_keys:
             return None
         held = list(_flat(map(_values, content)))
@@ -170,8 +183,7 @@ class Layout:
         children, expected = self._children, self._expected
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
-        hooks = self._pick_hooks(values)
-        return Tree(self, modules, fields, values=values, content=content, held=held, hooks=hooks)
+        return Tree(self, modules, fields, values=values, then=then, held=held)
 
 
 Pick = Callable[[Any], Sequence[Any]]
@@ -194,24 +206,16 @@ def _owned(dicts: Any) -> Iterator[tuple[int, Any]]:
 class Tree:
     """What a tree of modules held when a region first ran: a holder of them all."""
 
-    __slots__ = (
-        "_content",
-        "_entered",
-        "_fields_are_as_then",
-        "_held",
-        "_hook_copies",
-        "_hooks",
-        "_kept",
-        "_then",
-        "fields",
-        "layout",
-        "modules",
-        "others",
-        "renormalised",
-        "state",
-        "statistics",
-        "switches",
-    )
+    # What most trees leave as it is has its value here: setting fields is what making one costs.
+    state: Sequence[Tensor] = ()
+    switches: tuple[bool, ...] = ()
+    others: Sequence[Any] = ()
+    statistics: set[int] | None = None
+    renormalised: set[int] | None = None
+    _hook_copies: list[dict[Any, Any]] | None = None
+    _kept: Sequence[Any] = ()
+    _entered: list[ModuleHolder] | None = None
+    _fields_are_as_then = True
 
     def __init__(
         self,
@@ -220,30 +224,36 @@ class Tree:
         fields: list[dict[str, Any]],
         *,
         values: list[Any],
-        content: tuple[dict[Any, Any], ...],
+        then: tuple[Any, ...],
         held: list[Any],
-        hooks: tuple[dict[Any, Any], ...],
     ) -> None:
         self.layout = layout
         self.modules = modules
         self.fields = fields
-        self.state: Sequence[Tensor] = layout.tensors(held) if layout.tensors is not None else ()
-        self.switches = tuple(layout.pick_switches(values)) if layout.pick_switches is not None else ()
-        self.others: list[Any] = [values[number] for number in layout.others] if layout.others else _NONE
-        self.statistics: set[int] | None = None
-        self.renormalised: set[int] | None = None
+        if layout.tensors is not None:
+            self.state = layout.tensors(held)
+        if layout.pick_switches is not None:
+            self.switches = tuple(layout.pick_switches(values))
+        if not layout.is_simple:
+            then = self._meet_rest(values, held, then)
+        self._then = then
+        self._content: tuple[dict[Any, Any], ...] = then[layout.content]
+        self._held = held
+        self._hooks: tuple[dict[Any, Any], ...] = then[layout.hooks]
+        if any(self._hooks):
+            self._hook_copies = [hook.copy() for hook in self._hooks]
+
+    def _meet_rest(self, values: list[Any], held: list[Any], then: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Everything beside parameters and plain settings; returns what there is to compare with."""
+        layout = self.layout
         if not layout.only_parameters:
             self._meet_buffers(values, held)
+            if layout.tensor_fields:
+                then = layout.pick_fields(values)
         if layout.renormalised:
             self.renormalised = {id(held[number]) for number in layout.renormalised}
-        self._then: Any = values if layout.pick_settings is None else layout.pick_settings(values)
-        self._content = content
-        self._held = held
-        self._hooks = hooks
-        self._hook_copies = [hook.copy() for hook in hooks] if any(hooks) else None
-        self._kept: list[Any] = _NONE
-        self._entered: list[ModuleHolder] | None = None
-        self._fields_are_as_then = True
+        self.others = [values[number] for number in layout.others]
+        return then[: layout.hooks.stop]
 
     def _meet_buffers(self, values: list[Any], held: list[Any]) -> None:
         """Buffers, and tensors in fields: some are statistics, and a history among them could close a cycle through the graph."""
@@ -282,17 +292,17 @@ class Tree:
         holders, kept = self._entered, self._kept
         if holders is None:
             if self._is_as_then():
-                self._kept = _NONE
+                self._kept = ()
                 return
             if self._fields_are_as_then and self._hooks_are_as_then():
-                self._kept = _NONE
+                self._kept = ()
                 self._put_held_back()
                 return
             holders = self._one_by_one()
             keys = _slices(self.layout.field_keys, self.layout.field_lengths)
             for holder, names, values in zip(holders, keys, _slices(kept, self.layout.field_lengths), strict=True):
                 holder.entered_with(dict(zip(names, values, strict=True)))
-        self._entered, self._kept = None, _NONE
+        self._entered, self._kept = None, ()
         for holder in holders:
             holder.leave()
 
@@ -300,13 +310,18 @@ class Tree:
         """Whether every module holds, by identity, what it held when the region first ran."""
         layout, fields, content = self.layout, self.fields, self._content
         self._fields_are_as_then = False
-        self._kept = values = list(_flat(map(_values, fields)))
-        settings: Any = values
-        if layout.pick_settings is not None:  # the others are no concern, unless a tensor has come in their place
-            if list(map(type, values)) != layout.field_types:
-                return False
-            settings = layout.pick_settings(values)
-        if not all(map(is_, settings, self._then)) or list(_flat(fields)) != layout.field_keys:
+        if len(fields) == 1:
+            keys, values = list(fields[0]), list(_values(fields[0]))
+        else:
+            keys, values = list(_flat(fields)), list(_flat(map(_values, fields)))
+        self._kept = values
+        if keys != layout.field_keys:
+            return False
+        now = layout.pick_fields(values)
+        # Of what must not be held the kind counts: a tensor may have come in its place.
+        if layout.has_objects and list(map(type, now)) != layout.field_types:
+            return False
+        if not all(map(is_, self._then, now)):
             return False
         self._fields_are_as_then = True
         return (
@@ -335,9 +350,8 @@ class Tree:
 
     def _one_by_one(self) -> list[ModuleHolder]:
         """A holder for each module, of what it held then."""
-        layout, then = self.layout, self._then
-        settings = dict(zip(layout.settings, then, strict=True)) if layout.pick_settings is not None else then
-        known = set(layout.settings)
+        layout = self.layout
+        settings = dict(zip(layout.settings, self._then, strict=False))  # what follows them is no setting
         held = [
             dict(zip(*part, strict=True))
             for part in zip(
@@ -347,7 +361,7 @@ class Tree:
         hooks = self._hook_copies or [{} for _ in self._hooks]
         first, holders = 0, []
         for number, (fields, length) in enumerate(zip(self.fields, layout.field_lengths, strict=True)):
-            mine = {layout.field_keys[n]: settings[n] for n in range(first, first + length) if n in known}
+            mine = {layout.field_keys[n]: settings[n] for n in range(first, first + length) if n in settings}
             first += length
             # Children and hooks, buffers, parameters: the last of `_HELD` is left alone where FSDP exchanges them.
             parts = slice(len(_HELD) * number, len(_HELD) * (number + 1) - (not layout.with_parameters))
@@ -360,7 +374,7 @@ class Tree:
 _NONE: list[Any] = []
 
 
-def _slices(items: list[Any], lengths: list[int]) -> list[list[Any]]:
+def _slices(items: Sequence[Any], lengths: list[int]) -> list[list[Any]]:
     """A list cut into pieces of these lengths."""
     rest = iter(items)
     return [list(islice(rest, length)) for length in lengths]

@@ -283,7 +283,8 @@ class Driver:
                 )
 
     def take_tape(self, step: int) -> tuple[Tape, bool]:
-        """The tape of the steps from `step` on, and whether it had been stored."""
+        """The tape of the steps from `step` on, and whether it had been stored. The state after it is not needed any more."""
+        self._working = State([], self.initial.spec, ())
         if step in self._tapes:
             return self._tapes.pop(step), True
         assert self._tape is not None

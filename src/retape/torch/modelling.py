@@ -10,13 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
+
+import torch
 
 from retape.core.problem import Chain, OptionKind, Stage, Tier
+from retape.torch.glue import (
+    LITTLE,
+    Levels,
+    elsewhere,
+    glue,
+    glue_after,
+    hands_over,
+    left_behind,
+    seconds_of_kinds,
+    with_glue,
+    with_glue_seconds,
+)
 from retape.torch.profile import RegionCall
-from retape.torch.readings import Profiled, RegionBytes, RegionSeconds
-from retape.torch.region_ways import Levels, MeasuredRegion, ModelledStage, Overheads, Way, has_room, undominated
+from retape.torch.readings import Profiled
+from retape.torch.region_ways import MeasuredRegion, ModelledStage, Overheads, Way, has_room, undominated
 from retape.torch.signature import Signature
 from retape.torch.tiling import Tiling
 from retape.torch.treatments import (
@@ -25,7 +37,6 @@ from retape.torch.treatments import (
 )
 
 NO_TILING = Tiling(parts=(), runs=())
-LITTLE = 8192  # bytes of glue that a chain need not know of
 SLACK_SHARE = (
     0.003  # of all activations: what no model of a step sees (how an allocator rounds, who frees a moment later)
 )
@@ -44,11 +55,11 @@ class Modelled:
         less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)
         return replace(self, chain=less, slack_bytes=0)
 
-    def without_offload(self) -> Modelled:
-        """The same with nothing moved to the host."""
+    def without(self, *kinds: OptionKind) -> Modelled:
+        """The same without these options."""
         stages, meanings = [], []
         for stage, about in zip(self.chain.stages, self.stages, strict=True):
-            kept = [i for i, option in enumerate(stage.choices) if option.kind is not OptionKind.OFFLOAD]
+            kept = [i for i, option in enumerate(stage.choices) if option.kind not in kinds]
             stages.append(replace(stage, options=tuple(stage.choices[i] for i in kept[1:])))
             meanings.append(about.only(kept))
         return replace(self, chain=replace(self.chain, stages=tuple(stages)), stages=tuple(meanings))
@@ -61,8 +72,13 @@ def model_of(
     overheads: Overheads,
     host: Tier | None = None,
     others: Sequence[Profiled] = (),
+    device: torch.device | None = None,
 ) -> Modelled:
-    """The chain of a profiled step. Slots may be moved to `host`; regions may run in the compiled forms of `others`."""
+    """The chain of a profiled step. Slots may be moved to `host`; regions may run in the compiled forms of `others`.
+
+    Of a model on several devices it is the chain of `device`, and the step what was weighed there: regions that live elsewhere
+    are pinned, with what they leave behind here.
+    """
     calls = profiled.profile.calls
     form = _Form(profiled, overheads, host)
     forms = [_Form(other, overheads, host) for other in others]
@@ -74,10 +90,14 @@ def model_of(
         modelled.append(about)
 
     if calls and levels.starts[0] > LITTLE:
-        add(_glue(-1, (0, levels.starts[0]), profiled, "before the regions"), ModelledStage(region=None))
+        add(glue(-1, (0, levels.starts[0]), profiled, "before the regions"), ModelledStage(region=None))
     for call in calls:
         following = calls[call.stage + 1] if call.stage + 1 < len(calls) else None
-        linked = following is not None and _hands_over(call, following, levels)
+        if device is not None and call.device != device:
+            add(form.elsewhere(call), ModelledStage(region=call.stage))
+            add(glue_after(call, following, levels, profiled), ModelledStage(region=None))
+            continue
+        linked = following is not None and hands_over(call, following, levels)
         region = form.region(call.stage, linked)
         # Backward begins with the last region: what it moved away it would need back at once.
         may_move, state_bytes = following is not None, _state_bytes(stages, modelled, call)
@@ -89,79 +109,17 @@ def model_of(
             ways = undominated(ways)
         add(*region.stage(ways, state_bytes=state_bytes, tiled=form.tiling(call.kind).parts))
         if not linked:
-            end = levels.loss if following is None else levels.starts[following.stage]
-            name = "after the regions" if following is None else f"after {call.name}"
-            between, output = (levels.ends[call.stage], end), levels.ends[call.stage] - levels.starts[call.stage]
-            add(_glue(call.stage, between, profiled, name, output), ModelledStage(region=None))
+            add(glue_after(call, following, levels, profiled), ModelledStage(region=None))
     if not calls:
-        add(_glue(-1, (0, levels.loss), profiled, "the model"), ModelledStage(region=None))
+        add(glue(-1, (0, levels.loss), profiled, "the model"), ModelledStage(region=None))
     slack = LITTLE + int(SLACK_SHARE * sum(stage.tape_bytes for stage in stages))
-    chain = Chain(stages=tuple(stages), fixed_bytes=fixed_bytes + _left_behind(calls, levels) + slack)
+    chain = Chain(stages=tuple(stages), fixed_bytes=fixed_bytes + left_behind(calls, levels) + slack)
     return Modelled(chain=chain, stages=tuple(modelled), slack_bytes=slack)
-
-
-def _left_behind(calls: list[RegionCall], levels: Levels) -> int:
-    """What regions that hand their output over leave beside it (states of generators, copies of buffers): it stays when the output goes."""
-    total = 0
-    for call, following in pairwise(calls):
-        if _hands_over(call, following, levels):
-            total += max(0, levels.ends[call.stage] - levels.starts[call.stage] - following.linked_bytes)
-    return total
 
 
 def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: RegionCall) -> int:
     """What the input weighs where another region hands it over; after glue it is among what the glue keeps."""
     return call.linked_bytes if stages and modelled[-1].region is not None else 0
-
-
-def _hands_over(call: RegionCall, following: RegionCall, levels: Levels) -> bool:
-    glue = levels.starts[following.stage] - levels.ends[call.stage]
-    return following.maker == call.stage and following.root_call == call.root_call and glue <= LITTLE
-
-
-def _glue(stage: int, levels: tuple[int, int], readings: Profiled, name: str, state_bytes: int = 0) -> Stage:
-    begin, end = levels
-    measured = readings.step.of(stage)
-    times = [reading[stage] for reading in readings.seconds if stage in reading]
-    return Stage(
-        name=name,
-        forward_seconds=median([time.glue_forward for time in times] or [0.0]),
-        backward_seconds=median([time.glue_backward for time in times] or [0.0]),
-        state_bytes=state_bytes,
-        tape_bytes=end - begin,
-        forward_transient_bytes=max(0, measured.glue_forward_peak - end),
-        backward_transient_bytes=max(0, measured.glue_backward_peak - end),
-        pinned=True,
-    )
-
-
-def _seconds_of_kinds(
-    calls: list[RegionCall], seconds: list[dict[int, RegionSeconds]]
-) -> dict[Signature, RegionSeconds]:
-    """The median of each figure over all regions of a kind and all timed steps."""
-    found = {}
-    for kind in {call.kind for call in calls}:
-        times = [t[call.stage] for t in seconds for call in calls if call.kind == kind and call.stage in t] or [
-            RegionSeconds()
-        ]
-        found[kind] = RegionSeconds(
-            **{name: median(getattr(time, name) for time in times) for name in RegionSeconds.__slots__}
-        )
-    return found
-
-
-def _with_glue(measured: RegionBytes) -> RegionBytes:
-    """The glue after a region that hands its output over leaves nothing behind: it counts as a part of the region."""
-    return replace(
-        measured,
-        forward_peak=max(measured.forward_peak, measured.glue_forward_peak),
-        backward_peak=max(measured.backward_peak, measured.glue_backward_peak),
-    )
-
-
-def _with_glue_seconds(seconds: RegionSeconds) -> RegionSeconds:
-    # No re-run of the region runs the glue, so all of it counts as what is done once: the backward.
-    return replace(seconds, backward=seconds.backward + seconds.glue_forward + seconds.glue_backward)
 
 
 class _Form:
@@ -171,7 +129,7 @@ class _Form:
         self._profiled, self._overheads, self._host = profiled, overheads, host
         self._calls = profiled.profile.calls
         self.levels = Levels.of(profiled.step, len(self._calls))
-        self._seconds = _seconds_of_kinds(self._calls, profiled.seconds)
+        self._seconds = seconds_of_kinds(self._calls, profiled.seconds)
         self._options = {kind: select_treatments(trace) for kind, trace in profiled.profile.traces.items()}
         self._moving: dict[tuple[Signature, bool], tuple[Treatment, ...]] = {}
 
@@ -179,7 +137,7 @@ class _Form:
         call = self._calls[stage]
         measured, taken = self._profiled.step.of(stage), self._seconds[call.kind]
         if linked:
-            measured, taken = _with_glue(measured), _with_glue_seconds(taken)
+            measured, taken = with_glue(measured), with_glue_seconds(taken)
         return MeasuredRegion(
             call,
             measured,
@@ -189,6 +147,9 @@ class _Form:
             overheads=self._overheads,
             saved_share=self._profiled.saved_share,
         )
+
+    def elsewhere(self, call: RegionCall) -> Stage:
+        return elsewhere(call, self.levels, self._profiled.step.of(call.stage), self._seconds[call.kind])
 
     def tiling(self, kind: Signature) -> Tiling:
         return self._profiled.profile.tilings.get(kind, NO_TILING)

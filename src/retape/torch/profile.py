@@ -8,7 +8,7 @@ is for `modelling.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -93,30 +93,48 @@ class Stopwatch:
         return [(label, at - first) for label, at in self._marks]
 
 
+class SharedStopwatch:
+    """Notes when each mark was passed by a step that runs on several devices: all of them are waited for, as clocks differ."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._marks: list[tuple[Any, float]] = []
+
+    def mark(self, label: Any) -> None:
+        for device in self._devices:
+            synchronize(device)
+        self._marks.append((label, time.perf_counter()))
+
+    def read(self) -> list[tuple[Any, float]]:
+        """The marks with their seconds since the first."""
+        return [(label, at - self._marks[0][1]) for label, at in self._marks]
+
+
 class OpTimer:
     """Times each op of a trace, on the device's clock where it has one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._taken: list[Any] = []
 
     def time(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._cuda:
+        if self._stream is None:
             start = time.perf_counter()
             out = func(*args, **kwargs)
             self._taken.append(time.perf_counter() - start)
             return out
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
+        before.record(self._stream)
         out = func(*args, **kwargs)
-        after.record()
+        after.record(self._stream)
         self._taken.append((before, after))
         return out
 
     def seconds(self) -> list[float]:
-        if not self._cuda:
+        if self._stream is None:
             return self._taken
-        torch.cuda.synchronize()
+        synchronize(self._device)
         return [before.elapsed_time(after) / 1e3 for before, after in self._taken]
 
 
@@ -125,7 +143,8 @@ class RegionCall:
     """One execution of a region in the profiled step; `kind` groups those that are alike.
 
     `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
-    `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call.
+    `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call. `device` is where it
+    lives, or None where there is but one.
     """
 
     stage: int
@@ -138,6 +157,7 @@ class RegionCall:
     linked_bytes: int
     has_tape: bool
     linked: frozenset[int] = frozenset()
+    device: torch.device | None = None
 
 
 @dataclass(slots=True)
@@ -160,9 +180,11 @@ class ProfileSession:
         saved_share: float | None = None,
         *,
         tiles: bool = False,
+        homes: Mapping[int, torch.device] | None = None,
     ) -> None:
         self._names = names
         self._device = device
+        self._homes = homes
         self._saved_share = saved_share
         self._tiles = tiles and saved_share is None  # a compiled form is one piece
         self._rows: dict[int, Tensor] = {}  # a few of what each part was called with
@@ -250,9 +272,10 @@ class ProfileSession:
     def _note(self, region: ProfiledRegion, module: nn.Module, inputs: Signature, tensors: list[Tensor]) -> None:
         call = self._counts.get(id(module), 0)
         self._counts[id(module)] = call + 1
+        home = self._home(module, tensors)
         kind = (original_class(type(module)), inputs, weights_signature(module), region.slot_metadata())
         if kind not in self.profile.traces:
-            self.profile.traces[kind] = region.timed_trace(self._device) if region.slot_count else None
+            self.profile.traces[kind] = region.timed_trace(home) if region.slot_count else None
         makers = [region.maker_stage(tensor) for tensor in tensors]
         known = {maker for maker in makers if maker is not None}
         linked = [tensor for tensor, maker in zip(tensors, makers, strict=True) if maker is not None]
@@ -265,9 +288,10 @@ class ProfileSession:
                 kind=kind,
                 inputs=inputs,
                 maker=known.pop() if len(known) == 1 else None,
-                linked_bytes=storage_bytes(linked, self._device),
+                linked_bytes=storage_bytes(linked, home),
                 has_tape=region.slot_count > 0,
                 linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
+                device=None if self._homes is None else home,
             )
         )
 
@@ -285,6 +309,12 @@ class ProfileSession:
         trained = list(module.parameters())
         runs = measured_tiles(plain_call, args, keywords, parameters=trained, device=self._device) if parts else ()
         self.profile.tilings[kind] = Tiling(parts=tuple(parts), runs=runs)
+
+    def _home(self, module: nn.Module, inputs: list[Tensor]) -> torch.device:
+        """Where a region lives; one without weights of its own lives where its input does."""
+        if self._homes is None:
+            return self._device
+        return self._homes.get(id(module)) or next((tensor.device for tensor in inputs), self._device)
 
 
 class ProfiledRegion(Region):
@@ -311,7 +341,7 @@ class ProfiledRegion(Region):
     def timed_trace(self, device: torch.device) -> RegionTrace | None:
         """What it does op by op, each with the least seconds of a few runs."""
         traces = [self.trace(OpTimer(device)) for _ in range(TRACES)]
-        return _quickest(traces)
+        return quickest(traces)
 
     @staticmethod
     def maker_stage(tensor: Tensor) -> int | None:
@@ -319,7 +349,7 @@ class ProfiledRegion(Region):
         return made[0].stage if made is not None and isinstance(made[0], ProfiledRegion) else None
 
 
-def _quickest(traces: list[RegionTrace]) -> RegionTrace | None:
+def quickest(traces: list[RegionTrace]) -> RegionTrace | None:
     """The first trace with the least seconds of each op; None where a region does not do the same twice."""
     first = traces[0]
     if any([op.op for op in trace.ops] != [op.op for op in first.ops] for trace in traces):

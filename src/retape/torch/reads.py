@@ -157,7 +157,8 @@ class Call:
         elif hasattr(type(value), "__slots__"):
             self._meet_slots(value, depth)
 
-    def _meet_modules(self, root: nn.Module) -> None:
+    def _meet_modules(self, root: nn.Module, *, last: bool = False) -> None:
+        """Note what a tree of modules holds; after the `last` one nothing is met that could be a part of it."""
         seen = self._seen
         tree, scripted = read_tree(root, seen, fsdp=self.fsdp)
         for module in scripted:
@@ -166,24 +167,25 @@ class Call:
             self.extras += [*module.parameters(), *module.buffers()]
         if tree is None:
             return
+        layout = tree.layout
         if len(self.roots) == 1:
-            self.kinds = tree.layout.kinds
+            self.kinds = layout.kinds
         self.modules = self.modules + tree.modules if self.modules else tree.modules
         self.holders.append(tree)
         self._placed.append(tree)
         self.state += tree.state
         self.switches += tree.switches
-        if not tree.layout.only_parameters:
-            self.only_parameters = False
-        if tree.layout.fills_what_it_saved:
-            self.fills_what_it_saved = True
-        if tree.statistics:
-            self.statistics |= tree.statistics
-        if tree.renormalised:
-            self.renormalised |= tree.renormalised
+        if not layout.is_simple:
+            self.only_parameters = self.only_parameters and layout.only_parameters
+            self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
+            self.statistics |= tree.statistics or _NOTHING
+            self.renormalised |= tree.renormalised or _NOTHING
+        elif last:
+            return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
-        for value in tree.others:
+        others, tree.others = tree.others, ()
+        for value in others:
             self.meet(value, 2)
 
     def _follow(self, container: dict[Any, Any], depth: int) -> None:
@@ -397,7 +399,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     if isinstance(function, nn.Module):
         call._seen.add(id(function))
         call.roots = (function,)
-        call._meet_modules(function)
+        call._meet_modules(function, last=True)
         call.function = function
         return call
     call.meet(function)

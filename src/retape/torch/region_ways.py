@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from retape.core.problem import Option, OptionKind, Stage, Tier
 from retape.core.units import format_bytes
+from retape.torch.glue import Levels
 from retape.torch.profile import RegionCall
-from retape.torch.readings import RegionBytes, RegionSeconds, StepBytes
+from retape.torch.readings import RegionBytes, RegionSeconds
 from retape.torch.tiling import Tiling
 from retape.torch.trace import RegionTrace
 from retape.torch.treatments import (
@@ -61,24 +62,6 @@ class ModelledStage:
             tiles=tuple(self.tiles[i] for i in choices),
             saved_shares=tuple(self.saved_shares[i] for i in choices),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
-    """Bytes above the start of the step that live from a moment on until the loss: at each region's start and end, and at the loss."""
-
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
-    loss: int
-
-    @classmethod
-    def of(cls, step: StepBytes, count: int) -> Levels:
-        level = step.loss
-        starts, ends = [0] * count, [0] * count
-        for stage in reversed(range(count)):
-            ends[stage] = level = max(0, min(level, step.of(stage).end))
-            starts[stage] = level = max(0, min(level, step.of(stage).start))
-        return cls(starts=tuple(starts), ends=tuple(ends), loss=max(0, step.loss))
 
 
 def has_room(host: Tier, size: int, regions: int) -> bool:
