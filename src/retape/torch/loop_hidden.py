@@ -18,7 +18,17 @@ from retape.core.errors import RegionError, StateChanged
 from retape.torch import _compat
 from retape.torch.copies import Copies, copyable
 from retape.torch.disk import SnapshotLost
-from retape.torch.loop_places import ABSENT, Glance, Items, ListPlace, MemoryPlace, dicts_of, new_fields, places_of, same
+from retape.torch.loop_places import (
+    ABSENT,
+    Glance,
+    Items,
+    ListPlace,
+    MemoryPlace,
+    dicts_of,
+    new_fields,
+    places_of,
+    same,
+)
 from retape.torch.reads import Call
 from retape.torch.watch import version_of
 
