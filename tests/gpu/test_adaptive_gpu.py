@@ -125,8 +125,8 @@ def test_the_allocator_runs_out_in_regions_and_every_step_ends_right():
         with live:
             checkpointed(model, x)
     assert_same(gradients(model), wanted)
-    live._needs = Needs()
-    live._met_unknown = False
+    live._room.needs = Needs()
+    live._room.met_unknown = False
     with live:
         checkpointed(model, x)
     assert_same(gradients(model), wanted)

@@ -226,6 +226,6 @@ def test_a_value_that_comes_out_otherwise_is_noticed_after_a_late_drop():
     live = retape.adaptive(budget="1GiB")
     with live:
         y = retape.checkpoint(drifts, weight, use_reentrant=False, check="values")
-        live._live.evict(1 << 30, 5, set(), backward=False)
+        live._room.live.evict(1 << 30, 5, set(), backward=False)
         with pytest.raises(retape.RetapeError, match="values"):
             y.sum().backward()
