@@ -17,6 +17,7 @@ from retape.torch.policy import DROP
 from retape.torch.pressure import Kind
 from retape.torch.profile import OpTimer
 from retape.torch.region import Region
+from retape.torch.runs import THREAD
 
 CPU = torch.device("cpu")
 
@@ -134,6 +135,43 @@ def test_a_graph_that_is_retained_is_walked_twice_from_a_rung():
     for _ in range(2):
         model.zero_grad(set_to_none=False)
         loss.backward(retain_graph=True)
+        assert_equal(gradients(model), wanted)
+    live.remove()
+
+
+class FailingRerun(TorchDispatchMode):
+    """Raises once, at the n-th op of re-runs."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(run.rerun for run in THREAD.runs):
+            self.count += 1
+            if self.count == self.at:
+                raise torch.OutOfMemoryError("CPU out of memory (injected). Tried to allocate 1 byte.")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("priced")
+def test_out_of_memory_at_every_op_of_a_rerun_in_part():
+    model = build(4)
+    step(model)
+    step(model)
+    wanted, whole = gradients(model), peak_above(model)
+    live = retape.adaptive(model, budget=retape.Budget.activations(int(0.75 * whole)))
+    for _ in range(4):
+        step(model)
+    counter = FailingRerun(0)
+    with counter:
+        step(model)
+    assert counter.count > 5
+    for at in range(1, counter.count + 1):
+        before = live.stats().out_of_memory_events
+        with FailingRerun(at):
+            step(model)
+        assert live.stats().out_of_memory_events == before + 1
         assert_equal(gradients(model), wanted)
     live.remove()
 
