@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import torch
 
-from retape.torch.modelling import Overheads
 from retape.torch.region import Region
+from retape.torch.region_ways import Overheads
 from retape.torch.select import Recipe, Replay, Step
 from retape.torch.trace import Recorder
 

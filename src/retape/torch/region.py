@@ -132,10 +132,11 @@ class Region:
         else:
             _compat.push_hooks(*self._hooks())
         try:
-            if contexts is None:
-                outputs = function(*arguments, **keywords)
-            else:
-                outputs = self._run_within(contexts[0], function, arguments, keywords)
+            outputs = (
+                function(*arguments, **keywords)
+                if contexts is None
+                else self._run_within(contexts[0], function, arguments, keywords)
+            )
         except RuntimeError as error:
             explained = explained_transform(self.name, error)
             if explained is None:
