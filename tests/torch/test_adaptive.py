@@ -401,3 +401,49 @@ def test_what_cannot_be_meant_is_refused():
         retape.adaptive(3, budget="1GiB")
     with pytest.raises(InvalidInput, match="options='most' is not known"):
         retape.adaptive(budget="1GiB", options="most")
+
+
+# --- trees and graphs ------------------------------------------------------------------------------------------------
+
+
+def join(left, right, weight):
+    return torch.tanh(torch.sin(torch.maximum(left, right) * weight))
+
+
+def tree_step(weights, depth, call):
+    """A binary tree with a weight for each of its nodes, the leaves among them."""
+    numbers = iter(weights)
+
+    def grow(level):
+        weight = next(numbers)
+        if level == depth:
+            return call(join, X, -X, weight)
+        return call(join, grow(level + 1), grow(level + 1), weight)
+
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    grow(0).sum().backward()
+    return [weight.grad.clone() for weight in weights]
+
+
+@pytest.mark.parametrize(("depth", "share", "most"), [(5, 0.5, 2.0), (6, 0.3, 3.0)])
+def test_a_tree_takes_few_extra_runs(depth, share, most):
+    torch.manual_seed(0)
+    weights = [torch.rand((), requires_grad=True) for _ in range(2 ** (depth + 1) - 1)]
+
+    def plainly(function, *arguments):
+        return function(*arguments)
+
+    tree_step(weights, depth, plainly)
+    with weighing(torch.device("cpu")) as scale:
+        wanted = tree_step(weights, depth, plainly)
+    whole = max(reading.peak_bytes for reading in scale.readings)
+    live = retape.adaptive(budget=retape.Budget.activations(int(share * whole)))
+    for _ in range(3):
+        before = live.stats()
+        with live:
+            found = tree_step(weights, depth, retape.checkpoint)
+        assert_equal(found, wanted)
+    after = live.stats()
+    assert 0 < after.reruns - before.reruns <= most * len(weights)
+    assert after.over_budget == before.over_budget

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from retape.core.actions import Action, Backward, Forward, Load, Tape
-from retape.core.errors import PlanFormatError
+from retape.core.errors import InvalidInput, PlanFormatError
 from retape.core.problem import OptionKind
+from retape.core.quantities import check_kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,9 @@ class Passing:
     fill_all: bool = False
     fill: tuple[int, ...] = ()
     hold_input: bool = False
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,9 @@ class Choice:
     moved_inputs: tuple[int, ...] = ()
     tiles: int = 1
     tiled: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
 
     @property
     def moves(self) -> bool:
@@ -86,7 +93,7 @@ class Assignment:
         """Read what `to_dict` wrote."""
         try:
             return Assignment(choices=tuple(_choice(item) for item in data))
-        except (TypeError, ValueError, KeyError) as error:
+        except (AttributeError, TypeError, ValueError, KeyError, InvalidInput) as error:
             raise PlanFormatError(f"These regions cannot be meant: {error}. Save the fit again.") from error
 
 

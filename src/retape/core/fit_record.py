@@ -14,7 +14,7 @@ from retape.core.errors import InvalidInput, PlanFormatError, RetapeError
 from retape.core.frontier import Frontier, FrontierPoint
 from retape.core.plan import Plan
 from retape.core.problem import Chain, Option, OptionKind, Stage
-from retape.core.quantities import shown
+from retape.core.quantities import check_kinds, shown
 from retape.core.record import Record
 
 FORMAT = "retape fit"
@@ -32,6 +32,9 @@ class DeviceRecord:
     frontier: Frontier
     measured: Record
     regions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
 
     @property
     def extra_seconds(self) -> float:
@@ -67,6 +70,13 @@ class FitRecord:
     rows: int = 0
     versions: tuple[tuple[str, str], ...] = ()
     devices: tuple[DeviceRecord, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        known = range(len(self.assignment.choices))
+        strange = next((number for device in self.devices for number in device.regions if number not in known), None)
+        if strange is not None:
+            raise InvalidInput(f"A device has region {strange}, and there are {len(known)} regions; count them from 0.")
 
     @property
     def views(self) -> tuple[FitRecord, ...]:
@@ -132,7 +142,7 @@ class FitRecord:
             return _read(data)
         except PlanFormatError:
             raise
-        except (KeyError, TypeError, ValueError, RetapeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RetapeError) as error:
             raise PlanFormatError(f"This saved fit cannot be meant: {error!r}. Fit again.") from error
 
 
@@ -155,11 +165,14 @@ def _device_written(device: DeviceRecord) -> dict[str, Any]:
 
 
 def _found(data: dict[str, Any]) -> dict[str, Any]:
-    points = data["frontier"].pop("points")
+    points = tuple(FrontierPoint(**point) for point in data["frontier"].pop("points"))
+    drawn = Frontier(points=points, **data["frontier"])
+    for part in (*points, drawn):
+        check_kinds(part)
     return {
         "chain": _chain(data["chain"]),
         "plan": Plan.from_json(json.dumps(data["plan"])),
-        "frontier": Frontier(points=tuple(FrontierPoint(**point) for point in points), **data["frontier"]),
+        "frontier": drawn,
         "measured": Record.from_json(json.dumps(data["measured"])),
     }
 

@@ -198,9 +198,11 @@ class Adaptive:
             self._peak = self._limit.base_bytes + above
 
     def _wants_weighing(self, root: Kind | None) -> bool:
-        if self._counts.weighed < FIRST_WEIGHED or self._met_unknown:
+        if self._counts.weighed < FIRST_WEIGHED:
             return True
-        return root is not None and not self._needs.is_covered(root, within=CLOSE)
+        if root is not None and self._plainly.roots.fits(root, self._limit.bytes - self._limit.base_bytes):
+            return False
+        return self._met_unknown or (root is not None and not self._needs.is_covered(root, within=CLOSE))
 
     def _end_step(self) -> None:
         if not self._in_step:
@@ -409,7 +411,7 @@ class Adaptive:
     def _enter(self, phase: Phase, kind: Kind, number: int) -> None:
         """A phase begins: make room for it, and mark it where the step is weighed."""
         need = self._needs.of(phase, kind, number)
-        if kind not in self._needs.weighed and not self._needs.is_covered(kind, within=CLOSE):
+        if self._scale is None and not self._needs.is_covered(kind, within=CLOSE):
             self._met_unknown = True
         now = self._now()
         self._limit.enforce(undoable=phase in (Phase.FORWARD, Phase.RERUN))

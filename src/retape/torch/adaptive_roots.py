@@ -51,8 +51,12 @@ class Roots:
         """The regions of a step that is going to fit with everything held; None where nobody knows that."""
         if root.owner in self._odd or self._steps.get(root.owner, 0) < LEAST_STEPS:
             return None
+        return self._sequences.get(root) if self.fits(root, room_bytes) else None
+
+    def fits(self, root: Kind, room_bytes: int) -> bool:
+        """Whether everything can be held in a step with such a batch, as far as batches say that."""
         most = self.whole_bytes(root)
-        return self._sequences.get(root) if most is not None and SLACK * most <= room_bytes else None
+        return root.owner not in self._odd and most is not None and SLACK * most <= room_bytes
 
     def whole_bytes(self, root: Kind) -> int | None:
         """What such a step takes at most above its start, with everything held."""

@@ -28,7 +28,7 @@ from retape.core.units import format_bytes
 from retape.torch.attach import put_on, take_off
 from retape.torch.budgets import resolved
 from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays, refuse_whole
-from retape.torch.discover import Wanted, find_regions, refined
+from retape.torch.discover import Wanted, find_regions, refined, refuse_own_checkpointing
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
 from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
@@ -85,6 +85,7 @@ class Fitter:
         self._forms: list[Profiled] | None = None
         self._first_regions = find_regions(self.root, regions)
         refuse_whole(self.root)
+        refuse_own_checkpointing(self.root)
         refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
         self._take_devices(budget, optimizer)
@@ -249,11 +250,23 @@ class Fitter:
             if self.options is OptionSet.ALL and can_fuse_loss(self.root):
                 fitting = self._with_fused_loss(laboratory, fitting)
         if isinstance(fitting, BudgetTooSmall):
-            raise fitting
+            raise self._with_levers(fitting)
         self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
+
+    def _with_levers(self, error: BudgetTooSmall) -> BudgetTooSmall:
+        """The same error, with what else would lower the floor."""
+        if self.options is OptionSet.ALL:
+            return error
+        fused = "computes the loss in slices, without whole logits, and " if can_fuse_loss(self.root) else ""
+        return BudgetTooSmall(
+            f"{error} options=retape.ALL {fused}may run parts of a region in tiles; its gradients are summed in another order.",
+            budget_bytes=error.budget_bytes,
+            floor_bytes=error.floor_bytes,
+            binding=error.binding,
+        )
 
     def _fitted(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
         try:

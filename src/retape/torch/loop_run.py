@@ -260,6 +260,10 @@ class Driver:
         try:
             with state.Replay(self.ambient, (self.streams, self.start_tokens)):
                 found = _Reversal(self, carry, ys, keep=keep).run(self._rest)
+        except BaseException:
+            if not keep:
+                self.store.close()  # no pass can start from it any more, and files must not wait for the garbage collector
+            raise
         finally:
             self.hidden.give_back()
             if keep:

@@ -301,8 +301,9 @@ class Needs:
         if kind in self.weighed:
             return True
         points = self._families.get((Phase.FORWARD, kind.owner), {})
-        below = max((at for at in points if at <= kind.elements), default=None)
-        above = min((at for at in points if at >= kind.elements), default=None)
+        # As many numbers in another shape say nothing: attention sees the length.
+        below = max((at for at in points if at < kind.elements), default=None)
+        above = min((at for at in points if at > kind.elements), default=None)
         return below is not None and above is not None and above <= within * below
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
-from retape.torch.holders import ATOMS, DictHolder, Holder, ListHolder, SlotHolder, tracked
+from retape.torch.holders import ATOMS, BLANKS, DictHolder, Holder, ListHolder, SlotHolder, tracked
 from retape.torch.layouts import Tree, read_tree
 
 _MOST_DEPTH = 8
@@ -194,6 +194,8 @@ class Call:
         self.holders.append(holder)
         for key, value in list(container.items()):
             kind = type(value)
+            if kind in BLANKS:
+                holder.blanks[key] = value
             if kind in ATOMS or kind is types.FunctionType:
                 continue
             if isinstance(value, Tensor):
@@ -203,12 +205,11 @@ class Call:
                 self.meet(value, depth + 1)
 
     def _meet_slots(self, value: Any, depth: int) -> None:
-        names = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
-        tensors = [name for name in names if isinstance(getattr(value, name), Tensor)]
-        if tensors and not getattr(type(value), "__dataclass_params__", None):
-            self.holders.append(SlotHolder(value, tensors))
+        names = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+        if not getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False):
+            self.holders.append(SlotHolder(value, names))
         for name in names:
-            self.meet(getattr(value, name), depth + 1)
+            self.meet(getattr(value, name, None), depth + 1)
 
     def _meet_container(self, value: Any, depth: int) -> None:
         if len(value) > _MOST_ITEMS:  # a data set, a vocabulary: nothing that a forward writes to
@@ -315,7 +316,9 @@ def is_generator(value: Any) -> bool:
 
 def _slots_of(kind: type) -> tuple[str, ...]:
     slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    owner = kind.__name__.lstrip("_")  # as the language spells a private name
+    return tuple([f"_{owner}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names])
 
 
 def _reachable(value: Any, depth: int) -> Iterable[Any]:

@@ -130,12 +130,13 @@ class Region:
         if moves:
             _compat.push_hooks(partial(offload.pack, self, self._cargo), _unpack_moved)
         else:
-            _compat.push_hooks(self._pack, unpack)
+            _compat.push_hooks(*self._hooks())
         try:
-            if contexts is None:
-                outputs = function(*arguments, **keywords)
-            else:
-                outputs = self._run_within(contexts[0], function, arguments, keywords)
+            outputs = (
+                function(*arguments, **keywords)
+                if contexts is None
+                else self._run_within(contexts[0], function, arguments, keywords)
+            )
         except RuntimeError as error:
             explained = explained_transform(self.name, error)
             if explained is None:
@@ -172,6 +173,10 @@ class Region:
             f"Region {self.name}: context_fn suppressed an exception of the function, which leaves the region without a result. "
             "Let the exception through."
         )
+
+    def _hooks(self) -> tuple[Any, Any]:
+        """What packs and unpacks; a region under a live budget does more."""
+        return self._pack, unpack
 
     def _pack(self, tensor: Tensor) -> Slot:
         # Called for every tensor that autograd saves: what can be told without a call is.

@@ -70,7 +70,10 @@ def has_room(host: Tier, size: int, regions: int) -> bool:
 
 
 class MeasuredRegion:
-    """The figures of one region, and the stage that they make."""
+    """The figures of one region, and the stage that they make.
+
+    `pause_seconds` is its share of the time between the last region's forward and its backward, in which late copies catch up.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,9 @@ class MeasuredRegion:
         trace: RegionTrace | None,
         overheads: Overheads,
         saved_share: float | None = None,
+        pause_seconds: float = 0.0,
     ) -> None:
+        self._pause_seconds = pause_seconds
         self._call, self._seconds, self._overheads = call, seconds, overheads
         self._trace = trace
         self._saved_share = saved_share
@@ -230,6 +235,7 @@ class MeasuredRegion:
         late = self._late_bytes(moved, host)
         less = min(size - late + option.late_bytes, option.held_bytes)
         back = max(0.0, host.read_seconds(moved) - seconds.backward - option.rerun_seconds)
+        back += self._lag_seconds(late, host)
         changed = replace(
             option,
             kind=OptionKind.OFFLOAD,
@@ -251,11 +257,15 @@ class MeasuredRegion:
         seconds = self._seconds.forward + self._seconds.body
         return max(0, moved - int(host.write_bytes_per_second * seconds)) if host.write_seconds(moved) > seconds else 0
 
+    def _lag_seconds(self, late: int, host: Tier) -> float:
+        """How long backward waits for late copies: what was moved last it wants back first."""
+        return max(0.0, host.write_seconds(late) - self._pause_seconds)
+
     def _offload(self, way: Treatment, host: Tier) -> Option:
         """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
         rerun, moved = self._rerun_seconds(way), way.moved_bytes
         late = self._late_bytes(moved, host)
-        back = max(0.0, host.read_seconds(moved) - self._seconds.backward - rerun)
+        back = max(0.0, host.read_seconds(moved) - self._seconds.backward - rerun) + self._lag_seconds(late, host)
         option = self._option(
             OptionKind.OFFLOAD,
             way.held_bytes + late,

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput
 from retape.core.problem import Budget
+from retape.torch.budgets import device_named
 from retape.torch.meter import storage_bytes
 
 _KERNELS = ("fused", "foreach", "capturable")  # ways to compute the same state, which want a real device
@@ -29,7 +30,7 @@ def devices_of(model: nn.Module, budget: Budget | None = None) -> tuple[torch.de
             f"{type(model).__name__} has no parameter that requires gradients, so there is no backward pass to plan for. "
             "Set requires_grad on what is to be trained."
         )
-    named = {torch.device(name) for name, _ in budget.devices} if budget is not None else set()
+    named = {device_named(name) for name, _ in budget.devices} if budget is not None else set()
     devices |= {tensor.device for tensor in (*model.parameters(), *model.buffers())} & named
     other = next((device for device in devices if device.type not in ("cpu", "cuda")), None)
     if other is not None:
