@@ -82,8 +82,7 @@ def unobserved() -> AbstractContextManager[Any]:
 
 def parametrizations_cached() -> bool:
     """Whether the caller is inside torch.nn.utils.parametrize.cached()."""
-    parametrize = sys.modules.get("torch.nn.utils.parametrize")
-    return parametrize is not None and bool(parametrize._cache_enabled)
+    return bool(_parametrize._cache_enabled)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -130,13 +129,42 @@ def is_compiled(value: Any) -> bool:
     )
 
 
-def in_a_transform() -> bool:
-    """Whether a torch.func transform or a forward-mode level is around the caller."""
-    return _functorch_level() is not None or _forward_ad._current_level >= 0
+def inductor_saving(share: float) -> Callable[..., Any]:
+    """A backend for torch.compile whose functions save this share of the tape that they would save by themselves."""
+
+    def backend(graph: Any, inputs: Any, **keywords: Any) -> Any:
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(activation_memory_budget=share):
+            return compile_fx(graph, inputs, **keywords)
+
+    return backend
+
+
+def compiler_errors() -> tuple[type[BaseException], ...]:
+    """What the compiler raises when it cannot compile something."""
+    from torch._dynamo import exc
+
+    return (exc.TorchDynamoException, exc.InternalTorchDynamoError)
+
+
+def replays_cuda_graphs(module: Any) -> bool:
+    """Whether a module was compiled by its user in a mode that records CUDA graphs."""
+    compiled = getattr(module, "_compiled_call_impl", None) or module
+    read = getattr(compiled, "get_compiler_config", None)
+    config = read() if callable(read) else None
+    return bool(config and config.get("triton.cudagraphs"))
+
+
+def in_odd_surroundings() -> bool:
+    """Whether a torch.func transform, a forward-mode level or torch.nn.utils.parametrize.cached() is around the caller."""
+    return _functorch_level() is not None or _forward_ad._current_level >= 0 or _parametrize._cache_enabled > 0
 
 
 _functorch_level = torch._C._functorch.maybe_current_level
 _forward_ad = torch.autograd.forward_ad
+_parametrize = torch.nn.utils.parametrize
 
 
 def at_trace_time(function: Callable[[], bool]) -> Callable[[], bool]:

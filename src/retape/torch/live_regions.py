@@ -12,8 +12,9 @@ from typing import cast
 
 from torch import Tensor
 
+from retape.torch.adaptive_menu import Rung
 from retape.torch.adaptive_region import AdaptiveRegion, RegionRef
-from retape.torch.eviction import Candidate, neighbourhoods, score
+from retape.torch.eviction import Candidate, Moment, neighbourhoods, score
 from retape.torch.pressure import Account
 
 Takers = list[tuple[AdaptiveRegion, int]]
@@ -21,10 +22,13 @@ Takers = list[tuple[AdaptiveRegion, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A candidate, and what it stands for: the slots of a region, or one output of it in the hands of `takers`."""
+    """A candidate, and what it stands for: the slots of a region down to a `rung` of its menu (None: all of them), or one output of it in
+    the hands of `takers`.
+    """
 
     candidate: Candidate
     region: AdaptiveRegion
+    rung: Rung | None = None
     output: int = -1
     takers: Takers | None = None
 
@@ -48,7 +52,7 @@ class LiveRegions:
     def settled(self, region: AdaptiveRegion) -> None:
         """Its first run is over: it can be evicted."""
         self._running.discard(region.number)
-        region.look()
+        region.settle()
 
     def clear(self) -> None:
         self._references.clear()
@@ -72,12 +76,12 @@ class LiveRegions:
 
     # --- dropping ------------------------------------------------------------------------------------------------
 
-    def evict(self, wanted_bytes: int, position: int, pinned: set[int]) -> int:
+    def evict(self, wanted_bytes: int, position: int, pinned: set[int], *, backward: bool) -> int:
         """Drop until that many bytes are gone, or nothing is left; returns the bytes that went."""
         start = self.account.held_bytes()
         freed = 0
         while freed < wanted_bytes:
-            units = sorted(self._units(pinned), key=lambda unit: score(unit.candidate, position))
+            units = self._in_order(position, pinned, backward)
             if not units:
                 break
             for unit in units:
@@ -89,10 +93,18 @@ class LiveRegions:
         self.evicted_bytes += freed
         return freed
 
+    def _in_order(self, position: int, pinned: set[int], backward: bool) -> list[Unit]:
+        units = list(self._units(pinned))
+        farthest = max((abs(position - unit.candidate.number) for unit in units), default=0)
+        moment = Moment(position=position, farthest=farthest, backward=backward)
+        return sorted(units, key=lambda unit: score(unit.candidate, moment))
+
     def _drop(self, unit: Unit) -> None:
+        if unit.takers is None and unit.region.is_below(unit.rung):
+            return
         self.evictions += 1
         if unit.takers is None:
-            unit.region.evict()
+            unit.region.evict(unit.rung)
             return
         for taker, place in unit.takers:
             taker.drop_input(place, unit.region, unit.output)
@@ -111,12 +123,24 @@ class LiveRegions:
         before, behind = neighbourhoods({region.number: region.kind.seconds for region in regions}, self._makers)
         for region in regions:
             own = region.kind.seconds + before.get(region.number, 0.0)
-            if region.own_bytes and region.serial not in pinned:
-                yield Unit(
-                    candidate=Candidate(number=region.number, seconds=own, bytes=region.own_bytes), region=region
-                )
+            if region.serial not in pinned and region.own_bytes:
+                yield from self._slot_units(region, before.get(region.number, 0.0))
             if region.handed_out and (region.evicted or not region.own_bytes):
                 yield from self._output_units(region, own, behind, pinned)
+
+    def _slot_units(self, region: AdaptiveRegion, before: float) -> Iterator[Unit]:
+        """The slots of a region, rung by rung down to nothing: each with the seconds that it adds to those above it."""
+        number, left = region.number, region.own_bytes
+        known = 0.0 if region.rung is None else region.rung.seconds + before
+        for rung, size in region.rungs():
+            if size:
+                seconds = rung.seconds + before - known
+                candidate = Candidate(number=number, seconds=seconds, bytes=size, once=True)
+                yield Unit(candidate=candidate, region=region, rung=rung)
+                known, left = rung.seconds + before, left - size
+        if left > 0:
+            rest = max(0.0, region.kind.seconds + before - known)
+            yield Unit(candidate=Candidate(number=number, seconds=rest, bytes=left, once=True), region=region)
 
     def _output_units(
         self, region: AdaptiveRegion, seconds: float, behind: dict[int, float], pinned: set[int]

@@ -72,7 +72,7 @@ class Reached:
                 self._note(edges[edge])
                 continue  # another output of this node may be one that is not known
             else:
-                if made_at(node) < since and not _leads_to(node, own):
+                if made_at(node) < since and not _made_elsewhere(node, own):
                     raise self._unknown(node)
                 stack.extend(node.next_functions)
             seen.add(node)
@@ -95,21 +95,28 @@ class Reached:
             self.tensors.append(tensor)
 
 
-def _leads_to(node: Any, own: set[int]) -> bool:
-    """Whether a graph reaches the leaves of the step at hand: then it was made by it, in another thread, which counts for itself.
+def _made_elsewhere(node: Any, own: set[int]) -> bool:
+    """Whether the step at hand may have made a node in another thread, which counts for itself: on a GPU, a gradient of its own.
 
-    That is so for the graph of a gradient that the step takes of its own on a GPU.
+    Such a graph leads to the leaves of the step, or to nothing but leaves (the transpose of a weight). The latter may also be the
+    history of a tensor from outside; gradients go through it then as PyTorch has it, which refuses a second time itself.
     """
-    stack, seen = [node], {node}
+    leaves = _leaves(node)
+    return any(id(leaf) in own for leaf in leaves) or (torch.cuda.is_initialized() and bool(leaves))
+
+
+def _leaves(node: Any) -> list[Tensor]:
+    """The leaves that a graph reaches."""
+    stack, seen, found = [node], {node}, []
     while stack:
         for following, _ in stack.pop().next_functions:
             if following is None or following in seen:
                 continue
-            if type(following) is _ACCUMULATE and id(following.variable) in own:
-                return True
             seen.add(following)
+            if type(following) is _ACCUMULATE:
+                found.append(following.variable)
             stack.append(following)
-    return False
+    return found
 
 
 def tensors_of_params(params: Any) -> list[Tensor]:

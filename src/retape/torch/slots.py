@@ -51,18 +51,8 @@ def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
 class Filler:
     """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
 
-    __slots__ = (
-        "_detach",
-        "_early_stop",
-        "_filled",
-        "_for_itself",
-        "_last",
-        "_next",
-        "_observer",
-        "_region",
-        "_targets",
-        "done",
-    )
+    _next = 0
+    done = False
 
     def __init__(
         self, region: Region, targets: dict[int, Slot], early_stop: bool, observer: Guard | Recorder | None = None
@@ -77,9 +67,7 @@ class Filler:
         # Modes of our own need not be told of what the hooks do; those of others may count on it.
         usual = region.policy.recipe is None and region._contexts is None
         self._detach = _compat.detach_unseen if not usual and region.is_selective else Tensor.detach
-        self._next = 0
         self._filled: list[Slot] = []
-        self.done = False
 
     def pack(self, tensor: Tensor) -> Any:
         index = self._next

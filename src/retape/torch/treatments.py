@@ -46,7 +46,7 @@ class Treatment:
 def is_steady(trace: RegionTrace | None) -> bool:
     """Whether a region does the same for every batch of one shape, so that its slots can be named by number."""
     if trace is None or trace.opaque:
-        return False
+        return trace is not None and trace.compiled
     return not any(tag in op.op.tags for op in trace.ops for tag in _DATA_DEPENDENT)
 
 
@@ -81,7 +81,7 @@ def treat(trace: RegionTrace, held_storages: frozenset[int], moved_storages: fro
 
 def select_treatments(trace: RegionTrace | None) -> tuple[Treatment, ...]:
     """Ways to hold a part of the tape, none of them dominated; empty where the region cannot be steered op by op."""
-    if trace is None or not is_steady(trace) or not tape_storages(trace):
+    if trace is None or trace.compiled or not is_steady(trace) or not tape_storages(trace):
         return ()
     graph, names = _graph_of(trace)
     if len(graph.ops) > MOST_OPS:
