@@ -27,8 +27,7 @@ unit: $(READY)
 
 # The pictures of the documents; a test sees to it that they are what the code draws.
 pictures: $(READY)
-	$(BIN)/retape schedule revolve --steps 24 --snapshots 4 --svg docs/pictures/revolve.svg
-	$(BIN)/retape schedule multistage --steps 24 --ram 1 --disk 3 --svg docs/pictures/multistage.svg
+	$(BIN)/python docs/pictures/draw.py
 
 # Made again only when what it installs from has changed.
 $(READY): pyproject.toml constraints.txt

@@ -12,17 +12,28 @@ from pathlib import Path
 import torch
 
 
-def record(theme: str, seed: int, results: dict, out: str | None) -> Path:
-    """Write results with what they were measured on; returns the file."""
-    cuda = torch.cuda.is_available()
-    device = torch.cuda.get_device_name(0) if cuda else "cpu"
-    hardware = device.replace("NVIDIA ", "").replace(" ", "-").lower()
-    path = (
-        Path(out) if out else Path(__file__).parent / "results" / f"{theme}_{hardware}_{date.today().isoformat()}.json"
-    )
+def record(
+    theme: str,
+    seed: int,
+    results: dict,
+    out: str | None,
+    *,
+    part: str | None = None,
+    device: torch.device | None = None,
+    about: dict | None = None,
+) -> Path:
+    """Write results with what they were measured on; returns the file.
+
+    `part` is of a theme with several records, `device` where it is not the GPU of the machine, `about` what else there is to say.
+    """
+    cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
+    name = torch.cuda.get_device_name(0) if cuda else "cpu"
+    hardware = name.replace("NVIDIA ", "").replace(" ", "-").lower()
+    words = [theme, *([part] if part else []), hardware, date.today().isoformat()]
+    path = Path(out) if out else Path(__file__).parent / "results" / f"{'_'.join(words)}.json"
     text = {
         "theme": theme,
-        "device": device,
+        "device": name,
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
@@ -31,6 +42,7 @@ def record(theme: str, seed: int, results: dict, out: str | None) -> Path:
         "command": " ".join(["python -m", f"benchmarks.{theme}", *_arguments()]),
         "seed": seed,
         "date": date.today().isoformat(),
+        **(about or {}),
         "results": results,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,12 +26,15 @@ from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_html import render_fit_html, write_report
 from retape.report.fit_text import explain
 from retape.report.frontier_file import write_frontier
+from retape.torch.attach import put_on, take_off
 from retape.torch.discover import Wanted
 from retape.torch.executor import Executor
 from retape.torch.fingerprint import fingerprint, unwrapped
-from retape.torch.fitting import Fitter, put_on, take_off
-from retape.torch.fused_loss import fuse_loss, unfuse_loss
+from retape.torch.fitting import Fitter
+from retape.torch.fused_loss import chunk_within, fuse_loss, unfuse_loss
 from retape.torch.policy import Check
+from retape.torch.resident import devices_of
+from retape.torch.spread import SpreadFitter
 from retape.torch.stepping import StepFunction, rows_of
 
 __all__ = ["ALL", "EXACT", "Fit", "Promise", "apply", "fit"]
@@ -39,7 +42,10 @@ __all__ = ["ALL", "EXACT", "Fit", "Promise", "apply", "fit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a plan said before it ran: peak bytes with everything counted, seconds, and those over a step that keeps everything."""
+    """What a plan said before it ran: peak bytes with everything counted, seconds, and those over a step that keeps everything.
+
+    Of a model on several devices the peak is that of the first; `record.views` has all of them.
+    """
 
     peak_bytes: int
     seconds: float
@@ -76,7 +82,7 @@ class Fit:
         plan = self.record.plan
         return Promise(
             peak_bytes=plan.promised_peak_bytes,
-            seconds=plan.promised_seconds or 0.0,
+            seconds=self.record.promised_seconds,
             slowdown=self.record.promised_slowdown,
         )
 
@@ -84,13 +90,16 @@ class Fit:
         """A table: per kind of region what is held, what is recomputed and why, bytes and milliseconds each."""
         return explain(self.record)
 
-    def plot(self, path: str | Path) -> None:
-        """Draw the frontier, with this plan and its budget, into a file that ends in .svg or (with `retape[plot]`) .png."""
-        write_frontier(self.record, path)
+    def plot(self, path: str | Path, *, device: str | None = None) -> None:
+        """Draw the frontier, with this plan and its budget, into a file that ends in .svg or (with `retape[plot]`) .png.
 
-    def report(self, path: str | Path) -> None:
-        """Write one HTML page about this fit; it opens from disk and needs no network."""
-        write_report(self.record, path)
+        Of a model on several devices that of `device`, or of the first.
+        """
+        write_frontier(self.record.view(device), path)
+
+    def report(self, path: str | Path, *, device: str | None = None) -> None:
+        """Write one HTML page about this fit, or about one `device` of several; it opens from disk and needs no network."""
+        write_report(self.record.view(device), path)
 
     def save(self, path: str | Path) -> None:
         """Write the plan and all that was measured as JSON; `retape.apply` puts it on a model of the same structure."""
@@ -98,14 +107,11 @@ class Fit:
 
     def largest_batch(self) -> int:
         """How many rows the budget would carry, by the frugalest plan: activations grow with the rows, the rest does not."""
-        record = self.record
-        if not record.rows:
+        if not self.record.rows:
             raise InvalidInput(
                 "The batch has no tensor with rows, so there is nothing to count. Fit again with another batch."
             )
-        fixed = record.frontier.fixed_bytes
-        room, least = record.budget_bytes - fixed, record.frontier.floor_bytes - fixed
-        return max(record.rows, record.rows * room // least) if least > 0 else record.rows
+        return min(_largest_batch(view) for view in self.record.views)
 
     def remove(self) -> None:
         """Leave the model as it was before the fit, without a trace."""
@@ -124,6 +130,12 @@ class Fit:
             f"Fit({self.record.model}: budget {format_bytes(self.record.budget_bytes)}, promised {format_bytes(promised.peak_bytes)} "
             f"at {promised.slowdown:.2f}x, measured {format_bytes(measured.peak_bytes)}, {self.plan.quality})"
         )
+
+
+def _largest_batch(record: FitRecord) -> int:
+    fixed = record.frontier.fixed_bytes
+    room, least = record.budget_bytes - fixed, record.frontier.floor_bytes - fixed
+    return max(record.rows, record.rows * room // least) if least > 0 else record.rows
 
 
 def fit(
@@ -148,18 +160,21 @@ def fit(
     A dict is called as keyword arguments, a tuple as positional ones; `step(model, batch)` returns the scalar loss where the
     model does not. Weights, buffers, gradients and random streams are afterwards as before.
     """
-    _check_arguments(model, compile)
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     with _telling(progress) as tell:
-        fitter = Fitter(
+        asked = Budget.of(budget)
+        fitter = (SpreadFitter if len(devices_of(model, asked)) > 1 else Fitter)(
             model,
             batch,
-            Budget.of(budget),
+            asked,
             step=step,
             optimizer=optimizer,
             regions=regions,
             options=OptionSet.of(options),
             check=Check.of(check),
             tell=tell,
+            compiled=compile,
         )
         found = fitter.fit()
     record = FitRecord(
@@ -175,6 +190,7 @@ def fit(
         fused_loss=found.fused_loss,
         rows=rows_of(batch),
         versions=_versions(),
+        devices=found.devices,
     )
     made = Fit(model, record, fitter.regions, found.executor)
     if progress:
@@ -193,10 +209,10 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             "Fit this model, or apply the plan that belongs to it."
         )
     if record.fused_loss:
-        fuse_loss(unwrapped(model))
+        fuse_loss(unwrapped(model), chunk_bytes=chunk_within(record.budget_bytes, record.measured.base_bytes))
     modules = dict(unwrapped(model).named_modules())
     regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
-    if record.assignment.keeps_everything:
+    if record.assignment.keeps_everything and not record.assignment.is_compiled:
         return Fit(model, record, regions, None)
     names = {id(module): name for name, module in regions.items()}
     executor = Executor(record.assignment, names, check=Check.of(check))
@@ -218,15 +234,6 @@ def _record_of(plan: Fit | FitRecord | str | Path) -> FitRecord:
     except OSError as error:
         raise InvalidInput(f"Cannot read the plan: {error}. Give the path of a file that Fit.save wrote.") from error
     return FitRecord.from_json(text)
-
-
-def _check_arguments(model: object, compile: bool) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
-    if compile:
-        raise InvalidInput(
-            "compile=True is not supported yet. Compile the blocks yourself before fitting, or leave it out."
-        )
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
@@ -265,12 +272,19 @@ def _say(made: Fit) -> None:
 
     record, promised = made.record, made.promised
     plain = record.plain_seconds
+
+    def _on(view: FitRecord) -> str:
+        return f" on {view.measured.device}" if record.devices else ""
+
     console = Console(stderr=True, highlight=False)
+    views = record.views
+    of_budget = (f"{format_bytes(v.plan.promised_peak_bytes)} of {format_bytes(v.budget_bytes)}{_on(v)}" for v in views)
     console.print(
-        f"promised  {format_bytes(promised.peak_bytes)} of {format_bytes(record.budget_bytes)}, "
-        f"{format_seconds(promised.seconds)} a step ({promised.slowdown:.2f}x), {record.plan.quality}"
+        f"promised  {', '.join(of_budget)}, {format_seconds(promised.seconds)} a step ({promised.slowdown:.2f}x), "
+        f"{record.plan.quality}"
     )
+    peaks = ", ".join(f"{format_bytes(view.measured.peak_bytes)}{_on(view)}" for view in views)
     console.print(
-        f"measured  {format_bytes(record.measured.peak_bytes)}, {format_seconds(record.measured.seconds)} a step "
+        f"measured  {peaks}, {format_seconds(record.measured.seconds)} a step "
         f"({record.measured.seconds / plain if plain else 1.0:.2f}x); fitting took {format_seconds(record.profile_seconds)}"
     )

@@ -8,6 +8,7 @@ from torch import nn
 
 import retape
 from retape.core.problem import OptionKind, Tier
+from retape.core.simulate import simulate
 from retape.errors import OffloadError
 from retape.torch import fitting, lanes, offload
 from retape.torch.policy import Policy
@@ -76,6 +77,8 @@ POLICIES = {
     "all moved": EVERYTHING,
     "held, moved, dropped": Policy(held=frozenset(range(0, 99, 3)), moved=frozenset(range(1, 99, 3))),
     "two ahead": Policy(moved=frozenset(range(100)), ahead=2),
+    "recomputed, input moved": Policy(moved_inputs=frozenset({0})),
+    "input and some slots moved": Policy(moved_inputs=frozenset({0}), moved=frozenset(range(1, 99, 3))),
 }
 
 
@@ -126,6 +129,17 @@ def test_the_peak_is_lower_though_the_host_runs_ahead():
     # 5 tensors a block are saved beside its input; of those of 12 blocks at most three blocks' are here at once.
     assert plain_peak > 11 * 6 * slot
     assert moved_peak < plain_peak - 7 * 5 * slot, (moved_peak / slot, plain_peak / slot)
+
+
+def test_inputs_that_are_moved_leave_the_device():
+    """Of 12 blocks that are recomputed what is left is one input; backward has its own, and the next on its way."""
+    model, x = blocks(count=12), rows(16384)
+    size = x.nbytes
+    inputs = Policy(moved_inputs=frozenset({0}))
+    gradients(model, x, moved(inputs))
+    held_peak = peak_bytes(lambda: gradients(model, x, moved(Policy())))
+    moved_peak = peak_bytes(lambda: gradients(model, x, moved(inputs)))
+    assert moved_peak < held_peak - 8 * size, (moved_peak / size, held_peak / size)
 
 
 def test_the_host_never_waits_and_no_memory_is_pinned_after_the_first_step():
@@ -215,6 +229,33 @@ def test_a_failed_copy_leaves_the_pool_and_the_streams_in_order(deterministic, m
         assert found.pool.free_bytes == found.pool.allocated_bytes
 
 
+@pytest.mark.parametrize("name", ["send", "fetch"])
+def test_a_copy_that_breaks_off_half_way_leaves_the_streams_idle(deterministic, monkeypatch, name):
+    """The first chunk is on its way when the second one fails."""
+    model, x = blocks(), rows()
+    inputs = Policy(moved_inputs=frozenset({0}), moved=frozenset(range(1, 99, 3)))
+    wanted = gradients(model, x, plainly)
+    found = lanes.lanes_of(DEVICE)
+    real, calls = getattr(found, name), []
+
+    def failing(pairs, *rest):
+        calls.append(None)
+        host, there = pairs[0]
+        return real([*pairs, (host[:2], there[:1].expand(3))] if len(calls) == 4 else pairs, *rest)
+
+    monkeypatch.setattr(found, name, failing)
+    with pytest.raises(OffloadError, match="failed"):
+        gradients(model, x, moved(inputs))
+    monkeypatch.undo()
+    torch.cuda.synchronize()
+    assert found._out.query()
+    assert found._back.query()
+    torch.use_deterministic_algorithms(True)
+    assert all(map(torch.equal, gradients(model, x, moved(inputs)), wanted))
+    gc.collect()
+    assert found.pool.free_bytes == found.pool.allocated_bytes
+
+
 def test_a_write_to_what_was_moved_is_an_error():
     x = torch.randn(1024, 1024, device=DEVICE, requires_grad=True)
     kept = []
@@ -259,3 +300,27 @@ def test_fit_moves_slots_inside_a_budget(deterministic, monkeypatch):
         assert retape.verify(model, batch, step=step).equal
     finally:
         fitted.remove()
+
+
+def test_the_lanes_that_are_played_agree_with_the_clock():
+    """Seconds within a tenth of what a step takes that moves slots and inputs at the speed that the host really has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*blocks(count=12, width=4096, linears=6))
+    batch = rows(16384, 4096)
+
+    def step(model, batch):
+        return model(batch).float().square().mean()
+
+    step(model, batch).backward()
+    plain_peak = peak_bytes(lambda: step(model, batch).backward())
+    for share in (0.6, 0.35):
+        budget = retape.Budget.activations(int(share * plain_peak))
+        fitted = retape.fit(model, batch, budget=budget, step=step, progress=False)
+        try:
+            found = fitted.record
+            played = simulate(found.chain, fitted.plan.actions(), host=lanes.host_tier(DEVICE))
+            assert any(choice.moves for choice in found.assignment.choices)
+            assert played.seconds == pytest.approx(fitted.measured.seconds, rel=0.1)
+            assert played.peak_bytes == pytest.approx(fitted.measured.peak_bytes, rel=0.1)
+        finally:
+            fitted.remove()

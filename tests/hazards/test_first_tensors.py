@@ -172,3 +172,23 @@ def test_plain_values_stay_the_users_own():
     as_region(step, x).sum().backward()
     assert cache.calls == 2
     assert isinstance(cache.value, torch.Tensor)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_flag_says_that_the_first_tensor_is_there(way):
+    """As in key-value caches: the flag must not be ahead of what it speaks of."""
+
+    def case(call):
+        cache, weight, x = SimpleNamespace(value=None, filled=False), leaf(), leaf()
+
+        def step(a):
+            h = (a * weight).sin()
+            cache.value = cache.value + h if cache.filled else h
+            cache.filled = True
+            return (cache.value * a).tanh()
+
+        call(step, call(step, x)).sum().backward()
+        assert cache.filled
+        return x.grad, weight.grad, cache.value.detach()
+
+    same_as_plain(case, WAYS[way])

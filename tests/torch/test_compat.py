@@ -487,3 +487,34 @@ def test_memory_fraction(monkeypatch):
     assert _compat.memory_fraction(torch.device("cuda", 0)) == 0.25
     monkeypatch.delattr(torch.cuda.memory, "get_per_process_memory_fraction")
     assert _compat.memory_fraction(torch.device("cuda", 0)) == 1.0
+
+
+def test_inductor_saving(monkeypatch):
+    from torch._functorch import config
+    from torch._inductor import compile_fx
+
+    seen = []
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs: seen.append(config.activation_memory_budget))
+    _compat.inductor_saving(0.25)(None, [])
+    assert seen == [0.25]
+    assert config.activation_memory_budget == 1.0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiler_errors():
+    def refusing(graph, inputs):
+        raise NotImplementedError("never")
+
+    with pytest.raises(_compat.compiler_errors()):
+        torch.compile(torch.sin, backend=refusing)(torch.randn(2))
+    torch._dynamo.reset()
+
+
+def test_replays_cuda_graphs():
+    module = torch.nn.Linear(2, 2)
+    assert not _compat.replays_cuda_graphs(module)
+    module.compile()
+    assert not _compat.replays_cuda_graphs(module)
+    module.compile(mode="reduce-overhead")
+    assert _compat.replays_cuda_graphs(module)
+    assert _compat.replays_cuda_graphs(torch.compile(torch.nn.Linear(2, 2), mode="max-autotune"))

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import retape
 from retape.core.problem import OptionKind
 from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError, PlanMismatch
+from retape.torch import fitting
 
 fit = partial(retape.fit, progress=False)
 
@@ -195,6 +196,13 @@ def test_a_budget_below_the_weights(gpt2):
     error = refused(BudgetTooSmall, "the smallest budget that does is", model, batch, budget=100_000)
     assert error.floor_bytes > 100_000
     assert error.binding
+    assert "options=retape.ALL computes the loss in slices" in str(error)
+
+
+def test_a_model_that_recomputes_by_itself(gpt2):
+    model, batch = gpt2
+    model.gradient_checkpointing_enable()
+    refused(InvalidInput, "recomputes every layer by itself", model, batch, budget=0.5)
 
 
 def test_an_exception_of_the_step_leaves_the_model_as_it_was(gpt2):
@@ -232,6 +240,16 @@ def test_kinds_of_budget(gpt2):
         made.remove()
         assert made.record.budget_bytes == pytest.approx(half.record.budget_bytes, rel=0.02)
         assert made.measured.peak_bytes <= made.record.budget_bytes
+
+
+def test_what_the_first_step_leaves_behind_is_fixed(gpt2, monkeypatch):
+    """As the workspaces of a GPU's libraries: they come with the first step, and stay."""
+    model, batch = gpt2
+    bare = fit(model, batch, budget=1.0)
+    seen = iter([100, 5100])
+    monkeypatch.setattr(fitting, "allocated_bytes", lambda device: next(seen))
+    made = fit(model, batch, budget=1.0)
+    assert made.measured.base_bytes - bare.measured.base_bytes == 5000
 
 
 def test_auto_is_what_the_machine_has(gpt2):

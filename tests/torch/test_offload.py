@@ -17,9 +17,9 @@ from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
 from retape.errors import OffloadError, RecomputeMismatch, StateChanged
 from retape.torch import lanes, offload
+from retape.torch.attach import put_on, take_off
 from retape.torch.discover import find_regions
 from retape.torch.executor import Executor
-from retape.torch.fitting import put_on, take_off
 from retape.torch.policy import Check, Policy
 from retape.torch.region import Region, run_region
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from retape.errors import InvalidInput
+from retape.torch import resident
 from retape.torch.resident import device_of, fixed_bytes, pending_optimizer_bytes
 
 CPU = torch.device("cpu")
@@ -79,7 +80,9 @@ def test_devices_that_cannot_be():
         device_of(one.requires_grad_(False))
     with pytest.raises(InvalidInput, match="is on 'meta'"):
         device_of(model().to("meta"))
-    two = model()
-    two[0].to("meta")
-    with pytest.raises(InvalidInput, match=r"trains on several devices \(cpu, meta\)"):
-        device_of(two)
+
+
+def test_where_only_one_device_can_be_followed(monkeypatch):
+    monkeypatch.setattr(resident, "devices_of", lambda model: (CPU, torch.device("cuda:0")))
+    with pytest.raises(InvalidInput, match=r"trains on several devices \(cpu, cuda:0\).*Use retape.fit"):
+        device_of(model())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from retape.errors import InvalidInput
 from retape.integrations.huggingface import FitCallback
 
 transformers = pytest.importorskip("transformers")
@@ -28,7 +29,7 @@ class Losses(transformers.TrainerCallback):
         self.seen += [logs["loss"]] if "loss" in logs else []
 
 
-def train(folder, *callbacks):
+def train(folder, *callbacks, **more):
     """Five steps with dropout; losses, and the weights at the end."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
@@ -43,6 +44,7 @@ def train(folder, *callbacks):
         use_cpu=True,
         disable_tqdm=True,
         seed=3,
+        **more,
     )
     transformers.Trainer(model, arguments, train_dataset=Rows(), callbacks=[losses, *callbacks]).train()
     return losses.seen, {name: value.clone() for name, value in model.state_dict().items()}, model
@@ -60,3 +62,13 @@ def test_a_run_equals_a_plain_one(tmp_path):
     assert not made.record.assignment.keeps_everything
     assert made.measured.peak_bytes <= made.record.budget_bytes
     assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_model_that_recomputes_by_itself_is_refused(tmp_path):
+    callback = FitCallback(budget=0.5, progress=False)
+    with pytest.raises(
+        InvalidInput, match=r"GPT2LMHeadModel recomputes every layer by itself .* take gradient_checkpoint"
+    ):
+        train(tmp_path, callback, gradient_checkpointing=True)
+    assert callback.fitted is None

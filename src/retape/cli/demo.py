@@ -37,7 +37,7 @@ def add_parser(commands: _Commands) -> None:
     parser = commands.add_parser(
         "demo",
         help="train a small GPT on this machine inside several budgets and compare",
-        description="Train a GPT of ten million parameters on the CPU plainly and inside budgets of 100 %%, 50 %% and 25 %% of its "
+        description="Train a GPT of ten million parameters on the CPU plainly and inside budgets of 100 %, 50 % and 25 % of its "
         "activations and the floor: peaks, times, losses, gradients. Takes a minute or two.",
     )
     parser.add_argument(

@@ -29,6 +29,7 @@ def add_parser(commands: _Commands) -> None:
     parser.add_argument(
         "--peers", metavar="FILE", help='a benchmark\'s record, whose "results" are drawn beside the frontier'
     )
+    parser.add_argument("--device", help="which device of a fit for several (default: the first)")
     parser.set_defaults(run=run)
 
 
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     record = _read(options.record)
     peers = read_peers(options.peers) if options.peers is not None else ()
     out = Path(options.out) if options.out is not None else Path(options.record).with_suffix(".html")
-    write_report(record, out, peers=peers)
+    write_report(record.view(options.device), out, peers=peers)
     print(out)
     return 0
 

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from retape.core.actions import Action, Backward, Forward, Load, Tape
-from retape.core.errors import PlanFormatError
+from retape.core.errors import InvalidInput, PlanFormatError
 from retape.core.problem import OptionKind
+from retape.core.quantities import check_kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +25,19 @@ class Passing:
     fill: tuple[int, ...] = ()
     hold_input: bool = False
 
+    def __post_init__(self) -> None:
+        check_kinds(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One call of a module: the `call`-th of the module called `name` in the `root_call`-th forward of the model.
 
     `held` are the numbers of the slots to hold of `slots` in all, `moved` of those that go to the host meanwhile. With
-    `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again. `elements` is
-    how many numbers its inputs had when it was profiled.
+    `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again; of the tensors
+    among its arguments those with the numbers `moved_inputs` go to the host. Its parts called `tiled` are run in `tiles` slices.
+    `elements` is how many numbers its inputs had when it was profiled. `saved_share` is that of the compiled form to run; None
+    is eager.
     """
 
     name: str
@@ -45,6 +51,17 @@ class Choice:
     drop_input: bool = False
     passing: tuple[Passing, ...] = ()
     moved: tuple[int, ...] = ()
+    saved_share: float | None = None
+    moved_inputs: tuple[int, ...] = ()
+    tiles: int = 1
+    tiled: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.moved or self.moved_inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +72,18 @@ class Assignment:
 
     @property
     def keeps_everything(self) -> bool:
-        return all(choice.option is OptionKind.KEEP for choice in self.choices)
+        return all(
+            choice.option is OptionKind.KEEP and (choice.saved_share is None or choice.saved_share >= 1)
+            for choice in self.choices
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(choice.saved_share is not None for choice in self.choices)
 
     @property
     def moves_something(self) -> bool:
-        return any(choice.moved for choice in self.choices)
+        return any(choice.moves for choice in self.choices)
 
     def to_dict(self) -> list[dict[str, Any]]:
         return [{**asdict(choice), "option": choice.option.value} for choice in self.choices]
@@ -69,24 +93,42 @@ class Assignment:
         """Read what `to_dict` wrote."""
         try:
             return Assignment(choices=tuple(_choice(item) for item in data))
-        except (TypeError, ValueError, KeyError) as error:
+        except (AttributeError, TypeError, ValueError, KeyError, InvalidInput) as error:
             raise PlanFormatError(f"These regions cannot be meant: {error}. Save the fit again.") from error
 
 
 def _choice(item: dict[str, Any]) -> Choice:
     passing = tuple(Passing(**{**each, "fill": tuple(each["fill"])}) for each in item["passing"])
-    slots = {name: tuple(item.get(name, ())) for name in ("held", "moved")}
+    slots = {name: tuple(item.get(name, ())) for name in ("held", "moved", "moved_inputs", "tiled")}
     return Choice(**{**item, **slots, "option": OptionKind(item["option"]), "passing": passing})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeaning:
-    """What a stage of the chain stands for: a region and the slots each of its choices holds and moves, or glue (`choice` is None)."""
+    """What a stage of the chain stands for: a region and what each of its choices holds and moves, or glue (`choice` is None).
+
+    `saved_shares` has the compiled form of each choice; where it is empty all are eager.
+    """
 
     choice: Choice | None
     held: tuple[tuple[int, ...], ...] = ()
     moved: tuple[tuple[int, ...], ...] = ()
+    moved_inputs: tuple[tuple[int, ...], ...] = ()
+    tiles: tuple[int, ...] = ()
+    tiled: tuple[str, ...] = ()
     kinds: tuple[OptionKind, ...] = ()
+    saved_shares: tuple[float | None, ...] = ()
+
+    @property
+    def recomputed_share(self) -> float | None:
+        """The form of a region that is run over without a tape: that of the last choice."""
+        return self.saved_shares[-1] if self.saved_shares else None
+
+
+def _in_tiles(choice: Choice, meaning: StageMeaning, option: int) -> Choice:
+    """The choice with its parts in as many tiles as the option says."""
+    tiles = meaning.tiles[option] if meaning.tiles else 1
+    return choice if tiles == 1 else replace(choice, tiles=tiles, tiled=meaning.tiled)
 
 
 def assign(meanings: tuple[StageMeaning, ...], actions: Iterable[Action]) -> Assignment:
@@ -125,21 +167,32 @@ class _Compiler:
             return
         held, moved = meaning.held[option], meaning.moved[option] if meaning.moved else ()
         if first:
-            self._choices[stage] = replace(meaning.choice, option=meaning.kinds[option], held=held, moved=moved)
+            choice = replace(
+                meaning.choice,
+                option=meaning.kinds[option],
+                held=held,
+                moved=moved,
+                moved_inputs=meaning.moved_inputs[option] if meaning.moved_inputs else (),
+                saved_share=meaning.saved_shares[option] if meaning.saved_shares else None,
+            )
+            self._choices[stage] = _in_tiles(choice, meaning, option)
         elif self._pass is not None:
             keep = meaning.kinds[option] is OptionKind.KEEP
             number = self._number[stage]
             # What a re-run on the way makes again is needed soon: none of it is moved.
             self._pass[stage] = Passing(region=number, fill_all=keep, fill=(*held, *moved), hold_input=not keep)
+            if stage in self._choices:  # all runs of a region are alike, so it is in tiles from the first on
+                self._choices[stage] = _in_tiles(self._choices[stage], meaning, option)
 
     def _forward(self, start: int, stop: int, first: bool) -> None:
         for stage in range(start, stop):
-            choice = self._meanings[stage].choice
+            meaning = self._meanings[stage]
+            choice = meaning.choice
             if choice is None:
                 continue
             if first:
-                drop = stage > start
-                self._choices[stage] = replace(choice, option=OptionKind.RECOMPUTE, drop_input=drop)
+                recomputed = replace(choice, option=OptionKind.RECOMPUTE, drop_input=stage > start)
+                self._choices[stage] = replace(recomputed, saved_share=meaning.recomputed_share)
             elif self._pass is not None:
                 # The segment that is run over keeps its own input, to be reversed from there later.
                 self._pass[stage] = Passing(region=self._number[stage], hold_input=stage == start)

@@ -27,7 +27,7 @@ from retape.report.peers import Peer
 
 def render_fit_html(record: FitRecord) -> str:
     """The explanation of a fit and its frontier. The picture is an image, so that its style stays its own."""
-    picture = b64encode(frontier_svg(record).encode()).decode()
+    picture = b64encode(frontier_svg(record.view()).encode()).decode()
     return f'<pre>{escape(explain(record))}</pre>\n<img alt="frontier" src="data:image/svg+xml;base64,{picture}"/>'
 
 

@@ -19,8 +19,15 @@ _NUMBERS = ("count", "slots held", "bytes held", "more time")
 
 
 def explain(record: FitRecord, *, width: int = WIDTH, ascii_only: bool = False) -> str:
-    """A table of the regions, those treated alike in one row, and under it the budget, the promise and the measurement."""
-    return rendered(_regions(record), _totals(record, width, ascii_only), width=width, ascii_only=ascii_only)
+    """A table of the regions, those treated alike in one row, and under it the budget, the promise and the measurement.
+
+    Of a model on several devices first a row for each of them, and then the same for each.
+    """
+    parts: list[RenderableType] = [_devices(record)] if record.devices else []
+    for view in record.views:
+        parts += [f"\n{view.measured.device}\n"] if record.devices else []
+        parts += [_regions(view), _totals(view, width, ascii_only)]
+    return rendered(*parts, width=width, ascii_only=ascii_only)
 
 
 def rendered(*parts: RenderableType, width: int = WIDTH, ascii_only: bool = False) -> str:
@@ -49,6 +56,26 @@ def new_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     return table
 
 
+# --- the devices --------------------------------------------------------------------------------------------------
+
+
+def _devices(record: FitRecord) -> Table:
+    names = ("device", "regions", "budget", "promised", "measured", "of budget", "floor", "more time")
+    table = new_table(*names, numbers=names[1:])
+    for device in record.devices:
+        table.add_row(
+            device.device,
+            str(len(device.regions)),
+            format_bytes(device.budget_bytes),
+            format_bytes(device.plan.promised_peak_bytes),
+            format_bytes(device.measured.peak_bytes),
+            f"{device.measured.peak_bytes / device.budget_bytes:.1%}",
+            format_bytes(device.frontier.floor_bytes),
+            format_seconds(device.extra_seconds) if device.extra_seconds > 0 else "0",
+        )
+    return table
+
+
 # --- the regions --------------------------------------------------------------------------------------------------
 
 
@@ -58,7 +85,7 @@ def _regions(record: FitRecord) -> Table:
         table.add_row(
             row.label,
             str(row.count),
-            "segment" if row.start else row.option.value,
+            row.plan,
             f"{row.held_slots} of {row.slots}",
             format_bytes(row.held_bytes),
             format_seconds(row.extra_seconds) if row.extra_seconds > 0 else "0",
@@ -87,6 +114,8 @@ def why(row: RegionRow, *, everything: bool) -> str:
         return f"inputs dropped too: run again from the input of {row.start}; {dropped} less held"
     match row.option:
         case OptionKind.KEEP:
+            if row.saved_share is not None and row.dropped_bytes:
+                return f"its compiled code saves {dropped} less than it would by itself"
             return f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}"
         case OptionKind.SELECT:
             return _why_select(row)
@@ -94,9 +123,14 @@ def why(row: RegionRow, *, everything: bool) -> str:
             return f"made again from its input: {dropped} less held"
         case OptionKind.OFFLOAD:
             also = f"; dropped {dropped}, {format_seconds(row.rerun_seconds)} to run again" if row.dropped_bytes else ""
-            return f"moved {format_bytes(row.moved_bytes)} to the host until backward{also}"
-        case _:
-            return f"{row.option.value}: {dropped} less held"
+            what = ", its input too" if row.input_moved else ""
+            return f"moved {format_bytes(row.moved_bytes)} to the host until backward{what}{also}{_tiles(row)}"
+        case OptionKind.TILE:
+            return f"made again from its input: {dropped} less held{_tiles(row)}"
+
+
+def _tiles(row: RegionRow) -> str:
+    return f"; what treats rows by themselves in {row.tiles} tiles" if row.tiles > 1 else ""
 
 
 def _why_select(row: RegionRow) -> str:

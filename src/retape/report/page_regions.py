@@ -51,7 +51,7 @@ def _line(row: RegionRow, *, everything: bool) -> str:
     return _cells(
         short,
         row.count,
-        "segment" if row.start else row.option.value,
+        row.plan,
         f"{row.held_slots} of {row.slots}",
         format_bytes(row.held_bytes),
         format_bytes(row.dropped_bytes) if row.dropped_bytes else "",
@@ -65,7 +65,7 @@ def _line(row: RegionRow, *, everything: bool) -> str:
 
 def _input(row: RegionRow) -> str:
     if not row.start:
-        return "kept"
+        return "moved" if row.input_moved else "kept"
     return (
         "kept" if row.names == (row.start,) else f"dropped after {row.start}" if row.start in row.names else "dropped"
     )

@@ -25,16 +25,24 @@ class Peer:
 
 def read_peers(path: str | Path) -> tuple[Peer, ...]:
     """The peers of a benchmark's record; entries without both numbers are not about a step, and are passed over."""
+    return peers_of(read_benchmark(path))
+
+
+def read_benchmark(path: str | Path) -> dict[str, Any]:
+    """A benchmark's record, which has at least one peer in its results."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidInput(f"Cannot read the peers of {str(path)!r}: {reason}. {_REMEDY}") from error
-    results = data.get("results") if isinstance(data, dict) else None
-    found = tuple(_peers(results)) if isinstance(results, dict) else ()
-    if not found:
+    if not isinstance(data, dict) or not isinstance(data.get("results"), dict) or not peers_of(data):
         raise InvalidInput(f"There are no peers in {str(path)!r}. {_REMEDY}")
-    return found
+    return data
+
+
+def peers_of(data: dict[str, Any]) -> tuple[Peer, ...]:
+    """The entries of a record that are about a step."""
+    return tuple(_peers(data["results"]))
 
 
 def _peers(results: dict[str, Any]) -> Iterator[Peer]:

@@ -135,6 +135,34 @@ def is_compiled(value: Any) -> bool:
     )
 
 
+def inductor_saving(share: float) -> Callable[..., Any]:
+    """A backend for torch.compile whose functions save this share of the tape that they would save by themselves."""
+
+    def backend(graph: Any, inputs: Any, **keywords: Any) -> Any:
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(activation_memory_budget=share):
+            return compile_fx(graph, inputs, **keywords)
+
+    return backend
+
+
+def compiler_errors() -> tuple[type[BaseException], ...]:
+    """What the compiler raises when it cannot compile something."""
+    from torch._dynamo import exc
+
+    return (exc.TorchDynamoException, exc.InternalTorchDynamoError)
+
+
+def replays_cuda_graphs(module: Any) -> bool:
+    """Whether a module was compiled by its user in a mode that records CUDA graphs."""
+    compiled = getattr(module, "_compiled_call_impl", None) or module
+    read = getattr(compiled, "get_compiler_config", None)
+    config = read() if callable(read) else None
+    return bool(config and config.get("triton.cudagraphs"))
+
+
 def in_odd_surroundings() -> bool:
     """Whether a torch.func transform, a forward-mode level or torch.nn.utils.parametrize.cached() is around the caller."""
     return _functorch_level() is not None or _forward_ad._current_level >= 0 or _parametrize._cache_enabled > 0

@@ -10,13 +10,26 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import nn
 
-from retape.core.errors import InvalidInput
+from retape.core.errors import InvalidInput, RetapeError
 
 Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class ModelCaller(Protocol):
+    """Answers the calls of a model, of its regions, and of those parts of them that it names."""
+
+    def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any: ...
+
+    def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any: ...
+
+    def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]: ...
+
+    def call_part(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any: ...
+
 
 _CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
 _CLASSES: dict[type, type] = {}
@@ -86,3 +99,26 @@ def _attached_class(kind: type) -> type:
         made = type(kind.__name__, (_Attached, kind), names)
         _CLASSES[kind] = made
     return made
+
+
+def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller) -> None:
+    """Attach a caller to a model, its regions and their parts."""
+    attach(model, caller.call_root)
+    done: list[nn.Module] = [model]
+    try:
+        for name, module in regions.items():
+            attach(module, caller.call)
+            done.append(module)
+            for part in caller.parts_of(name, module):
+                attach(part, caller.call_part)
+                done.append(part)
+    except RetapeError:
+        for module in done:
+            detach(module)
+        raise
+
+
+def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
+    """Detach whatever is attached to a model, its regions and their parts."""
+    for module in (model, *(part for region in regions.values() for part in region.modules())):
+        detach(module)

@@ -24,7 +24,7 @@ def resolved(budget: Budget, device: torch.device) -> Budget:
 
 def _share_of(budget: Budget, device: torch.device) -> Budget:
     """The part of a budget per device that is this device's."""
-    parts = {torch.device(name): part for name, part in budget.devices}
+    parts = {device_named(name): part for name, part in budget.devices}
     for name in (device, torch.device(device.type)):
         if name in parts:
             return replace(parts[name], in_flight=budget.in_flight)
@@ -32,6 +32,16 @@ def _share_of(budget: Budget, device: torch.device) -> Budget:
         f"The model trains on {device}, and the budget speaks of {', '.join(name for name, _ in budget.devices)} only. "
         f"Give it bytes for {str(device)!r}."
     )
+
+
+def device_named(name: str) -> torch.device:
+    """The device that a budget speaks of."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput(
+            f"The budget speaks of {name!r}, which is not a device. Give names such as 'cpu' or 'cuda:0'."
+        ) from error
 
 
 def available_bytes(device: torch.device) -> int:

@@ -19,11 +19,14 @@ from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.problem import OptionKind
 from retape.torch import links, offload
 from retape.torch.caches import without_cache
+from retape.torch.compiled import CannotCompile, in_form, refuse_kept_graph
 from retape.torch.policy import HOLD, Check, Inputs, Policy, Way
+from retape.torch.reads import CompiledCall
 from retape.torch.region import Region, run_region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
 from retape.torch.signature import Signature, elements, signature
+from retape.torch.tiling import call_part
 from retape.torch.trace import RegionTrace
 
 MOST_RECIPES = 512  # of shapes and kinds; the one not used for longest goes first
@@ -44,12 +47,20 @@ class Executor:
         self._counts: dict[str, int] = {}
         self._warned = False
         self._answers = {number: answers(choice) for number, choice in enumerate(assignment.choices)}
-        self._moves = any(choice.moved for choice in assignment.choices)
+        self._moves = assignment.moves_something
+        self._tiled = {choice.name: choice.tiled for choice in assignment.choices if choice.tiles > 1}
+        self._is_compiled = assignment.is_compiled
         self.regions_run = 0
 
     def learn(self, kind: int, inputs: Signature, trace: RegionTrace, there: tuple[int, ...]) -> None:
         """What the profile has seen already need not be traced again; the slots `there` are held or moved."""
         self._recipes[(kind, there, inputs)] = plan_recipe(trace, frozenset(there))
+
+    call_part = staticmethod(call_part)
+
+    def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]:
+        """The parts of a region that are called through `call_part`."""
+        return [module.get_submodule(part) for part in self._tiled.get(name, ())]
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """The model itself is called; forwards before one backward are counted, so that each has choices of its own."""
@@ -64,6 +75,8 @@ class Executor:
 
     def _backward_begins(self, gradient: Any) -> None:
         self._root_call = -1
+        if self._is_compiled:
+            refuse_kept_graph()
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """A region is called."""
@@ -73,17 +86,20 @@ class Executor:
         if had_cache:
             self._tell_once("no key-value cache is built in training, because a re-run would fill it twice")
         number, choice = self._choice(self._names[id(module)])
-        if choice.option is OptionKind.KEEP:
-            outputs = (
-                plain_call(*args, **keywords)
-                if THREAD.manager is None
-                else run_region(plain_call, *args, keywords=keywords, policy=HOLD, check=self._check)
-            )
-        else:
-            outputs = self._run(number, choice, plain_call, args, keywords)
-        if self._moves and not choice.moved:
+        try:
+            outputs = self._ran(number, choice, in_form(module, plain_call, choice.saved_share), args, keywords)
+        except CannotCompile:
+            outputs = self._ran(number, choice, plain_call, args, keywords)
+        if self._moves and not choice.moves:
             offload.passed(links.tensors_of(outputs))
         return outputs
+
+    def _ran(self, number: int, choice: Choice, call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        if choice.option is not OptionKind.KEEP:
+            return self._run(number, choice, call, args, keywords)
+        if THREAD.manager is None:
+            return call(*args, **keywords)
+        return run_region(call, *args, keywords=keywords, policy=HOLD, check=self._check)
 
     def _choice(self, name: str) -> tuple[int, Choice]:
         count = self._counts.get(name, 0)
@@ -95,13 +111,14 @@ class Executor:
     def _run(self, number: int, choice: Choice, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         self.regions_run += 1
         inputs = signature(args, keywords)
-        if choice.elements and elements(inputs) > choice.elements:
+        # Under a live budget larger batches are looked after.
+        if choice.elements and elements(inputs) > choice.elements and THREAD.manager is None:
             self._warn_once(
                 f"Region {choice.name} was given {elements(inputs)} numbers, and {choice.elements} when it was profiled: "
                 "the peak may pass the budget. Call retape.fit again with the larger batch."
             )
         key = (choice.kind, self._answers.get(number, ()), inputs)
-        unknown = bool(key[1]) and key not in self._recipes
+        unknown = bool(key[1]) and key not in self._recipes and type(plain_call) is not CompiledCall
         if key in self._recipes:
             self._recipes.move_to_end(key)
         policy = policy_of(number, choice, self._recipes.get(key))
@@ -140,9 +157,11 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None) -> Policy:
     return Policy(
         held=frozenset(choice.held),
         moved=frozenset(choice.moved),
+        moved_inputs=frozenset(choice.moved_inputs),
         inputs=Inputs.LINK if choice.drop_input else Inputs.HOLD,
         recipe=recipe,
         stage=number,
+        tiles=choice.tiles,
         way=tuple(_way(passing) for passing in choice.passing),
     )
 

@@ -8,66 +8,52 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from retape.core.assignment import Assignment, Choice, StageMeaning, assign
-from retape.core.errors import BudgetTooSmall, RetapeError
-from retape.core.frontier import Frontier, frontier
+from retape.core.assignment import Assignment, assign
+from retape.core.errors import BudgetTooSmall
+from retape.core.frontier import frontier
 from retape.core.option_set import OptionSet
 from retape.core.plan import Plan
-from retape.core.problem import Budget, BudgetKind, Chain
+from retape.core.problem import Budget, BudgetKind, Chain, OptionKind
 from retape.core.record import Record
 from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
-from retape.torch.attach import attach, detach
+from retape.torch.attach import put_on, take_off
 from retape.torch.budgets import resolved
-from retape.torch.discover import Wanted, find_regions, refined
+from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays, refuse_whole
+from retape.torch.discover import Wanted, find_regions, refined, refuse_own_checkpointing
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
-from retape.torch.fused_loss import can_fuse_loss, fuse_loss, unfuse_loss
+from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
-from retape.torch.meter import Scale, synchronize, thinned, weighing
+from retape.torch.meanings import meanings_of
+from retape.torch.meter import synchronize, thinned, weighing
 from retape.torch.modelling import Modelled, model_of
-from retape.torch.overheads import engine_overheads
+from retape.torch.overheads import engine_overheads, hides_the_host
 from retape.torch.policy import Check, Inputs
-from retape.torch.profile import Phase, Profile, ProfileSession, Stopwatch
+from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, SharedStopwatch, Stopwatch
 from retape.torch.ranks import decided_by_first, largest
-from retape.torch.readings import RegionSeconds, StepBytes, read_bytes, read_seconds
-from retape.torch.resident import device_of, fixed_bytes, pending_optimizer_bytes
-from retape.torch.signature import elements
+from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
+from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
+from retape.torch.rounds import Fitting, Rounds
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 
 TIMED_STEPS = 2
+LONG_STEP_SECONDS = 4.0  # of a step that takes so long one is enough: what disturbs it does not take as long
 MOST_ROUNDS = 4
-WORTH_USING = 0.02  # of the peak: a promise that was further off is made again
 
+SLOWER_THAN_PROMISED = 1.04  # beyond which a plan's figures leave something out
 A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
 
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitting:
-    """A fitted model: the problem that was solved, its plan, what each region does, and what a real step of it took."""
-
-    chain: Chain
-    plan: Plan
-    frontier: Frontier
-    assignment: Assignment
-    measured: Record
-    budget: Budget
-    budget_bytes: int
-    profile_seconds: float
-    executor: Executor | None
-    regions: dict[str, nn.Module]
-    fused_loss: bool = False
 
 
 class Fitter:
@@ -85,19 +71,29 @@ class Fitter:
         options: OptionSet,
         check: Check,
         tell: Tell,
+        compiled: bool = False,
     ) -> None:
         if step is None:
             refuse_other_arguments(model, batch)
         self.model, self.batch, self.step = model, batch, step or default_step
         self.options, self.check, self.tell = options, check, tell
-        self.device = device_of(model)
         self.root = unwrapped(model)
         self._may_refine = regions is None
         self._limit: int | None = None
+        self._compiled = compiled
+        self._long = False
+        self._forms: list[Profiled] | None = None
         self._first_regions = find_regions(self.root, regions)
+        refuse_whole(self.root)
+        refuse_own_checkpointing(self.root)
+        refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
-        self.fixed_bytes = fixed_bytes(model, batch, optimizer, self.device)
-        self.pending_bytes = pending_optimizer_bytes(optimizer, self.device)
+        self._take_devices(budget, optimizer)
+
+    def _take_devices(self, budget: Budget, optimizer: torch.optim.Optimizer | None) -> None:
+        """Where the model trains, what is there before a step, and what its budget comes to."""
+        self.device = device_of(self.model)
+        self.fixed_bytes = fixed_bytes(self.model, self.batch, optimizer, self.device)
         self.budget = resolved(budget, self.device)
 
     def _take_regions(self, regions: dict[str, nn.Module]) -> None:
@@ -123,11 +119,13 @@ class Fitter:
 
     # --- profile -------------------------------------------------------------------------------------------------
 
-    def profiled(self, laboratory: Laboratory) -> tuple[Profile, StepBytes, list[dict[int, RegionSeconds]]]:
+    def profiled(self, laboratory: Laboratory, saved_share: float | None = None) -> Profiled:
         """Profile with every region recomputed; where even that is too much, with the inputs dropped as well."""
         for inputs in (Inputs.HOLD, Inputs.LINK):
             try:
-                return self._profiled(laboratory, ProfileSession(self.names, self.device, inputs))
+                return self._profiled(laboratory, inputs, saved_share)
+            except CannotCompile:
+                return self.profiled(laboratory, saved_share)  # what was refused is eager now
             except torch.OutOfMemoryError as error:
                 failure = error
             laboratory.rewind()
@@ -141,27 +139,65 @@ class Fitter:
             binding="",
         ) from failure
 
-    def _profiled(
-        self, laboratory: Laboratory, session: ProfileSession
-    ) -> tuple[Profile, StepBytes, list[dict[int, RegionSeconds]]]:
+    def _profiled(self, laboratory: Laboratory, inputs: Inputs, saved_share: float | None) -> Profiled:
+        session = self._session(inputs, saved_share)
         with self.attached(session):
-            self.tell("tracing the regions")
+            self.tell("tracing the regions" if saved_share is None else f"compiling, saving {saved_share:.0%}")
             session.begin_step(None)
-            laboratory.rewind()
-            self.run_step()
+            self._first_step(laboratory)
             profile = session.profile
             self.tell("weighing a step")
-            with weighing(self.device) as scale:
-                self._marked(laboratory, session, scale)
-            seconds = []
-            for _ in range(TIMED_STEPS):
-                self.tell("timing a step")
-                stopwatch = Stopwatch(self.device)
-                self._marked(laboratory, session, stopwatch)
-                seconds.append(read_seconds(stopwatch.read()))
-        return profile, read_bytes(scale.readings), seconds
+            weighed = self._weighed(laboratory, session)
+            seconds: list[dict[int, RegionSeconds]] = []
+            taken = _repeated(partial(self._stopped, laboratory, session, seconds))
+            self._long = _is_long(min(taken))
+        return Profiled(profile=profile, step=weighed, seconds=seconds, saved_share=saved_share)
 
-    def _marked(self, laboratory: Laboratory, session: ProfileSession, instrument: Scale | Stopwatch) -> None:
+    def _stopped(
+        self, laboratory: Laboratory, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
+    ) -> float:
+        """A step with the stopwatch; returns what it took in all."""
+        self.tell("timing a step")
+        stopwatch = self._stopwatch()
+        self._marked(laboratory, session, stopwatch)
+        marks = stopwatch.read()
+        readings.append(read_seconds(marks))
+        return float(marks[-1][1])
+
+    def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> list[Profiled]:
+        """The same step in the other compiled forms; those that save what one before them saves are left out."""
+        if not self._compiled:
+            return []
+        if self._forms is None:  # how the loss is computed is not theirs: they are profiled once
+            found = [whole]
+            for share in SAVED_SHARES:
+                profiled = self.profiled(laboratory, share)
+                if not any(profiled.runs_like(other) for other in found):
+                    found.append(profiled)
+            self._forms = found[1:]
+        return self._forms
+
+    def _first_step(self, laboratory: Laboratory) -> None:
+        """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
+        laboratory.rewind()
+        before = allocated_bytes(self.device)
+        self.run_step()
+        laboratory.rewind()
+        self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
+
+    def _session(self, inputs: Inputs, saved_share: float | None) -> ProfileSession:
+        tiles = self.options is OptionSet.ALL
+        return ProfileSession(self.names, self.device, inputs, saved_share, tiles=tiles)
+
+    def _weighed(self, laboratory: Laboratory, session: ProfileSession) -> StepBytes:
+        with weighing(self.device) as scale:
+            self._marked(laboratory, session, scale)
+        return read_bytes(scale.readings)
+
+    def _stopwatch(self) -> Stopwatch | SharedStopwatch:
+        return Stopwatch(self.device)
+
+    def _marked(self, laboratory: Laboratory, session: ProfileSession, instrument: Instrument) -> None:
         laboratory.rewind()
         session.begin_step(instrument)
         instrument.mark("start")
@@ -171,16 +207,15 @@ class Fitter:
     # --- measure -------------------------------------------------------------------------------------------------
 
     def measured(self, laboratory: Laboratory) -> Record:
-        """A real step of the model as it stands now: on the scale, and with the stopwatch."""
+        """A real step of the model as it stands now, on the scale; its seconds are for `_timed_best` to say."""
         laboratory.rewind()
         with weighing(self.device) as scale:
             self.run_step()
         peak = largest(max(reading.peak_bytes for reading in scale.readings))
-        seconds = min(self._timed(laboratory) for _ in range(TIMED_STEPS))
         return Record(
             peak_bytes=self.fixed_bytes + peak,
             base_bytes=self.fixed_bytes,
-            seconds=seconds,
+            seconds=0.0,
             timeline=thinned(scale.timeline, self.fixed_bytes),
             reserved_bytes=torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0,
             device=str(self.device),
@@ -194,6 +229,17 @@ class Fitter:
         synchronize(self.device)
         return time.perf_counter() - start
 
+    def _timed_best(self, laboratory: Laboratory, best: Fitting) -> Fitting:
+        """The plan that was chosen, with its seconds: no other is timed, for steps are dear."""
+        self.tell("timing the plan")
+        with nullcontext() if best.executor is None else self.attached(best.executor):
+            seconds = min(_repeated(partial(self._timed, laboratory)))
+        return replace(
+            best,
+            measured=replace(best.measured, seconds=seconds),
+            devices=tuple(replace(each, measured=replace(each.measured, seconds=seconds)) for each in best.devices),
+        )
+
     # --- all of it -----------------------------------------------------------------------------------------------
 
     def fit(self) -> Fitting:
@@ -204,11 +250,23 @@ class Fitter:
             if self.options is OptionSet.ALL and can_fuse_loss(self.root):
                 fitting = self._with_fused_loss(laboratory, fitting)
         if isinstance(fitting, BudgetTooSmall):
-            raise fitting
+            raise self._with_levers(fitting)
         self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
+
+    def _with_levers(self, error: BudgetTooSmall) -> BudgetTooSmall:
+        """The same error, with what else would lower the floor."""
+        if self.options is OptionSet.ALL:
+            return error
+        fused = "computes the loss in slices, without whole logits, and " if can_fuse_loss(self.root) else ""
+        return BudgetTooSmall(
+            f"{error} options=retape.ALL {fused}may run parts of a region in tiles; its gradients are summed in another order.",
+            budget_bytes=error.budget_bytes,
+            floor_bytes=error.floor_bytes,
+            binding=error.binding,
+        )
 
     def _fitted(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
         try:
@@ -225,13 +283,13 @@ class Fitter:
             return without
         self.tell("with the loss fused")
         self._take_regions(self._first_regions)
-        fuse_loss(self.root)
+        fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes))
         fused: Fitting | BudgetTooSmall | None = None
         try:
             fused = self._fitted(laboratory)
         finally:
             better = isinstance(fused, Fitting) and (
-                isinstance(without, BudgetTooSmall) or fused.measured.seconds < without.measured.seconds
+                isinstance(without, BudgetTooSmall) or bool(decided_by_first(partial(_quickest, [without, fused])))
             )
             if not better:
                 unfuse_loss(self.root)
@@ -243,7 +301,7 @@ class Fitter:
 
     def _with_finer_regions(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
         """Smaller regions have a smaller working set, though more inputs to hold: where blocks do not fit, their parts may."""
-        finer = refined(self.regions) if self._may_refine else {}
+        finer = refined(self.regions) if self._may_refine and not self._compiled else {}
         if not finer:
             raise failure
         self.tell("taking the regions apart")
@@ -255,30 +313,53 @@ class Fitter:
 
     def _settled(self, laboratory: Laboratory) -> Fitting:
         """Profile, and solve, run and compare until a plan is confirmed."""
-        profile, step, seconds = self.profiled(laboratory)
+        profiled = self.profiled(laboratory, WHOLE if self._compiled else None)
+        others = self._other_forms(laboratory, profiled)
         self.tell("solving")
-        overheads = engine_overheads(self.device)
-        host = host_tier(self.device)
+        profile, fixed = profiled.profile, self.fixed_bytes
+        overheads, host = engine_overheads(self.device), host_tier(self.device)
         modelled = decided_by_first(
-            lambda: model_of(profile, step, seconds, fixed_bytes=self.fixed_bytes, overheads=overheads, host=host)
+            lambda: model_of(profiled, fixed_bytes=fixed, overheads=overheads, host=host, others=others)
         )
-        rounds = _Rounds(
+        rounds = Rounds(
             limit_bytes=self._limit_bytes(modelled.chain),
             everything=self.budget.share == 1.0,
             # Of the chain as it was profiled: what is learned from running one plan is about that one.
             frontier=decided_by_first(partial(frontier, modelled.chain)),
+            long=self._long,
         )
         if self._search(laboratory, profile, modelled, rounds):
             # How long copies are on their way is the least certain part of a model: see what can be had without them.
-            self._search(laboratory, profile, modelled.without_offload(), rounds)
+            self._search(laboratory, profile, modelled.without(OptionKind.OFFLOAD), rounds)
         if rounds.best is not None:
-            return rounds.best
+            best = self._timed_best(laboratory, rounds.best)
+            return self._or_plainer(laboratory, profile, modelled, rounds, best)
         if rounds.failure is not None:
             raise rounds.failure
         assert rounds.last is not None
         raise self._not_kept(rounds.limit_bytes, rounds.last)
 
-    def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: _Rounds) -> bool:
+    def _or_plainer(
+        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
+    ) -> Fitting:
+        """Beside a plan that is slower than it promised, one that asks less of the host, if that is faster.
+
+        On a GPU the host's work is hidden behind the kernels, and so it is not in the profile; with small kernels it is not hidden.
+        """
+        promised = best.plan.promised_seconds or 0.0
+        slow = decided_by_first(lambda: best.measured.seconds > SLOWER_THAN_PROMISED * promised)
+        used = {choice.option for choice in best.assignment.choices} & {OptionKind.SELECT, OptionKind.OFFLOAD}
+        if self._long or not (slow and used and hides_the_host(self.device)):
+            return best
+        found = [best]
+        for kinds in ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD)):
+            other = Rounds(limit_bytes=rounds.limit_bytes, everything=False, frontier=rounds.frontier)
+            self._search(laboratory, profile, modelled.without(*kinds), other)
+            if other.best is not None and all(other.best.assignment != one.assignment for one in found):
+                found.append(self._timed_best(laboratory, other.best))
+        return found[decided_by_first(lambda: _quickest(found))]
+
+    def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
         """Solve, run and compare until a plan is confirmed; whether one passed the budget that moves slots to the host."""
         moved_too_much = False
         for _ in range(MOST_ROUNDS):
@@ -302,7 +383,7 @@ class Fitter:
             )
         return moved_too_much
 
-    def _solved(self, chain: Chain, rounds: _Rounds) -> Plan:
+    def _solved(self, chain: Chain, rounds: Rounds) -> Plan:
         """The best plan for the budget; a hair below the floor the floor's own, for a measurement to decide."""
         if rounds.everything:  # all of the activations were asked for, whatever they come to
             return solve(chain, max(rounds.limit_bytes, rounds.frontier.store_all_bytes))
@@ -317,14 +398,15 @@ class Fitter:
             return solve(chain, error.floor_bytes)
 
     def _tried(
-        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: _Rounds
+        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: Rounds
     ) -> Fitting:
         """Run a plan and measure it; one that was run before, and is only promised better now, need not run again."""
-        assignment = assign(_meanings(profile, modelled), plan.actions())
+        assignment = assign(meanings_of(profile, modelled), plan.actions())
         before = rounds.best
         if before is not None and before.assignment == assignment:
             return replace(before, chain=modelled.chain, plan=plan)
-        executor = None if assignment.keeps_everything else self._executor(assignment, profile)
+        plain = assignment.keeps_everything and not assignment.is_compiled
+        executor = None if plain else self._executor(assignment, profile)
         self.tell("measuring the plan")
         if executor is None:
             record = self.measured(laboratory)
@@ -373,81 +455,17 @@ class Fitter:
         )
 
 
-class _Rounds:
-    """Plans that were tried for one budget, and the best of those that were measured to stay inside it."""
-
-    def __init__(self, *, limit_bytes: int, everything: bool, frontier: Frontier) -> None:
-        self.limit_bytes = limit_bytes
-        self.frontier = frontier
-        self.everything = everything
-        self.tried_floor = False
-        self.last: Fitting | None = None
-        self.failure: BudgetTooSmall | None = None
-        self.best: Fitting | None = None
-
-    def failed(self, error: BudgetTooSmall) -> None:
-        """The floor to name is the one with the slack put aside: that budget can be had."""
-        if self.failure is None or self.failure.floor_bytes < error.floor_bytes:
-            self.failure = error
-
-    def are_over(self, tried: Fitting) -> bool:
-        """Take the plan if it holds and is the fastest so far; whether it also took what it had promised."""
-        self.last = tried
-        peak, promised = tried.measured.peak_bytes, tried.plan.promised_peak_bytes
-        if self.everything and tried.assignment.keeps_everything:
-            # Asked for all of the activations: what they are was a prediction until now.
-            self.limit_bytes = max(self.limit_bytes, peak)
-        if peak > self.limit_bytes:
-            return False
-        confirmed = self.best is not None and self.best.assignment == tried.assignment
-        if self.best is None or confirmed or _seconds(tried.plan) < _seconds(self.best.plan):
-            self.best = replace(tried, budget_bytes=self.limit_bytes)
-        return confirmed or abs(peak - promised) <= WORTH_USING * peak
+def _repeated(run: Callable[[], float]) -> list[float]:
+    """The seconds of a few runs; of one, where it is long. Ranks run equally often."""
+    found = [run()]
+    while len(found) < TIMED_STEPS and not _is_long(found[-1]):
+        found.append(run())
+    return found
 
 
-def _seconds(plan: Plan) -> float:
-    return plan.promised_seconds or 0.0
+def _is_long(seconds: float) -> bool:
+    return largest(int(1e3 * seconds)) >= 1e3 * LONG_STEP_SECONDS
 
 
-def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ProfileSession | Executor) -> None:
-    """Attach a caller to a model and its regions."""
-    attach(model, caller.call_root)
-    done: list[nn.Module] = [model]
-    try:
-        for module in regions.values():
-            attach(module, caller.call)
-            done.append(module)
-    except RetapeError:
-        for module in done:
-            detach(module)
-        raise
-
-
-def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
-    """Detach whatever is attached to a model and its regions."""
-    for module in (model, *regions.values()):
-        detach(module)
-
-
-def _meanings(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
-    kinds = {kind: number for number, kind in enumerate(profile.traces)}
-    found = []
-    for stage, about in zip(modelled.chain.stages, modelled.stages, strict=True):
-        if about.region is None:
-            found.append(StageMeaning(choice=None))
-            continue
-        call = profile.calls[about.region]
-        trace = profile.traces[call.kind]
-        choice = Choice(
-            name=call.name,
-            root_call=call.root_call,
-            call=call.call,
-            kind=kinds[call.kind],
-            slots=len(trace.slots) if trace is not None else 0,
-            elements=elements(call.inputs),
-        )
-        held = tuple(tuple(sorted(slots or ())) for slots in about.held)
-        moved = tuple(tuple(sorted(slots)) for slots in about.moved)
-        kinds_of_choices = tuple(option.kind for option in stage.choices)
-        found.append(StageMeaning(choice=choice, held=held, moved=moved, kinds=kinds_of_choices))
-    return tuple(found)
+def _quickest(found: list[Fitting]) -> int:
+    return min(range(len(found)), key=lambda number: found[number].measured.seconds)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from retape.torch import state
 
@@ -50,10 +50,6 @@ class Laboratory:
                 if not torch.equal(buffer, value):  # also where it holds NaN: then it is written back
                     buffer.copy_(value)
         state.seek(self._draws)
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
 
 @contextmanager

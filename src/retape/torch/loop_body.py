@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Xs:
         """The leaves for one step, fit to be the inputs of a graph of their own."""
         made: list[Any] = []
         for leaf, needed in zip(self._held, self.needs_grad, strict=True):
-            part = leaf[step] if isinstance(leaf, Tensor) else leaf
+            part = leaf.select(0, step) if isinstance(leaf, Tensor) else leaf
             made.append(part.detach().requires_grad_() if needed else part)
         return made
 
@@ -85,9 +85,8 @@ class Ys:
                 f"{self._name}: step {self._count} returned a y of another structure than the steps before. "
                 "Return the same containers in every step."
             )
-        with torch.no_grad():
-            for index, leaf in enumerate(leaves):
-                self._put(index, leaf)
+        for index, leaf in enumerate(leaves):
+            self._put(index, leaf)
         self._count += 1
 
     def _put(self, index: int, leaf: Any) -> None:
@@ -105,7 +104,7 @@ class Ys:
                 f"{self._name}: leaf {index} of the y of step {self._count} cannot be stacked on those before: its shape or dtype is "
                 f"another than {tuple(stacked.shape[1:])} {stacked.dtype}. Return the same in every step, or give reduce=."
             )
-        stacked[self._count].copy_(leaf)
+        stacked[self._count].copy_(leaf.detach())
         self.needs_grad[index] = self.needs_grad[index] or leaf.requires_grad
 
     def rows(self, start: int, stop: int) -> tuple[list[Tensor | None], list[Any]]:
@@ -171,6 +170,8 @@ class Body:
 
     def tape(self, state: State, start: int, stop: int) -> tuple[Tape, State]:
         """Run steps as one graph; returns it and the state after them."""
+        if self.rerun:
+            return self._tape_again(state, start, stop)
         carry_in = carry = state.fresh()
         before = state
         ends = []
@@ -181,28 +182,45 @@ class Body:
             carry = out
         return Tape(start, carry_in, carry, ends), before
 
-    def advance(self, state: State, start: int, stop: int) -> State:
-        """Run steps again, keeping nothing but the state after them. What the first run has checked is not looked at twice."""
-        leaves, spec, needs_grad = state.leaves, state.spec, state.needs_grad
+    def _tape_again(self, state: State, start: int, stop: int) -> tuple[Tape, State]:
+        """The same in a re-run: what the first run has checked is not looked at twice."""
+        carry_in = carry = state.fresh()
+        spec = state.spec
+        ends = []
         for step in range(start, stop):
-            carry = [
-                leaf.detach().requires_grad_() if needed else leaf
-                for leaf, needed in zip(leaves, needs_grad, strict=True)
-            ]
+            x_leaves = self.xs.at(step)
+            tree, y = self._run(unflatten(carry, spec), x_leaves, step)
+            carry, spec = flatten(tree)
+            ends.append(StepEnds(x_leaves, flatten(y)[0]))
+        self._check_kind(state, start, carry, spec)
+        return Tape(start, carry_in, carry, ends), State(carry, spec)
+
+    def advance(self, state: State, start: int, stop: int) -> State:
+        """Run steps again, keeping nothing but the state after them."""
+        carry, spec = state.fresh(), state.spec
+        for step in range(start, stop):
             out, spec = flatten(self._run(unflatten(carry, spec), self.xs.at(step), step)[0])
-            needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out])
-            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in out]
-        return State(leaves, spec, needs_grad)
+            carry = [
+                leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+                for leaf in out
+            ]
+        self._check_kind(state, start, carry, spec)
+        return State(carry, spec)
+
+    def _check_kind(self, before: State, step: int, leaves: list[Any], spec: Spec) -> None:
+        if not (self._first_differs and step == 0):
+            check_same(self.name, step, before, leaves, spec)
 
     def _run(self, carry: Any, x_leaves: list[Any], step: int) -> Any:
-        kept = self._kept_at(step)
+        rerun = self.rerun
+        kept = self._kept.get(step, []) if rerun else []
         running = runs.current_runs()
-        running.append(runs.Run(cast(Any, _Kept(self.name, kept)), rerun=self.rerun))
+        running.append(runs.Run(_Kept(self.name, kept), rerun=rerun))  # type: ignore[arg-type]  # all that a run asks of a region
         try:
             result = self._step(carry, self.xs.tree(x_leaves))
         finally:
             running.pop()
-        if kept and not self.rerun:
+        if kept and not rerun:
             self._kept[step] = kept
         return result
 
@@ -211,18 +229,14 @@ class Body:
         result = self._run(unflatten(carry, before.spec), x_leaves, step)
         tree, y = self._two(result, step)
         out, spec = flatten(tree)
-        if not (self._first_differs and step == 0):
-            check_same(self.name, step, before, out, spec)
+        self._check_kind(before, step, out, spec)
         self._check_writes(before, step)
         y_leaves, y_spec = flatten(y)
         self.y_spec = y_spec
-        if not self.rerun and self._ys is not None:
+        if self._ys is not None:
             self._ys.put(y_leaves, y_spec)
             self._note_alias(step, out, y_leaves)
         return out, spec, StepEnds(x_leaves, y_leaves)
-
-    def _kept_at(self, step: int) -> list[Any]:
-        return self._kept.get(step, []) if self.rerun else []
 
     def _two(self, result: Any, step: int) -> tuple[Any, Any]:
         if not isinstance(result, tuple) or len(result) != 2:

@@ -18,7 +18,17 @@ from retape.core.errors import RegionError, StateChanged
 from retape.torch import _compat
 from retape.torch.copies import Copies, copyable
 from retape.torch.disk import SnapshotLost
-from retape.torch.loop_places import ABSENT, Items, ListPlace, MemoryPlace, dicts_of, new_fields, places_of, same
+from retape.torch.loop_places import (
+    ABSENT,
+    Glance,
+    Items,
+    ListPlace,
+    MemoryPlace,
+    dicts_of,
+    new_fields,
+    places_of,
+    same,
+)
 from retape.torch.reads import Call
 from retape.torch.watch import version_of
 
@@ -55,6 +65,7 @@ class Hidden:
             i for i, value in enumerate(self._seen) if isinstance(value, Tensor) and id(value) in call.statistics
         }
         self._steps = 0
+        self._glance: Glance | None = None
         self._lent: list[tuple[int, Any]] = []
 
     def _worth(self, limit: int) -> list[int]:
@@ -74,6 +85,15 @@ class Hidden:
 
     def after_step(self) -> None:
         """Learn what the step that just ran has changed."""
+        if self._glance is None or not self._glance.same():
+            self._look()
+        elif self.changed:
+            for index in self.changed:
+                self._check(index, self._places[index].get())
+        self._steps += 1
+
+    def _look(self) -> None:
+        """Look at every place. What is known to change needs no watching after that, and the rest is told at a glance."""
         if not self._steps:
             self._add_new_fields()
         contents = [place.get() for place in self._places]
@@ -88,7 +108,8 @@ class Hidden:
         self._seen, self._versions = contents, versions
         if not self._steps:
             self._initial = self._initial.only({*self._worth(_SMALL_BYTES), *self.changed})
-        self._steps += 1
+        still = [i for i in range(len(self._places)) if i not in self.changed]
+        self._glance = Glance([self._places[i] for i in still], [contents[i] for i in still])
 
     def _unseen(self, contents: list[Any]) -> set[int]:
         """What the first step wrote to without a version, found by value."""
@@ -167,6 +188,7 @@ class Hidden:
             self._places[index].put(value)
         self._seen = [place.get() for place in self._places]
         self._versions = _versions(self._seen)
+        self._glance = None
         self._initial = self._initial.only({*self._worth(_SMALL_BYTES), *self.changed})
         self._steps += 1
 

@@ -6,7 +6,9 @@ Each can be read and bound anew. Whether a step changes what stands there, and w
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -148,6 +150,45 @@ def same(now: Any, then: Any) -> bool:
 
 def _same_item(now: Any, then: Any) -> bool:
     return now is then or (type(now) in ATOMS and type(now) is type(then) and bool(now == then))
+
+
+class Glance:
+    """Whether places still hold the very objects that they held, and nobody has written to those: the cheap question after a step.
+
+    Entries of one dict are looked up at once. It may say no where nothing has changed, never yes where something has.
+    """
+
+    def __init__(self, places: Sequence[Place], contents: Sequence[Any]) -> None:
+        self._groups: list[tuple[Callable[[], Sequence[Any]], Sequence[Any]]] = []
+        by_container: dict[int, list[tuple[DictPlace, Any]]] = {}
+        for place, now in zip(places, contents, strict=True):
+            if isinstance(place, DictPlace) and now is not ABSENT:
+                by_container.setdefault(id(place.container), []).append((place, now))
+            elif isinstance(place, ListPlace) and isinstance(now, Items):
+                self._groups.append((partial(tuple, place.container), now.values))
+            elif not isinstance(place, MemoryPlace):
+                self._groups.append((partial(_alone, place), (now,)))
+        for entries in by_container.values():
+            (first, held), *_ = entries
+            keys = [place.key for place, _ in entries]
+            lookup = itemgetter(*keys, first.key)  # the first twice: of one key alone it would return no tuple
+            self._groups.append((partial(lookup, first.container), (*[now for _, now in entries], held)))
+        self._tensors = [now for now in contents if isinstance(now, Tensor)]
+        self._versions = list(map(version_of, self._tensors))
+
+    def same(self) -> bool:
+        try:
+            for look, seen in self._groups:
+                now = look()
+                if len(now) != len(seen) or not all(map(is_, now, seen)):
+                    return False
+        except (KeyError, IndexError):
+            return False
+        return list(map(version_of, self._tensors)) == self._versions
+
+
+def _alone(place: Place) -> tuple[Any]:
+    return (place.get(),)
 
 
 def places_of(name: str, call: Call, function: Callable[..., Any]) -> Iterator[Place]:

@@ -48,41 +48,41 @@ class Reached:
         self._closed = True
 
     def walk(self, roots: Iterable[Tensor], own: set[int], since: int) -> None:
-        """Note what a graph that was begun at sequence number `since` reaches, beside its `own` leaves (by id)."""
-        stack = []
-        seen = set()
-        for root in roots:
-            node = root.grad_fn
-            if node is None:
-                if root.requires_grad and id(root) not in own:
-                    self._note(root)
-            elif not self._visit(node, root.output_nr, own, since) and node not in seen:
-                seen.add(node)
-                stack.append(node)
-        while stack:
-            for following, number in stack.pop().next_functions:
-                if following is None or following in seen or self._visit(following, number, own, since):
-                    continue
-                seen.add(following)
-                stack.append(following)
+        """Note what a graph that was begun at sequence number `since` reaches, beside its `own` leaves (by id).
 
-    def _visit(self, node: Any, number: int, own: set[int], since: int) -> bool:
-        """Whether the walk ends at this node: a leaf, or a tensor from outside."""
-        if type(node) is _ACCUMULATE:  # a leaf stands behind it
-            if id(node.variable) not in own:
-                self._note(node.variable)
-            return True
-        known = self._edges.get((node, number))
-        if known is not None:
-            self._note(known)
-            return True
-        if _compat.sequence_number(node) < since and not _leads_to(node, own):
-            raise RegionError(
-                f"{self._name}: the step reads a tensor that needs a gradient and has a history (made by {node.name()}), "
-                "and that was found neither in its closure nor in its modules; or it keeps a result of an earlier step outside its carry. "
-                "Put it into the carry, give it as params=[...], or detach it."
-            )
-        return False
+        This runs once a step, over every node of its graph: plain code, no calls where none are needed.
+        """
+        stack: list[tuple[Any, int]] = []
+        for root in roots:
+            if root.grad_fn is not None:
+                stack.append((root.grad_fn, root.output_nr))
+            elif id(root) not in own:
+                self._note(root)
+        edges, seen, made_at = self._edges, set[Any](), _compat.sequence_number
+        while stack:
+            edge = stack.pop()
+            node = edge[0]
+            if node in seen or node is None:
+                continue
+            if type(node) is _ACCUMULATE:  # a leaf stands behind it
+                leaf = node.variable
+                if id(leaf) not in own and id(leaf) not in self._indices:
+                    self._note(leaf)
+            elif edges and edge in edges:
+                self._note(edges[edge])
+                continue  # another output of this node may be one that is not known
+            else:
+                if made_at(node) < since and not _made_elsewhere(node, own):
+                    raise self._unknown(node)
+                stack.extend(node.next_functions)
+            seen.add(node)
+
+    def _unknown(self, node: Any) -> RegionError:
+        return RegionError(
+            f"{self._name}: the step reads a tensor that needs a gradient and has a history (made by {node.name()}), "
+            "and that was found neither in its closure nor in its modules; or it keeps a result of an earlier step outside its carry. "
+            "Put it into the carry, give it as params=[...], or detach it."
+        )
 
     def _note(self, tensor: Tensor) -> None:
         if id(tensor) not in self._indices:
@@ -95,21 +95,28 @@ class Reached:
             self.tensors.append(tensor)
 
 
-def _leads_to(node: Any, own: set[int]) -> bool:
-    """Whether a graph reaches the leaves of the step at hand: then it was made by it, in another thread, which counts for itself.
+def _made_elsewhere(node: Any, own: set[int]) -> bool:
+    """Whether the step at hand may have made a node in another thread, which counts for itself: on a GPU, a gradient of its own.
 
-    That is so for the graph of a gradient that the step takes of its own on a GPU.
+    Such a graph leads to the leaves of the step, or to nothing but leaves (the transpose of a weight). The latter may also be the
+    history of a tensor from outside; gradients go through it then as PyTorch has it, which refuses a second time itself.
     """
-    stack, seen = [node], {node}
+    leaves = _leaves(node)
+    return any(id(leaf) in own for leaf in leaves) or (torch.cuda.is_initialized() and bool(leaves))
+
+
+def _leaves(node: Any) -> list[Tensor]:
+    """The leaves that a graph reaches."""
+    stack, seen, found = [node], {node}, []
     while stack:
         for following, _ in stack.pop().next_functions:
             if following is None or following in seen:
                 continue
-            if type(following) is _ACCUMULATE and id(following.variable) in own:
-                return True
             seen.add(following)
+            if type(following) is _ACCUMULATE:
+                found.append(following.variable)
             stack.append(following)
-    return False
+    return found
 
 
 def tensors_of_params(params: Any) -> list[Tensor]:

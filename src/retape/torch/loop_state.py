@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, StateChanged
@@ -37,15 +38,16 @@ class Spec(NamedTuple):
 
 
 _LEAF = Spec(None)
-_SIMPLE = ATOMS | {Tensor}
+_SIMPLE = ATOMS | {Tensor, Parameter}
+_TUPLES = [Spec(count) for count in range(16)]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
     """The leaves of a tree, and how to put them back."""
-    if isinstance(tree, Tensor):
+    if type(tree) in _SIMPLE or isinstance(tree, Tensor):
         return [tree], _LEAF
-    if type(tree) is tuple and all(type(item) in _SIMPLE for item in tree):
-        return list(tree), Spec(len(tree))
+    if type(tree) is tuple and _SIMPLE.issuperset(map(type, tree)):
+        return list(tree), _TUPLES[len(tree)] if len(tree) < len(_TUPLES) else Spec(len(tree))
     leaves, spec = pytree.tree_flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree and not _is_dataclass(tree):
         return leaves, _LEAF
@@ -181,7 +183,7 @@ def octets_of(tensor: Tensor) -> Tensor:
 
 def check_same(name: str, step: int, before: State, leaves: Sequence[Any], spec: Spec) -> None:
     """A carry keeps its structure, shapes, dtypes and devices from step to step."""
-    if spec != before.spec:
+    if spec is not before.spec and spec != before.spec:
         raise InvalidInput(
             f"{name}: step {step} returned a carry of another structure than it was given ({_shown(spec)}, not {_shown(before.spec)}). "
             "Return the same containers in every step."

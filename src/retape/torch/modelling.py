@@ -8,51 +8,39 @@ straight to the next and the glue leaves nothing behind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
-from typing import NamedTuple
 
-from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
-from retape.core.units import format_bytes
-from retape.torch.profile import Profile, RegionCall
-from retape.torch.readings import RegionBytes, RegionSeconds, StepBytes
+import torch
+
+from retape.core.problem import Chain, OptionKind, Stage, Tier
+from retape.torch.glue import (
+    LITTLE,
+    Levels,
+    elsewhere,
+    glue,
+    glue_after,
+    hands_over,
+    left_behind,
+    pause_seconds,
+    seconds_of_kinds,
+    with_glue,
+    with_glue_seconds,
+)
+from retape.torch.profile import RegionCall
+from retape.torch.readings import Profiled
+from retape.torch.region_ways import MeasuredRegion, ModelledStage, Overheads, Way, has_room, undominated
 from retape.torch.signature import Signature
-from retape.torch.trace import RegionTrace
+from retape.torch.tiling import Tiling
 from retape.torch.treatments import (
     Treatment,
-    forward_bytes,
-    offload_treatments,
-    rerun_share,
     select_treatments,
-    tape_storages,
-    treat,
 )
 
-MOST_OFFLOADS = 12  # ways to move a region's slots that a plan may choose from
-LITTLE = 8192  # bytes of glue that a chain need not know of
+NO_TILING = Tiling(parts=(), runs=())
 SLACK_SHARE = (
     0.003  # of all activations: what no model of a step sees (how an allocator rounds, who frees a moment later)
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overheads:
-    """What the engine itself costs beside what a profile shows: seconds for each op under a recipe."""
-
-    op_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelledStage:
-    """A stage of the chain: the region's number in the profile (None for glue), and the slots that each choice holds and moves.
-
-    The first choice keeps everything and is no region at all; the last recomputes everything.
-    """
-
-    region: int | None
-    held: tuple[frozenset[int] | None, ...] = (None,)
-    moved: tuple[frozenset[int], ...] = (frozenset(),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,59 +56,34 @@ class Modelled:
         less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)
         return replace(self, chain=less, slack_bytes=0)
 
-    def without_offload(self) -> Modelled:
-        """The same with nothing moved to the host."""
+    def without(self, *kinds: OptionKind) -> Modelled:
+        """The same without these options."""
         stages, meanings = [], []
         for stage, about in zip(self.chain.stages, self.stages, strict=True):
-            kept = [i for i, option in enumerate(stage.choices) if option.kind is not OptionKind.OFFLOAD]
+            kept = [i for i, option in enumerate(stage.choices) if option.kind not in kinds]
             stages.append(replace(stage, options=tuple(stage.choices[i] for i in kept[1:])))
-            if len(about.held) > 1:
-                held, moved = tuple(about.held[i] for i in kept), tuple(about.moved[i] for i in kept)
-                about = replace(about, held=held, moved=moved)  # noqa: PLW2901 - the same stage with fewer choices
-            meanings.append(about)
+            meanings.append(about.only(kept))
         return replace(self, chain=replace(self.chain, stages=tuple(stages)), stages=tuple(meanings))
 
 
-class _Readings(NamedTuple):
-    """A step on the scale, and steps with the stopwatch."""
-
-    step: StepBytes
-    seconds: list[dict[int, RegionSeconds]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Levels:
-    """Bytes above the start of the step that live from a moment on until the loss: at each region's start and end, and at the loss."""
-
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
-    loss: int
-
-    @classmethod
-    def of(cls, step: StepBytes, count: int) -> _Levels:
-        level = step.loss
-        starts, ends = [0] * count, [0] * count
-        for stage in reversed(range(count)):
-            ends[stage] = level = max(0, min(level, step.of(stage).end))
-            starts[stage] = level = max(0, min(level, step.of(stage).start))
-        return cls(starts=tuple(starts), ends=tuple(ends), loss=max(0, step.loss))
-
-
 def model_of(
-    profile: Profile,
-    step: StepBytes,
-    seconds: list[dict[int, RegionSeconds]],
+    profiled: Profiled,
     *,
     fixed_bytes: int,
     overheads: Overheads,
     host: Tier | None = None,
+    others: Sequence[Profiled] = (),
+    device: torch.device | None = None,
 ) -> Modelled:
-    """The chain of a profiled step; `seconds` has one reading of the stopwatch per timed step. Slots may be moved to `host`."""
-    calls, readings = profile.calls, _Readings(step, seconds)
-    levels = _Levels.of(step, len(calls))
-    by_kind = _seconds_of_kinds(calls, seconds)
-    options = {kind: select_treatments(trace) for kind, trace in profile.traces.items()}
-    moving: dict[tuple[Signature, bool], tuple[Treatment, ...]] = {}
+    """The chain of a profiled step. Slots may be moved to `host`; regions may run in the compiled forms of `others`.
+
+    Of a model on several devices it is the chain of `device`, and the step what was weighed there: regions that live elsewhere
+    are pinned, with what they leave behind here.
+    """
+    calls = profiled.profile.calls
+    form = _Form(profiled, overheads, host)
+    forms = [_Form(other, overheads, host) for other in others]
+    levels = form.levels
     stages, modelled = [], []
 
     def add(stage: Stage, about: ModelledStage) -> None:
@@ -128,42 +91,31 @@ def model_of(
         modelled.append(about)
 
     if calls and levels.starts[0] > LITTLE:
-        add(_glue(-1, (0, levels.starts[0]), readings, "before the regions"), ModelledStage(region=None))
+        add(glue(-1, (0, levels.starts[0]), profiled, "before the regions"), ModelledStage(region=None))
     for call in calls:
         following = calls[call.stage + 1] if call.stage + 1 < len(calls) else None
-        linked = following is not None and _hands_over(call, following, levels)
-        measured, taken = step.of(call.stage), by_kind[call.kind]
-        if linked:
-            measured, taken = _with_glue(measured), _with_glue_seconds(taken)
-        trace = profile.traces[call.kind]
-        region = _Region(call, measured, taken, levels=levels, trace=trace, overheads=overheads)
-        ways = [region.select(way) for way in options[call.kind]]
+        if device is not None and call.device != device:
+            add(form.elsewhere(call), ModelledStage(region=call.stage))
+            add(glue_after(call, following, levels, profiled), ModelledStage(region=None))
+            continue
+        linked = following is not None and hands_over(call, following, levels)
+        region = form.region(call.stage, linked)
         # Backward begins with the last region: what it moved away it would need back at once.
-        if host is not None and following is not None:
-            key = (call.kind, linked)
-            if key not in moving:
-                moving[key] = region.targets_moved(options[call.kind], host, len(calls))
-            ways += region.moving(moving[key], host)
-        add(*region.stage(ways, state_bytes=_state_bytes(stages, modelled, call)))
+        may_move, state_bytes = following is not None, _state_bytes(stages, modelled, call)
+        ways = form.ways(region, linked, state_bytes if may_move else None)
+        for other in forms:
+            variant = other.region(call.stage, linked)
+            ways += other.ways(variant, linked, state_bytes if may_move else None, variant.kept())
+        if forms:
+            ways = undominated(ways)
+        add(*region.stage(ways, state_bytes=state_bytes, tiled=form.tiling(call.kind).parts))
         if not linked:
-            end = levels.loss if following is None else levels.starts[following.stage]
-            name = "after the regions" if following is None else f"after {call.name}"
-            between, output = (levels.ends[call.stage], end), levels.ends[call.stage] - levels.starts[call.stage]
-            add(_glue(call.stage, between, readings, name, output), ModelledStage(region=None))
+            add(glue_after(call, following, levels, profiled), ModelledStage(region=None))
     if not calls:
-        add(_glue(-1, (0, levels.loss), readings, "the model"), ModelledStage(region=None))
+        add(glue(-1, (0, levels.loss), profiled, "the model"), ModelledStage(region=None))
     slack = LITTLE + int(SLACK_SHARE * sum(stage.tape_bytes for stage in stages))
-    chain = Chain(stages=tuple(stages), fixed_bytes=fixed_bytes + _left_behind(calls, levels) + slack)
+    chain = Chain(stages=tuple(stages), fixed_bytes=fixed_bytes + left_behind(calls, levels) + slack)
     return Modelled(chain=chain, stages=tuple(modelled), slack_bytes=slack)
-
-
-def _left_behind(calls: list[RegionCall], levels: _Levels) -> int:
-    """What regions that hand their output over leave beside it (states of generators, copies of buffers): it stays when the output goes."""
-    total = 0
-    for call, following in pairwise(calls):
-        if _hands_over(call, following, levels):
-            total += max(0, levels.ends[call.stage] - levels.starts[call.stage] - following.linked_bytes)
-    return total
 
 
 def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: RegionCall) -> int:
@@ -171,209 +123,50 @@ def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: Regio
     return call.linked_bytes if stages and modelled[-1].region is not None else 0
 
 
-def _hands_over(call: RegionCall, following: RegionCall, levels: _Levels) -> bool:
-    glue = levels.starts[following.stage] - levels.ends[call.stage]
-    return following.maker == call.stage and following.root_call == call.root_call and glue <= LITTLE
+class _Form:
+    """One profiled step, in which every region ran in one form, and the ways to treat a region in that form."""
 
+    def __init__(self, profiled: Profiled, overheads: Overheads, host: Tier | None) -> None:
+        self._profiled, self._overheads, self._host = profiled, overheads, host
+        self._calls = profiled.profile.calls
+        self.levels = Levels.of(profiled.step, len(self._calls))
+        self._seconds = seconds_of_kinds(self._calls, profiled.seconds)
+        self._options = {kind: select_treatments(trace) for kind, trace in profiled.profile.traces.items()}
+        self._moving: dict[tuple[Signature, bool], tuple[Treatment, ...]] = {}
+        self._pause_seconds = pause_seconds(profiled) / max(1, len(self._calls))
 
-def _glue(stage: int, levels: tuple[int, int], readings: _Readings, name: str, state_bytes: int = 0) -> Stage:
-    begin, end = levels
-    measured = readings.step.of(stage)
-    times = [reading[stage] for reading in readings.seconds if stage in reading]
-    return Stage(
-        name=name,
-        forward_seconds=median([time.glue_forward for time in times] or [0.0]),
-        backward_seconds=median([time.glue_backward for time in times] or [0.0]),
-        state_bytes=state_bytes,
-        tape_bytes=end - begin,
-        forward_transient_bytes=max(0, measured.glue_forward_peak - end),
-        backward_transient_bytes=max(0, measured.glue_backward_peak - end),
-        pinned=True,
-    )
-
-
-def _seconds_of_kinds(
-    calls: list[RegionCall], seconds: list[dict[int, RegionSeconds]]
-) -> dict[Signature, RegionSeconds]:
-    """The median of each figure over all regions of a kind and all timed steps."""
-    found = {}
-    for kind in {call.kind for call in calls}:
-        times = [t[call.stage] for t in seconds for call in calls if call.kind == kind and call.stage in t] or [
-            RegionSeconds()
-        ]
-        found[kind] = RegionSeconds(
-            **{name: median(getattr(time, name) for time in times) for name in RegionSeconds.__slots__}
-        )
-    return found
-
-
-def _with_glue(measured: RegionBytes) -> RegionBytes:
-    """The glue after a region that hands its output over leaves nothing behind: it counts as a part of the region."""
-    return replace(
-        measured,
-        forward_peak=max(measured.forward_peak, measured.glue_forward_peak),
-        backward_peak=max(measured.backward_peak, measured.glue_backward_peak),
-    )
-
-
-def _with_glue_seconds(seconds: RegionSeconds) -> RegionSeconds:
-    # No re-run of the region runs the glue, so all of it counts as what is done once: the backward.
-    return replace(seconds, backward=seconds.backward + seconds.glue_forward + seconds.glue_backward)
-
-
-class _Region:
-    """The figures of one region, and the stage that they make."""
-
-    def __init__(
-        self,
-        call: RegionCall,
-        measured: RegionBytes,
-        seconds: RegionSeconds,
-        *,
-        levels: _Levels,
-        trace: RegionTrace | None,
-        overheads: Overheads,
-    ) -> None:
-        self._call, self._seconds, self._overheads = call, seconds, overheads
-        self._trace = trace
-        begin = levels.starts[call.stage]
-        self._output_bytes = levels.ends[call.stage] - begin
-        self._forward_bytes = measured.forward_peak - begin
-        self._rerun_bytes = measured.rerun_peak - begin
-        self._backward_bytes = measured.backward_peak - begin
-        self._unseen_forward = self._unseen_rerun = 0  # what was measured and no op of the trace shows
-        self._rerun_share = 1.0
-        if trace is not None:
-            dropped = treat(trace, frozenset())
-            self._unseen_forward = max(0, self._forward_bytes - dropped.forward_bytes)
-            self._unseen_rerun = max(0, self._rerun_bytes - dropped.rerun_bytes)
-            self._rerun_share = rerun_share(trace)
-
-    def stage(self, ways: list[_Way], *, state_bytes: int) -> tuple[Stage, ModelledStage]:
-        seconds = self._seconds
-        tape = {} if self._trace is None else tape_storages(self._trace)
-        held = self._output_bytes + sum(tape.values())
-        dropped = self._forward_bytes - self._output_bytes
-        options = (*(way.option for way in ways), self._recompute()) if self._call.has_tape else ()
-        stage = Stage(
-            name=self._call.name,
-            forward_seconds=seconds.body,
-            backward_seconds=seconds.backward,
-            state_bytes=state_bytes,
-            tape_bytes=held,
-            forward_transient_bytes=max(0, self._forward_peak(frozenset(tape)) - held, dropped),
-            backward_transient_bytes=max(0, self._backward_bytes - held),
-            rerun_transient_bytes=max(0, dropped),
-            options=options,
-        )
-        if not options:
-            return stage, ModelledStage(region=self._call.stage)
-        nothing = frozenset[int]()
-        return stage, ModelledStage(
-            region=self._call.stage,
-            held=(None, *(way.treatment.held for way in ways), nothing),
-            moved=(nothing, *(way.treatment.moved for way in ways), nothing),
+    def region(self, stage: int, linked: bool) -> MeasuredRegion:
+        call = self._calls[stage]
+        measured, taken = self._profiled.step.of(stage), self._seconds[call.kind]
+        if linked:
+            measured, taken = with_glue(measured), with_glue_seconds(taken)
+        return MeasuredRegion(
+            call,
+            measured,
+            taken,
+            levels=self.levels,
+            trace=self._profiled.profile.traces[call.kind],
+            overheads=self._overheads,
+            saved_share=self._profiled.saved_share,
+            pause_seconds=self._pause_seconds,
         )
 
-    def _forward_peak(self, held: frozenset[int]) -> int:
-        """How high its forward stands when it holds these storages: as played through, and as much more as was measured without."""
-        if self._trace is None:
-            return self._forward_bytes
-        return forward_bytes(self._trace, held) + self._unseen_forward
+    def elsewhere(self, call: RegionCall) -> Stage:
+        return elsewhere(call, self.levels, self._profiled.step.of(call.stage), self._seconds[call.kind])
 
-    def _recompute(self) -> Option:
-        return self._option(
-            OptionKind.RECOMPUTE, 0, self._seconds.rerun, forward=self._forward_bytes, rerun_peak=self._rerun_bytes
-        )
+    def tiling(self, kind: Signature) -> Tiling:
+        return self._profiled.profile.tilings.get(kind, NO_TILING)
 
-    def _rerun_seconds(self, way: Treatment) -> float:
-        if not way.ops_left and not way.share:
-            return 0.0  # nothing is missing
-        # Of a whole re-run, what is not the function itself is the engine's, and stays however few ops are run.
-        function = min(self._seconds.rerun, self._seconds.body * self._rerun_share)
-        return function * way.share + self._seconds.rerun - function + way.ops_left * self._overheads.op_seconds
-
-    def select(self, way: Treatment) -> _Way:
-        option = self._option(
-            OptionKind.SELECT,
-            way.held_bytes,
-            self._rerun_seconds(way),
-            forward=way.forward_bytes + self._unseen_forward,
-            rerun_peak=way.rerun_bytes + self._unseen_rerun,
-        )
-        return _Way(option, way)
-
-    def targets_moved(self, selections: tuple[Treatment, ...], host: Tier, regions: int) -> tuple[Treatment, ...]:
-        """What may be moved: as much as the computation hides, half and twice of that, and all, if the host has room for all regions."""
-        seconds = self._seconds
-        free = min(
-            host.write_bytes_per_second * (seconds.forward + seconds.body),
-            host.read_bytes_per_second * seconds.backward,
-        )
-        most = float("inf") if host.capacity_bytes is None else host.capacity_bytes // regions
-        whole = sum(tape_storages(self._trace).values()) if self._trace is not None else 0
-        targets = sorted({int(min(size, most, whole)) for size in (free / 2, free, 2 * free, whole)})
-        return offload_treatments(self._trace, selections, targets)
-
-    def moving(self, ways: tuple[Treatment, ...], host: Tier) -> list[_Way]:
-        """The ways to move slots that are worth it: no other is at least as good in every respect."""
-        made = [_Way(self._offload(way, host), way) for way in ways]
-        made.sort(key=lambda way: (way.option.held_bytes, _taken(way.option)))
-        kept: list[_Way] = []
-        for way in made:
-            if not any(_is_as_good(other.option, way.option) for other in kept):
-                kept.append(way)
-        step = -(-len(kept) // MOST_OFFLOADS) if kept else 1
-        return kept[::step]
-
-    def _offload(self, way: Treatment, host: Tier) -> Option:
-        """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
-        rerun, moved = self._rerun_seconds(way), way.moved_bytes
-        option = self._option(
-            OptionKind.OFFLOAD,
-            way.held_bytes,
-            rerun,
-            forward=way.forward_bytes + self._unseen_forward + moved,
-            rerun_peak=max(way.rerun_bytes + self._unseen_rerun, self._backward_bytes) + moved,
-        )
-        return replace(
-            option,
-            label=f"offload {format_bytes(moved)}, hold {format_bytes(way.held_bytes)}",
-            moved_bytes=moved,
-            forward_seconds=max(option.forward_seconds, host.write_seconds(moved)),
-            backward_seconds=option.backward_seconds
-            + max(0.0, host.read_seconds(moved) - option.backward_seconds - rerun),
-        )
-
-    def _option(self, kind: OptionKind, more_bytes: int, rerun: float, *, forward: int, rerun_peak: int) -> Option:
-        held = self._output_bytes + more_bytes
-        return Option(
-            kind=kind,
-            label=kind.value if not more_bytes else f"{kind.value} {format_bytes(more_bytes)}",
-            held_bytes=held,
-            forward_seconds=self._seconds.forward + self._seconds.body,
-            backward_seconds=self._seconds.backward,
-            rerun_seconds=rerun,
-            forward_transient_bytes=max(0, forward - held),
-            backward_transient_bytes=max(0, max(rerun_peak, self._backward_bytes) - held),
-        )
-
-
-class _Way(NamedTuple):
-    """An option of a stage, and what it asks of the region."""
-
-    option: Option
-    treatment: Treatment
-
-
-def _taken(option: Option) -> float:
-    return option.forward_seconds + option.backward_seconds + option.rerun_seconds
-
-
-def _is_as_good(one: Option, other: Option) -> bool:
-    return (
-        one.held_bytes <= other.held_bytes
-        and _taken(one) <= _taken(other)
-        and one.forward_transient_bytes <= other.forward_transient_bytes
-        and one.backward_transient_bytes <= other.backward_transient_bytes
-    )
+    def ways(self, region: MeasuredRegion, linked: bool, input_bytes: int | None, *more: Way) -> list[Way]:
+        """The ways to hold or move a part of a region's tape, and its input of `input_bytes`; None where nothing may be moved."""
+        kind, host, regions = region.kind, self._host, len(self._calls)
+        ways = [*more, *(region.select(way) for way in self._options[kind]), *region.tiled(self.tiling(kind))]
+        if host is None or input_bytes is None:
+            return ways
+        key = (kind, linked)
+        if key not in self._moving:
+            self._moving[key] = region.targets_moved(self._options[kind], host, regions)
+        ways += region.moving(self._moving[key], host)
+        if input_bytes and has_room(host, input_bytes, regions):
+            ways += region.moving_input(ways, input_bytes, host, regions)
+        return ways

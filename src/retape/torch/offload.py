@@ -7,6 +7,9 @@ waited for by the device, never by the host, so no more than two regions' bytes 
 region, its parcels and those of the region before it start back; `unpack` makes the computing stream wait for the copy. A
 parcel's host memory is kept until its slots die.
 
+Inputs of a region that leave (`moved_inputs.py`) are there before it runs, so their copies start then and are over, or waited for
+by the device, when its forward ends.
+
 What is no plain tensor with a memory of its own (subclasses, sparse, inference tensors) is held instead.
 """
 
@@ -16,9 +19,9 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,12 +57,14 @@ class Parcel:
         "_owner",
         "_slots",
         "_source",
+        "_version",
         "nbytes",
     )
 
-    def __init__(self, slots: list[MovedSlot], source: Tensor) -> None:
+    def __init__(self, slots: Sequence[Away], source: Tensor) -> None:
         self._slots = [weakref.ref(slot) for slot in slots]
         self._source: Tensor | None = source  # the bytes on the device
+        self._version = None if slots[0].value is None else version_of(slots[0].value)
         self.nbytes = source.numel()
         self._lanes = lanes = lanes_of(source.device)
         self._lock = threading.Lock()
@@ -75,6 +80,20 @@ class Parcel:
             self._chunks = []
             _explain(error, self.nbytes, "to the host")
             raise
+
+    def carries(self, tensor: Tensor) -> bool:
+        """Whether a tensor shows what left with it: its memory, not written to since."""
+        source = self._source
+        return (
+            source is not None
+            and _compat.untyped_storage(source)._cdata == _compat.untyped_storage(tensor)._cdata
+            and version_of(tensor) == self._version
+        )
+
+    def add(self, slot: MovedSlot) -> None:
+        """Another one that shows what is on its way."""
+        self._slots.append(weakref.ref(slot))
+        slot.parcel = self
 
     def _pairs(self, there: Tensor) -> Pairs:
         pairs, begin = [], 0
@@ -152,22 +171,26 @@ def _explain(error: BaseException, count: int, where: str) -> None:
         ) from error
 
 
-class MovedSlot(Slot):
-    """A slot that leaves. It has a value until its parcel is gone from the device; after that each read makes one.
+class Away(Protocol):
+    """What a parcel carries for: it has a value until the parcel is gone from the device."""
 
-    `_witness` shares the version of the tensor that was saved, and none of its memory: a write to the tensor is noticed whether
-    or not its bytes are here (Rule 3).
+    value: Tensor | None
+    parcel: Parcel | None
+
+
+class Waybill:
+    """How a tensor looked that leaves, so that it can be shown again on other memory, and whether it was written to since.
+
+    `_witness` shares the version of the tensor, and none of its memory: a write to the tensor is noticed whether or not its
+    bytes are here (Rule 3).
     """
 
-    __slots__ = ("_layout", "_saved_version", "_witness", "parcel")
+    __slots__ = ("_layout", "_version", "_witness")
 
-    def __init__(self, slot: Slot, tensor: Tensor) -> None:
-        super().__init__(slot.region, slot.index, slot.metadata)
-        self.value = hold(tensor)
-        self.version = self._saved_version = version_of(tensor)
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = version_of(tensor)
         self._witness = tensor.detach()
         self._witness.data = _NO_MEMORY
-        self.parcel: Parcel | None = None
         self._layout = (
             tensor.dtype,
             tensor.storage_offset(),
@@ -177,18 +200,20 @@ class MovedSlot(Slot):
             tensor.is_neg(),
         )
 
-    def fetch(self) -> Tensor:
-        """What was saved, with the same bytes, shape, strides and bits."""
-        if version_of(self._witness) != self._saved_version:
-            raise changed_in_place(self, self._layout[2])
-        assert self.parcel is not None
+    @property
+    def shape(self) -> torch.Size:
+        return self._layout[2]
+
+    @property
+    def was_written_to(self) -> bool:
+        return bool(version_of(self._witness) != self._version)
+
+    def arrived(self, parcel: Parcel) -> Tensor:
+        """What left, with the same bytes, shape, strides and bits."""
         with _compat.unobserved():
-            value = self._shown(self.parcel.arrive())
+            value = self._shown(parcel.arrive())
         if _compat.graph_task() < 0:  # outside a backward pass nobody says when it was used
-            self.parcel.send_away()
-        self.version = version_of(value)
-        if self.metadata is not None and len(self.metadata) > 3 and checksum(value) != self.metadata[3]:
-            raise different_values(self.region.name, self.index)
+            parcel.send_away()
         return value
 
     def _shown(self, storage: Any) -> Tensor:
@@ -197,6 +222,30 @@ class MovedSlot(Slot):
         if conj:
             shown = shown.conj()
         return _compat.neg_view(shown) if neg else shown
+
+
+class MovedSlot(Slot):
+    """A slot that leaves. It has a value until its parcel is gone from the device; after that each read makes one."""
+
+    __slots__ = ("_waybill", "parcel")
+
+    def __init__(self, slot: Slot, tensor: Tensor) -> None:
+        super().__init__(slot.region, slot.index, slot.metadata)
+        self.value = hold(tensor)
+        self.version = version_of(tensor)
+        self._waybill = Waybill(tensor)
+        self.parcel: Parcel | None = None
+
+    def fetch(self) -> Tensor:
+        """What was saved, with the same bytes, shape, strides and bits."""
+        if self._waybill.was_written_to:
+            raise changed_in_place(self, self._waybill.shape)
+        assert self.parcel is not None
+        value = self._waybill.arrived(self.parcel)
+        self.version = version_of(value)
+        if self.metadata is not None and len(self.metadata) > 3 and checksum(value) != self.metadata[3]:
+            raise different_values(self.region.name, self.index)
+        return value
 
 
 def can_be_moved(tensor: Tensor) -> bool:
@@ -213,11 +262,12 @@ def can_be_moved(tensor: Tensor) -> bool:
 class Cargo:
     """The parcels of one call of a region, in the order they were saved. It does not keep them: their slots do."""
 
-    __slots__ = ("__weakref__", "_before", "_leaving", "_parcels", "_slots", "_task", "announced")
+    __slots__ = ("__weakref__", "_before", "_inputs", "_leaving", "_parcels", "_slots", "_task", "announced")
 
     def __init__(self) -> None:
         self._before = _THREAD.last
         self._slots: list[weakref.ref[MovedSlot]] = []
+        self._inputs: list[weakref.ref[Parcel]] = []
         self._parcels: list[weakref.ref[Parcel]] = []
         self._leaving: deque[weakref.ref[Parcel]] = deque()
         self._task = -1
@@ -229,31 +279,29 @@ class Cargo:
         """A slot was saved: it leaves when the region's forward is over."""
         self._slots.append(weakref.ref(slot))
 
+    def send_inputs(self, inputs: Sequence[Away]) -> None:
+        """Inputs are there before the region runs: they start out at once."""
+        self._inputs = [weakref.ref(parcel) for parcel in _sent(inputs)]
+
+    def input_shown_by(self, tensor: Tensor) -> Parcel | None:
+        """The parcel of an input that a tensor shows."""
+        if not self._inputs or not can_be_moved(tensor):
+            return None
+        return next((parcel for parcel in _alive(self._inputs) if parcel.carries(tensor)), None)
+
     def close(self) -> None:
-        """The region's forward is over: its slots start out, and what the region before it moved is off the device from here on."""
-        by_storage: dict[int, list[MovedSlot]] = {}
-        for slot in [reference() for reference in self._slots]:
-            if slot is not None and slot.value is not None:
-                by_storage.setdefault(_compat.untyped_storage(slot.value)._cdata, []).append(slot)
-        with _compat.unobserved():
-            for slots in by_storage.values():
-                self._send(slots)
+        """The region's forward is over: its slots start out; its inputs and what the region before it moved are off the device now."""
+        found = [slot for slot in [reference() for reference in self._slots] if slot is not None]
+        parcels = [weakref.ref(parcel) for parcel in _sent(found)]
+        self._parcels += parcels
+        self._leaving += parcels
         self._slots.clear()
         before = self._before()
         if before is not None:
             before.settle(wait=True)
+        for parcel in _alive(self._inputs):
+            parcel.release(wait=True)
         _THREAD.last = weakref.ref(self)
-
-    def _send(self, slots: list[MovedSlot]) -> None:
-        value = slots[0].value
-        assert value is not None
-        storage = _compat.untyped_storage(value)
-        parcel = Parcel(slots, torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage))
-        reference = weakref.ref(parcel)
-        self._parcels.append(reference)
-        self._leaving.append(reference)
-        for slot in slots:
-            slot.parcel = parcel
 
     def settle(self, *, wait: bool = False) -> None:
         """Release what has left; with `wait` all of it, the device waiting for copies that are not done."""
@@ -276,10 +324,11 @@ class Cargo:
         """Begin to copy everything back, what was saved last first; what does not fit now is fetched when it is needed."""
         try:
             with _compat.unobserved():
-                for reference in reversed(self._parcels):
-                    parcel = reference()
-                    if parcel is not None:
-                        parcel.start()
+                for parcel in (
+                    *_alive(self._inputs),
+                    *reversed(_alive(self._parcels)),
+                ):  # a re-run begins with its inputs
+                    parcel.start()
         except torch.OutOfMemoryError:
             return
 
@@ -299,10 +348,31 @@ class Cargo:
 
     def send_away(self) -> None:
         """Let go of everything that was copied back."""
-        for reference in self._parcels:
-            parcel = reference()
-            if parcel is not None:
-                parcel.send_away()
+        for parcel in _alive([*self._inputs, *self._parcels]):
+            parcel.send_away()
+
+
+def _sent(leaving: Sequence[Away]) -> list[Parcel]:
+    """A parcel for each storage among what leaves, on its way out; whoever leaves holds it."""
+    by_storage: dict[int, list[Away]] = {}
+    for each in leaving:
+        if each.value is not None:
+            by_storage.setdefault(_compat.untyped_storage(each.value)._cdata, []).append(each)
+    parcels = []
+    with _compat.unobserved():
+        for sharing in by_storage.values():
+            value = sharing[0].value
+            assert value is not None
+            storage = _compat.untyped_storage(value)
+            parcel = Parcel(sharing, torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage))
+            for each in sharing:
+                each.parcel = parcel
+            parcels.append(parcel)
+    return parcels
+
+
+def _alive(references: list[weakref.ref[Parcel]]) -> list[Parcel]:
+    return [parcel for parcel in [reference() for reference in references] if parcel is not None]
 
 
 def _gone() -> None:
@@ -325,15 +395,20 @@ def pack(region: Region, cargo: Cargo, tensor: Tensor) -> Slot:
     """What a region that moves slots does with a tensor that autograd saves."""
     cargo.settle_before()
     slot = region._pack(tensor)
-    if slot.value is not None or slot.index not in region.policy.moved:
-        return slot
     with _compat.unobserved():
-        if not can_be_moved(tensor):
-            slot.value, slot.version = hold(tensor), version_of(tensor)
-            return slot
+        parcel = cargo.input_shown_by(tensor)
+        if parcel is None:
+            if slot.value is not None or slot.index not in region.policy.moved:
+                return slot
+            if not can_be_moved(tensor):
+                slot.value, slot.version = hold(tensor), version_of(tensor)
+                return slot
         moved = MovedSlot(slot, tensor)
     region._slots[slot.index] = weakref.ref(moved)
-    cargo.add(moved)
+    if parcel is None:
+        cargo.add(moved)
+    else:
+        parcel.add(moved)
     return moved
 
 

@@ -8,7 +8,7 @@ is for `modelling.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -20,13 +20,24 @@ from torch import Tensor, nn
 from retape.torch import links
 from retape.torch.attach import original_class
 from retape.torch.caches import without_cache
+from retape.torch.compiled import in_form
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.policy import Check, Inputs, Policy
+from retape.torch.ranks import is_distributed
 from retape.torch.reads import capture_call
 from retape.torch.region import Region
 from retape.torch.runs import is_plain, managed_elsewhere
 from retape.torch.signature import Signature, signature, weights_signature
 from retape.torch.slots import Slot
+from retape.torch.tiling import (
+    Tiling,
+    call_part,
+    is_given_rows,
+    measured_tiles,
+    parts_of,
+    some_rows,
+    treats_rows_independently,
+)
 from retape.torch.trace import RegionTrace
 from retape.torch.transforms import refuse_transforms
 
@@ -82,30 +93,48 @@ class Stopwatch:
         return [(label, at - first) for label, at in self._marks]
 
 
+class SharedStopwatch:
+    """Notes when each mark was passed by a step that runs on several devices: all of them are waited for, as clocks differ."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._marks: list[tuple[Any, float]] = []
+
+    def mark(self, label: Any) -> None:
+        for device in self._devices:
+            synchronize(device)
+        self._marks.append((label, time.perf_counter()))
+
+    def read(self) -> list[tuple[Any, float]]:
+        """The marks with their seconds since the first."""
+        return [(label, at - self._marks[0][1]) for label, at in self._marks]
+
+
 class OpTimer:
     """Times each op of a trace, on the device's clock where it has one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._taken: list[Any] = []
 
     def time(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._cuda:
+        if self._stream is None:
             start = time.perf_counter()
             out = func(*args, **kwargs)
             self._taken.append(time.perf_counter() - start)
             return out
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
+        before.record(self._stream)
         out = func(*args, **kwargs)
-        after.record()
+        after.record(self._stream)
         self._taken.append((before, after))
         return out
 
     def seconds(self) -> list[float]:
-        if not self._cuda:
+        if self._stream is None:
             return self._taken
-        torch.cuda.synchronize()
+        synchronize(self._device)
         return [before.elapsed_time(after) / 1e3 for before, after in self._taken]
 
 
@@ -114,7 +143,8 @@ class RegionCall:
     """One execution of a region in the profiled step; `kind` groups those that are alike.
 
     `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
-    `linked_bytes` is what those inputs weigh.
+    `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call. `device` is where it
+    lives, or None where there is but one.
     """
 
     stage: int
@@ -126,22 +156,39 @@ class RegionCall:
     maker: int | None
     linked_bytes: int
     has_tape: bool
+    linked: frozenset[int] = frozenset()
+    device: torch.device | None = None
 
 
 @dataclass(slots=True)
 class Profile:
-    """What the session has seen: the calls in order, and a trace of each kind (None where a region cannot be traced)."""
+    """What the session has seen: the calls in order, a trace of each kind (None where a region cannot be traced), and what tiles do."""
 
     calls: list[RegionCall] = field(default_factory=list)
     traces: dict[Signature, RegionTrace | None] = field(default_factory=dict)
+    tilings: dict[Signature, Tiling] = field(default_factory=dict)
 
 
 class ProfileSession:
     """Answers the calls of attached modules while a step is profiled."""
 
-    def __init__(self, names: dict[int, str], device: torch.device, inputs: Inputs = Inputs.HOLD) -> None:
+    def __init__(
+        self,
+        names: dict[int, str],
+        device: torch.device,
+        inputs: Inputs = Inputs.HOLD,
+        saved_share: float | None = None,
+        *,
+        tiles: bool = False,
+        homes: Mapping[int, torch.device] | None = None,
+    ) -> None:
         self._names = names
         self._device = device
+        self._homes = homes
+        self._saved_share = saved_share
+        self._tiles = tiles and saved_share is None  # a compiled form is one piece
+        self._rows: dict[int, Tensor] = {}  # a few of what each part was called with
+        self._rowwise: set[int] = set()  # the parts that were found to treat them independently
         self._policy = Policy(inputs=inputs)
         self.profile = Profile()
         self.instrument: Instrument | None = None
@@ -159,6 +206,18 @@ class ProfileSession:
         if instrument is None:
             self.profile = Profile()
 
+    def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]:
+        """The parts of a region that might be run in tiles."""
+        return list(parts_of(module).values()) if self._tiles else []
+
+    def call_part(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """A part of a region is called; what it is given is noted in the step that traces."""
+        if self.instrument is None and id(module) not in self._rows and is_given_rows(args, keywords):
+            self._rows[id(module)] = some_rows(args[0])
+        if id(module) not in self._rowwise:
+            return plain_call(*args, **keywords)
+        return call_part(module, plain_call, args, keywords)
+
     def mark(self, phase: Phase, stage: int) -> None:
         if self.instrument is not None:
             self.instrument.mark((phase, stage))
@@ -174,6 +233,7 @@ class ProfileSession:
         if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = without_cache(module, args, keywords)
+        plain_call = in_form(module, plain_call, self._saved_share)
         refuse_transforms(plain_call)
         captured = capture_call(plain_call, args, keywords)
         if captured.is_lazy:
@@ -192,6 +252,8 @@ class ProfileSession:
         self._watch_gradients([t for t in inputs if not t.is_leaf], Phase.BACKWARD_END, stage)
         if self.instrument is None:
             self._note(region, module, signature(args, keywords), inputs)
+            if self._tiles and not is_distributed():
+                self._note_tiles(module, plain_call, args, keywords)
         else:
             self._counts[id(module)] = self._counts.get(id(module), 0) + 1
         return outputs
@@ -210,9 +272,10 @@ class ProfileSession:
     def _note(self, region: ProfiledRegion, module: nn.Module, inputs: Signature, tensors: list[Tensor]) -> None:
         call = self._counts.get(id(module), 0)
         self._counts[id(module)] = call + 1
+        home = self._home(module, tensors)
         kind = (original_class(type(module)), inputs, weights_signature(module), region.slot_metadata())
         if kind not in self.profile.traces:
-            self.profile.traces[kind] = region.timed_trace(self._device) if region.slot_count else None
+            self.profile.traces[kind] = region.timed_trace(home) if region.slot_count else None
         makers = [region.maker_stage(tensor) for tensor in tensors]
         known = {maker for maker in makers if maker is not None}
         linked = [tensor for tensor, maker in zip(tensors, makers, strict=True) if maker is not None]
@@ -225,10 +288,33 @@ class ProfileSession:
                 kind=kind,
                 inputs=inputs,
                 maker=known.pop() if len(known) == 1 else None,
-                linked_bytes=storage_bytes(linked, self._device),
+                linked_bytes=storage_bytes(linked, home),
                 has_tape=region.slot_count > 0,
+                linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
+                device=None if self._homes is None else home,
             )
         )
+
+    def _note_tiles(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> None:
+        """What it saves to run the parts of a kind of region in tiles, where they treat rows independently."""
+        kind = self.profile.calls[-1].kind
+        if kind in self.profile.tilings:
+            return
+        parts = {
+            name: part
+            for name, part in parts_of(module).items()
+            if id(part) in self._rows and treats_rows_independently(part.forward, self._rows[id(part)])
+        }
+        self._rowwise |= set(map(id, parts.values()))
+        trained = list(module.parameters())
+        runs = measured_tiles(plain_call, args, keywords, parameters=trained, device=self._device) if parts else ()
+        self.profile.tilings[kind] = Tiling(parts=tuple(parts), runs=runs)
+
+    def _home(self, module: nn.Module, inputs: list[Tensor]) -> torch.device:
+        """Where a region lives; one without weights of its own lives where its input does."""
+        if self._homes is None:
+            return self._device
+        return self._homes.get(id(module)) or next((tensor.device for tensor in inputs), self._device)
 
 
 class ProfiledRegion(Region):
@@ -255,7 +341,7 @@ class ProfiledRegion(Region):
     def timed_trace(self, device: torch.device) -> RegionTrace | None:
         """What it does op by op, each with the least seconds of a few runs."""
         traces = [self.trace(OpTimer(device)) for _ in range(TRACES)]
-        return _quickest(traces)
+        return quickest(traces)
 
     @staticmethod
     def maker_stage(tensor: Tensor) -> int | None:
@@ -263,7 +349,7 @@ class ProfiledRegion(Region):
         return made[0].stage if made is not None and isinstance(made[0], ProfiledRegion) else None
 
 
-def _quickest(traces: list[RegionTrace]) -> RegionTrace | None:
+def quickest(traces: list[RegionTrace]) -> RegionTrace | None:
     """The first trace with the least seconds of each op; None where a region does not do the same twice."""
     first = traces[0]
     if any([op.op for op in trace.ops] != [op.op for op in first.ops] for trace in traces):

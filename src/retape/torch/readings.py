@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from retape.torch.meter import Reading
-from retape.torch.profile import Phase
+from retape.torch.profile import Phase, Profile
 
 
 class Part(Enum):
@@ -101,6 +101,23 @@ class StepBytes:
 
     def of(self, stage: int) -> RegionBytes:
         return self.regions.setdefault(stage, RegionBytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """A profiled step: its regions, what they weighed, and their seconds in each timed step.
+
+    `saved_share` names the compiled form that every region ran in; None is eager.
+    """
+
+    profile: Profile
+    step: StepBytes
+    seconds: list[dict[int, RegionSeconds]]
+    saved_share: float | None = None
+
+    def runs_like(self, other: Profiled) -> bool:
+        """Whether it has the same calls with the same slots: a form that saves what the other saves."""
+        return [call.kind for call in self.profile.calls] == [call.kind for call in other.profile.calls]
 
 
 _PEAKS = {

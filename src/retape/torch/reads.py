@@ -277,6 +277,19 @@ class Opaque:
     __slots__ = ()
 
 
+class CompiledCall(Opaque):
+    """A call of a module in compiled form; `form` takes the module first."""
+
+    __slots__ = ("__self__", "form")
+
+    def __init__(self, module: nn.Module, form: Callable[..., Any]) -> None:
+        self.__self__ = module
+        self.form = form
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.form(self.__self__, *arguments, **keywords)
+
+
 # Objects whose attributes say nothing about what a forward reads.
 _NOT_FOLLOWED = (
     type,
@@ -315,6 +328,8 @@ def _reachable(value: Any, depth: int) -> Iterable[Any]:
         return _behind_function(value)
     if isinstance(value, types.MethodType):
         return (value.__self__, value.__func__)
+    if type(value) is CompiledCall:
+        return (value.__self__,)
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords)
     if isinstance(value, (tuple, set, frozenset)) and len(value) <= _MOST_ITEMS:

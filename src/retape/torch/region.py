@@ -33,8 +33,9 @@ from retape.torch import _compat, links, offload, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number, name_of
+from retape.torch.moved_inputs import MovedInputs
 from retape.torch.policy import DROP, Check, Inputs, Policy
-from retape.torch.reads import Call, capture_call
+from retape.torch.reads import Call, CompiledCall, capture_call
 from retape.torch.runs import THREAD, Run, Stop, recomputing
 from retape.torch.select import Answering, Diverged, Replay
 from retape.torch.slots import Filler, Slot, changed_in_place
@@ -109,9 +110,13 @@ class Region:
 
     def _hold_inputs(self) -> links.Held:
         tensors, inputs = self._call.tensors, self.policy.inputs
+        if self.policy.moved or self.policy.moved_inputs:
+            self._cargo = offload.Cargo()
         if _compat.top_hooks(True) is not None:
             return links.SavedInNode(tensors)  # Rule 7
         if inputs is _HOLD:
+            if self.policy.moved_inputs:
+                return MovedInputs(tensors, self.policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
             return links.HeldHere([t if t.grad_fn is None else t.detach() for t in tensors])
         return links.held_or_linked(tensors, inputs, checksum if self.check is Check.VALUES else None)
 
@@ -121,11 +126,11 @@ class Region:
         tensors, call.tensors = call.tensors, []
         running = THREAD.runs
         running.append(Run(self, rerun=False))
-        if policy.moved:
-            self._cargo = offload.Cargo()
+        moves = policy.moved or policy.moved_inputs
+        if moves:
             _compat.push_hooks(partial(offload.pack, self, self._cargo), _unpack_moved)
         else:
-            _compat.push_hooks(self._pack, unpack)
+            _compat.push_hooks(*self._hooks())
         try:
             outputs = (
                 function(*arguments, **keywords)
@@ -147,7 +152,7 @@ class Region:
         else:
             self._watch.settle(tensors, self)
         self._running = False
-        if policy.moved:
+        if moves:
             self._cargo.close()
         if contexts is not None:  # not repeatable
             links.forget_outputs(outputs)
@@ -168,6 +173,10 @@ class Region:
             f"Region {self.name}: context_fn suppressed an exception of the function, which leaves the region without a result. "
             "Let the exception through."
         )
+
+    def _hooks(self) -> tuple[Any, Any]:
+        """What packs and unpacks; a region under a live budget does more."""
+        return self._pack, unpack
 
     def _pack(self, tensor: Tensor) -> Slot:
         # Called for every tensor that autograd saves: what can be told without a call is.
@@ -245,9 +254,11 @@ class Region:
         """Run again to the end and write down what happens, op by op; nothing is refilled."""
         with RERUN:
             recorder = Recorder(stopwatch)
-            if self.is_compiled:  # one opaque op, which a mode would silently make eager
-                return recorder.trace([], opaque=True)
             held = self._inputs.load(self, self._watch.changed, {})
+            if self.is_compiled:  # one opaque op, which a mode would silently make eager
+                outputs = self._attempt(Filler(self, {}, False, recorder), held, None)
+                known = [*held, *self._call.state, *self._call.extras]
+                return recorder.compiled_trace(known, links.tensors_of(outputs))
             outputs = self._attempt(Filler(self, {}, False, recorder), held, recorder)
             return recorder.trace(links.tensors_of(outputs), opaque=state.drawn_by_python(self._draws))
 
@@ -271,7 +282,8 @@ class Region:
         recipe = self.policy.recipe
         if recipe is not None and early_stop and not self._diverged and not self.is_compiled:
             try:
-                return self._attempt(Filler(self, targets, early_stop), held, Replay(recipe, self))
+                replay = Replay(recipe, self)
+                return self._attempt(Filler(self, targets, early_stop, replay=replay), held, replay)
             except Diverged:
                 self._diverged = True
         return self._attempt(Filler(self, targets, early_stop), held, None)
@@ -329,7 +341,8 @@ class Region:
     @property
     def is_compiled(self) -> bool:
         """Whether the function, or a module behind it, is compiled: a dispatch mode around it would silently make it eager."""
-        return any(_compat.is_compiled(part) for part in (self._call.function, *self._call.modules))
+        function = self._call.function
+        return type(function) is CompiledCall or any(map(_compat.is_compiled, (function, *self._call.modules)))
 
     def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)
@@ -442,7 +455,7 @@ def run_region(
         refuse_cached_parametrizations(call)
     if not call.only_parameters and call.is_lazy:
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
-    if THREAD.manager is not None and contexts is None and not policy.moved and not recomputing():
+    if THREAD.manager is not None and contexts is None and not policy.moves and not recomputing():
         how = {"policy": policy, "check": check, "early_stop": early_stop, "done": done}
         return THREAD.manager.run(call, function, arguments, keywords, **how)
     region = Region(

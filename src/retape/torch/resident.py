@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +11,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput
+from retape.core.problem import Budget
+from retape.torch.budgets import device_named
 from retape.torch.meter import storage_bytes
 
 _KERNELS = ("fused", "foreach", "capturable")  # ways to compute the same state, which want a real device
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """The one device on which a model trains."""
+def devices_of(model: nn.Module, budget: Budget | None = None) -> tuple[torch.device, ...]:
+    """The devices on which a model trains, and those of its weights that the budget names as well."""
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise InvalidInput(
             f"{type(model).__name__} has lazy modules that have no shape yet. Call it once on a batch before fitting."
@@ -27,17 +30,24 @@ def device_of(model: nn.Module) -> torch.device:
             f"{type(model).__name__} has no parameter that requires gradients, so there is no backward pass to plan for. "
             "Set requires_grad on what is to be trained."
         )
+    named = {device_named(name) for name, _ in budget.devices} if budget is not None else set()
+    devices |= {tensor.device for tensor in (*model.parameters(), *model.buffers())} & named
+    other = next((device for device in devices if device.type not in ("cpu", "cuda")), None)
+    if other is not None:
+        raise InvalidInput(f"{type(model).__name__} is on {other.type!r}; retape measures on 'cpu' and 'cuda' devices.")
+    return tuple(sorted(devices, key=lambda device: (device.type, device.index or 0)))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device on which a model trains."""
+    devices = devices_of(model)
     if len(devices) > 1:
-        names = ", ".join(sorted(str(device) for device in devices))
+        names = ", ".join(str(device) for device in devices)
         raise InvalidInput(
-            f"{type(model).__name__} trains on several devices ({names}). Fit the part on each device by itself."
+            f"{type(model).__name__} trains on several devices ({names}), and only one can be followed here. Use retape.fit, "
+            "which takes a budget for each."
         )
-    device = next(iter(devices))
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidInput(
-            f"{type(model).__name__} is on {device.type!r}; retape measures on 'cpu' and 'cuda' devices."
-        )
-    return device
+    return devices[0]
 
 
 def fixed_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
@@ -48,6 +58,14 @@ def fixed_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer |
         else storage_bytes(_known_tensors(model, batch, optimizer), device)
     )
     return present + _missing_gradient_bytes(model, device) + pending_optimizer_bytes(optimizer, device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What the allocator of a device has given out by now; 0 on the CPU, where nobody keeps count."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def _known_tensors(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
@@ -99,6 +117,4 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
 
 
 def _known_defaults(optimizer: torch.optim.Optimizer) -> set[str]:
-    import inspect
-
     return set(inspect.signature(type(optimizer).__init__).parameters)

@@ -50,11 +50,15 @@ class Recipe:
 
     Where the op's result was written to in place afterwards, the answer is what it became, and those writes are skipped;
     such an answer stands apart, with a version of its own, which the skipped writes move: its step is BECOME.
+    `saved` has the storage of each slot. The same ops may be wired differently this time: what is saved again must be the same
+    storage, and a re-run goes on until the slots in `checked` have been, whose answers something missing is made from.
     """
 
     ops: tuple[TracedOp, ...]
     steps: tuple[Step, ...]
     slots: tuple[tuple[int, ...], ...]
+    saved: tuple[int, ...] = ()
+    checked: frozenset[int] = frozenset()
     plan: tuple[tuple[Any, bool, TracedOp, Step, tuple[int, ...]], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +95,20 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
         else ()
         for op, step in zip(trace.ops, steps, strict=True)
     )
-    return Recipe(ops=trace.ops, steps=steps, slots=answers)
+    checked = _checked(trace, held, steps, answers)
+    return Recipe(ops=trace.ops, steps=steps, slots=answers, saved=trace.slots, checked=checked)
+
+
+def _checked(
+    trace: RegionTrace, held: frozenset[int], steps: tuple[Step, ...], answers: tuple[tuple[int, ...], ...]
+) -> frozenset[int]:
+    """The held slots that answer for what is read to refill the missing ones, or is itself missing elsewhere."""
+    missing = [slot for slot in range(len(trace.slots)) if slot not in held]
+    stop = max((trace.saved_at[slot] for slot in missing), default=0)
+    rows = list(zip(trace.ops, steps, answers, strict=True))[:stop]
+    read = {trace.slots[slot] for slot in missing}.union(*(op.reads for op, step, _ in rows if step is Step.RUN))
+    answered = [pair for op, _, slots in rows for pair in zip(op.results, slots, strict=False)]
+    return frozenset(slot for result, slot in answered if slot != _BLANK and result[0] in read)
 
 
 def _torn(trace: RegionTrace, steps: tuple[Step, ...]) -> set[int]:
@@ -160,6 +177,8 @@ class Replay(TorchDispatchMode):
     def __init__(self, recipe: Recipe, region: Region) -> None:
         super().__init__()
         self._values = region.held_values()
+        self.last_checked = max(recipe.checked, default=-1)
+        self._saved = recipe.saved
         self._plan = recipe.plan
         self._count = len(self._plan)
         self._next = 0
@@ -195,6 +214,22 @@ class Replay(TorchDispatchMode):
         out = tensors[0] if op.returns_one else _framed(op, tensors)
         self._note(op, out)
         return out
+
+    def saw_slot(self, index: int, tensor: Tensor) -> None:
+        """Diverge where autograd saves another storage than in the trace, as `_follow` does for what ops are given."""
+        expected = self._saved[index] if index < len(self._saved) else -1
+        storage = self._storage(tensor)._cdata
+        number = self._numbers.get(storage)
+        if (
+            number is None and expected >= 0 and expected not in self._known
+        ):  # from outside, and saved before it is read
+            self._numbers[storage] = expected
+            self._known.add(expected)
+        elif number != expected:
+            self.diverge()
+
+    def diverge(self) -> None:
+        raise Diverged
 
     def _follow(self, op: TracedOp, args: Any, kwargs: Any) -> None:
         """Diverge where an op is given other storages than in the trace: the same ops may be wired differently this time."""

@@ -57,7 +57,7 @@ class RegionTrace:
 
     `storage_bytes` has the size of every storage by its number, and `died` the number of ops after which it was seen to be gone
     (the number of all ops where it outlived them), with nothing held for backward; `saved_at` how many ops had run when each
-    slot was saved.
+    slot was saved. A `compiled` region is one op, which saves all slots at its end.
     """
 
     ops: tuple[TracedOp, ...]
@@ -68,6 +68,7 @@ class RegionTrace:
     storage_bytes: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
     saved_at: tuple[int, ...] = ()
+    compiled: bool = False
 
     def settled(self) -> frozenset[int]:
         """Storages made here and then written to in place, of which nobody but the writers sees what they were before the last write."""
@@ -101,6 +102,16 @@ class RegionTrace:
 def _reads_values(op: TracedOp) -> bool:
     """Whether an op looks at numbers: one without results hands them to Python (`.item()`, `torch.equal`)."""
     return not op.uninitialised and (not op.is_view or not op.results)
+
+
+class CompiledCode(Enum):
+    """Stands for the op of a compiled region."""
+
+    ALL = "compiled code"
+
+    @property
+    def tags(self) -> tuple[torch.Tag, ...]:
+        return ()
 
 
 class Hole(Enum):
@@ -224,6 +235,34 @@ class Recorder(Observer):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             written += [self.number(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         return written
+
+    def compiled_trace(self, known: list[Tensor], outputs: list[Tensor]) -> RegionTrace:
+        """The trace of a compiled region, of which only the slots were seen: one op that makes all but what is `known`."""
+        there = frozenset(self.number(tensor) for tensor in known)
+        results = frozenset(self.number(tensor) for tensor in outputs)
+        made = tuple(number for number in range(len(self._sizes)) if number not in there)
+        op = TracedOp(
+            op=CompiledCode.ALL,
+            reads=tuple(sorted(there)),
+            makes=made,
+            writes=(),
+            results=(),
+            returns_one=False,
+            seeded=False,
+            uninitialised=False,
+            seconds=1.0,
+        )
+        return RegionTrace(
+            ops=(op,),
+            slots=tuple(self.slots),
+            slot_bytes=tuple(self.slot_bytes),
+            outputs=results,
+            exposed=True,
+            storage_bytes=tuple(self._sizes),
+            died=(1,) * len(self._sizes),
+            saved_at=(1,) * len(self.slots),
+            compiled=True,
+        )
 
     def trace(self, outputs: list[Tensor], *, opaque: bool = False) -> RegionTrace:
         self._bury()

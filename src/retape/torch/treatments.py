@@ -46,7 +46,7 @@ class Treatment:
 def is_steady(trace: RegionTrace | None) -> bool:
     """Whether a region does the same for every batch of one shape, so that its slots can be named by number."""
     if trace is None or trace.opaque:
-        return False
+        return trace is not None and trace.compiled
     return not any(tag in op.op.tags for op in trace.ops for tag in _DATA_DEPENDENT)
 
 
@@ -65,6 +65,8 @@ def treat(trace: RegionTrace, held_storages: frozenset[int], moved_storages: fro
     recipe = plan_recipe(trace, held | moved) if there else None
     steps = recipe.steps if recipe is not None else (Step.RUN,) * len(trace.ops)
     stop, whole = last_missing(trace, held | moved), last_missing(trace, frozenset())
+    if recipe is not None:  # a re-run goes on until it has seen again what it was answered with
+        stop = max(stop, *(trace.saved_at[slot] for slot in recipe.checked), 0)
     total = sum(op.seconds for op in trace.ops[:whole]) or 1.0
     run = sum(op.seconds for op, step in zip(trace.ops[:stop], steps, strict=False) if step is Step.RUN)
     return Treatment(
@@ -81,7 +83,7 @@ def treat(trace: RegionTrace, held_storages: frozenset[int], moved_storages: fro
 
 def select_treatments(trace: RegionTrace | None) -> tuple[Treatment, ...]:
     """Ways to hold a part of the tape, none of them dominated; empty where the region cannot be steered op by op."""
-    if trace is None or not is_steady(trace) or not tape_storages(trace):
+    if trace is None or trace.compiled or not is_steady(trace) or not tape_storages(trace):
         return ()
     graph, names = _graph_of(trace)
     if len(graph.ops) > MOST_OPS:

@@ -199,10 +199,6 @@ class Watch:
         first = len(self._before) - len(watched)
         return first + next(index for index, other in enumerate(watched) if other is tensor)
 
-    @property
-    def copied_bytes(self) -> int:
-        return self._copies.nbytes if self._copies else 0
-
     def describe(self, index: int) -> str:
         """What tensor number `index` is, in the user's words."""
         arguments = len(self._before) - len(self._call.state) - len(self._call.extras)

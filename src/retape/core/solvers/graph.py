@@ -2,9 +2,10 @@
 
 As in Checkmate (Jain et al., 2020), for one re-run of one region: a tensor is held or not, an op is run again or
 not; what backward reads must be held or made again, and so must every input of an op that is run again. Least re-run
-seconds under bytes, then least bytes among those (so a smaller budget never holds more). Only the held tensors are
-integer unknowns: given them, the ops that must run follow. Solved by HiGHS through scipy, in units of the smallest cost,
-for HiGHS does not see what lies below its tolerances. Each answer is weighed exactly: where it passes a limit by a hair it
+seconds under bytes, then least bytes among those (so a smaller budget never holds more). Given the held tensors, the ops
+that must run follow; they are integer unknowns all the same: where some are not, HiGHS must often mend an answer, and then
+prints a line to stdout whatever it is told about output. Solved by HiGHS through scipy, in units of the smallest cost, for HiGHS
+does not see what lies below its tolerances. Each answer is weighed exactly: where it passes a limit by a hair it
 is cut off and the program solved again, and it is called optimal only where it comes within a millionth of the cheapest op of
 the bound that HiGHS proved. Otherwise (`TIME_LIMIT`, or seconds too far apart) the bound is that one.
 """
@@ -25,6 +26,7 @@ from retape.core.solvers.mincut import least_held
 TIME_LIMIT = 10.0
 _SLACK = 1e-12  # of sums made in another order
 _TOLERANCE = 4e-6  # of HiGHS's goals, in units of the smallest cost: its gap, and its bound's
+_HAIR = 1e-3  # by which a limit is given wider, in units of the smallest cost: an answer on it need not be mended
 _TRIES = 8
 
 
@@ -162,13 +164,11 @@ class _Program:
         return None
 
     def _solve(self, goal: Floats, limits: list[LinearConstraint]) -> OptimizeResult:
-        integer = np.zeros(len(goal))
-        integer[: len(self._tensors)] = 1
         return milp(
             goal / _unit(goal),
             constraints=limits if self._needs is None else [*limits, self._needs],
             bounds=Bounds(0, 1),
-            integrality=integer,
+            integrality=np.ones(len(goal)),
             options={"time_limit": TIME_LIMIT, "mip_rel_gap": 0.0},
         )
 
@@ -198,5 +198,6 @@ def _unit(costs: Floats) -> float:
 
 
 def _at_most(costs: Floats, limit: float) -> LinearConstraint:
+    """A hair more than the limit; what passes the limit itself is cut off when it is weighed."""
     unit = _unit(costs)
-    return LinearConstraint(costs[None, :] / unit, ub=[limit / unit])
+    return LinearConstraint(costs[None, :] / unit, ub=[limit / unit + _HAIR])

@@ -1,0 +1,76 @@
+"""Fitting: what a fit comes to; Rounds: the plans that were tried on the way, and which of them is kept.
+
+A plan is kept only if a real step of it stayed inside the budget. Nothing is run here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from retape.core.assignment import Assignment
+from retape.core.errors import BudgetTooSmall
+from retape.core.fit_record import DeviceRecord
+from retape.core.frontier import Frontier
+from retape.core.plan import Plan
+from retape.core.problem import Budget, Chain
+from retape.core.record import Record
+from retape.torch.executor import Executor
+
+WORTH_USING = 0.02  # of the peak: a promise that was further off is made again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """A fitted model: the problem that was solved, its plan, what each region does, and what a real step of it took."""
+
+    chain: Chain
+    plan: Plan
+    frontier: Frontier
+    assignment: Assignment
+    measured: Record
+    budget: Budget
+    budget_bytes: int
+    profile_seconds: float
+    executor: Executor | None
+    regions: dict[str, nn.Module]
+    fused_loss: bool = False
+    devices: tuple[DeviceRecord, ...] = ()
+
+
+class Rounds:
+    """Plans that were tried for one budget, and the best of those that were measured to stay inside it."""
+
+    def __init__(self, *, limit_bytes: int, everything: bool, frontier: Frontier, long: bool = False) -> None:
+        self.limit_bytes = limit_bytes
+        self.frontier = frontier
+        self.everything = everything
+        self._long = long  # are steps: then a plan that holds is not improved any further
+        self.tried_floor = False
+        self.last: Fitting | None = None
+        self.failure: BudgetTooSmall | None = None
+        self.best: Fitting | None = None
+
+    def failed(self, error: BudgetTooSmall) -> None:
+        """The floor to name is the one with the slack put aside: that budget can be had."""
+        if self.failure is None or self.failure.floor_bytes < error.floor_bytes:
+            self.failure = error
+
+    def are_over(self, tried: Fitting) -> bool:
+        """Take the plan if it holds and is the fastest so far; whether no other need be tried."""
+        self.last = tried
+        peak, promised = tried.measured.peak_bytes, tried.plan.promised_peak_bytes
+        if self.everything and tried.assignment.keeps_everything:
+            # Asked for all of the activations: what they are was a prediction until now.
+            self.limit_bytes = max(self.limit_bytes, peak)
+        if peak > self.limit_bytes:
+            return False
+        confirmed = self.best is not None and self.best.assignment == tried.assignment
+        if self.best is None or confirmed or _seconds(tried.plan) < _seconds(self.best.plan):
+            self.best = replace(tried, budget_bytes=self.limit_bytes)
+        return confirmed or self._long or abs(peak - promised) <= WORTH_USING * peak
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.promised_seconds or 0.0

@@ -1,0 +1,207 @@
+"""A caller between a module and its call: nothing of it shows in the module, and nothing stays."""
+
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from retape.errors import InvalidInput
+from retape.torch.attach import attach, caller_of, detach, is_attached, original_class, put_on, put_over, take_off
+
+
+class Net(nn.Module):
+    """A docstring."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x, *, scale=1.0):
+        return self.linear(x) * scale
+
+
+class Tripled:
+    """A caller that notes what it was asked, and triples the answer."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, module, plain_call, arguments, keywords):
+        self.calls.append((module, arguments, keywords))
+        return 3 * plain_call(*arguments, **keywords)
+
+
+@pytest.fixture
+def attached():
+    torch.manual_seed(0)
+    net, caller = Net(), Tripled()
+    attach(net, caller)
+    yield net, caller
+    detach(net)
+
+
+X = torch.ones(2, 3)
+
+
+def test_the_caller_answers(attached):
+    net, caller = attached
+    found = net(X, scale=2.0)
+    assert torch.equal(found, 3 * net.forward(X, scale=2.0))
+    assert [(module, keywords) for module, _, keywords in caller.calls] == [(net, {"scale": 2.0})]
+    assert caller.calls[0][1][0] is X
+
+
+def test_hooks_run_inside_the_plain_call(attached):
+    net, _ = attached
+    seen = []
+    net.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    found = net(X)
+    assert torch.equal(found, 3 * seen[0])
+    assert len(seen) == 1
+
+
+def test_it_is_what_it_was(attached):
+    net, _ = attached
+    kind = type(net)
+    assert isinstance(net, Net)
+    assert issubclass(kind, Net)
+    assert (kind.__name__, kind.__qualname__, kind.__module__, kind.__doc__) == (
+        "Net",
+        "Net",
+        Net.__module__,
+        Net.__doc__,
+    )
+    assert original_class(kind) is Net
+    assert original_class(Net) is Net
+    assert list(net.state_dict()) == ["seen", "linear.weight", "linear.bias"]
+    assert repr(net) == repr(Net())
+    assert inspect.signature(net.forward) == inspect.signature(Net().forward)
+    assert set(vars(net)) == set(vars(Net()))
+
+
+def test_a_pickle_is_plain(attached):
+    net, caller = attached
+    data = pickle.dumps(net)
+    assert b"retape" not in data
+    loaded = pickle.loads(data)
+    assert type(loaded) is Net
+    assert torch.equal(loaded(X), net.forward(X))
+    assert not caller.calls
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy])
+def test_a_copy_is_plain(attached, duplicate):
+    net, caller = attached
+    other = duplicate(net)
+    assert type(other) is Net
+    assert torch.equal(other(X), net.forward(X))
+    assert not caller.calls
+    assert (other.linear.weight is net.linear.weight) == (duplicate is copy.copy)
+
+
+def test_torch_save(attached, tmp_path):
+    net, _ = attached
+    torch.save(net, tmp_path / "net.pt")
+    assert type(torch.load(tmp_path / "net.pt", weights_only=False)) is Net
+
+
+def test_a_class_with_its_own_reduce():
+    class Odd(Net):
+        def __reduce_ex__(self, protocol):
+            return (make_net, ())
+
+    odd = Odd()
+    attach(odd, Tripled())
+    assert type(pickle.loads(pickle.dumps(odd))) is Net
+    detach(odd)
+
+
+def make_net():
+    return Net()
+
+
+def test_no_trace_is_left(attached):
+    net, caller = attached
+    before = dict(vars(net))
+    detach(net)
+    assert type(net) is Net
+    assert vars(net) == before
+    assert not is_attached(net)
+    assert caller_of(net) is None
+    net(X)
+    assert not caller.calls
+    detach(net)  # once more does nothing
+    assert type(net) is Net
+
+
+def test_modules_of_one_class_share_theirs():
+    first, second = Net(), Net()
+    for net in (first, second):
+        attach(net, Tripled())
+    assert type(first) is type(second)
+    detach(first)
+    assert is_attached(second)
+    detach(second)
+
+
+def test_twice_is_refused(attached):
+    net, caller = attached
+    with pytest.raises(InvalidInput, match=r"Net is managed by a fit already. Call its remove\(\) first"):
+        attach(net, Tripled())
+    assert caller_of(net) is caller
+    other = Tripled()
+    put_over(net, other)
+    net(X)
+    assert (len(caller.calls), len(other.calls)) == (0, 1)
+
+
+def test_what_cannot_change_its_class():
+    class Slotted(nn.Module):
+        __slots__ = ("extra",)
+
+        def __setattr__(self, name, value):
+            if name == "__class__":
+                raise TypeError("not this one")
+            super().__setattr__(name, value)
+
+    net = Slotted()
+    with pytest.raises(InvalidInput, match=r"Slotted cannot be managed: not this one. Leave it out of regions="):
+        attach(net, Tripled())
+    assert type(net) is Slotted
+
+
+def test_modules_are_not_kept_alive():
+    net = Net()
+    attach(net, lambda module, plain_call, arguments, keywords: plain_call(*arguments, **keywords))
+    seen = weakref.ref(net)
+    del net
+    gc.collect()
+    assert seen() is None
+
+
+class Nobody:
+    def call_root(self, module, plain_call, args, keywords):
+        return plain_call(*args, **keywords)
+
+    call = call_root
+
+
+def test_all_or_nothing():
+    """Where one region cannot be attached, none stays so."""
+    model = nn.Sequential(Net(), Net())
+    attach(model[1], Tripled())
+    with pytest.raises(InvalidInput, match="managed by a fit already"):
+        put_on(model, {"0": model[0], "1": model[1]}, Nobody())
+    assert type(model) is nn.Sequential
+    assert type(model[0]) is Net
+    assert is_attached(model[1])
+    detach(model[1])
+    put_on(model, {"0": model[0], "1": model[1]}, Nobody())
+    take_off(model, {"0": model[0], "1": model[1]})
+    assert [type(module) for module in (model, *model)] == [nn.Sequential, Net, Net]

@@ -1,0 +1,233 @@
+"""fit(compile=True): blocks compiled once per saved set, and a plan that chooses among them."""
+
+import logging
+
+import pytest
+import torch
+from compare import assert_equal, seed
+from torch import nn
+
+import retape
+from retape.torch import compiled, fitting
+from retape.torch.attach import original_class
+from retape.torch.reads import CompiledCall
+from retape.torch.region import Region
+from retape.torch.treatments import tape_storages
+
+# torch's own: its compiler uses deprecated names, and reads .grad of every input.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+BLOCKS, WIDTH, ROWS = 8, 32, 512
+FORMS: dict = {}  # of this file: what is compiled once need not be compiled for each test
+
+
+def partitioned(share):
+    """The partitioner that inductor uses, without its kernels, which take minutes to make here."""
+    from functorch.compile import min_cut_rematerialization_partition, nop
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+
+    backend = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition)
+
+    def run(graph, inputs, **keywords):
+        with config.patch(activation_memory_budget=share):
+            return backend(graph, inputs, **keywords)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", partitioned)
+    monkeypatch.setattr(compiled, "_FORMS", FORMS)
+    monkeypatch.setattr(fitting, "SAVED_SHARES", (0.5, 0.0))
+
+
+@pytest.fixture
+def fresh_forms(monkeypatch):
+    forms: dict = {}
+    monkeypatch.setattr(compiled, "_FORMS", forms)
+    return forms
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(torch.sin(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks=BLOCKS, width=WIDTH):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return (x**2).mean()
+
+
+def made(rows=ROWS):
+    seed()
+    return Stack(), torch.randn(rows, WIDTH)
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    model(batch).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def fitted(model, batch, budget):
+    return retape.fit(model, (batch,), budget=budget, compile=True, progress=False)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.7, 0.5])
+def test_compiled_blocks_inside_a_budget(budget):
+    model, batch = made()
+    wanted = gradients(model, batch)
+    fit = fitted(model, batch, budget)
+    assert all(choice.saved_share is not None for choice in fit.record.assignment.choices)
+    assert fit.measured.peak_bytes <= fit.record.budget_bytes
+    for found, plain in zip(gradients(model, batch), wanted, strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
+    assert retape.verify(model, (batch,)).equal  # with itself, nothing held or dropped by regions
+    fit.remove()
+    assert_equal(gradients(model, batch), wanted)
+    assert all(type(block) is Block for block in model.blocks)
+
+
+def test_each_form_saves_another_part():
+    model, batch = made()
+    sizes = [taped(model.blocks[0], batch, share) for share in (1.0, 0.5, 0.0)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1]
+
+
+def taped(block, batch, share):
+    """The bytes of a form's tape."""
+    return sum(tape_storages(traced(block, batch, share)).values())
+
+
+def traced(block, batch, share):
+    call = CompiledCall(block, compiled.form_of(block, share))
+    x = batch.clone().requires_grad_()
+    region = Region(call, (x,), {})
+    region.run(call, (x,), {})
+    trace = region.trace()
+    assert len(trace.slots) == region.slot_count
+    return trace
+
+
+def test_a_form_compiles_once_for_all_blocks(fresh_forms):
+    model, batch = made()
+    fitted(model, batch, 0.6)
+    assert [form.compilations for form in fresh_forms.values()] == [1, 1, 1]
+
+
+def test_the_trace_of_a_compiled_block_is_one_op_with_all_its_slots():
+    model, batch = made()
+    trace = traced(model.blocks[0], batch, 1.0)
+    assert trace.compiled
+    assert trace.opaque
+    assert len(trace.ops) == 1
+    tape = tape_storages(trace)
+    assert ROWS * 4 * WIDTH * batch.element_size() in tape.values()
+    assert len(set(trace.slots) - tape.keys()) >= 2  # weights and the input are saved too, and cost nothing
+
+
+def test_a_block_that_does_not_compile_stays_eager_and_it_says_so(monkeypatch, caplog, fresh_forms):
+    def refusing(share):
+        def backend(graph, inputs, **keywords):
+            raise NotImplementedError("no kernels for this one")
+
+        return backend
+
+    monkeypatch.setattr(compiled, "BACKEND", refusing)
+    model, batch = made()
+    wanted = gradients(model, batch)
+    with caplog.at_level(logging.WARNING, logger="retape"):
+        fit = fitted(model, batch, 0.6)
+    assert "Block does not compile and stays eager" in caplog.text
+    assert fit.measured.peak_bytes <= fit.record.budget_bytes
+    assert_equal(gradients(model, batch), wanted)
+
+
+def test_sequence_lengths_do_not_compile_for_ever():
+    model, batch = made()
+    fitted(model, batch, 0.6)
+    compilations = []
+    for rows in (32, 48, 80, 96, 112, 160, 200):
+        other = torch.randn(rows, WIDTH)
+        with retape.torch.runs.plain():
+            wanted = gradients(model, other)
+        for found, plain in zip(gradients(model, other), wanted, strict=True):
+            torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
+        compilations.append(sum(form.compilations for form in compiled._FORMS.values()))
+    assert compilations[1:] == compilations[1:2] * 6
+
+
+def test_a_saved_fit_is_applied_in_its_forms(tmp_path):
+    model, batch = made()
+    fit = fitted(model, batch, 0.6)
+    fit.save(tmp_path / "fit.json")
+    wanted = gradients(model, batch)
+    fit.remove()
+    applied = retape.apply(model, tmp_path / "fit.json")
+    assert applied.record.assignment == fit.record.assignment
+    assert_equal(gradients(model, batch), wanted)
+    assert original_class(type(model.blocks[0])) is Block
+
+
+def test_no_gradient_runs_stay_eager():
+    model, batch = made()
+    with torch.no_grad():
+        wanted = model(batch)
+    fitted(model, batch, 0.6)
+    before = [form.compilations for form in compiled._FORMS.values()]
+    with torch.no_grad():
+        assert torch.equal(model(batch), wanted)
+    assert [form.compilations for form in compiled._FORMS.values()] == before
+
+
+@pytest.mark.parametrize("how", [{"retain_graph": True}, {"create_graph": True}])
+def test_a_kept_graph_is_refused(how):
+    model, batch = made()
+    fitted(model, batch, 0.6)
+    with pytest.raises(retape.errors.UnsupportedTransform, match="compiled blocks reuse the memory"):
+        model(batch).backward(**how)
+    gradients(model, batch)  # the next step is right
+
+
+def test_blocks_compiled_with_cuda_graphs_are_refused():
+    model, batch = made()
+    model.blocks[1].compile(mode="reduce-overhead")
+    with pytest.raises(retape.errors.UnsupportedTransform, match=r"blocks.1 is compiled with CUDA graphs"):
+        fitted(model, batch, 0.6)
+
+
+def test_a_model_compiled_as_a_whole_is_refused_with_the_remedy():
+    model, batch = made()
+    with pytest.raises(retape.errors.UnsupportedTransform, match="itself with compile=True"):
+        fitted(torch.compile(model), batch, 0.6)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_blocks_that_the_user_compiled_are_taken_as_they_are(compile, fresh_forms):
+    model, batch = made()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    wanted = gradients(model, batch)
+    fit = retape.fit(model, (batch,), budget=0.6, compile=compile, progress=False)
+    assert not fresh_forms
+    assert fit.measured.peak_bytes <= fit.record.budget_bytes
+    assert_equal(gradients(model, batch), wanted)

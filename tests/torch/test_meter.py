@@ -1,0 +1,136 @@
+"""The scale: known allocations on the CPU, to the byte."""
+
+import pytest
+import torch
+from torch import nn
+
+import retape
+from retape.core.record import Moment
+from retape.errors import InvalidInput
+from retape.torch.meter import GIVE_WAY, MOST_MOMENTS, present_bytes, storage_bytes, thinned, weighing
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def allocate(kib):
+    return torch.empty(kib * KIB, dtype=torch.uint8)
+
+
+def test_the_peak_is_that_of_the_allocations():
+    def step():
+        kept = allocate(100)
+        allocate(300)  # gone at once
+        other = allocate(50)
+        del kept
+        late = allocate(120)
+        return other, late
+
+    record = retape.measure(step)
+    assert record.peak_bytes - record.base_bytes == 400 * KIB
+    assert record.seconds > 0
+    assert (record.device, record.reserved_bytes) == ("cpu", 0)
+
+
+def test_marks_tell_what_lives_and_what_stood_highest_since():
+    with weighing(CPU) as scale:
+        first = allocate(10)
+        scale.mark("one")
+        allocate(70)
+        scale.mark("two")
+        del first
+        scale.mark("three")
+    found = [(reading.label, reading.live_bytes // KIB, reading.peak_bytes // KIB) for reading in scale.readings]
+    assert found == [("start", 0, 0), ("one", 10, 10), ("two", 10, 80), ("three", 0, 10), ("end", 0, 0)]
+    assert all(reading.live_bytes % KIB == 0 for reading in scale.readings)
+
+
+def test_the_timeline_has_every_moment():
+    record = retape.measure(lambda: [allocate(8) for _ in range(3)] and None)
+    above = [(moment.live_bytes - record.base_bytes) // KIB for moment in record.timeline]
+    assert above[:3] == [8, 16, 24]
+    assert above[-1] == 0
+    assert max(above) * KIB == record.peak_bytes - record.base_bytes
+    seconds = [moment.seconds for moment in record.timeline]
+    assert seconds == sorted(seconds)
+
+
+def test_a_backward_pass_is_seen():
+    """The gradient of x * x * x at its highest: what is saved, and what flows back."""
+    x = torch.ones(64 * KIB, requires_grad=True)
+    size = x.numel() * 4
+
+    def step():
+        x.grad = None
+        (x * x * x).backward(torch.ones_like(x))
+
+    record = retape.measure(step)
+    assert (record.peak_bytes - record.base_bytes) % size == 0
+    assert record.peak_bytes - record.base_bytes >= 4 * size
+
+
+def test_what_lived_before_counts_once():
+    before = present_bytes(CPU)
+    tensor = allocate(640)
+    views = [tensor[:5], tensor.view(-1, 2)]
+    assert present_bytes(CPU) - before == 640 * KIB
+    layer = nn.Linear(100, 10, bias=False)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    assert present_bytes(CPU) - before == 640 * KIB + 2 * 4000
+    del tensor, views, layer
+    assert present_bytes(CPU) == before
+
+
+def test_an_exception_passes_and_takes_the_scale_down():
+    def broken():
+        allocate(5)
+        raise KeyError("mine")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            retape.measure(broken)
+    record = retape.measure(lambda: allocate(7))
+    assert record.peak_bytes - record.base_bytes == 7 * KIB
+
+
+def test_one_scale_inside_another_is_refused():
+    def nested():
+        retape.measure(lambda: None)
+
+    with pytest.raises(InvalidInput, match=r"profiler is running already.*Leave it out here"):
+        retape.measure(nested)
+    assert retape.measure(lambda: None).peak_bytes >= 0
+
+
+def test_scales_in_the_background_give_way():
+    ended = []
+    GIVE_WAY.append(lambda: ended.append(True))
+    try:
+        retape.measure(lambda: None)
+    finally:
+        GIVE_WAY.pop()
+    assert ended == [True]
+
+
+def test_a_step_that_allocates_nothing():
+    record = retape.measure(lambda: None)
+    assert record.peak_bytes == record.base_bytes
+    assert record.timeline == ()
+
+
+def test_storages_by_device_and_once():
+    tensor = torch.ones(10)
+    assert storage_bytes([tensor, tensor[2:], tensor.detach()], CPU) == 40
+    assert storage_bytes([torch.ones(10, device="meta")], CPU) == 0
+    assert storage_bytes([torch.ones(3).to_sparse()], CPU) == 0
+    assert storage_bytes([], CPU) == 0
+
+
+def test_a_long_timeline_keeps_its_peak():
+    moments = [Moment(seconds=float(i), live_bytes=i % 7) for i in range(3 * MOST_MOMENTS)]
+    moments[777] = Moment(seconds=777.0, live_bytes=10**6)
+    found = thinned(moments, 5)
+    assert len(found) == MOST_MOMENTS
+    assert max(moment.live_bytes for moment in found) == 10**6 + 5
+    assert thinned([Moment(seconds=0.0, live_bytes=0)], 0) == (Moment(seconds=0.0, live_bytes=0),)
+    assert thinned([], 3) == ()
