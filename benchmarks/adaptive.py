@@ -1,12 +1,15 @@
 """A live budget beside the plan of `fit` at the same bytes, and on a stream of batches of varying length.
 
-Static: one batch shape; per budget the step time of `adaptive` over that of `fit`, in turns. Stream: lengths drawn
-log-normally, the longest 8 times the median; tokens per second of `adaptive` over those of the plan that the longest batch needs.
+Static: one batch shape; per budget the step time of `adaptive` over that of `fit`. Stream: lengths drawn log-normally, the longest 8
+times the median; tokens per second of `adaptive` over those of the plan that the longest batch needs. On the CPU the candidates take
+turns, and seconds are those of the process, so that neighbours on the machine do not count; on CUDA they run one after the other,
+because a live budget is the limit of the whole process there.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import statistics
 import time
@@ -61,41 +64,65 @@ def step(model, ids) -> None:
 
 
 def seconds(model, ids) -> float:
+    """What a step takes: of the process on the CPU, until the device is done on CUDA."""
+    if ids.device.type == "cpu":
+        start = time.process_time()
+        step(model, ids)
+        return time.process_time() - start
+    torch.cuda.synchronize()
     start = time.perf_counter()
     step(model, ids)
+    torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
 def peak_above(model, ids) -> int:
-    with weighing(torch.device("cpu")) as scale:
+    with weighing(ids.device) as scale:
         step(model, ids)
     return max(reading.peak_bytes for reading in scale.readings)
 
 
 def build(options):
     torch.manual_seed(options.seed)
-    return Decoder(options.layers, options.width, options.heads, options.vocabulary)
+    model = Decoder(options.layers, options.width, options.heads, options.vocabulary)
+    return model.to(options.device, torch.bfloat16 if options.device.type == "cuda" else torch.float32)
+
+
+def batch(options, length):
+    return torch.randint(0, options.vocabulary, (options.rows, length), device=options.device)
+
+
+def timed(options, runs: dict) -> dict[str, list[float]]:
+    """Seconds of each candidate, `options.rounds` times; a candidate is a function that returns seconds."""
+    if options.device.type == "cuda":
+        return {name: [run() for _ in range(options.rounds)] for name, run in runs.items()}
+    rows = [{name: run() for name, run in runs.items()} for _ in range(options.rounds)]
+    return {name: [row[name] for row in rows] for name in runs}
 
 
 def static(options, share: float) -> dict:
     """Step time of a live budget over that of a plan with the same bytes, and of both over plain."""
     model, twin, plain = build(options), build(options), build(options)
-    ids = torch.randint(0, options.vocabulary, (options.rows, options.length))
+    ids = batch(options, options.length)
     for each in (model, twin, plain):
         step(each, ids)  # gradients are resident from here on
     whole = peak_above(plain, ids)
     budget = retape.Budget.activations(int(share * whole))
     fitted = retape.fit(twin, (ids,), budget=budget, progress=False)
+    runs = {"plain": lambda: seconds(plain, ids), "fit": lambda: seconds(twin, ids)}
+    times: dict[str, list[float]] = {}
+    if options.device.type == "cuda":  # before there is a limit
+        for _ in range(2):
+            step(plain, ids)
+            step(twin, ids)
+        times, runs = timed(options, runs), {}
     live = retape.adaptive(model, budget=budget)
-    for _ in range(4):
+    for _ in range(5):
         step(model, ids)
-        step(twin, ids)
-    times: dict[str, list[float]] = {"plain": [], "fit": [], "adaptive": []}
+        if runs:
+            step(twin, ids)
     before = live.stats()
-    for _ in range(options.rounds):
-        times["plain"].append(seconds(plain, ids))
-        times["fit"].append(seconds(twin, ids))
-        times["adaptive"].append(seconds(model, ids))
+    times |= timed(options, {**runs, "adaptive": lambda: seconds(model, ids)})
     after = live.stats()
     own = peak_above(model, ids)
     live.remove()
@@ -112,6 +139,9 @@ def static(options, share: float) -> dict:
         "fit_over_plain": medians["fit"] / medians["plain"],
         "reruns_a_step": (after.reruns - before.reruns) / options.rounds,
         "evictions_a_step": (after.evictions - before.evictions) / options.rounds,
+        "out_of_memory_events": after.out_of_memory_events,
+        "fragment_mib": after.fragment_bytes / 2**20,
+        "plain_steps": after.plain_steps - before.plain_steps,
         "seconds": medians,
     }
 
@@ -125,59 +155,90 @@ def lengths(options) -> list[int]:
     return [max(8, 8 * round(median * math.exp(scale * float(z)) / 8)) for z in drawn]
 
 
+def through(model, batches) -> float:
+    """Seconds for all batches."""
+    return sum(seconds(model, ids) for ids in batches)
+
+
 def stream(options, share: float) -> dict:
     """Tokens per second over a stream, a live budget against the plan that the longest batch needs."""
     model, twin = build(options), build(options)
     sizes = lengths(options)
-    batches = [torch.randint(0, options.vocabulary, (options.rows, size)) for size in sizes]
+    batches = [batch(options, size) for size in sizes]
     longest = max(batches, key=lambda ids: ids.shape[1])
     for each in (model, twin):
         step(each, longest)
     budget = retape.Budget.activations(int(share * peak_above(model, longest)))
     fitted = retape.fit(twin, (longest,), budget=budget, progress=False)
+    runs, times = {"fit": lambda: through(twin, batches)}, {}
+    through(twin, batches)  # everything has been seen once
+    if options.device.type == "cuda":
+        times, runs = timed(options, runs), {}
     live = retape.adaptive(model, budget=budget)
-    for ids in batches:  # everything has been seen once
-        step(model, ids)
-        step(twin, ids)
-    before, ratios, totals = live.stats(), [], {"fit": 0.0, "adaptive": 0.0}
-    for _ in range(options.rounds):
-        taken = {"fit": 0.0, "adaptive": 0.0}
-        for ids in batches:
-            taken["fit"] += seconds(twin, ids)
-            taken["adaptive"] += seconds(model, ids)
-        ratios.append(taken["fit"] / taken["adaptive"])
-        totals = {name: totals[name] + taken[name] for name in totals}
+    for _ in range(2):
+        through(model, batches)
+    before = live.stats()
+    times |= timed(options, {**runs, "adaptive": lambda: through(model, batches)})
     after = live.stats()
+    peaks = [peak_above(model, longest), peak_above(model, batches[0])]
     live.remove()
     fitted.remove()
-    tokens = options.rounds * sum(ids.numel() for ids in batches)
+    tokens = sum(ids.numel() for ids in batches)
     return {
         "budget_share_of_longest": share,
+        "budget_mib": (after.budget_bytes - after.base_bytes) / 2**20,
+        "adaptive_peak_mib": max(peaks) / 2**20,
         "lengths": sorted(sizes),
-        "throughput_over_plan": statistics.median(ratios),
-        "tokens_per_second": {name: tokens / total for name, total in totals.items()},
+        "throughput_over_plan": statistics.median(f / a for f, a in zip(times["fit"], times["adaptive"], strict=True)),
+        "tokens_per_second": {name: tokens / statistics.median(taken) for name, taken in times.items()},
         "reruns": after.reruns - before.reruns,
         "steps": after.steps - before.steps,
+        "plain_steps": after.plain_steps - before.plain_steps,
         "weighed_steps": after.weighed_steps,
+        "out_of_memory_events": after.out_of_memory_events,
+        "fragment_mib": after.fragment_bytes / 2**20,
     }
+
+
+SIZES = {
+    "cpu": {"layers": 8, "width": 192, "heads": 4, "vocabulary": 512, "rows": 4, "length": 128, "longest": 512},
+    "cuda": {"layers": 12, "width": 2048, "heads": 16, "vocabulary": 8192, "rows": 2, "length": 4096, "longest": 8192},
+}
+
+
+def attempted(measure, options, share: float) -> dict:
+    """A row, or why there is none."""
+    try:
+        return measure(options, share)
+    except (retape.RetapeError, torch.OutOfMemoryError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sizes = {"layers": 12, "width": 256, "heads": 4, "vocabulary": 512, "rows": 4, "length": 256}
-    for name, value in {**sizes, "longest": 512, "batches": 24, "rounds": 7, "seed": 0}.items():
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    for name in SIZES["cpu"]:
+        parser.add_argument(f"--{name}", type=int)
+    for name, value in {"batches": 24, "rounds": 7, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out")
     parser.add_argument("--only", choices=("static", "stream"))
     options = parser.parse_args()
+    for name, value in SIZES[options.device.type].items():
+        setattr(options, name, getattr(options, name) or value)
     torch.set_num_threads(1)
+    rows = [("static", static, share, "of the activations") for share in (1.3, 0.8, 0.6, 0.4, 0.25)]
+    rows += [("stream", stream, share, "of the longest") for share in (0.5, 0.3)]
     results: dict = {}
-    for share in (0.8, 0.6, 0.4, 0.25) if options.only != "stream" else ():
-        results[f"static, {share} of the activations"] = static(options, share)
-        print(results[f"static, {share} of the activations"], flush=True)
-    for share in (0.5, 0.3) if options.only != "static" else ():
-        results[f"stream, {share} of the longest"] = stream(options, share)
-        print(results[f"stream, {share} of the longest"], flush=True)
+    for theme, measure, share, what in rows:
+        if options.only in (None, theme):
+            name = f"{theme}, {share} {what}"
+            results[name] = attempted(measure, options, share)
+            print(name, results[name], flush=True)
     print(record("adaptive", options.seed, results, options.out))
 
 

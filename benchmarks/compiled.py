@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from benchmarks.blocks import SIZES, build
@@ -151,17 +152,22 @@ def main() -> None:
     batch = {"input_ids": ids, "labels": ids}
     eager = gradients(model, batch)
     base = Peer(model, 1.0).on
-    results: dict = {"compiled, store all": row(model, batch, device, base, base, options.rounds, eager)}
-    print("compiled, store all", results["compiled, store all"], flush=True)
+    rows = {"compiled, store all": lambda: row(model, batch, device, base, base, options.rounds, eager)}
     for share in options.shares:
-        name = f"torch.compile, activation memory budget {share:g}"
-        results[name] = row(model, batch, device, Peer(model, share).on, base, options.rounds, eager)
-        print(name, results[name], flush=True)
+        peer = Peer(model, share).on
+        rows[f"torch.compile, activation memory budget {share:g}"] = partial(
+            row, model, batch, device, peer, base, options.rounds, eager
+        )
     for gib in options.gib:
-        name = f"fit, compile=True, {gib:g} GiB"
-        results[name] = planned(model, batch, device, gib, options.options, base, options.rounds, eager)
+        rows[f"fit, compile=True, {gib:g} GiB"] = partial(
+            planned, model, batch, device, gib, options.options, base, options.rounds, eager
+        )
+    results: dict = {}
+    for name, measure in rows.items():
+        results[name] = measure()
         print(name, results[name], flush=True)
-    print(record("compiled", options.seed, results, options.out))
+        path = record("compiled", options.seed, results, options.out)  # after each: a run may be cut short
+    print(path)
 
 
 if __name__ == "__main__":

@@ -223,6 +223,8 @@ def kinds_of(fitted) -> dict[str, int]:
     kinds: dict[str, int] = {}
     for choice in fitted.record.assignment.choices:
         name = choice.option.value + (", input dropped" if choice.drop_input else "")
+        name += ", input moved" if choice.moved_inputs else ""
+        name += f", {choice.tiles} tiles" if choice.tiles > 1 else ""
         kinds[name] = kinds.get(name, 0) + 1
     return kinds
 

@@ -16,11 +16,12 @@ import statistics
 
 import torch
 from benchmarks.blocks import SIZES, build
-from benchmarks.fit import in_turns, peak_bytes, seconds, step
+from benchmarks.fit import in_turns, kinds_of, peak_bytes, seconds, step
 from benchmarks.records import record
 
 import retape
 from retape.core.problem import Tier
+from retape.core.simulate import simulate
 from retape.torch import fitting, lanes
 from retape.torch.runs import plain
 
@@ -58,10 +59,8 @@ def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> 
     peak, record_of_fit = peak_bytes(model, batch, device), fitted.record
     stages = record_of_fit.chain.stages
     chosen = [stage.choices[choice] for stage, choice in zip(stages, fitted.plan.choices, strict=True)]
-    kinds: dict[str, int] = {}
-    for choice in record_of_fit.assignment.choices:
-        name = choice.option.value + (", input dropped" if choice.drop_input else "")
-        kinds[name] = kinds.get(name, 0) + 1
+    kinds = kinds_of(fitted)
+    played = simulate(record_of_fit.chain, fitted.plan.actions(), host=fitting.host_tier(device))
     fitted.remove()
     ms = 1e3 * statistics.median(times)
     return {
@@ -70,6 +69,10 @@ def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> 
         "promised_peak_gib": (fitted.promised.peak_bytes - fitted.measured.base_bytes) / GIB,
         "ms": ms,
         "promised_ms": 1e3 * fitted.promised.seconds,
+        "played_ms": 1e3 * played.seconds,
+        "played_stall_ms": 1e3 * played.stall_seconds,
+        "played_over_measured": 1e3 * played.seconds / ms,
+        "played_peak_gib": (played.peak_bytes - fitted.measured.base_bytes) / GIB,
         "over_plain": ms / plain_ms,
         "promised_over_plain": fitted.promised.slowdown,
         "spread_ms": 1e3 * (max(times) - min(times)),

@@ -304,7 +304,8 @@ def make(name: str, device: torch.device, seed: int = 0, scale: str | None = Non
     sizes = SIZES[kind][scale or device.type]
     maker, step = _MAKERS[kind]
     torch.manual_seed(seed)
-    model, batch = maker(sizes)
+    with device:  # a billion random numbers take a while on a host
+        model, batch = maker(sizes)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = model.to(device=device, dtype=dtype).train()
     blocks = tuple(find_regions(model).values())

@@ -8,6 +8,7 @@ from torch import nn
 
 import retape
 from retape.core.problem import OptionKind, Tier
+from retape.core.simulate import simulate
 from retape.errors import OffloadError
 from retape.torch import fitting, lanes, offload
 from retape.torch.policy import Policy
@@ -228,6 +229,33 @@ def test_a_failed_copy_leaves_the_pool_and_the_streams_in_order(deterministic, m
         assert found.pool.free_bytes == found.pool.allocated_bytes
 
 
+@pytest.mark.parametrize("name", ["send", "fetch"])
+def test_a_copy_that_breaks_off_half_way_leaves_the_streams_idle(deterministic, monkeypatch, name):
+    """The first chunk is on its way when the second one fails."""
+    model, x = blocks(), rows()
+    inputs = Policy(moved_inputs=frozenset({0}), moved=frozenset(range(1, 99, 3)))
+    wanted = gradients(model, x, plainly)
+    found = lanes.lanes_of(DEVICE)
+    real, calls = getattr(found, name), []
+
+    def failing(pairs, *rest):
+        calls.append(None)
+        host, there = pairs[0]
+        return real([*pairs, (host[:2], there[:1].expand(3))] if len(calls) == 4 else pairs, *rest)
+
+    monkeypatch.setattr(found, name, failing)
+    with pytest.raises(OffloadError, match="failed"):
+        gradients(model, x, moved(inputs))
+    monkeypatch.undo()
+    torch.cuda.synchronize()
+    assert found._out.query()
+    assert found._back.query()
+    torch.use_deterministic_algorithms(True)
+    assert all(map(torch.equal, gradients(model, x, moved(inputs)), wanted))
+    gc.collect()
+    assert found.pool.free_bytes == found.pool.allocated_bytes
+
+
 def test_a_write_to_what_was_moved_is_an_error():
     x = torch.randn(1024, 1024, device=DEVICE, requires_grad=True)
     kept = []
@@ -272,3 +300,27 @@ def test_fit_moves_slots_inside_a_budget(deterministic, monkeypatch):
         assert retape.verify(model, batch, step=step).equal
     finally:
         fitted.remove()
+
+
+def test_the_lanes_that_are_played_agree_with_the_clock():
+    """Seconds within a tenth of what a step takes that moves slots and inputs at the speed that the host really has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*blocks(count=12, width=4096, linears=6))
+    batch = rows(16384, 4096)
+
+    def step(model, batch):
+        return model(batch).float().square().mean()
+
+    step(model, batch).backward()
+    plain_peak = peak_bytes(lambda: step(model, batch).backward())
+    for share in (0.6, 0.35):
+        budget = retape.Budget.activations(int(share * plain_peak))
+        fitted = retape.fit(model, batch, budget=budget, step=step, progress=False)
+        try:
+            found = fitted.record
+            played = simulate(found.chain, fitted.plan.actions(), host=lanes.host_tier(DEVICE))
+            assert any(choice.moves for choice in found.assignment.choices)
+            assert played.seconds == pytest.approx(fitted.measured.seconds, rel=0.1)
+            assert played.peak_bytes == pytest.approx(fitted.measured.peak_bytes, rel=0.1)
+        finally:
+            fitted.remove()

@@ -195,7 +195,7 @@ def test_nothing_is_left_behind():
     for _ in range(3):
         run(model)
         assert live.account.held_bytes() == 0
-        assert not live._live
+        assert not live._room.live
     loss = model(X).sum()
     assert live.account.held_bytes() > 0
     del loss
@@ -340,6 +340,17 @@ def test_over_a_fitted_plan_the_longer_batch_fits_too():
     fitted.remove()
 
 
+def test_a_batch_larger_than_the_plan_warns_only_where_no_live_budget_copes():
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(4)))
+    small, large = torch.randn(32, 16), torch.randn(128, 16)
+    fitted = retape.fit(model, small, budget=0.6, step=lambda m, b: m(b).sum(), progress=False)
+    assert not fitted.record.assignment.keeps_everything
+    with retape.adaptive(model, budget="1GiB"):
+        model(large).sum().backward()  # a warning would be an error here
+    with pytest.warns(UserWarning, match="the peak may pass the budget"):
+        model(large).sum().backward()
+
+
 def test_a_tensor_that_was_written_to_is_still_an_error():
     weight = torch.randn(64, requires_grad=True)
     with retape.adaptive(budget="1GiB"):
@@ -390,3 +401,49 @@ def test_what_cannot_be_meant_is_refused():
         retape.adaptive(3, budget="1GiB")
     with pytest.raises(InvalidInput, match="options='most' is not known"):
         retape.adaptive(budget="1GiB", options="most")
+
+
+# --- trees and graphs ------------------------------------------------------------------------------------------------
+
+
+def join(left, right, weight):
+    return torch.tanh(torch.sin(torch.maximum(left, right) * weight))
+
+
+def tree_step(weights, depth, call):
+    """A binary tree with a weight for each of its nodes, the leaves among them."""
+    numbers = iter(weights)
+
+    def grow(level):
+        weight = next(numbers)
+        if level == depth:
+            return call(join, X, -X, weight)
+        return call(join, grow(level + 1), grow(level + 1), weight)
+
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    grow(0).sum().backward()
+    return [weight.grad.clone() for weight in weights]
+
+
+@pytest.mark.parametrize(("depth", "share", "most"), [(5, 0.5, 2.0), (6, 0.3, 3.0)])
+def test_a_tree_takes_few_extra_runs(depth, share, most):
+    torch.manual_seed(0)
+    weights = [torch.rand((), requires_grad=True) for _ in range(2 ** (depth + 1) - 1)]
+
+    def plainly(function, *arguments):
+        return function(*arguments)
+
+    tree_step(weights, depth, plainly)
+    with weighing(torch.device("cpu")) as scale:
+        wanted = tree_step(weights, depth, plainly)
+    whole = max(reading.peak_bytes for reading in scale.readings)
+    live = retape.adaptive(budget=retape.Budget.activations(int(share * whole)))
+    for _ in range(3):
+        before = live.stats()
+        with live:
+            found = tree_step(weights, depth, retape.checkpoint)
+        assert_equal(found, wanted)
+    after = live.stats()
+    assert 0 < after.reruns - before.reruns <= most * len(weights)
+    assert after.over_budget == before.over_budget

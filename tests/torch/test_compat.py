@@ -293,12 +293,12 @@ def test_at_trace_time():
     assert len(NOTES) == 1  # called while tracing, and not by what was compiled
 
 
-def test_in_a_transform():
-    assert not _compat.in_a_transform()
-    assert torch.func.vmap(lambda a: a * _compat.in_a_transform())(torch.ones(2)).all()
+def test_in_odd_surroundings():
+    assert not _compat.in_odd_surroundings()
+    assert torch.func.vmap(lambda a: a * _compat.in_odd_surroundings())(torch.ones(2)).all()
     with forward_ad.dual_level():
-        assert _compat.in_a_transform()
-    assert not _compat.in_a_transform()
+        assert _compat.in_odd_surroundings()
+    assert not _compat.in_odd_surroundings()
 
 
 def test_count_dispatch_modes():
@@ -414,6 +414,7 @@ def test_parametrizations_cached():
     assert not _compat.parametrizations_cached()
     with parametrize.cached():
         assert _compat.parametrizations_cached()
+        assert _compat.in_odd_surroundings()
 
 
 def test_count_function_modes():

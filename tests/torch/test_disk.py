@@ -3,6 +3,7 @@
 import errno
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_a_full_disk(temp, monkeypatch):
         RegionError, match=r"could not be written to .*: No space left on device\. .* are free there\. Give the loop"
     ):
         scan(step, start, xs, snapshots=5, block=1, tiers=[Tier(name="disk")])
-    assert list(temp.rglob("*.part")) == []
+    assert os.listdir(temp) == []
 
 
 def test_a_disk_that_fills_up_in_the_backward_pass(temp, monkeypatch):
@@ -146,6 +147,39 @@ def test_a_disk_that_fills_up_in_the_backward_pass(temp, monkeypatch):
     monkeypatch.setattr(disk, "write_bytes", full)
     with pytest.raises(RegionError, match="No space left on device"):
         h.sum().backward()
+    del h
+    assert os.listdir(temp) == []
+
+
+def test_a_disk_that_turns_read_only(temp, monkeypatch):
+    step, weight, start, xs = make()
+    plain = gradients(lambda: unrolled(step, start, xs), [weight])
+    tiers = [Tier(name="disk")]
+    result = scan(step, start, xs, snapshots=5, block=1, tiers=tiers)
+    opened = Path.open
+
+    def read_only(path, mode="r", **named):
+        if "w" in mode:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opened(path, mode, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", read_only)
+        with pytest.raises(RegionError, match=r"could not be written to .*: Read-only file system\. Give the loop"):
+            result[0].sum().backward()
+    del result
+    assert os.listdir(temp) == []
+    assert same(plain, gradients(lambda: scan(step, start, xs, snapshots=5, block=1, tiers=tiers), [weight]))
+
+
+def test_a_folder_that_is_read_only(tmp_path, monkeypatch):
+    def refused(**named):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refused)
+    step, _, start, xs = make()
+    with pytest.raises(RegionError, match=r"could not be written to .*: Permission denied\. .*TMPDIR"):
+        scan(step, start, xs, tiers=[Tier(name="disk")])
 
 
 def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):

@@ -196,6 +196,13 @@ def test_a_budget_below_the_weights(gpt2):
     error = refused(BudgetTooSmall, "the smallest budget that does is", model, batch, budget=100_000)
     assert error.floor_bytes > 100_000
     assert error.binding
+    assert "options=retape.ALL computes the loss in slices" in str(error)
+
+
+def test_a_model_that_recomputes_by_itself(gpt2):
+    model, batch = gpt2
+    model.gradient_checkpointing_enable()
+    refused(InvalidInput, "recomputes every layer by itself", model, batch, budget=0.5)
 
 
 def test_an_exception_of_the_step_leaves_the_model_as_it_was(gpt2):

@@ -1,5 +1,6 @@
 """What fitting costs: counted in forwards of blocks and in backward passes, not in seconds."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,6 +8,10 @@ import torch
 from torch import nn
 
 import retape
+from retape.core.problem import OptionKind
+from retape.torch import fitting
+from retape.torch.fitting import Fitter
+from retape.torch.modelling import Overheads
 
 BLOCKS = 48
 MOST_STEPS = 12
@@ -60,3 +65,29 @@ def test_where_all_fits():
     steps, made = plain_steps(model, batch, "2GiB")
     assert made.record.assignment.keeps_everything
     assert steps <= MOST_STEPS
+
+
+def test_beside_a_plan_that_is_slower_than_it_promised_plainer_ones_are_tried(monkeypatch):
+    """Work of the host that no profile of a device shows: a plan that asks for less of it may be faster."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Block(64) for _ in range(8))), torch.randn(1024, 64)
+    monkeypatch.setattr(fitting, "engine_overheads", lambda device: Overheads())
+    selecting = fit(model, batch, budget=0.5, step=Steps())
+    kinds = {choice.option for choice in selecting.record.assignment.choices}
+    assert OptionKind.SELECT in kinds
+    selecting.remove()
+    monkeypatch.setattr(fitting, "hides_the_host", lambda device: True)
+    monkeypatch.setattr(fitting, "SLOWER_THAN_PROMISED", 0.0)
+    timed = Fitter._timed_best
+
+    def hostile(fitter, laboratory, best):
+        """As if every region that is steered op by op cost a second."""
+        found = timed(fitter, laboratory, best)
+        extra = sum(choice.option is OptionKind.SELECT for choice in best.assignment.choices)
+        return replace(found, measured=replace(found.measured, seconds=found.measured.seconds + extra))
+
+    monkeypatch.setattr(Fitter, "_timed_best", hostile)
+    plainer = fit(model, batch, budget=0.5, step=Steps())
+    assert {choice.option for choice in plainer.record.assignment.choices} <= {OptionKind.KEEP, OptionKind.RECOMPUTE}
+    assert plainer.measured.peak_bytes <= plainer.record.budget_bytes
+    assert retape.verify(model, batch, step=Steps()).equal

@@ -106,7 +106,7 @@ def test_the_logits_are_never_there(monkeypatch):
     from retape.torch import logits
 
     fused = logits.linear_cross_entropy
-    monkeypatch.setattr(logits, "linear_cross_entropy", lambda *a, **k: fused(*a, **k, chunk_rows=4))
+    monkeypatch.setattr(logits, "linear_cross_entropy", lambda *a, **k: fused(*a, **{**k, "chunk_rows": 4}))
     model, given = make(), batch()
     with Seen(0) as plain:
         step(model, **given)
@@ -238,3 +238,57 @@ def test_models_that_cannot_be_fused():
     model.loss_function = lambda *args, **kwargs: None
     with pytest.raises(InvalidInput, match="has a loss function of its own"):
         fuse_loss(model)
+
+
+# --- how large a chunk is ---------------------------------------------------------------------------------------------
+
+
+def rows_of_chunks(monkeypatch, model, rows=2, length=300):
+    """How many rows of logits were made at a time."""
+    from retape.torch import head_loss
+
+    found, run = [], head_loss._Head.run
+
+    def counted(self, chunk, *rest, **more):
+        found.append(len(chunk))
+        return run(self, chunk, *rest, **more)
+
+    monkeypatch.setattr(head_loss._Head, "run", counted)
+    model(**batch(rows, length)).loss.backward()
+    monkeypatch.undo()
+    return found
+
+
+def test_a_chunk_of_the_loss_takes_no_more_than_it_may(monkeypatch):
+    model = fuse_loss(make())
+    assert rows_of_chunks(monkeypatch, model) == [600], "64 MiB hold all of them"
+    fuse_loss(model, chunk_bytes=10 * VOCAB * 200)
+    assert rows_of_chunks(monkeypatch, model) == [200] * 3
+    fuse_loss(model, chunk_bytes=1)
+    assert max(rows_of_chunks(monkeypatch, model)) == 60, "ten equal chunks of 64 rows at most"
+    fuse_loss(model, chunk_bytes=2**40)
+    assert rows_of_chunks(monkeypatch, model) == [600], "more than usual is never taken"
+    unfuse_loss(model)
+    assert not any(name.startswith("_retape") for name in vars(model.lm_head))
+
+
+def test_a_budget_says_how_large_a_chunk_may_be():
+    assert fused_loss.chunk_within(None, 10) is None
+    assert fused_loss.chunk_within(810, 10) == 100
+    assert fused_loss.chunk_within(5, 10) == 1
+
+
+def test_a_fit_and_its_saved_plan_bound_the_chunks_alike(monkeypatch):
+    import dataclasses
+
+    import retape
+    from retape.torch import fitting
+
+    model, asked = make(), []
+    monkeypatch.setattr(fitting, "fuse_loss", lambda model, chunk_bytes: asked.append(chunk_bytes))
+    fitted = retape.fit(model, batch(), budget=0.9, options=retape.ALL, progress=False)
+    fitted.remove()
+    assert asked == [(fitted.record.budget_bytes - fitted.measured.base_bytes) // 8]
+    again = retape.apply(model, dataclasses.replace(fitted.record, fused_loss=True))
+    assert [vars(model.lm_head)["_retape_chunk_bytes"]] == asked
+    again.remove()

@@ -17,6 +17,8 @@ from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind
 from retape.core.solve import solve
 from retape.errors import OffloadError, RecomputeMismatch, StateChanged
+from retape.torch import lanes
+from retape.torch.host_pool import HostPool
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.region import Region, run_region
 
@@ -239,6 +241,71 @@ def test_host_memory_that_runs_out_is_an_error_and_the_next_step_is_right(monkey
     assert made.pool.free_bytes == made.pool.allocated_bytes
     made.pool.limit_bytes = 2**20
     same_as_plain(chain_step, moving())
+    assert not made.faults
+
+
+class HalfWay(lanes.PlainLanes):
+    """Plain copies, of which one breaks off after its first chunk."""
+
+    breaks_at, back = 999, False
+
+    def _copied(self, pairs, count, real):
+        if count != self.breaks_at:
+            return real(pairs)
+        real(pairs[:1])
+        raise RuntimeError("the plug was pulled")
+
+    def send(self, pairs, after):
+        self.sent = getattr(self, "sent", -1) + 1
+        return self._copied(pairs, -1 if self.back else self.sent, lambda some: super(HalfWay, self).send(some, after))
+
+    def fetch(self, pairs):
+        self.fetched = getattr(self, "fetched", -1) + 1
+        return self._copied(pairs, self.fetched if self.back else -1, super().fetch)
+
+
+def large_step(call):
+    """Inputs and slots of three MiB, which take two chunks each."""
+    seed()
+    x = leaf(768, 1024)
+    hidden = x
+    for function in (torch.sin, torch.exp, torch.cos):
+        hidden = call(lambda a, function=function: function(a * 0.5), hidden)
+    hidden.sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("policy", [INPUT, INPUT_AND_SLOTS], ids=["input", "input and slots"])
+def test_a_copy_that_breaks_off_half_way_leaves_the_pool_whole(monkeypatch, back, policy):
+    made = late_lanes.use(monkeypatch, HalfWay(torch.device("cpu"), HostPool(pinned=False, limit_bytes=2**26)))
+    wanted = large_step(lambda f, a: f(a))
+    made.breaks_at, made.back = 1, back
+    with pytest.raises(OffloadError, match="failed: the plug was pulled"):
+        large_step(moving(policy))
+    made.breaks_at = 999
+    gc.collect()
+    assert made.pool.allocations
+    assert made.pool.free_bytes == made.pool.allocated_bytes
+    before = made.pool.allocations
+    for _ in range(2):
+        assert torch.equal(large_step(moving(policy)), wanted)
+    gc.collect()
+    assert made.pool.free_bytes == made.pool.allocated_bytes
+    assert made.pool.allocations >= before
+
+
+def test_host_memory_that_runs_out_between_two_chunks(monkeypatch):
+    """The first chunk was there and is given back; nothing was copied into it."""
+    made = late_lanes.use(monkeypatch, late_lanes.LateLanes(limit_bytes=2 * 2**20 + 2**19))
+    with pytest.raises(OffloadError, match="No host memory") as caught:
+        large_step(moving())
+    assert caught.value.wanted_bytes == 3 * 2**20
+    gc.collect()
+    assert (made.sent, made.pool.allocations) == (0, 1)
+    assert made.pool.free_bytes == made.pool.allocated_bytes
+    made.pool.limit_bytes = 2**26
+    assert torch.equal(large_step(moving()), large_step(lambda f, a: f(a)))
     assert not made.faults
 
 

@@ -16,9 +16,9 @@ from retape.core.problem import OptionKind, Tier
 from retape.torch import fitting, lanes, offload
 from retape.torch.attach import put_on
 from retape.torch.executor import Executor
-from retape.torch.modelling import MOST_OFFLOADS
 from retape.torch.policy import Check
 from retape.torch.region import Region
+from retape.torch.region_ways import MOST_OFFLOADS
 from retape.torch.treatments import offload_treatments, select_treatments, tape_storages, treat
 
 

@@ -7,15 +7,20 @@ from typing import ClassVar
 
 import pytest
 import torch
+from ledger import Ledger
 from loops import Counted, assert_scan_as_plain, gradients, same, taylor_order, unrolled
 from torch import nn
 
 from retape import Budget, scan
-from retape.core import Tier
+from retape.core import Loop, Tier
+from retape.core.actions import Backward, Free, Item, Save
 from retape.core.schedules import Schedule, count
+from retape.core.solvers.loop_planner import LoopPlanner
 from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch import loop_plan
+from retape.torch.loop_body import Body, Xs
 from retape.torch.loop_plan import LoopPlan, default_block, default_snapshots, plan_in_tiers, tier_slots
+from retape.torch.loop_state import State
 from retape.torch.snapshots import DeviceShelf, DiskShelf, HostShelf
 
 DTYPE = torch.float64
@@ -71,6 +76,7 @@ def test_a_last_block_that_is_shorter():
 
 def test_default_block_stays_the_same_for_long_loops():
     assert [default_block(steps) for steps in (1, 2, 16, 1_000, 1_300, 10**6)] == [1, 1, 3, 23, 24, 24]
+    assert [default_block(steps, 5) for steps in (1, 2, 16, 1_000, 1_300, 10**6)] == [1, 1, 3, 11, 12, 24]
     assert [default_snapshots(units) for units in (1, 3, 4, 64, 65, 4_000)] == [1, 2, 3, 63, 10, 88]
 
 
@@ -90,12 +96,85 @@ def test_a_budget_chooses_snapshots_and_block():
     assert taylor_order(lambda: scan(step, start, xs, budget=1_000), [weight]) > 1.9
 
 
+def held_bytes(plan, sizes):
+    """The most bytes of states and tapes that a plan's actions hold at once, the working ones among them."""
+    tapes, states, most = {}, set(), 0
+    for action in plan.actions():
+        if isinstance(action, loop_plan.TapeSteps):
+            tapes[action.start] = action.stop - action.start
+        elif isinstance(action, Save) and action.item is Item.STATE:
+            states.add(action.step)
+        elif isinstance(action, Free):
+            states.discard(action.step)
+        elif isinstance(action, Backward):
+            del tapes[action.step]
+        most = max(most, (1 + len(states)) * sizes.state_bytes + sum(tapes.values()) * sizes.tape_bytes)
+    assert not tapes
+    return most
+
+
 def test_a_plan_stays_inside_its_budget():
     sizes = loop_plan.Sizes(100, 700, 1.0)
-    for budget in (1_000, 2_500, 10_000, 100_000):
+    families = set()
+    for budget in (1_000, 2_500, 5_000, 10_000, 40_000, 100_000, 150_000):
         plan = loop_plan.plan_within(200, budget, sizes, snapshots=None, block=None)
-        working = sizes.state_bytes + plan.block * sizes.tape_bytes
-        assert working + (plan.snapshots * sizes.state_bytes if plan.units > 1 else 0) <= budget
+        assert held_bytes(plan, sizes) <= budget
+        families.add(plan.mixed)
+    assert families == {False, True}
+
+
+@pytest.mark.parametrize(("state", "tape"), [(1, 1), (2, 7), (10, 3), (1, 30)])
+@pytest.mark.parametrize("steps", [10, 60])
+def test_a_budget_takes_the_family_that_runs_the_fewest_steps(steps, state, tape):
+    planner = LoopPlanner(Loop(steps=steps, state_bytes=state, tape_bytes=tape, name="a step"))
+    span = planner.store_all_bytes - planner.floor_bytes
+    for share in (0, 0.05, 0.2, 0.5, 0.8, 1):
+        budget = planner.floor_bytes + int(span * share)
+        plan = loop_plan.plan_within(steps, budget, loop_plan.Sizes(state, tape, 1.0), snapshots=None, block=None)
+        assert plan.forward_steps <= count(planner.best(budget).schedule).forward_steps
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans that loops were run by."""
+    found, kept = [], LoopPlan.actions
+    monkeypatch.setattr(LoopPlan, "actions", lambda plan: (found.append(plan), kept(plan))[1])
+    return found
+
+
+@pytest.mark.parametrize("budget", [2_000, 3_000, 4_000])
+def test_slots_that_hold_tapes(budget, plans):
+    step, weight, start = make()
+    xs = torch.randn(60, 4, dtype=DTYPE)
+    assert_scan_as_plain(step, start, xs, [weight], budget=budget)
+    assert plans[0].mixed
+    assert runs(step, start, 60, budget=budget) == plans[0].forward_steps + 1  # and the one that is measured
+    loss = scan(step, start, xs, budget=budget)[0].sum()
+    first, again = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    assert not loop_plan.plan_within(
+        60, budget, loop_plan.Sizes(32, 96, 1.0), snapshots=None, block=None, tapes=False
+    ).mixed
+
+
+def test_hidden_state_where_slots_hold_tapes(plans):
+    norm = nn.BatchNorm1d(4, dtype=DTYPE)
+    weight, xs, start = (
+        torch.randn(4, dtype=DTYPE, requires_grad=True),
+        torch.randn(40, 3, 4, dtype=DTYPE),
+        torch.zeros(3, 4, dtype=DTYPE),
+    )
+
+    def step(h, x):
+        h = torch.tanh(norm(h * weight + x) * norm.running_mean.clone())
+        return h, h
+
+    found = []
+    for loop in (unrolled, lambda *a: scan(*a, budget=12_000)):
+        norm.reset_running_stats()
+        found.append([*gradients(lambda: loop(step, start, xs), [weight, norm.weight]), norm.running_mean.clone()])  # noqa: B023
+    assert same(*found)
+    assert plans[0].mixed
 
 
 def test_a_budget_that_is_too_small():
@@ -232,6 +311,34 @@ def test_live_tensors_do_not_grow_with_the_length():
         assert len(Seen.live) == 4  # in the forward, and in the backward pass with all snapshots in use
         most.append(max(Seen.live))
     assert most[1] <= most[0] + 3
+
+
+def test_the_peak_of_a_long_loop_is_that_of_a_short_one():
+    weight = torch.randn(8, 8, requires_grad=True)
+    start = torch.zeros(2, 8)
+
+    def step(h, _):
+        h = torch.tanh(h @ weight)
+        return h, h.sum()
+
+    peaks = []
+    for steps in (60, 600):
+        with Ledger() as ledger:
+            scan(step, start, length=steps, snapshots=6, block=4, reduce=operator.add)[1].backward()
+        peaks.append(ledger.peak)
+    assert peaks[1] <= 1.2 * peaks[0]
+
+
+def test_sums_are_added_up_in_place():
+    weight = torch.randn(4, 4, requires_grad=True)
+    state = State.of(torch.randn(2, 4))
+    body = Body("a loop", lambda h, _: (torch.tanh(h @ weight), None), Xs(None), None)
+    tape, _ = body.tape(state, 0, 3)
+    sums = [torch.ones(4, 4)]
+    place = sums[0].data_ptr()
+    found = tape.reverse([torch.ones(2, 4)], [[None]] * 3, seeds=[None], captured=[weight], sums=sums, retain=False)
+    assert found.sums[0].data_ptr() == place
+    assert sums == [None]
 
 
 def test_host_memory_stays_flat():

@@ -68,7 +68,7 @@ def test_a_run_equals_a_plain_one(tmp_path):
 def test_a_model_that_recomputes_by_itself_is_refused(tmp_path):
     callback = FitCallback(budget=0.5, progress=False)
     with pytest.raises(
-        InvalidInput, match=r"GPT2LMHeadModel recomputes every layer by itself .* Take gradient_checkpoint"
+        InvalidInput, match=r"GPT2LMHeadModel recomputes every layer by itself .* take gradient_checkpoint"
     ):
         train(tmp_path, callback, gradient_checkpointing=True)
     assert callback.fitted is None

@@ -35,8 +35,9 @@ class Choice:
 
     `held` are the numbers of the slots to hold of `slots` in all, `moved` of those that go to the host meanwhile. With
     `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again; of the tensors
-    among its arguments those with the numbers `moved_inputs` go to the host. `elements` is how many numbers its inputs had when
-    it was profiled. `saved_share` is that of the compiled form to run; None is eager.
+    among its arguments those with the numbers `moved_inputs` go to the host. Its parts called `tiled` are run in `tiles` slices.
+    `elements` is how many numbers its inputs had when it was profiled. `saved_share` is that of the compiled form to run; None
+    is eager.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Choice:
     moved: tuple[int, ...] = ()
     saved_share: float | None = None
     moved_inputs: tuple[int, ...] = ()
+    tiles: int = 1
+    tiled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -96,7 +99,7 @@ class Assignment:
 
 def _choice(item: dict[str, Any]) -> Choice:
     passing = tuple(Passing(**{**each, "fill": tuple(each["fill"])}) for each in item["passing"])
-    slots = {name: tuple(item.get(name, ())) for name in ("held", "moved", "moved_inputs")}
+    slots = {name: tuple(item.get(name, ())) for name in ("held", "moved", "moved_inputs", "tiled")}
     return Choice(**{**item, **slots, "option": OptionKind(item["option"]), "passing": passing})
 
 
@@ -111,6 +114,8 @@ class StageMeaning:
     held: tuple[tuple[int, ...], ...] = ()
     moved: tuple[tuple[int, ...], ...] = ()
     moved_inputs: tuple[tuple[int, ...], ...] = ()
+    tiles: tuple[int, ...] = ()
+    tiled: tuple[str, ...] = ()
     kinds: tuple[OptionKind, ...] = ()
     saved_shares: tuple[float | None, ...] = ()
 
@@ -118,6 +123,12 @@ class StageMeaning:
     def recomputed_share(self) -> float | None:
         """The form of a region that is run over without a tape: that of the last choice."""
         return self.saved_shares[-1] if self.saved_shares else None
+
+
+def _in_tiles(choice: Choice, meaning: StageMeaning, option: int) -> Choice:
+    """The choice with its parts in as many tiles as the option says."""
+    tiles = meaning.tiles[option] if meaning.tiles else 1
+    return choice if tiles == 1 else replace(choice, tiles=tiles, tiled=meaning.tiled)
 
 
 def assign(meanings: tuple[StageMeaning, ...], actions: Iterable[Action]) -> Assignment:
@@ -156,7 +167,7 @@ class _Compiler:
             return
         held, moved = meaning.held[option], meaning.moved[option] if meaning.moved else ()
         if first:
-            self._choices[stage] = replace(
+            choice = replace(
                 meaning.choice,
                 option=meaning.kinds[option],
                 held=held,
@@ -164,11 +175,14 @@ class _Compiler:
                 moved_inputs=meaning.moved_inputs[option] if meaning.moved_inputs else (),
                 saved_share=meaning.saved_shares[option] if meaning.saved_shares else None,
             )
+            self._choices[stage] = _in_tiles(choice, meaning, option)
         elif self._pass is not None:
             keep = meaning.kinds[option] is OptionKind.KEEP
             number = self._number[stage]
             # What a re-run on the way makes again is needed soon: none of it is moved.
             self._pass[stage] = Passing(region=number, fill_all=keep, fill=(*held, *moved), hold_input=not keep)
+            if stage in self._choices:  # all runs of a region are alike, so it is in tiles from the first on
+                self._choices[stage] = _in_tiles(self._choices[stage], meaning, option)
 
     def _forward(self, start: int, stop: int, first: bool) -> None:
         for stage in range(start, stop):

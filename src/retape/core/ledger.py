@@ -21,6 +21,8 @@ class Ledger(Protocol):
 
     def option_count(self, step: int) -> int: ...
     def pinned_within(self, start: int, stop: int) -> int | None: ...
+    def is_pinned(self, step: int) -> bool: ...
+    def option_of(self, step: int) -> Option | None: ...
     def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]: ...
     def forward_seconds(self, start: int, stop: int) -> float: ...
     def forward_transient(self, step: int, rerun: bool) -> int: ...
@@ -51,6 +53,12 @@ class LoopLedger:
         return 1
 
     def pinned_within(self, start: int, stop: int) -> int | None:
+        return None
+
+    def is_pinned(self, step: int) -> bool:
+        return False
+
+    def option_of(self, step: int) -> Option | None:
         return None
 
     def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -119,6 +127,13 @@ class ChainLedger:
         """The first pinned stage from `start` on, before `stop`."""
         place = bisect_left(self._pinned, start)
         return self._pinned[place] if place < len(self._pinned) and self._pinned[place] < stop else None
+
+    def is_pinned(self, step: int) -> bool:
+        return self._stages[step].pinned
+
+    def option_of(self, step: int) -> Option | None:
+        """The way in which a stage has been taped last."""
+        return self._taped_as[step]
 
     def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         for step in range(start, stop):

@@ -32,8 +32,11 @@ class OptionKind(Enum):
 class Option:
     """One way to tape a stage: what it holds from its forward to its backward, and what both cost.
 
-    `held_bytes` contains the stage's output, as a tape does; `moved_bytes` go to the host tier meanwhile.
-    `rerun_seconds` is what backward pays to refill what was not held.
+    `held_bytes` contains the stage's output, as a tape does; `moved_bytes` go to the host tier meanwhile, `input_bytes` of
+    them being the stage's input. `rerun_seconds` is what backward pays to refill what was not held. Bytes and seconds allow for
+    copies as if every stage were alike: `late_bytes` of the held ones are moved ones that lag behind, `*_flight_bytes` of the
+    transient ones the neighbours', `backward_stall_seconds` are waiting. A machine that plays the copies (`simulate(host=...)`)
+    puts what it finds in their place.
     """
 
     kind: OptionKind
@@ -45,6 +48,11 @@ class Option:
     moved_bytes: int = 0
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
+    input_bytes: int = 0
+    late_bytes: int = 0
+    backward_stall_seconds: float = 0.0
+    forward_flight_bytes: int = 0
+    backward_flight_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, OptionKind):
@@ -397,5 +405,17 @@ def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     names = value.__dataclass_fields__  # type: ignore[attr-defined]
-    # `pinned` came later: a chain that has no such stage keeps the digest that plans on disk know it by.
-    return {name: getattr(value, name) for name in names if name != "pinned" or getattr(value, name)}
+    # Some came later: a chain that does without them keeps the digest that plans on disk know it by.
+    return {name: getattr(value, name) for name in names if name not in _CAME_LATER or getattr(value, name)}
+
+
+_CAME_LATER = frozenset(
+    {
+        "pinned",
+        "input_bytes",
+        "late_bytes",
+        "backward_stall_seconds",
+        "forward_flight_bytes",
+        "backward_flight_bytes",
+    }
+)

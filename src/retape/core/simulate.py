@@ -6,7 +6,8 @@ It works on streams: nothing here grows with the number of actions, unless a tim
 
 Time: computation is one lane; `Save` and `Load` of a slower tier wait for their copy; `Offload` and `Prefetch` run on two
 copy lanes of their own beside the computation. What was offloaded leaves the device at the first action that starts after
-its copy is done, never by waiting; what was prefetched is waited for by the first action that needs it.
+its copy is done, never by waiting; what was prefetched is waited for by the first action that needs it. What the options of a
+chain move themselves is played on the lanes of a `host` where one is given (`copy_lanes.py`); else it is in their seconds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from retape.core.actions import (
     Save,
     Tape,
 )
+from retape.core.copy_lanes import CopyLanes
 from retape.core.errors import IllegalAction, InvalidInput
 from retape.core.ledger import ChainLedger, Ledger, LoopLedger
 from retape.core.problem import Chain, Loop, Tier
@@ -88,9 +90,10 @@ def simulate(
     *,
     tiers: tuple[Tier, ...] = (DEVICE,),
     timeline: bool = False,
+    host: Tier | None = None,
 ) -> Outcome:
     """Run `actions` on the abstract machine; raise IllegalAction at the first one that cannot be done."""
-    machine = Machine(problem, tiers=tiers, timeline=timeline)
+    machine = Machine(problem, tiers=tiers, timeline=timeline, host=host)
     if not isinstance(actions, Iterable):
         raise InvalidInput(f"{shown(actions)} are no actions; give an iterable of the actions of retape.core.")
     for action in actions:
@@ -101,10 +104,18 @@ def simulate(
 class Machine:
     """Runs one action at a time; `finish` says what it all came to."""
 
-    def __init__(self, problem: Chain | Loop, *, tiers: tuple[Tier, ...] = (DEVICE,), timeline: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Chain | Loop,
+        *,
+        tiers: tuple[Tier, ...] = (DEVICE,),
+        timeline: bool = False,
+        host: Tier | None = None,
+    ) -> None:
         if not isinstance(tiers, tuple) or not tiers or not all(isinstance(tier, Tier) for tier in tiers):
             raise InvalidInput(f"tiers = {shown(tiers)}; give a tuple of Tier values, the device first.")
         self._ledger = _ledger_of(problem)
+        self._lanes = CopyLanes(host) if host is not None else None
         self._tiers = tiers
         self._stored: list[dict[_Key, float]] = [{} for _ in tiers]  # key -> when it is complete
         self._stored_bytes = [0] * len(tiers)
@@ -211,11 +222,13 @@ class Machine:
             raise self._illegal(f"stage {step} is pinned: its forward has run, and is never run again")
         self._forget_working_tape()
         self._ledger.hold_tape(step, action.option)
-        self._mark(step, self._ledger.tape_transient(step, action.option, rerun))
+        self._mark(step, self._ledger.tape_transient(step, action.option, rerun) - self._begin_copies(step))
         self._ledger.hold_state(step + 1)
         self._ledger.drop_state(step)
         self._ran(step, step + 1)
+        begin = self.seconds
         self.seconds += self._ledger.tape_seconds(step, action.option)
+        self._end_copies(step, begin, rerun)
         self.working, self.working_tape = step + 1, step
         self._record()
 
@@ -231,8 +244,9 @@ class Machine:
         if stored is not None:
             self._wait(stored)
             self._stored_bytes[0] -= self._ledger.bytes_of(Item.TAPE, step)
-        self._mark(step, self._ledger.backward_transient(step))
-        self.seconds += self._ledger.backward_seconds(step)
+        flight, stall = self._fetch_copies(step)
+        self._mark(step, self._ledger.backward_transient(step) - flight)
+        self.seconds += self._ledger.backward_seconds(step) - stall
         if stored is not None:
             self._ledger.drop_tape(step)
         if self.working_tape == step:
@@ -242,6 +256,33 @@ class Machine:
             self.working = None
         self.remaining = step
         self._record()
+
+    # --- what options move, where a host is given: else their own seconds and bytes allow for it ------------------------
+
+    def _begin_copies(self, step: int) -> int:
+        """A stage is being taped; returns the neighbours' bytes that its option allows for, which are counted here instead."""
+        option = self._ledger.option_of(step)
+        if self._lanes is None or option is None:
+            return 0
+        self._lanes.begin(self.seconds)
+        return option.forward_flight_bytes
+
+    def _end_copies(self, step: int, begin: float, rerun: bool) -> None:
+        option = self._ledger.option_of(step)
+        if self._lanes is None or option is None or self._ledger.is_pinned(step):
+            return
+        if rerun:
+            self._lanes.stay(step, option, self.seconds)
+        else:
+            self._wait(self._lanes.end(step, option, begin, self.seconds))
+
+    def _fetch_copies(self, step: int) -> tuple[int, float]:
+        """Backward has reached a stage; returns the bytes and the seconds that its option allows for, and that are played here."""
+        option = self._ledger.option_of(step)
+        if self._lanes is None or option is None or self._ledger.is_pinned(step):
+            return 0, 0.0
+        self._wait(self._lanes.reach(step, self.seconds))
+        return option.backward_flight_bytes, option.backward_stall_seconds
 
     def _ran(self, start: int, stop: int) -> None:
         self._forward_steps += stop - start
@@ -364,7 +405,7 @@ class Machine:
 
     def _mark(self, step: int, transient: int) -> None:
         """Note what the device holds right now, with what the action needs only while it runs."""
-        count = self._ledger.device_bytes(self._stored_bytes[0]) + transient
+        count = self._device_bytes() + transient
         if count > self._peak_bytes[0]:
             self._peak_step, self._peak_position = step, self._position
         self._mark_tier(0, count)
@@ -379,7 +420,11 @@ class Machine:
 
     def _record(self) -> None:
         if self._timeline is not None:
-            self._timeline.append((self.seconds, self._ledger.device_bytes(self._stored_bytes[0])))
+            self._timeline.append((self.seconds, self._device_bytes()))
+
+    def _device_bytes(self) -> int:
+        flight = self._lanes.device_bytes if self._lanes is not None else 0
+        return self._ledger.device_bytes(self._stored_bytes[0]) + flight
 
     def _illegal(self, reason: str) -> IllegalAction:
         held = "; ".join(

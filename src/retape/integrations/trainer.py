@@ -12,6 +12,7 @@ from retape.api import Fit, fit
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike
 from retape.torch.attach import attach, detach
+from retape.torch.discover import refuse_own_checkpointing
 from retape.torch.fingerprint import unwrapped
 from retape.torch.ranks import is_distributed
 
@@ -35,11 +36,7 @@ class FitCallback(TrainerCallback):
                 "FitCallback fits in one process. Under several, call retape.fit on the model before training."
             )
         model = unwrapped(kwargs["model"])
-        if getattr(model, "is_gradient_checkpointing", False):
-            raise InvalidInput(
-                f"{type(model).__name__} recomputes every layer by itself (gradient_checkpointing): that leaves the fit no choice. "
-                "Take gradient_checkpointing=True out of TrainingArguments, or call model.gradient_checkpointing_disable()."
-            )
+        refuse_own_checkpointing(model)
         optimizer = kwargs.get("optimizer")
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self._waiting = model

@@ -34,8 +34,9 @@ class RegionRow:
     """Regions of one kind that are treated alike. Bytes and seconds are of each; seconds are the mean where they differ.
 
     `rerun_seconds` is what refilling the dropped slots takes, `spared_seconds` what the held ones spare beside recomputing all.
-    `moved_bytes` are on the host between forward and backward. `start` names where a segment begins whose regions drop their
-    inputs as well. `saved_share` names the compiled form that they run in; None is eager.
+    `moved_bytes` are on the host between forward and backward, the input's among them where it is moved. `start` names where
+    a segment begins whose regions drop their inputs as well. `saved_share` names the compiled form that they run in; None is
+    eager.
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,8 @@ class RegionRow:
     rerun_seconds: float
     spared_seconds: float
     moved_bytes: int = 0
+    input_moved: bool = False
+    tiles: int = 1
     start: str = ""
     saved_share: float | None = None
 
@@ -112,7 +115,8 @@ def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
     stages = [number for number, stage in enumerate(record.chain.stages) if not stage.pinned]
     starts = _segment_starts(record.assignment.choices)
     for place, (choice, stage) in enumerate(zip(record.assignment.choices, stages, strict=True)):
-        key = (choice.kind, choice.option, choice.held, choice.moved, choice.saved_share, starts[place])
+        treated = (choice.option, choice.held, choice.moved, choice.moved_inputs, choice.tiles, choice.saved_share)
+        key = (choice.kind, *treated, starts[place])
         found.setdefault(key, []).append((choice, stage))
     uses = stage_uses(record.chain, record.plan.actions())
     return tuple(_row(record, members, uses, str(key[-1])) for key, members in found.items())
@@ -145,6 +149,8 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
         rerun_seconds=chosen.rerun_seconds,
         spared_seconds=whole if keeps else max(0.0, whole - chosen.rerun_seconds),
         moved_bytes=0 if start else chosen.moved_bytes,
+        input_moved=bool(choice.moved_inputs),
+        tiles=choice.tiles,
         start=start,
         saved_share=choice.saved_share,
     )

@@ -123,9 +123,14 @@ def why(row: RegionRow, *, everything: bool) -> str:
             return f"made again from its input: {dropped} less held"
         case OptionKind.OFFLOAD:
             also = f"; dropped {dropped}, {format_seconds(row.rerun_seconds)} to run again" if row.dropped_bytes else ""
-            return f"moved {format_bytes(row.moved_bytes)} to the host until backward{also}"
-        case _:
-            return f"{row.option.value}: {dropped} less held"
+            what = ", its input too" if row.input_moved else ""
+            return f"moved {format_bytes(row.moved_bytes)} to the host until backward{what}{also}{_tiles(row)}"
+        case OptionKind.TILE:
+            return f"made again from its input: {dropped} less held{_tiles(row)}"
+
+
+def _tiles(row: RegionRow) -> str:
+    return f"; what treats rows by themselves in {row.tiles} tiles" if row.tiles > 1 else ""
 
 
 def _why_select(row: RegionRow) -> str:

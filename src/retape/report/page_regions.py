@@ -65,7 +65,7 @@ def _line(row: RegionRow, *, everything: bool) -> str:
 
 def _input(row: RegionRow) -> str:
     if not row.start:
-        return "kept"
+        return "moved" if row.input_moved else "kept"
     return (
         "kept" if row.names == (row.start,) else f"dropped after {row.start}" if row.start in row.names else "dropped"
     )

@@ -82,8 +82,7 @@ def unobserved() -> AbstractContextManager[Any]:
 
 def parametrizations_cached() -> bool:
     """Whether the caller is inside torch.nn.utils.parametrize.cached()."""
-    parametrize = sys.modules.get("torch.nn.utils.parametrize")
-    return parametrize is not None and bool(parametrize._cache_enabled)
+    return bool(_parametrize._cache_enabled)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -105,14 +104,20 @@ def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`, without a trip through the dispatch modes around the caller; a subclass dispatches for itself."""
     if type(tensor) is not torch.Tensor:
         return tensor.detach()
-    with torch._C._DisableTorchDispatch():
+    with _DisableTorchDispatch():
         return tensor.detach()
 
 
 def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()` inside a dispatch mode, where autograd is done already: the alias shares the tensor's version all the same."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with _SetExcludeDispatchKeyGuard(_IN_PLACE_OR_VIEW, False):
         return tensor.detach()
+
+
+# A name of torch's own is slow to find, and these are asked for with every op.
+_DisableTorchDispatch = torch._C._DisableTorchDispatch
+_SetExcludeDispatchKeyGuard = torch._C._SetExcludeDispatchKeyGuard
+_IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 
 
 def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -158,13 +163,14 @@ def replays_cuda_graphs(module: Any) -> bool:
     return bool(config and config.get("triton.cudagraphs"))
 
 
-def in_a_transform() -> bool:
-    """Whether a torch.func transform or a forward-mode level is around the caller."""
-    return _functorch_level() is not None or _forward_ad._current_level >= 0
+def in_odd_surroundings() -> bool:
+    """Whether a torch.func transform, a forward-mode level or torch.nn.utils.parametrize.cached() is around the caller."""
+    return _functorch_level() is not None or _forward_ad._current_level >= 0 or _parametrize._cache_enabled > 0
 
 
 _functorch_level = torch._C._functorch.maybe_current_level
 _forward_ad = torch.autograd.forward_ad
+_parametrize = torch.nn.utils.parametrize
 
 
 def at_trace_time(function: Callable[[], bool]) -> Callable[[], bool]:

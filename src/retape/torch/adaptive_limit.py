@@ -1,7 +1,10 @@
 """The bytes of a live budget, and those that count against it: what stood there before the step, and what regions hold.
 
-On CUDA the allocator says what is live, and the budget is its hard limit while it lasts. On the CPU nobody does: what Python can
-reach is counted now and then, and the account of the regions comes on top.
+On CUDA the allocator says what is live, and the budget is its hard limit wherever running out can be undone, in a region's forward
+and re-run. Elsewhere (a backward kernel, the loss) it may keep some more, for fragments: live bytes are held to the budget by what
+was measured, and an allocator that finds no piece large enough would end the step. While a step stands on the scale there is no hard
+limit yet, and more is dropped than seems necessary. On the CPU nobody counts: what Python can reach is counted now and then, and the
+account of the regions comes on top.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from retape.torch.meter import present_bytes, storage_bytes
 from retape.torch.pressure import Account
 from retape.torch.step_scale import Gradients
 
+FRAGMENTS_PART = 8  # of the budget that fragments may take on top, where running out would end the step
+LEAST_FRAGMENT_BYTES = 256 << 20
+UNKNOWN_SHARE = 0.75  # of the room above the base that a step on the scale aims for: nobody knows yet what comes
+
 
 class Limit:
     """A budget on one device. `base_bytes` is what stands there between steps, gradients included; `bytes` the limit."""
@@ -26,9 +33,13 @@ class Limit:
     def __init__(self, budget: Budget, device: torch.device) -> None:
         self._budget, self.device = budget, device
         self.bytes = self.base_bytes = self.start_bytes = 0
+        self.fragment_bytes = 0  # the most that was seen
         self._present = self._batch = 0
         self._begun = 0
         self._share: float | None = None
+        self._enforced_bytes, self._total_bytes = -1, 0
+        self._lost_bytes = 0  # to fragments, when the allocator last ran out inside the budget
+        self.unknown = False  # this step stands on the scale
 
     def begin_step(self, batch: Any, gradients: Gradients) -> None:
         """A step begins with this batch: count what is there, and set the limit."""
@@ -42,12 +53,19 @@ class Limit:
             self._batch = batch_bytes
         grown = batch_bytes - self._batch + gradients.present_bytes(self.device) * (self.device.type == "cpu")
         self.start_bytes = self._present + grown
-        missing = gradients.missing_bytes(self.device) if self.device.type == "cpu" else 0
-        self.base_bytes = self.start_bytes + missing
+        missing = gradients.missing_bytes(self.device)
+        self.base_bytes = self.start_bytes + missing * (self.device.type == "cpu")
         known = resolved(self._budget, self.device)
-        above = self.base_bytes if known.kind is BudgetKind.ACTIVATIONS else 0
+        above = self.start_bytes + missing if known.kind is BudgetKind.ACTIVATIONS else 0
         self.bytes = (known.limit_bytes or 0) + above
-        self._enforce()
+
+    @property
+    def aim_bytes(self) -> int:
+        """What decisions keep below: the budget, on CUDA less what fragments took and what is not known yet."""
+        if self.device.type != "cuda":
+            return self.bytes
+        room = max(0, self.bytes - self.base_bytes)
+        return self.base_bytes + int(room * (UNKNOWN_SHARE if self.unknown else 1.0)) - min(self._lost_bytes, room // 4)
 
     def live_bytes(self, account: Account) -> int:
         """Everything on the device, as far as it is counted."""
@@ -55,16 +73,40 @@ class Limit:
             return torch.cuda.memory_allocated(self.device)
         return self.base_bytes + account.held_bytes()
 
-    def _enforce(self) -> None:
+    # --- the allocator's own limit ---------------------------------------------------------------------------------
+
+    def enforce(self, *, undoable: bool) -> None:
+        """Hold the allocator to the budget: all of it where running out can be undone, with room for fragments elsewhere."""
         if self.device.type != "cuda":
             return
-        total = torch.cuda.get_device_properties(self.device).total_memory
         if self._share is None:
             self._share = _compat.memory_fraction(self.device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, self.bytes / total), self.device)
+            self._total_bytes = torch.cuda.mem_get_info(self.device)[1]
+        total = self._total_bytes
+        wanted = total if self.unknown else self.bytes
+        if not undoable:
+            wanted += max(self.bytes // FRAGMENTS_PART, LEAST_FRAGMENT_BYTES)
+        wanted = min(wanted, int(self._share * total))
+        if wanted != self._enforced_bytes:
+            torch.cuda.set_per_process_memory_fraction(wanted / total, self.device)
+            self._enforced_bytes = wanted
+
+    def count_fragments(self) -> int:
+        """What the allocator has free inside blocks that are in use: it can neither be given back nor joined."""
+        if self.device.type != "cuda":
+            return 0
+        found = int(torch.cuda.memory_stats(self.device).get("inactive_split_bytes.all.current", 0))
+        self.fragment_bytes = max(self.fragment_bytes, found)
+        return found
+
+    def ran_out(self) -> int:
+        """The allocator ran out in a region: returns the bytes that fragments keep from it, and aims lower from now on."""
+        found = self.count_fragments()
+        self._lost_bytes = max(self._lost_bytes, found)
+        return found
 
     def close(self) -> None:
         """Take the hard limit away again."""
         if self._share is not None:
             torch.cuda.set_per_process_memory_fraction(self._share, self.device)
-            self._share = None
+            self._share, self._enforced_bytes = None, -1

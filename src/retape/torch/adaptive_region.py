@@ -8,30 +8,40 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from retape.torch import _compat, links
+from retape.torch import _compat, links, state
+from retape.torch.adaptive_host import is_here, parcels_of
+from retape.torch.adaptive_menu import Rung
 from retape.torch.checksum import checksum
-from retape.torch.policy import Check, Inputs, Policy
-from retape.torch.pressure import Account, Keys, Kind, SlotRef
+from retape.torch.offload import MovedSlot, Parcel
+from retape.torch.policy import HOLD, Check, Inputs, Policy
+from retape.torch.pressure import Account, Keys, Kind
+from retape.torch.profile import OpTimer
 from retape.torch.region import Region, unpack
-from retape.torch.slots import Slot
+from retape.torch.runs import THREAD
+from retape.torch.slots import Filler, Slot
+from retape.torch.trace import Recorder, RegionTrace
 from retape.torch.watch import version_of
 
 _DROPPED = Policy()
+_NO_KEYS: Keys = ()
 
 
 class Manager(Protocol):
     """Whom a region tells what it is about to do."""
 
     account: Account
-    turn: int
 
+    @property
+    def turn(self) -> int: ...
     def turn_to(self, region: AdaptiveRegion, *, filled: bool) -> None: ...
     def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor: ...
     def make_inputs(self, region: AdaptiveRegion) -> None: ...
+    def learn(self, region: AdaptiveRegion, trace: RegionTrace) -> None: ...
 
 
 class AdaptiveInputs(links.HeldHere):
@@ -56,9 +66,26 @@ class AdaptiveInputs(links.HeldHere):
 
 
 class AdaptiveRegion(Region):
-    """A region that a manager may evict. `number` is its place in the step, `serial` never comes twice."""
+    """A region that a manager may evict, rung by rung of its kind's menu or as a whole.
 
-    __slots__ = ("evicted", "handed_out", "kind", "manager", "number", "own_bytes", "serial", "takers")
+    `number` is its place in the step, `serial` never comes twice. `rung` is how far it was dropped, None while it holds everything or
+    nothing; `evicted` says that it was dropped as a whole.
+    """
+
+    __slots__ = (
+        "_counted",
+        "_own_bytes",
+        "copies",
+        "evicted",
+        "handed_out",
+        "keys",
+        "kind",
+        "manager",
+        "number",
+        "rung",
+        "serial",
+        "takers",
+    )
 
     manager: Manager
     kind: Kind
@@ -71,8 +98,12 @@ class AdaptiveRegion(Region):
         self.manager, self.kind, self.number, self.serial = manager, kind, number, serial
         self.takers: list[tuple[weakref.ref[AdaptiveRegion], int, int]] = []  # who took which output as which input
         self.handed_out = False  # others may hold its outputs
-        self.own_bytes = 0  # of its slots, when they were last looked at
         self.evicted = False
+        self.rung: Rung | None = None
+        self._counted: list[weakref.ref[Slot]] = []  # its slots, less those that cost nothing
+        self.keys: list[Keys] = []  # under which the values of those are counted
+        self._own_bytes: int | None = 0
+        self.copies: dict[int, MovedSlot] = {}  # slots that are on the host too, by number
         super().__init__(*arguments, **keywords)
 
     def _hold_inputs(self) -> links.Held:
@@ -102,12 +133,12 @@ class AdaptiveRegion(Region):
 
     def _pack(self, tensor: Tensor) -> Slot:
         slot = super()._pack(tensor)
-        base = tensor._base if tensor._base is not None else tensor
+        base = tensor._base
+        if base is None:
+            base = tensor
         if id(base) not in self._own and not (base.requires_grad and base.is_leaf):
-            account = self.manager.account
-            reference = self._slots[-1] = SlotRef(slot, account.slot_died)
-            if slot.value is not None:
-                reference.keys = account.hold(slot.value)
+            self._counted.append(self._slots[-1])
+            self.keys.append(_NO_KEYS)
         return slot
 
     def refill(self, wanted: Slot) -> Tensor:
@@ -115,48 +146,157 @@ class AdaptiveRegion(Region):
 
     def release(self, *, all_slots: bool = False) -> bool:
         none_left = super().release(all_slots=all_slots)
+        for parcel in parcels_of(self.copies.values()):
+            parcel.send_away()
         self.settle()
         return none_left
 
     def settle(self) -> None:
-        """Bring the account up to what the slots hold now."""
-        account = self.manager.account
-        for reference in self._counted():
+        """Bring the account up to what the slots hold now: they are not watched while a region runs, forward or backward."""
+        account, keys = self.manager.account, self.keys
+        for place, reference in enumerate(self._counted):
             slot = reference()
             value = None if slot is None else slot.value
-            if value is not None and not reference.keys:
-                reference.keys = account.hold(value)
-            elif value is None and reference.keys:
-                account.slot_died(reference)
+            if slot is None and self.copies:
+                self._forget_copies()
+            if value is None:
+                if keys[place]:
+                    account.let_go(keys[place])
+                    keys[place] = _NO_KEYS
+            elif not keys[place]:
+                keys[place] = account.hold(value)
+        self._own_bytes = None
 
-    def _counted(self) -> Iterator[SlotRef]:
-        return (reference for reference in self._slots if type(reference) is SlotRef)
+    def _forget_copies(self) -> None:
+        for index in [index for index in self.copies if self._slots[index]() is None]:
+            del self.copies[index]
 
-    def look(self) -> int:
+    @property
+    def own_bytes(self) -> int:
         """The bytes that would go with the slots, and with nothing else."""
-        held = [r.keys for r in self._counted() if r.keys]
-        self.own_bytes = self.manager.account.own_bytes(held) if held else 0
-        return self.own_bytes
+        if self._own_bytes is None:
+            self._own_bytes = self.manager.account.own_bytes([keys for keys in self.keys if keys])
+        return self._own_bytes
 
-    def evict(self) -> int:
-        """Drop every slot that is counted; returns how many."""
-        dropped = 0
+    def rungs(self) -> Iterator[tuple[Rung, int]]:
+        """How far it can be dropped from here short of everything, with the bytes that go from one to the next."""
+        if not self.kind.menu or not self._can_be_dropped_in_part():
+            return
+        there = self.held_slots()
+        for rung in self.kind.menu:
+            if not self.is_below(rung):
+                going = [keys for slot, keys in there if slot.index not in rung.held]
+                there = [(slot, keys) for slot, keys in there if slot.index in rung.held]
+                yield rung, self.manager.account.own_bytes(going)
+
+    def is_below(self, rung: Rung | None) -> bool:
+        """Whether it has been dropped at least so far."""
+        if rung is None:
+            return False
+        return self.evicted or (self.rung is not None and rung.number <= self.rung.number)
+
+    @property
+    def rerun_seconds(self) -> float:
+        """What a re-run is going to take."""
+        return self.kind.seconds if self.rung is None else self.rung.seconds
+
+    def _can_be_dropped_in_part(self) -> bool:
+        if self.evicted or self._diverged or self.slot_count != self.kind.slot_count:
+            return False
+        # What a plan has dropped at birth, or a link, is not in the recipe of a rung.
+        return self.rung is not None or (self.policy.hold_all and self._inputs.holds_here)
+
+    def held_slots(self) -> list[tuple[Slot, Keys]]:
+        """The slots that hold something of their own."""
         inputs = self._input_keys()
-        for reference in self._counted():
+        found = []
+        for reference, keys in zip(self._counted, self.keys, strict=True):
             slot = reference()
-            if slot is None or slot.value is None or (reference.keys and inputs.issuperset(reference.keys)):
-                continue
-            slot.value, dropped = None, dropped + 1
-            self.manager.account.slot_died(reference)
-        self.own_bytes = 0
-        self.evicted = True
+            if slot is not None and slot.value is not None and not (keys and inputs.issuperset(keys)):
+                found.append((slot, keys))
+        return found
+
+    def evict(self, rung: Rung | None = None) -> int:
+        """Drop every slot that is counted, or those that a rung does not hold; returns how many."""
+        dropped = 0
+        for slot, _ in self.held_slots():
+            if rung is None or slot.index not in rung.held:
+                self._drop(slot)
+                dropped += 1
+        if rung is None:
+            self._let_go_of_copied()
+        self.evicted, self.rung = rung is None, rung
         # What a re-run may skip was worked out for what was held.
-        self.policy = _DROPPED
+        self.policy = _DROPPED if rung is None else rung.policy
+        self.settle()
         return dropped
+
+    # --- slots on the host -----------------------------------------------------------------------------------------
+
+    def copied_bytes(self) -> int:
+        """The bytes that would go at once, because the host has them."""
+        there = [keys for slot, keys in self.held_slots() if slot.index in self.copies]
+        return self.manager.account.own_bytes(there) if there else 0
+
+    def send_away(self) -> None:
+        """Let go of what the host has."""
+        for index in self.copies:
+            slot = self._slots[index]()
+            if slot is not None:
+                slot.value = None
+        self._let_go_of_copied()
+        self.settle()
+
+    def _let_go_of_copied(self) -> None:
+        for parcel in parcels_of(self.copies.values()):
+            if parcel._source is not None:
+                parcel.release(wait=True)
+
+    def away(self) -> list[Parcel]:
+        """What the host has and the device has not."""
+        return [parcel for parcel in parcels_of(self.copies.values()) if not is_here(parcel)] if self.copies else []
+
+    def missing(self) -> dict[int, Slot]:
+        found = super().missing()
+        return {index: slot for index, slot in found.items() if index not in self.copies} if self.copies else found
+
+    def held_values(self) -> dict[int, Tensor]:
+        found = super().held_values()
+        for index, copy in self.copies.items():
+            if index not in found and self._slots[index]() is not None:
+                found[index] = copy.fetch()
+        return found
+
+    def _drop(self, slot: Slot) -> None:
+        if self.check is Check.VALUES and slot.metadata is not None and len(slot.metadata) == 3:
+            assert slot.value is not None
+            slot.metadata = (*slot.metadata, checksum(slot.value))
+        slot.value = None
 
     def _input_keys(self) -> set[int]:
         inputs = self._inputs
         return {key for keys in inputs.keys for key in keys} if isinstance(inputs, AdaptiveInputs) else set()
+
+    def ran_again(self) -> None:
+        """A re-run is over: where nothing is missing any more, it can be dropped from the start again."""
+        if self.rung is not None and not self.missing():
+            self.rung, self.policy = None, HOLD
+        self.settle()
+
+    # --- what its kind does, op by op ------------------------------------------------------------------------------
+
+    def _attempt(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
+        if mode is not None or not self._teaches():
+            return super()._attempt(filler, held, mode)
+        # A re-run that is wanted anyway shows what a region of this kind does; it costs what follows the last slot.
+        recorder = Recorder(OpTimer(self.manager.account.device))
+        outputs = super()._attempt(Filler(self, filler._targets, False, recorder), held, recorder)
+        self.manager.learn(self, recorder.trace(links.tensors_of(outputs), opaque=state.drawn_by_python(self._draws)))
+        return outputs
+
+    def _teaches(self) -> bool:
+        """Whether a re-run of it is to be written down for its kind."""
+        return self.kind.lessons > 0 and self.evicted and not THREAD.runs and not self.is_compiled
 
     # --- inputs --------------------------------------------------------------------------------------------------
 
@@ -182,20 +322,14 @@ class AdaptiveRegion(Region):
         after = self._watch._after
         return after is not None and place not in self._watch.changed and version_of(held) == after[place]
 
-    def input_keys(self, place: int) -> list[Keys]:
-        """The holders of an input here: the input itself, and slots on the same storage."""
-        keys = self.inputs.keys[place]
-        return [keys, *[r.keys for r in self._counted() if r.keys and set(r.keys) <= set(keys)]]
-
     def drop_input(self, place: int, maker: AdaptiveRegion, output: int) -> None:
         """Let go of an input; a link stands in its place."""
         inputs, account = self.inputs, self.manager.account
-        keys = set(inputs.keys[place])
-        for reference in self._counted():
+        own = set(inputs.keys[place])
+        for reference, keys in zip(self._counted, self.keys, strict=True):
             slot = reference()
-            if slot is not None and slot.value is not None and keys.issuperset(reference.keys) and reference.keys:
-                slot.value = None
-                account.slot_died(reference)
+            if keys and own.issuperset(keys) and slot is not None and slot.value is not None:
+                self._drop(slot)
         held = inputs.held[place]
         if type(held) is links.Link:
             held.value = None
@@ -205,7 +339,8 @@ class AdaptiveRegion(Region):
             inputs.holds_here = False
         dropped, inputs.keys[place] = inputs.keys[place], ()
         account.let_go(dropped)
-        self.policy = _DROPPED
+        self.policy, self.rung = _DROPPED, None
+        self.settle()
 
     def take_again(self, place: int, output: Tensor) -> None:
         """An input was made again."""
@@ -228,17 +363,19 @@ class AdaptiveRegion(Region):
 
 
 class RegionRef(weakref.ref[AdaptiveRegion]):
-    """A weak reference to a region, which lets go of its inputs when the region is gone."""
+    """A weak reference to a region, which lets go of what the region held when it is gone."""
 
-    __slots__ = ("account", "keys")
+    __slots__ = ("account", "inputs", "slots")
 
     account: Account
-    keys: list[Keys]
+    inputs: list[Keys]
+    slots: list[Keys]
 
     def __new__(cls, region: AdaptiveRegion) -> RegionRef:
         made = super().__new__(cls, region, _region_died)
         made.account = region.manager.account
-        made.keys = region.inputs.keys if isinstance(region._inputs, AdaptiveInputs) else []
+        made.inputs = region.inputs.keys if isinstance(region._inputs, AdaptiveInputs) else []
+        made.slots = region.keys
         return made
 
     def __init__(self, region: AdaptiveRegion) -> None:
@@ -246,7 +383,7 @@ class RegionRef(weakref.ref[AdaptiveRegion]):
 
 
 def _region_died(reference: Any) -> None:
-    for keys in reference.keys:
+    for keys in (*reference.inputs, *reference.slots):
         reference.account.let_go(keys)
 
 

@@ -20,11 +20,15 @@ Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 
 class ModelCaller(Protocol):
-    """Answers the calls of a model and of its regions."""
+    """Answers the calls of a model, of its regions, and of those parts of them that it names."""
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any: ...
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any: ...
+
+    def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]: ...
+
+    def call_part(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any: ...
 
 
 _CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
@@ -98,13 +102,16 @@ def _attached_class(kind: type) -> type:
 
 
 def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller) -> None:
-    """Attach a caller to a model and its regions."""
+    """Attach a caller to a model, its regions and their parts."""
     attach(model, caller.call_root)
     done: list[nn.Module] = [model]
     try:
-        for module in regions.values():
+        for name, module in regions.items():
             attach(module, caller.call)
             done.append(module)
+            for part in caller.parts_of(name, module):
+                attach(part, caller.call_part)
+                done.append(part)
     except RetapeError:
         for module in done:
             detach(module)
@@ -112,6 +119,6 @@ def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller)
 
 
 def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
-    """Detach whatever is attached to a model and its regions."""
-    for module in (model, *regions.values()):
+    """Detach whatever is attached to a model, its regions and their parts."""
+    for module in (model, *(part for region in regions.values() for part in region.modules())):
         detach(module)

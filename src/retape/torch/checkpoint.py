@@ -22,6 +22,8 @@ from retape.torch.policy import DROP_IN, Check, Inputs, Policy
 from retape.torch.region import Contexts, run_region
 from retape.torch.select import select_contexts
 
+_METADATA = Check.METADATA
+_is_compiling = torch.compiler.is_compiling
 _FIRST = Policy(reuse_inputs=False)
 _SEGMENT = Policy(inputs=Inputs.SEGMENT, reuse_inputs=False)
 
@@ -42,7 +44,7 @@ def checkpoint(
 
     Takes what `torch.utils.checkpoint.checkpoint` takes; `check` is "off", "metadata" or "values".
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         _say_delegated()
         # Dynamo takes a context_fn only where one is written out, so the default is left out.
         if context_fn is not noop_context_fn:
@@ -58,9 +60,7 @@ def checkpoint(
         *args,
         keywords=kwargs,
         policy=DROP_IN,
-        check=Check.METADATA
-        if check is None and determinism_check == "default"
-        else _check_of(check, determinism_check),
+        check=_METADATA if check is None and determinism_check == "default" else _check_of(check, determinism_check),
         early_stop=early_stop if stop_setting is None else stop_setting,
         contexts=_contexts_of(context_fn, debug) if unusual else None,
     )

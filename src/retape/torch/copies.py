@@ -102,10 +102,6 @@ class Copies:
         """Whether comparing them waits for no device."""
         return all(watched[index].device.type == "cpu" for index in self.indices)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(group.storage.nbytes() for group in self._groups)
-
 
 def copyable(tensor: Tensor) -> bool:
     """Whether a tensor has plain memory of its own to copy and compare."""

@@ -31,6 +31,15 @@ def find_regions(model: nn.Module, wanted: Wanted | None = None) -> dict[str, nn
     return {name: module for name, module in model.named_modules() if id(module) in chosen and module is not model}
 
 
+def refuse_own_checkpointing(model: nn.Module) -> None:
+    """A Hugging Face model whose own checkpointing is on recomputes every layer, whatever a plan says."""
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise InvalidInput(
+            f"{type(model).__name__} recomputes every layer by itself (gradient_checkpointing): that leaves the fit no choice. "
+            "Call model.gradient_checkpointing_disable(), or take gradient_checkpointing=True out of TrainingArguments."
+        )
+
+
 def refined(regions: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """The same regions, each taken apart into the modules that it consists of; empty where none can be."""
     found: dict[str, nn.Module] = {}

@@ -4,32 +4,41 @@ The score is that of dynamic tensor rematerialization (Kirisame et al., 2021): s
 staleness; the lowest goes first. The seconds count the neighbourhood: what must be made before it, because it was
 dropped too, and what was dropped behind it and starts from it. On a chain this spaces what stays evenly, so that N
 regions in about sqrt(N) memory take O(N) extra runs. Staleness is the distance, in regions, from where the step is: forward it
-is age, backward it is how long until it is asked for.
+is age, backward it is how long until it is asked for. What is dropped forward and made again once, whenever that is, costs the same
+at any age: there staleness only spares the newest, which backward asks for while everything else is still held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Something that can be dropped: `number` is its region's place in the step."""
+    """Something that can be dropped: `number` is its region's place in the step. Slots are made again `once`, links perhaps more often."""
 
     number: int
     seconds: float
     bytes: int
+    once: bool = False
 
 
-def best(candidates: Iterable[Candidate], position: int) -> Candidate | None:
-    """What to drop first; None where nothing can be."""
-    return min(candidates, key=lambda candidate: score(candidate, position), default=None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Where a step is: at which region, how far away the farthest candidate is, and whether backward has begun."""
+
+    position: int
+    farthest: int
+    backward: bool
 
 
-def score(candidate: Candidate, position: int) -> float:
+def score(candidate: Candidate, moment: Moment) -> float:
     """Seconds per byte and distance; the lower, the better to drop."""
-    return candidate.seconds / (candidate.bytes * (1 + abs(position - candidate.number)))
+    distance = 1 + abs(moment.position - candidate.number)
+    staleness: float = distance
+    if candidate.once and not moment.backward:
+        staleness = (1 + moment.farthest) * distance / (1 + distance)
+    return candidate.seconds / (candidate.bytes * staleness)
 
 
 def neighbourhoods(

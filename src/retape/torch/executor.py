@@ -26,6 +26,7 @@ from retape.torch.region import Region, run_region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
 from retape.torch.signature import Signature, elements, signature
+from retape.torch.tiling import call_part
 from retape.torch.trace import RegionTrace
 
 MOST_RECIPES = 512  # of shapes and kinds; the one not used for longest goes first
@@ -47,12 +48,19 @@ class Executor:
         self._warned = False
         self._answers = {number: answers(choice) for number, choice in enumerate(assignment.choices)}
         self._moves = assignment.moves_something
+        self._tiled = {choice.name: choice.tiled for choice in assignment.choices if choice.tiles > 1}
         self._is_compiled = assignment.is_compiled
         self.regions_run = 0
 
     def learn(self, kind: int, inputs: Signature, trace: RegionTrace, there: tuple[int, ...]) -> None:
         """What the profile has seen already need not be traced again; the slots `there` are held or moved."""
         self._recipes[(kind, there, inputs)] = plan_recipe(trace, frozenset(there))
+
+    call_part = staticmethod(call_part)
+
+    def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]:
+        """The parts of a region that are called through `call_part`."""
+        return [module.get_submodule(part) for part in self._tiled.get(name, ())]
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """The model itself is called; forwards before one backward are counted, so that each has choices of its own."""
@@ -103,7 +111,8 @@ class Executor:
     def _run(self, number: int, choice: Choice, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         self.regions_run += 1
         inputs = signature(args, keywords)
-        if choice.elements and elements(inputs) > choice.elements:
+        # Under a live budget larger batches are looked after.
+        if choice.elements and elements(inputs) > choice.elements and THREAD.manager is None:
             self._warn_once(
                 f"Region {choice.name} was given {elements(inputs)} numbers, and {choice.elements} when it was profiled: "
                 "the peak may pass the budget. Call retape.fit again with the larger batch."
@@ -152,6 +161,7 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None) -> Policy:
         inputs=Inputs.LINK if choice.drop_input else Inputs.HOLD,
         recipe=recipe,
         stage=number,
+        tiles=choice.tiles,
         way=tuple(_way(passing) for passing in choice.passing),
     )
 

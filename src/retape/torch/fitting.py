@@ -16,39 +16,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from retape.core.assignment import Assignment, Choice, StageMeaning, assign
+from retape.core.assignment import Assignment, assign
 from retape.core.errors import BudgetTooSmall
 from retape.core.frontier import frontier
 from retape.core.option_set import OptionSet
 from retape.core.plan import Plan
-from retape.core.problem import Budget, BudgetKind, Chain
+from retape.core.problem import Budget, BudgetKind, Chain, OptionKind
 from retape.core.record import Record
 from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.attach import put_on, take_off
 from retape.torch.budgets import resolved
 from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays, refuse_whole
-from retape.torch.discover import Wanted, find_regions, refined
+from retape.torch.discover import Wanted, find_regions, refined, refuse_own_checkpointing
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
-from retape.torch.fused_loss import can_fuse_loss, fuse_loss, unfuse_loss
+from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
+from retape.torch.meanings import meanings_of
 from retape.torch.meter import synchronize, thinned, weighing
 from retape.torch.modelling import Modelled, model_of
-from retape.torch.overheads import engine_overheads
+from retape.torch.overheads import engine_overheads, hides_the_host
 from retape.torch.policy import Check, Inputs
 from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, SharedStopwatch, Stopwatch
 from retape.torch.ranks import decided_by_first, largest
-from retape.torch.readings import Profiled, StepBytes, read_bytes, read_seconds
+from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.rounds import Fitting, Rounds
-from retape.torch.signature import elements
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 
 TIMED_STEPS = 2
+LONG_STEP_SECONDS = 4.0  # of a step that takes so long one is enough: what disturbs it does not take as long
 MOST_ROUNDS = 4
 
+SLOWER_THAN_PROMISED = 1.04  # beyond which a plan's figures leave something out
 A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
 
 Tell = Callable[[str], None]
@@ -79,9 +81,11 @@ class Fitter:
         self._may_refine = regions is None
         self._limit: int | None = None
         self._compiled = compiled
+        self._long = False
         self._forms: list[Profiled] | None = None
         self._first_regions = find_regions(self.root, regions)
         refuse_whole(self.root)
+        refuse_own_checkpointing(self.root)
         refuse_graph_replays(self._first_regions)
         self._take_regions(self._first_regions)
         self._take_devices(budget, optimizer)
@@ -144,13 +148,21 @@ class Fitter:
             profile = session.profile
             self.tell("weighing a step")
             weighed = self._weighed(laboratory, session)
-            seconds = []
-            for _ in range(TIMED_STEPS):
-                self.tell("timing a step")
-                stopwatch = self._stopwatch()
-                self._marked(laboratory, session, stopwatch)
-                seconds.append(read_seconds(stopwatch.read()))
+            seconds: list[dict[int, RegionSeconds]] = []
+            taken = _repeated(partial(self._stopped, laboratory, session, seconds))
+            self._long = _is_long(min(taken))
         return Profiled(profile=profile, step=weighed, seconds=seconds, saved_share=saved_share)
+
+    def _stopped(
+        self, laboratory: Laboratory, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
+    ) -> float:
+        """A step with the stopwatch; returns what it took in all."""
+        self.tell("timing a step")
+        stopwatch = self._stopwatch()
+        self._marked(laboratory, session, stopwatch)
+        marks = stopwatch.read()
+        readings.append(read_seconds(marks))
+        return float(marks[-1][1])
 
     def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> list[Profiled]:
         """The same step in the other compiled forms; those that save what one before them saves are left out."""
@@ -174,7 +186,8 @@ class Fitter:
         self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
 
     def _session(self, inputs: Inputs, saved_share: float | None) -> ProfileSession:
-        return ProfileSession(self.names, self.device, inputs, saved_share)
+        tiles = self.options is OptionSet.ALL
+        return ProfileSession(self.names, self.device, inputs, saved_share, tiles=tiles)
 
     def _weighed(self, laboratory: Laboratory, session: ProfileSession) -> StepBytes:
         with weighing(self.device) as scale:
@@ -220,7 +233,7 @@ class Fitter:
         """The plan that was chosen, with its seconds: no other is timed, for steps are dear."""
         self.tell("timing the plan")
         with nullcontext() if best.executor is None else self.attached(best.executor):
-            seconds = min(self._timed(laboratory) for _ in range(TIMED_STEPS))
+            seconds = min(_repeated(partial(self._timed, laboratory)))
         return replace(
             best,
             measured=replace(best.measured, seconds=seconds),
@@ -237,11 +250,23 @@ class Fitter:
             if self.options is OptionSet.ALL and can_fuse_loss(self.root):
                 fitting = self._with_fused_loss(laboratory, fitting)
         if isinstance(fitting, BudgetTooSmall):
-            raise fitting
+            raise self._with_levers(fitting)
         self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
+
+    def _with_levers(self, error: BudgetTooSmall) -> BudgetTooSmall:
+        """The same error, with what else would lower the floor."""
+        if self.options is OptionSet.ALL:
+            return error
+        fused = "computes the loss in slices, without whole logits, and " if can_fuse_loss(self.root) else ""
+        return BudgetTooSmall(
+            f"{error} options=retape.ALL {fused}may run parts of a region in tiles; its gradients are summed in another order.",
+            budget_bytes=error.budget_bytes,
+            floor_bytes=error.floor_bytes,
+            binding=error.binding,
+        )
 
     def _fitted(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
         try:
@@ -258,13 +283,13 @@ class Fitter:
             return without
         self.tell("with the loss fused")
         self._take_regions(self._first_regions)
-        fuse_loss(self.root)
+        fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes))
         fused: Fitting | BudgetTooSmall | None = None
         try:
             fused = self._fitted(laboratory)
         finally:
             better = isinstance(fused, Fitting) and (
-                isinstance(without, BudgetTooSmall) or fused.measured.seconds < without.measured.seconds
+                isinstance(without, BudgetTooSmall) or bool(decided_by_first(partial(_quickest, [without, fused])))
             )
             if not better:
                 unfuse_loss(self.root)
@@ -301,16 +326,38 @@ class Fitter:
             everything=self.budget.share == 1.0,
             # Of the chain as it was profiled: what is learned from running one plan is about that one.
             frontier=decided_by_first(partial(frontier, modelled.chain)),
+            long=self._long,
         )
         if self._search(laboratory, profile, modelled, rounds):
             # How long copies are on their way is the least certain part of a model: see what can be had without them.
-            self._search(laboratory, profile, modelled.without_offload(), rounds)
+            self._search(laboratory, profile, modelled.without(OptionKind.OFFLOAD), rounds)
         if rounds.best is not None:
-            return self._timed_best(laboratory, rounds.best)
+            best = self._timed_best(laboratory, rounds.best)
+            return self._or_plainer(laboratory, profile, modelled, rounds, best)
         if rounds.failure is not None:
             raise rounds.failure
         assert rounds.last is not None
         raise self._not_kept(rounds.limit_bytes, rounds.last)
+
+    def _or_plainer(
+        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
+    ) -> Fitting:
+        """Beside a plan that is slower than it promised, one that asks less of the host, if that is faster.
+
+        On a GPU the host's work is hidden behind the kernels, and so it is not in the profile; with small kernels it is not hidden.
+        """
+        promised = best.plan.promised_seconds or 0.0
+        slow = decided_by_first(lambda: best.measured.seconds > SLOWER_THAN_PROMISED * promised)
+        used = {choice.option for choice in best.assignment.choices} & {OptionKind.SELECT, OptionKind.OFFLOAD}
+        if self._long or not (slow and used and hides_the_host(self.device)):
+            return best
+        found = [best]
+        for kinds in ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD)):
+            other = Rounds(limit_bytes=rounds.limit_bytes, everything=False, frontier=rounds.frontier)
+            self._search(laboratory, profile, modelled.without(*kinds), other)
+            if other.best is not None and all(other.best.assignment != one.assignment for one in found):
+                found.append(self._timed_best(laboratory, other.best))
+        return found[decided_by_first(lambda: _quickest(found))]
 
     def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
         """Solve, run and compare until a plan is confirmed; whether one passed the budget that moves slots to the host."""
@@ -408,35 +455,17 @@ class Fitter:
         )
 
 
-def meanings_of(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
-    kinds = {kind: number for number, kind in enumerate(profile.traces)}
-    found = []
-    for stage, about in zip(modelled.chain.stages, modelled.stages, strict=True):
-        if about.region is None:
-            found.append(StageMeaning(choice=None))
-            continue
-        call = profile.calls[about.region]
-        trace = profile.traces[call.kind]
-        choice = Choice(
-            name=call.name,
-            root_call=call.root_call,
-            call=call.call,
-            kind=kinds[call.kind],
-            slots=len(trace.slots) if trace is not None else 0,
-            elements=elements(call.inputs),
-        )
-        held = tuple(tuple(sorted(slots or ())) for slots in about.held)
-        moved = tuple(tuple(sorted(slots)) for slots in about.moved)
-        inputs = tuple(tuple(sorted(tensors)) for tensors in about.moved_inputs)
-        kinds_of_choices = tuple(option.kind for option in stage.choices)
-        found.append(
-            StageMeaning(
-                choice=choice,
-                held=held,
-                moved=moved,
-                moved_inputs=inputs,
-                kinds=kinds_of_choices,
-                saved_shares=about.saved_shares,
-            )
-        )
-    return tuple(found)
+def _repeated(run: Callable[[], float]) -> list[float]:
+    """The seconds of a few runs; of one, where it is long. Ranks run equally often."""
+    found = [run()]
+    while len(found) < TIMED_STEPS and not _is_long(found[-1]):
+        found.append(run())
+    return found
+
+
+def _is_long(seconds: float) -> bool:
+    return largest(int(1e3 * seconds)) >= 1e3 * LONG_STEP_SECONDS
+
+
+def _quickest(found: list[Fitting]) -> int:
+    return min(range(len(found)), key=lambda number: found[number].measured.seconds)

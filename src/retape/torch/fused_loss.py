@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
-from retape.torch.logits import Logits
+from retape.torch.logits import CHUNK_BYTES, Logits
 
 _LOG = logging.getLogger("retape")
+_PARTS = 8  # of what activations may take, one is for a chunk
 
 
 class _Thread(threading.local):
@@ -31,11 +32,17 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def fuse_loss(model: nn.Module) -> nn.Module:
-    """Compute the training loss of a causal language model without whole logits; returns the model."""
+def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None) -> nn.Module:
+    """Compute the training loss of a causal language model without whole logits; returns the model.
+
+    The buffers of a chunk of logits take at most `chunk_bytes`, where that is less than usual.
+    """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     head = _head_of(model)
+    vars(head).pop(CHUNK_BYTES, None)
+    if chunk_bytes is not None:
+        setattr(head, CHUNK_BYTES, chunk_bytes)
     if getattr(model, "loss_function", None) is fused_causal_loss:
         return model
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
@@ -61,6 +68,7 @@ def can_fuse_loss(model: nn.Module) -> bool:
 
 def unfuse_loss(model: nn.Module) -> nn.Module:
     """Undo `fuse_loss`; returns the model."""
+    vars(_head_of(model)).pop(CHUNK_BYTES, None)
     if getattr(model, "loss_function", None) is fused_causal_loss:
         del model._loss_function
     for module in (model, _head_of(model)):
@@ -70,6 +78,11 @@ def unfuse_loss(model: nn.Module) -> nn.Module:
                     where.pop(number, None)
                 module._forward_hooks_always_called.pop(number, None)
     return model
+
+
+def chunk_within(budget_bytes: int | None, fixed_bytes: int) -> int | None:
+    """What a chunk may take of a budget that leaves so much to activations."""
+    return None if budget_bytes is None else max(1, (budget_bytes - fixed_bytes) // _PARTS)
 
 
 def _head_of(model: nn.Module) -> nn.Linear:

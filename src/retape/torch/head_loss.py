@@ -234,18 +234,28 @@ class _Gradients:
             add_product(self.weight, slope, (rows * factor.unsqueeze(1).to(rows.dtype)).to(slope.dtype))
 
 
-def _chunks(rows: Tensor, classes: int, loss: _Loss, weight_gradient: bool) -> Iterator[slice]:
-    """Chunks of equal length: as many rows as their buffers fit the chunk's bytes.
+def usual_chunk_bytes(device: torch.device, classes: int, features: int, *, weight_gradient: bool) -> int:
+    """What the buffers of a chunk take where nobody says: 512 MiB on a GPU and 64 MiB elsewhere.
 
-    Those are 512 MiB on a GPU and 64 MiB elsewhere, or as many as the sum of the weight's gradients takes where that is more:
-    every chunk reads and writes all of that sum, which must not cost more than the chunk itself.
+    Or as much as the sum of the weight's gradients, where that is more: every chunk reads and writes all of that sum, which
+    must not cost more than the chunk itself.
     """
+    at_least = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE)
+    return max(at_least, classes * features * 4 if weight_gradient else 0)
+
+
+def rows_within(chunk_bytes: int, classes: int) -> int:
+    """How many rows of logits have buffers of so many bytes."""
+    return max(1, chunk_bytes // (_BYTES_PER_LOGIT * max(1, classes)))
+
+
+def _chunks(rows: Tensor, classes: int, loss: _Loss, weight_gradient: bool) -> Iterator[slice]:
+    """Chunks of equal length: as many rows as their buffers fit the chunk's bytes."""
     count, features = rows.shape
     most = loss.chunk_rows
     if most is None:
-        at_least = _CHUNK_BYTES.get(rows.device.type, _CHUNK_BYTES_ELSEWHERE)
-        gradient_bytes = classes * features * 4 if weight_gradient else 0
-        most = max(1, max(at_least, gradient_bytes) // (_BYTES_PER_LOGIT * max(1, classes)))
+        usual = usual_chunk_bytes(rows.device, classes, features, weight_gradient=weight_gradient)
+        most = rows_within(usual, classes)
     pieces = max(1, -(-count // most))
     step = max(1, -(-count // pieces))
     for start in range(0, count, step):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
+# What may stand where a tensor comes later: `cache.keys = None`, `losses["aux"] = 0`, an empty list.
+BLANKS = ATOMS | {list, tuple, dict}
 OWN_FIELDS = frozenset(nn.Module().__dict__)
 _ABSENT = object()
 
@@ -31,13 +33,15 @@ class DictHolder:
     """A dict, and what some of its keys held.
 
     Settings and counters among them are put back too: what depends on them comes out the same, and none is counted twice.
+    `blanks` are what other keys held: it counts where a tensor has come in its place since.
     """
 
-    __slots__ = ("_count", "_kept", "container", "then")
+    __slots__ = ("_count", "_kept", "blanks", "container", "then")
 
     def __init__(self, container: dict[Any, Any]) -> None:
         self.container = container
         self.then: dict[Any, Any] = {}
+        self.blanks: dict[Any, Any] = {}
         self._count = len(container)
         self._kept: dict[Any, Any] | None = None
 
@@ -51,6 +55,9 @@ class DictHolder:
         for key, value in self.then.items():
             now = container.get(key, _ABSENT)
             if now is not value and not _same(now, value):
+                container[key] = value
+        for key, value in self.blanks.items():
+            if isinstance(container.get(key), Tensor):
                 container[key] = value
 
     def leave(self) -> None:
@@ -113,6 +120,7 @@ class ModuleHolder(DictHolder):
     ) -> None:
         self.container = fields
         self.then = then
+        self.blanks = _EMPTY
         self._count = count
         self._kept = None
         self._dicts = dicts
@@ -150,26 +158,38 @@ def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:
 
 
 class SlotHolder:
-    """An object that keeps its attributes in slots, and the tensors among them."""
+    """An object that keeps its attributes in slots, and the tensors among them; and what stood where a tensor may come later."""
 
-    __slots__ = ("_kept", "_object", "_then")
+    __slots__ = ("_blanks", "_kept", "_object", "_then")
 
     def __init__(self, value: Any, names: list[str]) -> None:
         self._object = value
-        self._then = {name: tracked(getattr(value, name)) for name in names}
+        held = {name: getattr(value, name, _ABSENT) for name in names}
+        self._then = {name: tracked(item) for name, item in held.items() if isinstance(item, Tensor)}
+        self._blanks = {name: item for name, item in held.items() if item is _ABSENT or type(item) in BLANKS}
         self._kept: dict[str, Any] = {}
 
     def enter(self) -> None:
-        self._kept = {name: getattr(self._object, name, None) for name in self._then}
+        self._kept = kept = {name: getattr(self._object, name, _ABSENT) for name in (*self._then, *self._blanks)}
         for name, tensor in self._then.items():
-            if not _same(self._kept[name], tensor):
+            if not _same(kept[name], tensor):
                 setattr(self._object, name, tensor)
+        for name, blank in self._blanks.items():
+            if isinstance(kept[name], Tensor):
+                self._put(name, blank)
 
     def leave(self) -> None:
         for name, value in self._kept.items():
-            if getattr(self._object, name, None) is not value:
-                setattr(self._object, name, value)
+            now = getattr(self._object, name, _ABSENT)
+            if now is not value and (name in self._then or isinstance(now, Tensor) or isinstance(value, Tensor)):
+                self._put(name, value)
         self._kept = {}
+
+    def _put(self, name: str, value: Any) -> None:
+        if value is _ABSENT:
+            delattr(self._object, name)
+        else:
+            setattr(self._object, name, value)
 
 
 Holder = DictHolder | ListHolder | SlotHolder

@@ -35,28 +35,32 @@ _vars: Callable[[Any], dict[str, Any]] = vars
 
 
 class Layout:
-    """Where everything stands in a tree of modules. A number counts through all fields of all modules ("field" numbers), or
-    through all entries of their buffers, children and parameters ("held" numbers).
+    """Where everything stands in a tree of modules. A number counts through the fields that matter of all modules ("field"
+    numbers), or through all entries of their buffers, children and parameters ("held" numbers).
     """
 
     __slots__ = (
         "_children",
         "_expected",
+        "_field_keys",
         "_held_types",
-        "_pick_held",
-        "_pick_hooks",
+        "_pick_fields",
         "_root_type",
         "_weak",
-        "field_keys",
+        "content",
         "field_lengths",
+        "field_places",
         "field_types",
         "fills_what_it_saved",
+        "has_objects",
         "held_keys",
         "held_lengths",
+        "hooks",
+        "is_simple",
+        "keys_of_parts",
         "kinds",
         "only_parameters",
         "others",
-        "pick_settings",
         "pick_switches",
         "renormalised",
         "settings",
@@ -76,47 +80,53 @@ class Layout:
         self._weak = [weakref.ref(module) for module in modules[1:]]
         self.fills_what_it_saved = nn.RReLU in map(type, modules)
         fields = list(map(_vars, modules))
-        self.field_keys: list[str] = list(_flat(fields))
+        self._field_keys: list[str] = list(_flat(fields))
         self.field_lengths = list(map(len, fields))
-        values = list(_flat(map(_values, fields)))
-        self.field_types = list(map(type, values))
-        self._sort_fields(values)
-        at = {(owner, key): number for number, (owner, key) in enumerate(_owned(fields))}
-        owners = range(len(modules))
-        self._pick_held = itemgetter(*[at[owner, key] for owner in owners for key in _HELD])
-        self._pick_hooks = itemgetter(*[at[owner, key] for owner in owners for key in _HOOKS])
-        content = self._pick_held(values)
+        now = self._sort_fields(fields)
+        content = now[self.content]
         held = list(_flat(map(_values, content)))
         self.held_keys: list[Any] = list(_flat(map(_keys, content)))
         self.held_lengths = list(map(len, content))
+        self.keys_of_parts: list[tuple[Any, ...]] = list(map(tuple, content))
         self._held_types = list(map(type, held))
         self._sort_held(modules, held)
-        self._find_written(modules, at, list(_owned(content)))
+        self._find_written(modules, list(_owned(content)))
+        self.is_simple = self.only_parameters and not (
+            self.has_objects or self.renormalised or self.statistics or self.fills_what_it_saved
+        )
 
-    def _sort_fields(self, values: list[Any]) -> None:
-        """Which fields are settings, tensors, or objects to be followed."""
-        settings, switches, tensors, others, simple = [], [], [], [], True
-        for number, (key, value) in enumerate(zip(self.field_keys, values, strict=True)):
-            kind = type(value)
-            if key in OWN_FIELDS and key != "training":
-                continue
-            if kind in _SETTINGS:
-                settings.append(number)
-                if kind is bool:
-                    switches.append(number)
-            elif isinstance(value, Tensor):
-                settings.append(number)
-                tensors.append(number)
-            else:
-                simple = False
-                if not isinstance(value, nn.Module):
-                    others.append(number)
-        self.settings = settings
-        # Objects that are no settings must not be held, so where there are none all values are kept as they were read.
-        self.pick_settings = None if simple else _picker(settings)
-        self.pick_switches = _picker(switches)
-        self.tensor_fields = tensors
-        self.others = others
+    def _sort_fields(self, fields: list[dict[str, Any]]) -> tuple[Any, ...]:
+        """Which fields matter: settings, tensors among them, dicts, objects to be followed; and what stands in them.
+
+        What else `nn.Module` itself keeps is no concern.
+        """
+        settings: list[tuple[int, str]] = []
+        objects: list[tuple[int, str]] = []
+        modules: list[tuple[int, str]] = []
+        for owner, part in enumerate(fields):
+            for key, value in part.items():
+                if key in OWN_FIELDS and key != "training":
+                    continue
+                if type(value) in _SETTINGS or isinstance(value, Tensor):
+                    settings.append((owner, key))
+                else:
+                    (modules if isinstance(value, nn.Module) else objects).append((owner, key))
+        owners = range(len(fields))
+        dicts = [(owner, key) for keys in (_HELD, _HOOKS) for owner in owners for key in keys]
+        # What a tree holds, to compare by identity, comes first; objects, which it must not keep alive, come last.
+        self.field_places = places = [*settings, *dicts, *objects, *modules]
+        first = len(settings)
+        middle, last = first + len(_HELD) * len(fields), first + len(dicts)
+        self.settings, self.content, self.hooks = slice(0, first), slice(first, middle), slice(middle, last)
+        self.others, self.has_objects = slice(last, last + len(objects)), bool(objects or modules)
+        at = {place: number for number, place in enumerate(_owned(fields))}
+        self._pick_fields = itemgetter(*[key if len(fields) == 1 else at[owner, key] for owner, key in places])
+        now = self.look(fields)
+        assert now is not None
+        self.field_types = list(map(type, now))
+        self.pick_switches = _picker([number for number in range(first) if type(now[number]) is bool])
+        self.tensor_fields = [number for number in range(first) if isinstance(now[number], Tensor)]
+        return now
 
     def _sort_held(self, modules: list[nn.Module], held: list[Any]) -> None:
         """Which entries are tensors, and which child is which module."""
@@ -130,39 +140,50 @@ class Layout:
         found = [held[number] for number in tensors]
         self.only_parameters = not self.tensor_fields and _PARAMETER.issuperset(map(type, found))
 
-    def _find_written(
-        self, modules: list[nn.Module], at: dict[tuple[int, str], int], entries: list[tuple[int, Any]]
-    ) -> None:
+    def _find_written(self, modules: list[nn.Module], entries: list[tuple[int, Any]]) -> None:
         """What modules write to by themselves: the statistics of norms, the rows of an embedding that scales them."""
         self.statistics: list[
             tuple[int, list[int]]
         ] = []  # the number of the `training` flag, the buffers' held numbers
         self.renormalised: list[int] = []
         for owner, module in enumerate(modules):
-            if isinstance(module, _compat.NORMS) and (owner, "training") in at:
+            if isinstance(module, _compat.NORMS) and (owner, "training") in self.field_places:
                 buffers = [n for n, (part, _) in enumerate(entries) if part == len(_HELD) * owner]
-                self.statistics.append((at[owner, "training"], buffers))
+                self.statistics.append((self.field_places.index((owner, "training")), buffers))
             if module.__dict__.get("max_norm") is not None:
                 part = len(_HELD) * owner + _HELD.index("_parameters")
                 self.renormalised += [n for n, (other, _) in enumerate(entries) if other == part]
 
+    def look(self, fields: list[dict[str, Any]]) -> tuple[Any, ...] | None:
+        """What stands in the fields that matter, or None if the modules have others."""
+        if len(fields) == 1:  # the names that matter, and as many as there were: then the rest are the same too
+            only = fields[0]
+            if len(only) != len(self._field_keys):
+                return None
+            try:
+                return self._pick_fields(only)  # type: ignore[no-any-return]
+            except KeyError:
+                return None
+        if list(_flat(fields)) != self._field_keys or list(map(len, fields)) != self.field_lengths:
+            return None
+        return self._pick_fields(list(_flat(map(_values, fields))))  # type: ignore[no-any-return]
+
     def read(self, root: nn.Module) -> Tree | None:
         """What the tree holds now, or None if it is not laid out like this any more."""
-        weak = self._weak
-        modules: list[Any] = [root, *[reference() for reference in weak]] if weak else [root]
-        try:
-            fields: list[dict[str, Any]] = list(map(_vars, modules))
-        except TypeError:  # one is gone
+        modules: list[Any] = [root]
+        if self._weak:
+            modules += [reference() for reference in self._weak]
+            try:
+                fields: list[dict[str, Any]] = list(map(_vars, modules))
+            except TypeError:  # one is gone
+                return None
+        else:
+            fields = [root.__dict__]
+        then = self.look(fields)
+        if then is None or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
             return None
-        if list(_flat(fields)) != self.field_keys or type(root) is not self._root_type:
-            return None
-        if weak and list(map(len, fields)) != self.field_lengths:
-            return None
-        values = list(_flat(map(_values, fields)))
-        if list(map(type, values)) != self.field_types:
-            return None
-        content = self._pick_held(values)
-        if list(map(len, content)) != self.held_lengths or list(_flat(map(_keys, content))) != self.held_keys:
+        content = then[self.content]
+        if list(map(tuple, content)) != self.keys_of_parts:
             return None
         held = list(_flat(map(_values, content)))
         if list(map(type, held)) != self._held_types:
@@ -170,8 +191,7 @@ class Layout:
         children, expected = self._children, self._expected
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
-        hooks = self._pick_hooks(values)
-        return Tree(self, modules, fields, values=values, content=content, held=held, hooks=hooks)
+        return Tree(self, modules, fields, then=then, held=held)
 
 
 Pick = Callable[[Any], Sequence[Any]]
@@ -194,24 +214,16 @@ def _owned(dicts: Any) -> Iterator[tuple[int, Any]]:
 class Tree:
     """What a tree of modules held when a region first ran: a holder of them all."""
 
-    __slots__ = (
-        "_content",
-        "_entered",
-        "_fields_are_as_then",
-        "_held",
-        "_hook_copies",
-        "_hooks",
-        "_kept",
-        "_then",
-        "fields",
-        "layout",
-        "modules",
-        "others",
-        "renormalised",
-        "state",
-        "statistics",
-        "switches",
-    )
+    # What most trees leave as it is has its value here: setting fields is what making one costs.
+    state: Sequence[Tensor] = ()
+    switches: tuple[bool, ...] = ()
+    others: Sequence[Any] = ()
+    statistics: set[int] | None = None
+    renormalised: set[int] | None = None
+    _hook_copies: list[dict[Any, Any]] | None = None
+    _kept: Sequence[Any] = ()
+    _entered: list[ModuleHolder] | None = None
+    _fields_are_as_then = True
 
     def __init__(
         self,
@@ -219,40 +231,44 @@ class Tree:
         modules: list[nn.Module],
         fields: list[dict[str, Any]],
         *,
-        values: list[Any],
-        content: tuple[dict[Any, Any], ...],
+        then: tuple[Any, ...],
         held: list[Any],
-        hooks: tuple[dict[Any, Any], ...],
     ) -> None:
         self.layout = layout
         self.modules = modules
         self.fields = fields
-        self.state: Sequence[Tensor] = layout.tensors(held) if layout.tensors is not None else ()
-        self.switches = tuple(layout.pick_switches(values)) if layout.pick_switches is not None else ()
-        self.others: list[Any] = [values[number] for number in layout.others] if layout.others else _NONE
-        self.statistics: set[int] | None = None
-        self.renormalised: set[int] | None = None
-        if not layout.only_parameters:
-            self._meet_buffers(values, held)
+        if layout.tensors is not None:
+            self.state = layout.tensors(held)
+        if layout.pick_switches is not None:
+            self.switches = tuple(layout.pick_switches(then))
+        if not layout.is_simple:
+            then = self._meet_rest(then, held)
+        self._then = then
+        self._content: tuple[dict[Any, Any], ...] = then[layout.content]
+        self._held = held
+        self._hooks: tuple[dict[Any, Any], ...] = then[layout.hooks]
+        if any(self._hooks):
+            self._hook_copies = [hook.copy() for hook in self._hooks]
+
+    def _meet_rest(self, now: tuple[Any, ...], held: list[Any]) -> tuple[Any, ...]:
+        """Everything beside parameters and plain settings; returns what there is to compare with."""
+        layout = self.layout
+        self.others = now[layout.others]
         if layout.renormalised:
             self.renormalised = {id(held[number]) for number in layout.renormalised}
-        self._then: Any = values if layout.pick_settings is None else layout.pick_settings(values)
-        self._content = content
-        self._held = held
-        self._hooks = hooks
-        self._hook_copies = [hook.copy() for hook in hooks] if any(hooks) else None
-        self._kept: list[Any] = _NONE
-        self._entered: list[ModuleHolder] | None = None
-        self._fields_are_as_then = True
+        then = list(now[: layout.hooks.stop])
+        if not layout.only_parameters:
+            self._meet_buffers(then, held)
+        return tuple(then)
 
-    def _meet_buffers(self, values: list[Any], held: list[Any]) -> None:
+    def _meet_buffers(self, then: list[Any], held: list[Any]) -> None:
         """Buffers, and tensors in fields: some are statistics, and a history among them could close a cycle through the graph."""
         layout = self.layout
         if layout.statistics:
-            self.statistics = {id(held[n]) for flag, buffers in layout.statistics if values[flag] for n in buffers}
+            self.statistics = {id(held[n]) for flag, buffers in layout.statistics if then[flag] for n in buffers}
         if layout.tensor_fields:
-            self.state = [*self.state, *[values[number] for number in layout.tensor_fields]]
-        for items, numbers in ((values, layout.tensor_fields), (held, layout.tensor_numbers)):
+            self.state = [*self.state, *[then[number] for number in layout.tensor_fields]]
+        for items, numbers in ((then, layout.tensor_fields), (held, layout.tensor_numbers)):
             for number in numbers:
                 if items[number].grad_fn is not None:
                     items[number] = tracked(items[number])
@@ -261,10 +277,10 @@ class Tree:
         """Where each tensor of `state` stands: in which dict, under which key."""
         layout = self.layout
         parts = _spread(self._content, layout.held_lengths)
-        owners = _spread(self.fields, layout.field_lengths)
+        owned = [layout.field_places[number] for number in layout.tensor_fields]
         return [
             *[(parts[number], layout.held_keys[number]) for number in layout.tensor_numbers],
-            *[(owners[number], layout.field_keys[number]) for number in layout.tensor_fields],
+            *[(self.fields[owner], key) for owner, key in owned],
         ]
 
     # --- as a holder ----------------------------------------------------------------------------------------------
@@ -282,36 +298,36 @@ class Tree:
         holders, kept = self._entered, self._kept
         if holders is None:
             if self._is_as_then():
-                self._kept = _NONE
+                self._kept = ()
                 return
             if self._fields_are_as_then and self._hooks_are_as_then():
-                self._kept = _NONE
+                self._kept = ()
                 self._put_held_back()
                 return
             holders = self._one_by_one()
-            keys = _slices(self.layout.field_keys, self.layout.field_lengths)
-            for holder, names, values in zip(holders, keys, _slices(kept, self.layout.field_lengths), strict=True):
-                holder.entered_with(dict(zip(names, values, strict=True)))
-        self._entered, self._kept = None, _NONE
+            for holder, values in zip(holders, self._by_owner(kept), strict=True):
+                holder.entered_with(values)
+        self._entered, self._kept = None, ()
         for holder in holders:
             holder.leave()
 
     def _is_as_then(self) -> bool:
         """Whether every module holds, by identity, what it held when the region first ran."""
-        layout, fields, content = self.layout, self.fields, self._content
+        layout, content = self.layout, self._content
         self._fields_are_as_then = False
-        self._kept = values = list(_flat(map(_values, fields)))
-        settings: Any = values
-        if layout.pick_settings is not None:  # the others are no concern, unless a tensor has come in their place
-            if list(map(type, values)) != layout.field_types:
-                return False
-            settings = layout.pick_settings(values)
-        if not all(map(is_, settings, self._then)) or list(_flat(fields)) != layout.field_keys:
+        now = layout.look(self.fields)
+        if now is None:
+            return False
+        self._kept = now
+        # Of what must not be held the kind counts: a tensor may have come in its place.
+        if layout.has_objects and list(map(type, now)) != layout.field_types:
+            return False
+        if not all(map(is_, self._then, now)):
             return False
         self._fields_are_as_then = True
         return (
             all(map(is_, _flat(map(_values, content)), self._held))
-            and list(_flat(map(_keys, content))) == layout.held_keys
+            and list(map(tuple, content)) == layout.keys_of_parts
             and (not any(self._hooks) if self._hook_copies is None else self._hooks_are_as_then())
         )
 
@@ -335,9 +351,8 @@ class Tree:
 
     def _one_by_one(self) -> list[ModuleHolder]:
         """A holder for each module, of what it held then."""
-        layout, then = self.layout, self._then
-        settings = dict(zip(layout.settings, then, strict=True)) if layout.pick_settings is not None else then
-        known = set(layout.settings)
+        layout = self.layout
+        settings = self._by_owner(self._then[layout.settings])
         held = [
             dict(zip(*part, strict=True))
             for part in zip(
@@ -345,22 +360,29 @@ class Tree:
             )
         ]
         hooks = self._hook_copies or [{} for _ in self._hooks]
-        first, holders = 0, []
-        for number, (fields, length) in enumerate(zip(self.fields, layout.field_lengths, strict=True)):
-            mine = {layout.field_keys[n]: settings[n] for n in range(first, first + length) if n in known}
-            first += length
+        holders = []
+        for number, (fields, mine) in enumerate(zip(self.fields, settings, strict=True)):
             # Children and hooks, buffers, parameters: the last of `_HELD` is left alone where FSDP exchanges them.
             parts = slice(len(_HELD) * number, len(_HELD) * (number + 1) - (not layout.with_parameters))
             both = slice(len(_HOOKS) * number, len(_HOOKS) * (number + 1))
             dicts = (*self._content[parts], *self._hooks[both])
-            holders.append(ModuleHolder(fields, length, mine, dicts, [*held[parts], *hooks[both]]))
+            holders.append(
+                ModuleHolder(fields, layout.field_lengths[number], mine, dicts, [*held[parts], *hooks[both]])
+            )
         return holders
+
+    def _by_owner(self, values: Sequence[Any]) -> list[dict[str, Any]]:
+        """The first so many of the fields that matter, as a dict for each module."""
+        found: list[dict[str, Any]] = [{} for _ in self.fields]
+        for (owner, key), value in zip(self.layout.field_places, values, strict=False):
+            found[owner][key] = value
+        return found
 
 
 _NONE: list[Any] = []
 
 
-def _slices(items: list[Any], lengths: list[int]) -> list[list[Any]]:
+def _slices(items: Sequence[Any], lengths: list[int]) -> list[list[Any]]:
     """A list cut into pieces of these lengths."""
     rest = iter(items)
     return [list(islice(rest, length)) for length in lengths]

@@ -253,7 +253,7 @@ def refilled(region: Region, task: int) -> None:
         return
     regions = _REFILLED.get(task)
     if regions is None:
-        regions = _REFILLED[task] = {id(region): weakref.ref(region)}
+        _REFILLED[task] = {id(region): weakref.ref(region)}
         _compat.at_end_of_backward(partial(_release, task))
         if len(_REFILLED) > _MOST_TASKS:  # passes that ended in an exception never called back
             _REFILLED.popitem(last=False)

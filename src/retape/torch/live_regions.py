@@ -12,8 +12,10 @@ from typing import cast
 
 from torch import Tensor
 
+from retape.torch.adaptive_host import HostTier
+from retape.torch.adaptive_menu import Rung
 from retape.torch.adaptive_region import AdaptiveRegion, RegionRef
-from retape.torch.eviction import Candidate, neighbourhoods, score
+from retape.torch.eviction import Candidate, Moment, neighbourhoods, score
 from retape.torch.pressure import Account
 
 Takers = list[tuple[AdaptiveRegion, int]]
@@ -21,19 +23,23 @@ Takers = list[tuple[AdaptiveRegion, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A candidate, and what it stands for: the slots of a region, or one output of it in the hands of `takers`."""
+    """A candidate, and what it stands for: the slots of a region down to a `rung` of its menu (None: all of them), or one output of it in
+    the hands of `takers`. With `host` it is what the host has of a region, which is only let go of.
+    """
 
     candidate: Candidate
     region: AdaptiveRegion
+    rung: Rung | None = None
     output: int = -1
+    host: bool = False
     takers: Takers | None = None
 
 
 class LiveRegions:
     """Every region of the step that is alive, by its number."""
 
-    def __init__(self, account: Account) -> None:
-        self.account = account
+    def __init__(self, account: Account, host: HostTier) -> None:
+        self.account, self._host = account, host
         self.evictions = 0
         self.evicted_bytes = 0
         self._references: dict[int, RegionRef] = {}
@@ -48,7 +54,7 @@ class LiveRegions:
     def settled(self, region: AdaptiveRegion) -> None:
         """Its first run is over: it can be evicted."""
         self._running.discard(region.number)
-        region.look()
+        region.settle()
 
     def clear(self) -> None:
         self._references.clear()
@@ -72,12 +78,12 @@ class LiveRegions:
 
     # --- dropping ------------------------------------------------------------------------------------------------
 
-    def evict(self, wanted_bytes: int, position: int, pinned: set[int]) -> int:
+    def evict(self, wanted_bytes: int, position: int, pinned: set[int], *, backward: bool) -> int:
         """Drop until that many bytes are gone, or nothing is left; returns the bytes that went."""
         start = self.account.held_bytes()
         freed = 0
         while freed < wanted_bytes:
-            units = sorted(self._units(pinned), key=lambda unit: score(unit.candidate, position))
+            units = self._in_order(position, pinned, backward)
             if not units:
                 break
             for unit in units:
@@ -89,10 +95,21 @@ class LiveRegions:
         self.evicted_bytes += freed
         return freed
 
+    def _in_order(self, position: int, pinned: set[int], backward: bool) -> list[Unit]:
+        units = list(self._units(pinned))
+        farthest = max((abs(position - unit.candidate.number) for unit in units), default=0)
+        moment = Moment(position=position, farthest=farthest, backward=backward)
+        return sorted(units, key=lambda unit: score(unit.candidate, moment))
+
     def _drop(self, unit: Unit) -> None:
+        if unit.takers is None and unit.region.is_below(unit.rung):
+            return
         self.evictions += 1
+        if unit.host:
+            unit.region.send_away()
+            return
         if unit.takers is None:
-            unit.region.evict()
+            unit.region.evict(unit.rung)
             return
         for taker, place in unit.takers:
             taker.drop_input(place, unit.region, unit.output)
@@ -111,12 +128,29 @@ class LiveRegions:
         before, behind = neighbourhoods({region.number: region.kind.seconds for region in regions}, self._makers)
         for region in regions:
             own = region.kind.seconds + before.get(region.number, 0.0)
-            if region.own_bytes and region.serial not in pinned:
-                yield Unit(
-                    candidate=Candidate(number=region.number, seconds=own, bytes=region.own_bytes), region=region
-                )
+            if region.serial not in pinned and region.own_bytes:
+                yield from self._slot_units(region, before.get(region.number, 0.0))
             if region.handed_out and (region.evicted or not region.own_bytes):
                 yield from self._output_units(region, own, behind, pinned)
+
+    def _slot_units(self, region: AdaptiveRegion, before: float) -> Iterator[Unit]:
+        """The slots of a region, rung by rung down to nothing: each with the seconds that it adds to those above it."""
+        number, left = region.number, region.own_bytes
+        copied = region.copied_bytes() if region.copies else 0
+        if copied:
+            seconds = self._host.seconds_back(copied)
+            candidate = Candidate(number=number, seconds=seconds, bytes=copied, once=True)
+            yield Unit(candidate=candidate, region=region, host=True)
+        known = 0.0 if region.rung is None else region.rung.seconds + before
+        for rung, size in region.rungs():
+            if size:
+                seconds = rung.seconds + before - known
+                candidate = Candidate(number=number, seconds=seconds, bytes=size, once=True)
+                yield Unit(candidate=candidate, region=region, rung=rung)
+                known, left = rung.seconds + before, left - size
+        if left > 0:
+            rest = max(0.0, region.kind.seconds + before - known)
+            yield Unit(candidate=Candidate(number=number, seconds=rest, bytes=left, once=True), region=region)
 
     def _output_units(
         self, region: AdaptiveRegion, seconds: float, behind: dict[int, float], pinned: set[int]
@@ -134,6 +168,11 @@ class LiveRegions:
         number = max(taker.number for taker, _ in takers)
         candidate = Candidate(number=number, seconds=seconds, bytes=max(1, size))
         return Unit(candidate=candidate, region=region, output=output, takers=takers)
+
+    def before(self, number: int) -> AdaptiveRegion | None:
+        """The region that backward comes to next, of those that have something on the host only."""
+        found = [region for region in self if region.number < number and region.away()]
+        return max(found, key=lambda region: region.number, default=None)
 
     # --- making again --------------------------------------------------------------------------------------------
 

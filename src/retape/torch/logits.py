@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
-from retape.torch.head_loss import linear_cross_entropy
+from retape.torch.head_loss import linear_cross_entropy, rows_within, usual_chunk_bytes
+
+CHUNK_BYTES = "_retape_chunk_bytes"  # of a head: what the buffers of a chunk may take at most
+_LEAST_ROWS = 64  # a chunk of fewer would keep a GPU waiting
 
 
 class Logits:
@@ -39,7 +42,16 @@ class Logits:
             soft_cap=self.cap,
             reduction=reduction,
             shift=shift,
+            chunk_rows=self._chunk_rows(),
         )
+
+    def _chunk_rows(self) -> int | None:
+        """Fewer rows than usual, where the head says that there is less room."""
+        weight, most = self.head.weight, getattr(self.head, CHUNK_BYTES, None)
+        if most is None:
+            return None
+        usual = usual_chunk_bytes(self.device, *weight.shape, weight_gradient=weight.requires_grad)
+        return None if most >= usual else max(_LEAST_ROWS, rows_within(most, len(weight)))
 
     def __mul__(self, factor: Any) -> Logits:
         if not isinstance(factor, (int, float)) or (self.cap is not None and factor <= 0):

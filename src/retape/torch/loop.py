@@ -83,7 +83,7 @@ def scan(
     start = carry if reduce is None else (carry, _NOTHING_YET)
     ys = Ys(f"scan of {name_of(step)}", steps) if reduce is None else None
     parts = _Parts(step, body_step, start, given, ys, params=params, others=(reduce,))
-    plan = _plan(parts, steps, counts, budget, levels)
+    plan = _plan(parts, steps, counts, budget, levels, tapes=resume is None)  # no file holds a tape
     driver = parts.driver(plan, levels, resume)
     driver.run_known(steps, plan.actions)
     final, stacked = _through_node(driver, start, ys)
@@ -194,15 +194,17 @@ def _plan(
     counts: tuple[int | None, int | None],
     budget: BudgetLike | None,
     levels: tuple[Tier, ...],
+    *,
+    tapes: bool,
 ) -> LoopPlan:
     snapshots, block = counts
     if budget is not None:
-        return plan_within(steps, budget, parts.probe().sizes, snapshots=snapshots, block=block)
+        return plan_within(steps, budget, parts.probe().sizes, snapshots=snapshots, block=block, tapes=tapes)
     if levels:
         timed = any(tier.write_seconds(1) or tier.read_seconds(1) for tier in levels)
         sizes = parts.probe().sizes if timed else Sizes(parts.initial.nbytes, 0, 1.0)
         return plan_in_tiers(steps, levels, sizes, snapshots=snapshots, block=block)
-    size = min(steps, block or default_block(steps))
+    size = min(steps, block or default_block(steps, snapshots))
     return LoopPlan(steps=steps, snapshots=snapshots or default_snapshots(-(-steps // size)), block=size)
 
 

@@ -14,6 +14,7 @@ from retape.core.actions import Action, Backward, Forward, Free, Load, Save
 from retape.core.actions import Tape as TapeAction
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike, Loop, Tier
+from retape.core.schedules.mixed import mixed, total_steps
 from retape.core.schedules.multistage import Costs, multistage
 from retape.core.schedules.online import reverse_phase
 from retape.core.schedules.revolve import binomial, extra_steps, reverse_segment, revolve
@@ -24,6 +25,7 @@ _FEW_UNITS = (
     64  # up to so many blocks a state for each is worth its bytes, where nobody says how many snapshots to keep
 )
 _TABLE = 2 * 10**8  # operations that the table of a tiered schedule may take: seconds
+_MIXED_CELLS = 10_000  # of the table of a schedule that stores tapes too: some ten milliseconds
 KINDS = ("device", "host", "disk")
 
 
@@ -47,13 +49,14 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPlan:
-    """The schedule of a loop of known length. `tiers` of None: everything stays on the device."""
+    """The schedule of a loop of known length. `slots` of None: everything stays on the device. `mixed`: a slot may hold a block's tape."""
 
     steps: int
     snapshots: int
     block: int
     slots: tuple[int, ...] | None = None
     costs: Costs | None = None
+    mixed: bool = False
 
     @property
     def units(self) -> int:
@@ -62,19 +65,18 @@ class LoopPlan:
     @property
     def forward_steps(self) -> int:
         """The steps that will run forward in all, taping ones among them, where every block is whole and all slots are equal."""
+        if self.mixed:
+            return self.steps + (total_steps(self.units, self.snapshots) - self.units) * self.block
         return self.steps + extra_steps(self.units, self.snapshots) * self.block
 
     def actions(self) -> Iterator[StepAction]:
         """The whole schedule, in steps."""
-        units = (
-            self._tiered() if self.slots is not None and self.costs is not None else revolve(self.units, self.snapshots)
-        )
-        return in_steps(units, 0, self.steps, self.block)
+        return in_steps(self._over_blocks(), 0, self.steps, self.block)
 
-    def _tiered(self) -> Iterator[Action]:
-        assert self.slots is not None
-        assert self.costs is not None
-        return multistage(self.units, self.slots, self.costs)
+    def _over_blocks(self) -> Iterator[Action]:
+        if self.slots is not None and self.costs is not None:
+            return multistage(self.units, self.slots, self.costs)
+        return mixed(self.units, self.snapshots) if self.mixed else revolve(self.units, self.snapshots)
 
 
 def in_steps(actions: Iterator[Action], first: int, end: int, block: int) -> Iterator[StepAction]:
@@ -115,9 +117,16 @@ def reversal(stored: Sequence[int], end: int, snapshots: int, block: int) -> Ite
         end = start
 
 
-def default_block(steps: int) -> int:
-    """About three quarters of the square root, so that a block weighs less than a segment of sqrt(n) steps; never more than `BLOCK`."""
-    return max(1, min(BLOCK, 3 * math.isqrt(steps) // 4))
+def default_block(steps: int, snapshots: int | None = None) -> int:
+    """About three quarters of the square root, so that a block weighs less than a segment of sqrt(n) steps; never more than `BLOCK`.
+
+    Who gives a number of snapshots wants little memory: about the cube root, so that a block and a few states weigh less than two levels
+    of segments.
+    """
+    size = 3 * math.isqrt(steps) // 4
+    if snapshots is not None:
+        size = min(size, round(1.1 * steps ** (1 / 3)))
+    return max(1, min(BLOCK, size))
 
 
 def default_snapshots(units: int) -> int:
@@ -130,27 +139,41 @@ def default_snapshots(units: int) -> int:
     return count
 
 
-def plan_within(steps: int, budget: BudgetLike, sizes: Sizes, *, snapshots: int | None, block: int | None) -> LoopPlan:
-    """The plan with the fewest forward steps whose snapshots and tape stay inside the budget."""
+def plan_within(
+    steps: int, budget: BudgetLike, sizes: Sizes, *, snapshots: int | None, block: int | None, tapes: bool = True
+) -> LoopPlan:
+    """The plan with the fewest forward steps whose snapshots and tapes stay inside the budget; without `tapes` none is ever stored."""
     loop = Loop(steps=steps, state_bytes=sizes.state_bytes, tape_bytes=sizes.tape_bytes, name="the loop's step")
     limit = solve(loop, budget).budget_bytes
-    best: tuple[int, int, LoopPlan] | None = None
-    for size in _block_sizes(steps) if block is None else (block,):
-        units = -(-steps // size)
-        room = limit - sizes.state_bytes - size * sizes.tape_bytes
-        if room < 0 or (units > 1 and room < sizes.state_bytes):
-            continue
-        fitting = min(units, room // sizes.state_bytes) if sizes.state_bytes else units
-        slots = max(1, min(fitting, snapshots or fitting))
-        plan = LoopPlan(steps=steps, snapshots=slots, block=size)
-        taken = size * sizes.tape_bytes + slots * sizes.state_bytes
-        if best is None or (plan.forward_steps, taken) < best[:2]:
-            best = (plan.forward_steps, taken, plan)
-    if best is None:
+    found = [
+        (plan.forward_steps, taken, plan)
+        for size in (_block_sizes(steps) if block is None else (block,))
+        for taken, plan in _plans_of(steps, size, limit, sizes, snapshots, tapes=tapes)
+    ]
+    if not found:
         raise InvalidInput(
             f"block = {block} steps of {sizes.tape_bytes} bytes do not fit in a budget of {limit} bytes. Give a smaller block, or none."
         )
-    return best[2]
+    return min(found, key=lambda entry: entry[:2])[2]
+
+
+def _plans_of(
+    steps: int, size: int, limit: int, sizes: Sizes, snapshots: int | None, *, tapes: bool
+) -> Iterator[tuple[int, LoopPlan]]:
+    """What can be done with blocks of one size: with slots for states, and with slots for states or tapes; each with its bytes."""
+    units = -(-steps // size)
+    tape = size * sizes.tape_bytes
+    room = limit - sizes.state_bytes - tape
+    if room < 0:
+        return
+    for of_tapes, each in ((False, sizes.state_bytes), (True, max(sizes.state_bytes, tape))):
+        fitting = min(units, room // each) if each else units
+        slots = min(fitting, snapshots or fitting)
+        if units == 1:
+            slots = 1
+        if slots < 1 or (of_tapes and (not tapes or units == 1 or units * slots > _MIXED_CELLS)):
+            continue
+        yield tape + slots * each, LoopPlan(steps=steps, snapshots=slots, block=size, mixed=of_tapes)
 
 
 def _block_sizes(steps: int) -> list[int]:
@@ -166,7 +189,7 @@ def plan_in_tiers(
     steps: int, tiers: Sequence[Tier], sizes: Sizes, *, snapshots: int | None, block: int | None
 ) -> LoopPlan:
     """The plan for slots in several tiers: the cheapest one where its table is small, else Revolve over all slots together."""
-    size = block or default_block(steps)
+    size = block or default_block(steps, snapshots)
     units = -(-steps // size)
     slots = tier_slots(tiers, sizes.state_bytes, snapshots or default_snapshots(units))
     total = sum(slots)

@@ -260,6 +260,10 @@ class Driver:
         try:
             with state.Replay(self.ambient, (self.streams, self.start_tokens)):
                 found = _Reversal(self, carry, ys, keep=keep).run(self._rest)
+        except BaseException:
+            if not keep:
+                self.store.close()  # no pass can start from it any more, and files must not wait for the garbage collector
+            raise
         finally:
             self.hidden.give_back()
             if keep:
@@ -283,7 +287,8 @@ class Driver:
                 )
 
     def take_tape(self, step: int) -> tuple[Tape, bool]:
-        """The tape of the steps from `step` on, and whether it had been stored."""
+        """The tape of the steps from `step` on, and whether it had been stored. The state after it is not needed any more."""
+        self._working = State([], self.initial.spec, ())
         if step in self._tapes:
             return self._tapes.pop(step), True
         assert self._tape is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -52,43 +53,61 @@ class Tape(NamedTuple):
 
     def reverse(
         self,
-        carry: Sequence[Tensor | None],
-        ys: Sequence[Sequence[Tensor | None]],
+        carry: Grads,
+        ys: Sequence[Grads],
         *,
-        seeds: Sequence[Tensor | None],
+        seeds: Grads,
         captured: Sequence[Tensor],
         sums: Grads,
         retain: bool,
     ) -> Reversed:
-        """Carry gradients back through these steps. `seeds` are gradients of the first carry that come before all others."""
-        roots: list[Tensor] = []
-        grads: list[Tensor] = []
-        pairs = [
-            (captured, sums),
-            (self.carry_in, seeds),
-            (self.carry_out, carry),
-            *zip([s.ys for s in self.steps], ys, strict=True),
-        ]
+        """Carry gradients back through these steps. `seeds` are gradients of the first carry that come before all others.
+
+        What is given is taken out of its list, and where the graph is not kept its far ends are let go: then the engine frees
+        gradients as soon as they are used, and adds to the sums in place.
+        """
+        pairs = [(captured, sums), (self.carry_in, seeds), (self.carry_out, carry)]
+        pairs += zip([step.ys for step in self.steps], ys, strict=True)
+        ends: list[Tensor] = []
+        grads: Grads = []
         for leaves, given in pairs:
-            for leaf, grad in zip(leaves, given, strict=True):
+            for index, (leaf, grad) in enumerate(zip(leaves, given, strict=True)):
                 if grad is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
-                    roots.append(leaf)
+                    ends.append(leaf)
                     grads.append(grad)
+                    given[index] = None
         groups = [self.carry_in, *[step.xs for step in self.steps], list(captured)]
         wanted = [[isinstance(leaf, Tensor) and leaf.requires_grad for leaf in group] for group in groups]
-        inputs = [
-            leaf
-            for group, needed in zip(groups, wanted, strict=True)
-            for leaf, n in zip(group, needed, strict=True)
-            if n
-        ]
-        found: list[Tensor | None] = [None] * len(inputs)
-        if roots and inputs:
+        inputs = list(compress(chain.from_iterable(groups), chain.from_iterable(wanted)))
+        found: Sequence[Tensor | None] = [None] * len(inputs)
+        if ends and inputs:
+            root = _Given.apply(grads, *ends)
+            ends.clear()
+            if not retain:
+                self.carry_out.clear()
             with _hooks_aside(captured):
-                found = list(torch.autograd.grad(roots, inputs, grads, retain_graph=retain, allow_unused=True))
+                found = torch.autograd.grad(root, inputs, retain_graph=retain, allow_unused=True)
         rest = iter(found)
         result: list[Grads] = [[next(rest) if n else None for n in needed] for needed in wanted]
         return Reversed(result[0], result[1:-1], result[-1])
+
+
+class _Given(torch.autograd.Function):
+    """Hands gradients to their tensors, as the one node that a backward pass starts from.
+
+    Given to the engine as they are they would stay in the caller's hands, and the first addition to a sum would need room for a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grads: Grads, *ends: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.ones((), device=ends[0].device)  # on the stream of the steps
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        handed = (None, *ctx.grads)
+        ctx.grads.clear()
+        return handed
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import torch
 
-from retape.torch.modelling import Overheads
 from retape.torch.region import Region
+from retape.torch.region_ways import Overheads
 from retape.torch.select import Recipe, Replay, Step
 from retape.torch.trace import Recorder
 
@@ -19,9 +19,14 @@ ROUNDS = 20
 OPS = 100
 
 
+def hides_the_host(device: torch.device) -> bool:
+    """Whether the engine works while the device computes: with long kernels it costs nothing, and no profile shows it."""
+    return device.type == "cuda"
+
+
 def engine_overheads(device: torch.device) -> Overheads:
-    """Measured once in a process. On CUDA the engine works while the device computes, and costs nothing there."""
-    return Overheads() if device.type == "cuda" else _on_cpu()
+    """Measured once in a process."""
+    return Overheads() if hides_the_host(device) else _on_cpu()
 
 
 @cache

@@ -63,7 +63,8 @@ class Policy:
     A `recipe` says which ops a re-run need not run, given what is held. Only the outputs of a `linkable` region can be dropped
     by the one that takes them. `stage` is the region's number in a plan, and `way` says what becomes of the regions, by
     their numbers, that are run again to make this one's dropped input; without it `inputs` decides. Of the inputs that are
-    held, those with the numbers `moved_inputs` among the call's tensors go to the host until then.
+    held, those with the numbers `moved_inputs` among the call's tensors go to the host until then. Parts of the region that
+    treat rows independently are run in so many `tiles` (`tiling.py`).
     """
 
     hold_all: bool = False
@@ -77,6 +78,7 @@ class Policy:
     moved: frozenset[int] = field(default_factory=frozenset)
     moved_inputs: frozenset[int] = field(default_factory=frozenset)
     ahead: int = 1
+    tiles: int = 1
 
     @property
     def moves(self) -> bool:

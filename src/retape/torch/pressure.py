@@ -19,9 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from retape.torch import _compat
+from retape.torch.adaptive_menu import LESSONS, Rung
 from retape.torch.attach import original_class
 from retape.torch.checksum import inner_tensors
 from retape.torch.signature import Signature, elements, signature, weights_signature
+from retape.torch.trace import RegionTrace
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _MOST_NUMBERS = (
@@ -42,10 +44,10 @@ class _Entry:
 class Account:
     """The storages that regions hold. One that nobody holds any more counts until it is gone: somebody else may have it."""
 
-    __slots__ = ("_device", "_entries", "_left", "_total_bytes")
+    __slots__ = ("_entries", "_left", "_total_bytes", "device")
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         # A weak reference keeps a storage's address from being used again, so that the address can be its name.
         self._entries: dict[int, _Entry] = {}
         self._left: list[int] = []
@@ -58,7 +60,7 @@ class Account:
         return tuple(key for part in inner_tensors(tensor) for key in self.hold(part))
 
     def _hold_plain(self, tensor: Tensor) -> Keys:
-        if tensor.device != self._device:
+        if tensor.device != self.device:
             return ()
         storage = _compat.untyped_storage(tensor)
         key = storage._cdata
@@ -85,11 +87,6 @@ class Account:
                 entry.holders -= 1
                 if not entry.holders:
                     self._left.append(key)
-
-    def slot_died(self, reference: SlotRef) -> None:
-        """Autograd has let go of a slot."""
-        keys, reference.keys = reference.keys, ()
-        self.let_go(keys)
 
     def held_bytes(self) -> int:
         """All that is held, and what was held and is not gone yet."""
@@ -125,34 +122,36 @@ class Account:
         self._total_bytes = 0
 
 
-class SlotRef(weakref.ref[Any]):
-    """A weak reference to a slot, and under which keys its value is counted."""
-
-    __slots__ = ("keys",)
-
-    keys: Keys
-
-    def __new__(cls, slot: Any, gone: Callable[[SlotRef], None]) -> SlotRef:
-        made = super().__new__(cls, slot, gone)
-        made.keys = ()
-        return made
-
-    def __init__(self, slot: Any, gone: Callable[[SlotRef], None]) -> None:
-        super().__init__(slot, gone)  # type: ignore[call-arg]
-
-
 # --- kinds -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class Kind:
-    """Regions that are alike: the same code or class and weights, called with the same shapes."""
+    """Regions that are alike: the same code or class and weights, called with the same shapes.
+
+    `lessons` is how many of its re-runs are still to be written down op by op; from them comes the `menu`, which says how it can be dropped
+    in part. It is for regions with `slot_count` slots. `stateless` ones change nothing beside their output; the
+    slots in `moved` are copied to the host where there is a lane.
+    """
 
     owner: Any
     inputs: Signature
     elements: int
     seconds: float = 0.0
     runs: int = 0
+    lessons: int = LESSONS
+    traces: list[RegionTrace] = field(default_factory=list)
+    menu: tuple[Rung, ...] = ()
+    slot_count: int = -1
+    stateless: bool | None = None
+    moved: frozenset[int] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The class or function, in the user's words."""
+        owner = self.owner[0] if isinstance(self.owner, tuple) else self.owner
+        names = (getattr(owner, name, None) for name in ("__name__", "co_qualname", "co_name"))
+        return next((str(name) for name in names if name), "a region")
 
     def ran(self, seconds: float) -> None:
         """A first run is slow; from then on the quickest counts, and one outlier does no harm."""
@@ -249,15 +248,24 @@ class Needs:
         need, start = peak_bytes - above, live_bytes - above
         self._exact[key] = max(need, self._exact.get(key, need))
         self._starts[mark.phase, mark.kind] = max(start, self._starts.get((mark.phase, mark.kind), start))
+        self.weighed.add(mark.kind)
+        if mark.phase is Phase.RERUN and mark.number:
+            return  # of a part: no relative is to be judged by it
         family = self._families.setdefault((mark.phase, mark.kind.owner), {})
         family[mark.kind.elements] = max(need, family.get(mark.kind.elements, need))
-        self.weighed.add(mark.kind)
 
     def of(self, phase: Phase, kind: Kind, number: int) -> Need:
-        """What a phase is going to need; estimated from its relatives where it was not seen itself."""
+        """What a phase is going to need; estimated from its relatives where it was not seen itself.
+
+        The number of a re-run is that of the rung of its kind's menu that it starts from, 0 where everything is missing.
+        """
         known = self._exact.get((phase, kind, _numbered(phase, number)))
         if known is not None:
             return Need(bytes=known, measured=True)
+        if phase is Phase.RERUN and number:
+            whole = self.of(phase, kind, 0)
+            saved = next((rung.saved_bytes for rung in kind.menu if rung.number == number), 0)
+            return Need(bytes=max(0, whole.bytes - saved), measured=whole.measured)
         if phase is Phase.RERUN:
             known = self._rerun_like_forward(kind)
             if known is not None:
@@ -295,11 +303,14 @@ class Needs:
         if kind in self.weighed:
             return True
         points = self._families.get((Phase.FORWARD, kind.owner), {})
-        below = max((at for at in points if at <= kind.elements), default=None)
-        above = min((at for at in points if at >= kind.elements), default=None)
+        # As many numbers in another shape say nothing: attention sees the length.
+        below = max((at for at in points if at < kind.elements), default=None)
+        above = min((at for at in points if at > kind.elements), default=None)
         return below is not None and above is not None and above <= within * below
 
 
 def _numbered(phase: Phase, number: int) -> int:
+    if phase is Phase.RERUN:
+        return number
     # What runs after the backward of the first region (the embedding's) is not in any: only there does the number matter.
     return min(number, _MOST_NUMBERS) if phase is Phase.BACKWARD else 0

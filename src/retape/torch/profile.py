@@ -23,11 +23,21 @@ from retape.torch.caches import without_cache
 from retape.torch.compiled import in_form
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.policy import Check, Inputs, Policy
+from retape.torch.ranks import is_distributed
 from retape.torch.reads import capture_call
 from retape.torch.region import Region
 from retape.torch.runs import is_plain, managed_elsewhere
 from retape.torch.signature import Signature, signature, weights_signature
 from retape.torch.slots import Slot
+from retape.torch.tiling import (
+    Tiling,
+    call_part,
+    is_given_rows,
+    measured_tiles,
+    parts_of,
+    some_rows,
+    treats_rows_independently,
+)
 from retape.torch.trace import RegionTrace
 from retape.torch.transforms import refuse_transforms
 
@@ -152,10 +162,11 @@ class RegionCall:
 
 @dataclass(slots=True)
 class Profile:
-    """What the session has seen: the calls in order, and a trace of each kind (None where a region cannot be traced)."""
+    """What the session has seen: the calls in order, a trace of each kind (None where a region cannot be traced), and what tiles do."""
 
     calls: list[RegionCall] = field(default_factory=list)
     traces: dict[Signature, RegionTrace | None] = field(default_factory=dict)
+    tilings: dict[Signature, Tiling] = field(default_factory=dict)
 
 
 class ProfileSession:
@@ -168,12 +179,16 @@ class ProfileSession:
         inputs: Inputs = Inputs.HOLD,
         saved_share: float | None = None,
         *,
+        tiles: bool = False,
         homes: Mapping[int, torch.device] | None = None,
     ) -> None:
         self._names = names
         self._device = device
         self._homes = homes
         self._saved_share = saved_share
+        self._tiles = tiles and saved_share is None  # a compiled form is one piece
+        self._rows: dict[int, Tensor] = {}  # a few of what each part was called with
+        self._rowwise: set[int] = set()  # the parts that were found to treat them independently
         self._policy = Policy(inputs=inputs)
         self.profile = Profile()
         self.instrument: Instrument | None = None
@@ -190,6 +205,18 @@ class ProfileSession:
         self.instrument = instrument
         if instrument is None:
             self.profile = Profile()
+
+    def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]:
+        """The parts of a region that might be run in tiles."""
+        return list(parts_of(module).values()) if self._tiles else []
+
+    def call_part(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """A part of a region is called; what it is given is noted in the step that traces."""
+        if self.instrument is None and id(module) not in self._rows and is_given_rows(args, keywords):
+            self._rows[id(module)] = some_rows(args[0])
+        if id(module) not in self._rowwise:
+            return plain_call(*args, **keywords)
+        return call_part(module, plain_call, args, keywords)
 
     def mark(self, phase: Phase, stage: int) -> None:
         if self.instrument is not None:
@@ -225,6 +252,8 @@ class ProfileSession:
         self._watch_gradients([t for t in inputs if not t.is_leaf], Phase.BACKWARD_END, stage)
         if self.instrument is None:
             self._note(region, module, signature(args, keywords), inputs)
+            if self._tiles and not is_distributed():
+                self._note_tiles(module, plain_call, args, keywords)
         else:
             self._counts[id(module)] = self._counts.get(id(module), 0) + 1
         return outputs
@@ -266,6 +295,21 @@ class ProfileSession:
             )
         )
 
+    def _note_tiles(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> None:
+        """What it saves to run the parts of a kind of region in tiles, where they treat rows independently."""
+        kind = self.profile.calls[-1].kind
+        if kind in self.profile.tilings:
+            return
+        parts = {
+            name: part
+            for name, part in parts_of(module).items()
+            if id(part) in self._rows and treats_rows_independently(part.forward, self._rows[id(part)])
+        }
+        self._rowwise |= set(map(id, parts.values()))
+        trained = list(module.parameters())
+        runs = measured_tiles(plain_call, args, keywords, parameters=trained, device=self._device) if parts else ()
+        self.profile.tilings[kind] = Tiling(parts=tuple(parts), runs=runs)
+
     def _home(self, module: nn.Module, inputs: list[Tensor]) -> torch.device:
         """Where a region lives; one without weights of its own lives where its input does."""
         if self._homes is None:
@@ -297,7 +341,7 @@ class ProfiledRegion(Region):
     def timed_trace(self, device: torch.device) -> RegionTrace | None:
         """What it does op by op, each with the least seconds of a few runs."""
         traces = [self.trace(OpTimer(device)) for _ in range(TRACES)]
-        return _quickest(traces)
+        return quickest(traces)
 
     @staticmethod
     def maker_stage(tensor: Tensor) -> int | None:
@@ -305,7 +349,7 @@ class ProfiledRegion(Region):
         return made[0].stage if made is not None and isinstance(made[0], ProfiledRegion) else None
 
 
-def _quickest(traces: list[RegionTrace]) -> RegionTrace | None:
+def quickest(traces: list[RegionTrace]) -> RegionTrace | None:
     """The first trace with the least seconds of each op; None where a region does not do the same twice."""
     first = traces[0]
     if any([op.op for op in trace.ops] != [op.op for op in first.ops] for trace in traces):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
-from retape.torch.holders import ATOMS, DictHolder, Holder, ListHolder, SlotHolder, tracked
+from retape.torch.holders import ATOMS, BLANKS, DictHolder, Holder, ListHolder, SlotHolder, tracked
 from retape.torch.layouts import Tree, read_tree
 
 _MOST_DEPTH = 8
@@ -157,7 +157,8 @@ class Call:
         elif hasattr(type(value), "__slots__"):
             self._meet_slots(value, depth)
 
-    def _meet_modules(self, root: nn.Module) -> None:
+    def _meet_modules(self, root: nn.Module, *, last: bool = False) -> None:
+        """Note what a tree of modules holds; after the `last` one nothing is met that could be a part of it."""
         seen = self._seen
         tree, scripted = read_tree(root, seen, fsdp=self.fsdp)
         for module in scripted:
@@ -166,24 +167,25 @@ class Call:
             self.extras += [*module.parameters(), *module.buffers()]
         if tree is None:
             return
+        layout = tree.layout
         if len(self.roots) == 1:
-            self.kinds = tree.layout.kinds
+            self.kinds = layout.kinds
         self.modules = self.modules + tree.modules if self.modules else tree.modules
         self.holders.append(tree)
         self._placed.append(tree)
         self.state += tree.state
         self.switches += tree.switches
-        if not tree.layout.only_parameters:
-            self.only_parameters = False
-        if tree.layout.fills_what_it_saved:
-            self.fills_what_it_saved = True
-        if tree.statistics:
-            self.statistics |= tree.statistics
-        if tree.renormalised:
-            self.renormalised |= tree.renormalised
+        if not layout.is_simple:
+            self.only_parameters = self.only_parameters and layout.only_parameters
+            self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
+            self.statistics |= tree.statistics or _NOTHING
+            self.renormalised |= tree.renormalised or _NOTHING
+        elif last:
+            return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
-        for value in tree.others:
+        others, tree.others = tree.others, ()
+        for value in others:
             self.meet(value, 2)
 
     def _follow(self, container: dict[Any, Any], depth: int) -> None:
@@ -192,6 +194,8 @@ class Call:
         self.holders.append(holder)
         for key, value in list(container.items()):
             kind = type(value)
+            if kind in BLANKS:
+                holder.blanks[key] = value
             if kind in ATOMS or kind is types.FunctionType:
                 continue
             if isinstance(value, Tensor):
@@ -201,12 +205,11 @@ class Call:
                 self.meet(value, depth + 1)
 
     def _meet_slots(self, value: Any, depth: int) -> None:
-        names = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
-        tensors = [name for name in names if isinstance(getattr(value, name), Tensor)]
-        if tensors and not getattr(type(value), "__dataclass_params__", None):
-            self.holders.append(SlotHolder(value, tensors))
+        names = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+        if not getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False):
+            self.holders.append(SlotHolder(value, names))
         for name in names:
-            self.meet(getattr(value, name), depth + 1)
+            self.meet(getattr(value, name, None), depth + 1)
 
     def _meet_container(self, value: Any, depth: int) -> None:
         if len(value) > _MOST_ITEMS:  # a data set, a vocabulary: nothing that a forward writes to
@@ -313,7 +316,9 @@ def is_generator(value: Any) -> bool:
 
 def _slots_of(kind: type) -> tuple[str, ...]:
     slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    owner = kind.__name__.lstrip("_")  # as the language spells a private name
+    return tuple([f"_{owner}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names])
 
 
 def _reachable(value: Any, depth: int) -> Iterable[Any]:
@@ -397,7 +402,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     if isinstance(function, nn.Module):
         call._seen.add(id(function))
         call.roots = (function,)
-        call._meet_modules(function)
+        call._meet_modules(function, last=True)
         call.function = function
         return call
     call.meet(function)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retape.core.errors import RegionError, UnsupportedTransform
+from retape.core.errors import RegionError
 from retape.torch import _compat, links, offload, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
@@ -40,10 +40,15 @@ from retape.torch.runs import THREAD, Run, Stop, recomputing
 from retape.torch.select import Answering, Diverged, Replay
 from retape.torch.slots import Filler, Slot, changed_in_place
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
-from retape.torch.transforms import explained_transform, refuse_transforms
+from retape.torch.transforms import explained_transform, refuse_cached_parametrizations, refuse_transforms
 from retape.torch.watch import AsBefore, Guard, Watch, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+# Asked for with every tensor that is saved: a name of the module's is the cheapest to find.
+_weak, _new = weakref.ref, object.__new__
+_OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
+_is_grad_enabled = torch.is_grad_enabled
 
 # Re-runs put process-wide state back to how it was (buffers, streams, flags), so only one may do so at a time.
 RERUN = threading.RLock()
@@ -52,28 +57,13 @@ RERUN = threading.RLock()
 class Region:
     """One execution of a function whose saved tensors retape manages."""
 
-    __slots__ = (
-        "__weakref__",
-        "_ambient",
-        "_arguments",
-        "_backward_inside",
-        "_call",
-        "_cargo",
-        "_contexts",
-        "_diverged",
-        "_draws",
-        "_inputs",
-        "_own",
-        "_running",
-        "_slots",
-        "_watch",
-        "check",
-        "early_stop",
-        "kept",
-        "policy",
-        "refilling",
-        "reruns",
-    )
+    # What is as good as always the same at first has its value here: setting fields is much of what making one costs.
+    reruns = 0
+    refilling = False  # its inputs are being made again
+    _running = True  # for the first time
+    _backward_inside = False  # the function asks for gradients itself
+    _diverged = False  # from its recipe
+    _cargo: offload.Cargo
 
     def __init__(
         self,
@@ -88,18 +78,15 @@ class Region:
         captured: Call | None = None,
     ) -> None:
         self.policy = policy
-        self.check = check
+        self.check, self._compares = check, check is not _OFF
         self.early_stop = early_stop
-        self.reruns, self.refilling = 0, False
         self.kept: list[Any] = []
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
         self._call = call = captured or capture_call(function, arguments, keywords)
         if call.fills_what_it_saved:
             self.early_stop = False
-            self.check = Check.OFF if check is Check.OFF else Check.METADATA
-        self._running = True
-        self._backward_inside = self._diverged = False  # the first: the function asks for gradients itself
+            self.check = Check.METADATA if self._compares else _OFF
         if _compat.count_dispatch_modes():
             with _compat.unobserved():
                 self._observe(call)
@@ -123,27 +110,32 @@ class Region:
 
     def _hold_inputs(self) -> links.Held:
         tensors, inputs = self._call.tensors, self.policy.inputs
-        if self.policy.moves:
+        if self.policy.moved or self.policy.moved_inputs:
             self._cargo = offload.Cargo()
         if _compat.top_hooks(True) is not None:
             return links.SavedInNode(tensors)  # Rule 7
-        if self.policy.moved_inputs and inputs is Inputs.HOLD:
-            return MovedInputs(tensors, self.policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
-        if inputs is Inputs.HOLD:
+        if inputs is _HOLD:
+            if self.policy.moved_inputs:
+                return MovedInputs(tensors, self.policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
             return links.HeldHere([t if t.grad_fn is None else t.detach() for t in tensors])
         return links.held_or_linked(tensors, inputs, checksum if self.check is Check.VALUES else None)
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run the function for the first time."""
-        tensors, self._call.tensors = self._call.tensors, []
+        call, contexts, policy = self._call, self._contexts, self.policy
+        tensors, call.tensors = call.tensors, []
         running = THREAD.runs
         running.append(Run(self, rerun=False))
-        _compat.push_hooks(*self._hooks())
+        moves = policy.moved or policy.moved_inputs
+        if moves:
+            _compat.push_hooks(partial(offload.pack, self, self._cargo), _unpack_moved)
+        else:
+            _compat.push_hooks(*self._hooks())
         try:
             outputs = (
                 function(*arguments, **keywords)
-                if self._contexts is None
-                else self._run_within(function, arguments, keywords)
+                if contexts is None
+                else self._run_within(contexts[0], function, arguments, keywords)
             )
         except RuntimeError as error:
             explained = explained_transform(self.name, error)
@@ -160,17 +152,22 @@ class Region:
         else:
             self._watch.settle(tensors, self)
         self._running = False
-        if self.policy.moves:
+        if moves:
             self._cargo.close()
-        if self._contexts is not None:  # not repeatable
+        if contexts is not None:  # not repeatable
             links.forget_outputs(outputs)
-        elif self.policy.linkable:
+        elif policy.linkable:
             links.register_outputs(self, outputs)
         return outputs
 
-    def _run_within(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        assert self._contexts is not None
-        with self._contexts[0]:
+    def _run_within(
+        self,
+        context: AbstractContextManager[Any],
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        with context:
             return function(*arguments, **keywords)
         raise RegionError(
             f"Region {self.name}: context_fn suppressed an exception of the function, which leaves the region without a result. "
@@ -178,16 +175,17 @@ class Region:
         )
 
     def _hooks(self) -> tuple[Any, Any]:
-        if self.policy.moves:
-            return partial(offload.pack, self, self._cargo), _unpack_moved
+        """What packs and unpacks; a region under a live budget does more."""
         return self._pack, unpack
 
     def _pack(self, tensor: Tensor) -> Slot:
         # Called for every tensor that autograd saves: what can be told without a call is.
-        slots, check, policy = self._slots, self.check, self.policy
-        index = len(slots)
-        slot = Slot(self, index, None if check is Check.OFF else (tensor.shape, tensor.dtype, tensor.device))
-        slots.append(weakref.ref(slot))
+        slots, policy = self._slots, self.policy
+        slot = _new(Slot)
+        slot.region, slot.refilled = self, False
+        slot.index = index = len(slots)
+        slot.metadata = (tensor.shape, tensor.dtype, tensor.device) if self._compares else None
+        slots.append(_weak(slot))
         base = tensor._base
         if base is None:
             base = tensor
@@ -198,7 +196,9 @@ class Region:
         if costs_nothing or policy.hold_all or index in policy.held:
             slot.value = tensor if tensor.grad_fn is None else tensor.detach()
             slot.version = version_of(tensor)  # Rule 3
-        elif check is Check.VALUES:
+            return slot
+        slot.value = None
+        if self.check is _VALUES:
             slot.metadata = (tensor.shape, tensor.dtype, tensor.device, checksum(tensor))
         return slot
 
@@ -295,16 +295,12 @@ class Region:
         running.append(Run(self, rerun=True))
         try:
             return self._replayed(filler, held, mode)
-        except Stop as stop:
-            if stop.args[0] is not filler:
-                filler.undo()
-                raise
-            return None
         except RerunMismatch as error:
             filler.undo()
             raise self._explained(error) from error
-        except BaseException:
-            if filler.done:  # the stop, in the clothes that user code gave it
+        except BaseException as error:
+            # The stop, in the clothes that user code gave it.
+            if filler.done and (type(error) is not Stop or error.args[0] is filler):
                 return None
             filler.undo()
             raise
@@ -351,9 +347,14 @@ class Region:
     def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)
         try:
-            call = self._call
-            function = call.function_again() if type(call.function) is FunctionType else call.function
+            function = self._call.function
+            if type(function) is FunctionType:
+                function = self._call.function_again()
             return function(*args, **keywords)
+        except Stop as stop:
+            if stop.args[0] is not filler:
+                raise
+            return None
         finally:
             _compat.pop_hooks()
 
@@ -444,16 +445,14 @@ def run_region(
 ) -> Any:
     """Call `function(*arguments, **keywords)` as a region; `done` is called with it when its first run is over."""
     keywords = keywords or {}
-    if not torch.is_grad_enabled() or THREAD.plain:
+    if not _is_grad_enabled() or THREAD.plain:
         return function(*arguments, **keywords)
-    if _compat.in_a_transform():
+    odd = _compat.in_odd_surroundings()
+    if odd:
         refuse_transforms(function)
     call = capture_call(function, arguments, keywords)
-    if _compat.parametrizations_cached() and any("parametrizations" in module._modules for module in call.modules):
-        raise UnsupportedTransform(
-            f"Region {name_of(function)} runs inside torch.nn.utils.parametrize.cached(), whose cache a re-run would not find. "
-            "Leave cached() out around regions."
-        )
+    if odd:
+        refuse_cached_parametrizations(call)
     if not call.only_parameters and call.is_lazy:
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
     if THREAD.manager is not None and contexts is None and not policy.moves and not recomputing():

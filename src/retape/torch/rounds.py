@@ -42,10 +42,11 @@ class Fitting:
 class Rounds:
     """Plans that were tried for one budget, and the best of those that were measured to stay inside it."""
 
-    def __init__(self, *, limit_bytes: int, everything: bool, frontier: Frontier) -> None:
+    def __init__(self, *, limit_bytes: int, everything: bool, frontier: Frontier, long: bool = False) -> None:
         self.limit_bytes = limit_bytes
         self.frontier = frontier
         self.everything = everything
+        self._long = long  # are steps: then a plan that holds is not improved any further
         self.tried_floor = False
         self.last: Fitting | None = None
         self.failure: BudgetTooSmall | None = None
@@ -57,7 +58,7 @@ class Rounds:
             self.failure = error
 
     def are_over(self, tried: Fitting) -> bool:
-        """Take the plan if it holds and is the fastest so far; whether it also took what it had promised."""
+        """Take the plan if it holds and is the fastest so far; whether no other need be tried."""
         self.last = tried
         peak, promised = tried.measured.peak_bytes, tried.plan.promised_peak_bytes
         if self.everything and tried.assignment.keeps_everything:
@@ -68,7 +69,7 @@ class Rounds:
         confirmed = self.best is not None and self.best.assignment == tried.assignment
         if self.best is None or confirmed or _seconds(tried.plan) < _seconds(self.best.plan):
             self.best = replace(tried, budget_bytes=self.limit_bytes)
-        return confirmed or abs(peak - promised) <= WORTH_USING * peak
+        return confirmed or self._long or abs(peak - promised) <= WORTH_USING * peak
 
 
 def _seconds(plan: Plan) -> float:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import RegionError
 from retape.torch import _compat, runs, state
 from retape.torch.copies import equal_bits
+from retape.torch.links import Held, Link, Made, SavedInNode
 from retape.torch.region import RERUN, Region
 from retape.torch.watch import AsBefore
 
@@ -50,6 +51,45 @@ class Slicing:
             start += size
 
 
+class SavedRows:
+    """The rows of all slices, saved through autograd nodes before the first slice runs.
+
+    Hooks around the call see them once, and before anything else of it: a re-run of the region that the call is a part of can
+    stop there, without running any slice.
+    """
+
+    def __init__(self, rows: list[Tensor]) -> None:
+        self._nodes = SavedInNode(rows)
+        self._places = {id(row): place for place, row in enumerate(rows)}
+
+    def part(self, rows: list[Tensor], dim: int, start: int, length: int) -> SavedPart:
+        """Those rows, by what they are slices of, from `start` on."""
+        return SavedPart(self._nodes, [self._places[id(row)] for row in rows], (dim, start, length))
+
+
+class SavedPart:
+    """The inputs of one slice, of rows that are saved as a whole."""
+
+    holds_here = False
+
+    def __init__(self, nodes: SavedInNode, places: list[int], where: tuple[int, int, int]) -> None:
+        self._nodes, self._places, self._where = nodes, places, where
+
+    def present(self) -> list[Tensor | None]:
+        return [None] * len(self._places)
+
+    @property
+    def links(self) -> list[Link]:
+        return []
+
+    def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
+        whole = self._nodes.load(region, frozenset(), made)
+        return [whole[place].narrow(*self._where) for place in self._places]
+
+    def hold_again(self, region: Region, made: Made) -> None:
+        """Nothing was made again: the nodes have them."""
+
+
 class _Question(runs.Run):
     """A run that only asks: what it is told to keep is nobody's decision."""
 
@@ -58,9 +98,16 @@ class _Question(runs.Run):
 
 
 class SliceRegion(Region):
-    """A region that can also be run on other rows; nothing outside notices."""
+    """A region that can also be run on other rows; nothing outside notices. `saved` are its inputs where others keep them for it."""
 
-    __slots__ = ()
+    __slots__ = ("_saved",)
+
+    def __init__(self, *arguments: Any, saved: Held | None = None, **settings: Any) -> None:
+        self._saved = saved
+        super().__init__(*arguments, **settings)
+
+    def _hold_inputs(self) -> Held:
+        return super()._hold_inputs() if self._saved is None else self._saved
 
     @property
     def kind(self) -> tuple[Any, Any]:

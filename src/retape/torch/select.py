@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import RecomputeMismatch, StateChanged
 from retape.torch import _compat
+from retape.torch.holders import ATOMS
 from retape.torch.state import GeneratorStream
 from retape.torch.trace import Hole, RegionTrace, TracedOp
 from retape.torch.watch import version_of
@@ -162,6 +163,7 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
 
 
 _BLANK = -1  # in the place of a slot: nobody needs this result
+_LISTS = frozenset({list, tuple})
 _NO_STEP: tuple[Any, Any, Any, Any, Any] = (None, False, None, None, ())
 
 
@@ -171,6 +173,8 @@ class Diverged(BaseException):
 
 class Replay(TorchDispatchMode):
     """Follows a recipe through a re-run."""
+
+    divergence = Diverged
 
     def __init__(self, recipe: Recipe, region: Region) -> None:
         super().__init__()
@@ -218,26 +222,23 @@ class Replay(TorchDispatchMode):
         expected = self._saved[index] if index < len(self._saved) else -1
         storage = self._storage(tensor)._cdata
         number = self._numbers.get(storage)
-        if (
-            number is None and expected >= 0 and expected not in self._known
-        ):  # from outside, and saved before it is read
+        if number is None and expected >= 0 and expected not in self._known:  # from outside, saved before it is read
             self._numbers[storage] = expected
             self._known.add(expected)
         elif number != expected:
-            self.diverge()
-
-    def diverge(self) -> None:
-        raise Diverged
+            raise Diverged
 
     def _follow(self, op: TracedOp, args: Any, kwargs: Any) -> None:
         """Diverge where an op is given other storages than in the trace: the same ops may be wired differently this time."""
         numbers, expected = self._numbers, op.reads
         position, count = 0, len(expected)  # of what the trace says is new at this op
-        leaves = args if not kwargs and _all_flat(args) else _tensors(args, kwargs)
+        leaves = args if not kwargs and _LISTS.isdisjoint(map(type, args)) else _tensors(args, kwargs)
+        storage_of = self._storage
         for leaf in leaves:
-            if not isinstance(leaf, Tensor):
+            kind = type(leaf)
+            if kind is not Tensor and (kind in ATOMS or not isinstance(leaf, Tensor)):
                 continue
-            storage = self._storage(leaf)._cdata
+            storage = storage_of(leaf)._cdata
             number = numbers.get(storage)
             if number is None:  # from outside: it is what the trace says, unless that is known to be another
                 if position >= count or expected[position] in self._known:
@@ -255,8 +256,12 @@ class Replay(TorchDispatchMode):
         """Which storage is which: made by this op, so that memory used again is not taken for what was there."""
         if not op.makes:  # a view, or what was written to: known
             return
-        leaves = (out,) if op.returns_one else _tensors((out,), None)
-        for leaf, result in zip(leaves, op.results, strict=False):
+        if op.returns_one:
+            number = op.results[0][0]
+            self._numbers[self._storage(out)._cdata] = number
+            self._known.add(number)
+            return
+        for leaf, result in zip(_tensors((out,), None), op.results, strict=False):
             self._numbers[self._storage(leaf)._cdata] = result[0]
             self._known.add(result[0])
 
@@ -278,10 +283,6 @@ class Replay(TorchDispatchMode):
         ):
             return alias
         return torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), offset, shape, stride)
-
-
-def _all_flat(args: Any) -> bool:
-    return not any(type(value) in (list, tuple) for value in args)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -52,19 +52,8 @@ def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
 class Filler:
     """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
 
-    __slots__ = (
-        "_detach",
-        "_early_stop",
-        "_filled",
-        "_for_itself",
-        "_last",
-        "_next",
-        "_observer",
-        "_region",
-        "_replay",
-        "_targets",
-        "done",
-    )
+    _next = 0
+    done = False
 
     def __init__(
         self,
@@ -87,9 +76,7 @@ class Filler:
         # Modes of our own need not be told of what the hooks do; those of others may count on it.
         usual = region.policy.recipe is None and region._contexts is None
         self._detach = _compat.detach_unseen if not usual and region.is_selective else Tensor.detach
-        self._next = 0
         self._filled: list[Slot] = []
-        self.done = False
 
     def pack(self, tensor: Tensor) -> Any:
         index = self._next
@@ -126,7 +113,7 @@ class Filler:
         else:
             return
         if self._replay is not None:
-            self._replay.diverge()  # the recipe may be for another wiring: only a whole re-run can tell
+            raise self._replay.divergence()  # the recipe may be for another wiring: only a whole re-run can tell
         raise error
 
     def _one_too_many(self, index: int) -> None:

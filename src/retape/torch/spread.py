@@ -27,9 +27,10 @@ from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.budgets import resolved
 from retape.torch.executor import Executor
-from retape.torch.fitting import A_HAIR, MOST_ROUNDS, Fitter, meanings_of
+from retape.torch.fitting import A_HAIR, MOST_ROUNDS, Fitter
 from retape.torch.laboratory import Laboratory
 from retape.torch.lanes import host_tier
+from retape.torch.meanings import meanings_of
 from retape.torch.meter import Scale, synchronize, thinned, weighing
 from retape.torch.modelling import Modelled, model_of
 from retape.torch.overheads import engine_overheads

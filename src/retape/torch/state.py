@@ -22,6 +22,7 @@ import torch
 from retape.torch import _compat
 
 Token = Any
+_is_grad_enabled = torch.is_grad_enabled  # a name of torch's own is slow to find
 
 
 class Stream(Protocol):
@@ -44,7 +45,7 @@ class GeneratorStream:
 
     def peek(self) -> Token:
         last = self._last
-        if self._words is None or self._glimpse is None:
+        if self._glimpse is None or self._words is None:
             state = self.generator.get_state()  # on the CPU, whatever the generator's device
             token = ctypes.string_at(state.data_ptr(), state.numel())
             if token == last[1]:
@@ -215,13 +216,15 @@ def peek(found: tuple[Stream, ...]) -> list[Token]:
 def streams(generators: Sequence[Any]) -> Draws:
     """Where every random stream stands that the caller could draw from; the first is the CPU's own."""
     devices = _compat.cuda_devices_in_use() if _compat.cuda_initialized() else ()
-    with_numpy = "numpy.random" in sys.modules
-    if devices or generators or not with_numpy:
+    if devices or generators or "numpy.random" not in sys.modules:
         others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
         more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
-        found = (*(_WITH_NUMPY if with_numpy else _WITHOUT_NUMPY), *more)
+        found = (*(_WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY), *more)
         return found, peek(found)
-    return _WITH_NUMPY, [_CPU.peek(), _PYTHON.peek(), _NUMPY.peek()]
+    last = _USUAL.last
+    if last[0] is not None and last[0] == _USUAL.look():
+        return last[1]
+    return _USUAL.meet()
 
 
 _WITH_NUMPY = (_CPU, _PYTHON, _NUMPY)
@@ -229,8 +232,43 @@ _WITHOUT_NUMPY = (_CPU, _PYTHON)
 _ONLY_CPU = (_CPU,)
 
 
+class _Usual:
+    """The three streams of any process, looked at in one go: regions that draw nothing share one record of where they stand."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        # What the last look saw, None where there was none; where all of them stood; where the CPU's stood.
+        self.last: tuple[tuple[Any, ...] | None, Draws, Draws] = (None, NONE_DRAWN, NONE_DRAWN)
+
+    def look(self) -> tuple[Any, ...]:
+        """Differs once one of them has moved."""
+        cpu: Any = _CPU  # asked only where the words of all three can be read
+        python: Any = _PYTHON
+        numpy = _NUMPY
+        return (
+            cpu._glimpse.raw, cpu._words[1].raw, python._glimpse.raw, python._instance.gauss_next,
+            numpy._current(), numpy._first.raw, numpy._index.raw, numpy._spare.raw,
+        )  # fmt: skip
+
+    def meet(self) -> Draws:
+        draws: Draws = _WITH_NUMPY, [stream.peek() for stream in _WITH_NUMPY]
+        self.last = (None, NONE_DRAWN, NONE_DRAWN)  # what it shows may be gone by now
+        if None not in (_CPU._glimpse, _PYTHON._glimpse, _NUMPY._current, _NUMPY._words, _NUMPY._spare):
+            seen = self.look()
+            if draws[1] == [stream.peek() for stream in _WITH_NUMPY]:  # no other thread has drawn in between
+                self.last = (seen, draws, (_ONLY_CPU, draws[1][:1]))
+        return draws
+
+
+_USUAL = _Usual()
+
+
 def drawn(before: Draws) -> Draws:
     """Those of `before` that have moved since, and torch's own: `torch.random.fork_rng` draws and puts them back."""
+    last = _USUAL.last
+    if last[0] is not None and before is last[1] and last[0] == _USUAL.look():
+        return last[2]
     found, tokens = before
     if found is _WITH_NUMPY and _PYTHON.peek() == tokens[1] and _NUMPY.peek() == tokens[2]:
         return _ONLY_CPU, tokens[:1]
@@ -266,14 +304,14 @@ class Replay:
 
     def __init__(self, ambient: Ambient, draws: Draws) -> None:
         now = capture()
-        self._grad = torch.is_grad_enabled()
+        self._grad = _is_grad_enabled()
         self._around: Any = None
         if now != ambient or True in now[0][_SETTINGS : _SETTINGS + len(_DEVICES)]:  # or autocast is on
             self._around = _as_then(ambient, now)
             self._around.__enter__()
         self._found = draws[0]
-        self._stood = peek(draws[0])
-        if self._stood != draws[1]:
+        self._stood = stood = peek(draws[0])
+        if stood != draws[1]:
             seek(draws)
         _compat.set_grad_enabled(True)
 

@@ -25,12 +25,13 @@ from retape.torch.mismatch import name_of
 from retape.torch.policy import Policy
 from retape.torch.products import wide
 from retape.torch.reads import Call, capture_call
-from retape.torch.rowwise import Arguments, SliceRegion, Slicing, assert_rowwise
+from retape.torch.rowwise import Arguments, SavedPart, SavedRows, SliceRegion, Slicing, assert_rowwise
 from retape.torch.runs import is_plain
 from retape.torch.slice_graph import Linear, SliceGraph
 from retape.torch.transforms import refuse_transforms
 
 _SLICE = Policy(linkable=False)
+_Whole = tuple[SavedRows, tuple[Any, ...], int, int]  # all rows, and where a slice of them starts and how long it is
 _PLAIN_VALUES = (type(None), bool, int, float, complex, str)
 
 
@@ -105,12 +106,15 @@ class _Forward:
 
     def run(self) -> Any:
         tape = Tape(self._fn, self._slicing)
+        saved = self._saved_rows()
         for start, length in self._slicing.parts():
             given = self._sliced(start, length)
             if not self._grad and start:
                 values, structure = pytree.tree_flatten(self._fn(*given))
             else:
-                piece = _Slice(self._fn, given, [self._needs_grad(row) for row in self._rows], tape)
+                needs_grad = [self._needs_grad(row) for row in self._rows]
+                whole = None if saved is None else (saved, self._rows, start, length)
+                piece = _Slice(self._fn, given, needs_grad, tape, whole)
                 values, structure = piece.run()
             self._take(values, structure, start, length)
             if start == 0:
@@ -118,6 +122,12 @@ class _Forward:
             if self._grad:
                 piece.settle(values, tape)
         return pytree.tree_unflatten(self._joined(tape), self._structure)
+
+    def _saved_rows(self) -> SavedRows | None:
+        """Inside a region the rows are its to keep: it is shown all of them at once, before the first slice."""
+        if not self._grad or _compat.top_hooks(True) is None:
+            return None
+        return SavedRows(_each_once([row for row in self._rows if isinstance(row, Tensor)]))
 
     def _needs_grad(self, row: Any) -> bool:
         return self._grad and isinstance(row, Tensor) and row.requires_grad
@@ -198,7 +208,9 @@ class Tape:
 class _Slice:
     """One slice: a region, and the edges of its graph at which gradients go in and come out."""
 
-    def __init__(self, fn: Callable[..., Any], given: list[Any], needs_grad: list[bool], tape: Tape) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], given: list[Any], needs_grad: list[bool], tape: Tape, whole: _Whole | None
+    ) -> None:
         self._fn = fn
         self._given = _with_entries(given, needs_grad, tape.anchor)
         entered = [value for value, needed in zip(self._given, needs_grad, strict=True) if needed]
@@ -208,7 +220,15 @@ class _Slice:
         call = capture_call(fn, tuple(self._given), {})
         self._tensors = list(call.tensors)
         self._outside = _with_history(call, self._given)
-        self.region = SliceRegion(fn, tuple(self._given), {}, policy=_SLICE, captured=call)
+        saved = None if whole is None else self._part_of(*whole, tape.slicing.dim)
+        self.region = SliceRegion(fn, tuple(self._given), {}, policy=_SLICE, captured=call, saved=saved)
+
+    def _part_of(self, saved: SavedRows, rows: tuple[Any, ...], start: int, length: int, dim: int) -> SavedPart | None:
+        """Its inputs as a part of rows that are saved whole; None where it has others besides."""
+        made = {id(value): row for value, row in zip(self._given, rows, strict=True) if isinstance(row, Tensor)}
+        if not all(id(tensor) in made for tensor in self._tensors):
+            return None
+        return saved.part([made[id(tensor)] for tensor in self._tensors], dim, start, length)
 
     def run(self) -> tuple[list[Any], Any]:
         """The first run; returns the leaves of what the function returns, and their structure."""

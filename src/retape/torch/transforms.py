@@ -8,6 +8,7 @@ from typing import Any
 from retape.core.errors import UnsupportedTransform
 from retape.torch import _compat
 from retape.torch.mismatch import name_of
+from retape.torch.reads import Call
 
 
 def refuse_transforms(function: Callable[..., Any]) -> None:
@@ -19,6 +20,15 @@ def refuse_transforms(function: Callable[..., Any]) -> None:
         raise UnsupportedTransform(
             f"Region {name_of(function)} was called under {transform}; torch.func and forward mode don't yet support saved tensor "
             "hooks, which a region needs. Call the function itself there, or differentiate with torch.autograd."
+        )
+
+
+def refuse_cached_parametrizations(call: Call) -> None:
+    """A re-run would not find what `parametrize.cached()` had cached for the first run."""
+    if _compat.parametrizations_cached() and any("parametrizations" in module._modules for module in call.modules):
+        raise UnsupportedTransform(
+            f"Region {name_of(call.function)} runs inside torch.nn.utils.parametrize.cached(), whose cache a re-run would not find. "
+            "Leave cached() out around regions."
         )
 
 

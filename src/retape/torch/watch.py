@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import types
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,42 +67,33 @@ def fresh(tensor: Tensor, needs_grad: bool) -> Tensor:
 class Watch:
     """The versions of what a call reads, and copies of what it changes. Made before the call, `settle`d after it."""
 
-    __slots__ = (
-        "_after",
-        "_before",
-        "_call",
-        "_copies",
-        "_fsdp",
-        "_kind",
-        "_kinds",
-        "_known",
-        "_leaves",
-        "_needs_grad",
-        "_plain",
-        "arguments_need_grad",
-        "changed",
-    )
+    # What most calls leave as it is has its value here.
+    _fsdp: dict[int, Tensor] | None = None
+    _after: list[Any] | None = None
+    _copies: Copies | None = None
+    _leaves: list[bool] | None = None
+    changed: frozenset[int] = _NOTHING
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._fsdp = _sharded_twins(call.state) if call.fsdp else None
-        self._kind = _kind_of(call)
-        self._kinds = _kinds_of(self._kind[0]) if call.kinds is None else call.kinds
-        self._known = self._kinds.get(self._kind[1])
-        watched = call.tensors + call.extras + call.state
+        if call.fsdp:
+            self._fsdp = _sharded_twins(call.state)
+        self._kind = kind = _kind_of(call)
+        self._kinds = kinds = _kinds_of(kind[0]) if call.kinds is None else call.kinds
+        self._known = known = kinds.get(kind[1])
+        tensors = call.tensors
+        watched = tensors + call.extras + call.state
         known_types = call.only_parameters and not call.extras
-        self._plain = not self._fsdp and _PLAIN.issuperset(map(type, call.tensors if known_types else watched))
+        self._plain = not self._fsdp and _PLAIN.issuperset(map(type, tensors if known_types else watched))
         self._before = self._versions(watched)
-        self._after: list[Any] | None = None
-        self.changed: frozenset[int] = _NOTHING
-        self.arguments_need_grad = list(map(_needs_grad, call.tensors))
+        self.arguments_need_grad = needed = list(map(_needs_grad, tensors))
         self._needs_grad = list(map(_needs_grad, call.state))
         # Where modules hold nothing but parameters there is no history to leave out and nothing to copy but arguments.
-        usual = self._known is _NOTHING and known_types
-        small = call.tensors if usual else watched
-        worth = self._worth_copying(small) if not usual or False in self.arguments_need_grad else None
-        self._copies: Copies | None = Copies(watched, worth) if worth else None
-        self._leaves: list[bool] | None = None
+        usual = known is _NOTHING and known_types
+        if not usual or False in needed:
+            worth = self._worth_copying(tensors if usual else watched)
+            if worth:
+                self._copies = Copies(watched, worth)
         if not usual:
             self._leaves = [tensor.grad_fn is None for tensor in call.state]
             call.state = [hold(tensor) for tensor in call.state]
@@ -207,10 +199,6 @@ class Watch:
         first = len(self._before) - len(watched)
         return first + next(index for index, other in enumerate(watched) if other is tensor)
 
-    @property
-    def copied_bytes(self) -> int:
-        return self._copies.nbytes if self._copies else 0
-
     def describe(self, index: int) -> str:
         """What tensor number `index` is, in the user's words."""
         arguments = len(self._before) - len(self._call.state) - len(self._call.extras)
@@ -224,15 +212,16 @@ class Watch:
 class AsBefore:
     """From when it is made until it is left, everything a region reads is as it was before the region first ran."""
 
-    __slots__ = ("_copies", "_grads", "_hook_counts", "_leaves", "_needs_grad", "_overwritten", "_watch")
+    # What most re-runs leave as it is has its value here.
+    _copies: dict[int, Tensor] = _NO_TWINS
+    _overwritten: Sequence[tuple[Tensor, Tensor]] = ()
+    _needs_grad: Sequence[Tensor] = ()
+    _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
+    _hook_counts: list[int] | None = None
 
     def __init__(self, watch: Watch) -> None:
         call = watch._call
         self._watch = watch
-        self._copies: dict[int, Tensor] = _NO_TWINS
-        self._overwritten: list[tuple[Tensor, Tensor]] | None = None
-        self._needs_grad: list[Tensor] | None = None
-        self._grads: list[tuple[Tensor, Tensor | None, Tensor | None]] | None = None
         for holder in call.holders:
             holder.enter()
         if watch._needs_grad != list(map(_needs_grad, call.state)):
@@ -240,25 +229,21 @@ class AsBefore:
         if watch._copies is not None:
             with _compat.unobserved():
                 self._put_copies(call, watch._copies)
-        self._leaves = call.extras + call.state
-        hooked = any(map(_backward_hooks, self._leaves))
-        self._hook_counts = (
-            [len(hooks) if hooks else 0 for hooks in map(_backward_hooks, self._leaves)]
-            if hooked
-            else [0] * len(self._leaves)
-        )
+        self._leaves = leaves = call.extras + call.state
+        if any(map(_backward_hooks, leaves)):
+            self._hook_counts = _hook_counts(leaves)
 
     def _put_needs_grad(self, call: Call, watch: Watch) -> None:
         """Parameters frozen or thawed since: what autograd saves depends on it."""
-        self._needs_grad = []
+        self._needs_grad = changed = []
         leaves = watch._leaves or [True] * len(call.state)
         for tensor, needed, leaf in zip(call.state, watch._needs_grad, leaves, strict=True):
             if leaf and tensor.requires_grad is not needed:
                 tensor.requires_grad_(needed)
-                self._needs_grad.append(tensor)
+                changed.append(tensor)
 
     def _put_copies(self, call: Call, copies: Copies) -> None:
-        self._overwritten = []
+        self._overwritten = overwritten = []
         first = len(self._watch._before) - len(call.state)
         extras = first - len(call.extras)
         needs_grad = dict(enumerate(self._watch.arguments_need_grad))
@@ -270,7 +255,7 @@ class AsBefore:
                 # Nobody knows who holds a closure's tensor, so its own memory is lent to the re-run.
                 tensor = (call.extras + call.state)[index - extras] if index >= extras else None
                 if tensor is not None:
-                    self._overwritten.append((tensor, tensor.detach().clone()))
+                    overwritten.append((tensor, tensor.detach().clone()))
                     _compat.write_unseen(tensor, copy)
             elif index >= first:
                 container, key = call.places[index - first]
@@ -278,20 +263,20 @@ class AsBefore:
 
     def arguments(self, held: list[Tensor]) -> list[Tensor]:
         """The tensor arguments as they were before the call, fit to be handed to a re-run."""
-        copies = self._copies
-        pairs = enumerate(zip(held, self._watch.arguments_need_grad, strict=True))
+        watch, copies = self._watch, self._copies
         tensors = [
-            copies[i]
-            if i in copies
-            else (tensor if not needed or type(tensor) is nn.Parameter else tensor.detach().requires_grad_(True))
-            for i, (tensor, needed) in pairs
+            tensor if not needed or type(tensor) is nn.Parameter else tensor.detach().requires_grad_(True)
+            for tensor, needed in zip(held, watch.arguments_need_grad, strict=True)
         ]
-        for place, first in self._watch._call.twins:
+        for index in copies:
+            if index < len(tensors):
+                tensors[index] = copies[index]
+        for place, first in watch._call.twins:
             tensors[place] = tensors[first]
         if nn.Parameter in map(type, tensors):  # handed on as they are
             mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
+            self._hook_counts = (self._hook_counts or [0] * len(self._leaves)) + _hook_counts(mine)
             self._leaves += mine
-            self._hook_counts += [len(tensor._backward_hooks or ()) for tensor in mine]
         return tensors
 
     def keep_gradients(self) -> None:
@@ -307,21 +292,26 @@ class AsBefore:
         self.leave()
 
     def leave(self) -> None:
-        for tensor, value in reversed(self._overwritten or ()):
+        for tensor, value in reversed(self._overwritten):
             _compat.write_unseen(tensor, value)
-        for tensor in self._needs_grad or ():
+        for tensor in self._needs_grad:
             tensor.requires_grad_(not tensor.requires_grad)
-        for leaf, gradient, before in self._grads or ():
+        for leaf, gradient, before in self._grads:
             leaf.grad = gradient
             if gradient is not None and before is not None:
                 _compat.write_unseen(gradient, before)
         if any(map(_backward_hooks, self._leaves)):
-            for tensor, count in zip(self._leaves, self._hook_counts, strict=True):
+            counts = self._hook_counts or [0] * len(self._leaves)
+            for tensor, count in zip(self._leaves, counts, strict=True):
                 hooks = tensor._backward_hooks
                 while hooks and len(hooks) > count:  # registered once more by the re-run
                     hooks.popitem()
         for holder in self._watch._call.holders:
             holder.leave()
+
+
+def _hook_counts(tensors: Sequence[Tensor]) -> list[int]:
+    return [len(hooks) if hooks else 0 for hooks in map(_backward_hooks, tensors)]
 
 
 class Guard(Observer):

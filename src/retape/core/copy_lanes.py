@@ -1,0 +1,90 @@
+"""The copies of options that move bytes to the host, played lane by lane beside the computation, by the engine's own rules.
+
+Out: an input starts when its stage begins, and is waited for when its forward ends. Slots start when the forward ends; they
+leave the device at the first stage that begins after their copy is done, and a copy that is not done when the next stage ends
+is waited for. Back: when backward reaches a stage, its own bytes start, and those of the nearest stage before it that moved
+some; its own are waited for. Each direction is one lane. What a stage's own bytes weigh while it runs is in its option's
+transient bytes; here are those of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from retape.core.problem import Option, Tier
+
+
+@dataclass(slots=True)
+class _Out:
+    """Slots on their way out."""
+
+    step: int
+    bytes: int
+    done_seconds: float
+
+
+class CopyLanes:
+    """Two lanes of a host. `device_bytes` is what is on the device of copies that are not the running stage's own."""
+
+    def __init__(self, host: Tier) -> None:
+        self._host = host
+        self._out_free = self._back_free = 0.0
+        self._leaving: list[_Out] = []
+        self._moved: dict[int, int] = {}  # of stages not yet reversed, in their order
+        self._there: dict[int, float] = {}  # what has started back, and when it is there
+        self._late: dict[int, int] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """What options allow for copies that lag behind is taken off: here it is known which do."""
+        coming = sum(self._moved[step] for step in self._there)
+        return sum(out.bytes for out in self._leaving) + coming - sum(self._late.values())
+
+    def begin(self, now: float) -> None:
+        """A stage's forward begins: what has left is off the device."""
+        self._leaving = [out for out in self._leaving if out.done_seconds > now]
+
+    def end(self, step: int, option: Option, begin: float, now: float) -> float:
+        """A stage's forward, which began at `begin`, has been computed; returns when the next one may begin."""
+        ready = now
+        if option.input_bytes:
+            ready = max(ready, self._send(option.input_bytes, begin))
+        for out in self._leaving:
+            ready = max(ready, out.done_seconds)
+        self._leaving.clear()
+        slots = option.moved_bytes - option.input_bytes
+        if slots:
+            self._leaving.append(_Out(step, slots, self._send(slots, now)))
+        if option.moved_bytes:
+            self._moved[step], self._late[step] = option.moved_bytes, option.late_bytes
+        return ready
+
+    def stay(self, step: int, option: Option, now: float) -> None:
+        """A re-run has taped a stage: it is needed soon, so nothing of it is moved."""
+        if option.moved_bytes:
+            self._moved[step], self._late[step] = option.moved_bytes, option.late_bytes
+            self._there[step] = now
+
+    def reach(self, step: int, now: float) -> float:
+        """Backward reaches a stage; returns when its own bytes are there."""
+        nearest = max((other for other in self._moved if other < step), default=None)
+        for each in (step if step in self._moved else None, nearest):
+            if each is not None:
+                self._start(each, now)
+        ready = max(now, self._there.pop(step, now))
+        self._moved.pop(step, None)
+        self._late.pop(step, None)
+        return ready
+
+    def _start(self, step: int, now: float) -> None:
+        waiting = next((out for out in self._leaving if out.step == step), None)
+        if waiting is not None:  # it never left
+            self._leaving.remove(waiting)
+            self._there[step] = now
+        elif step not in self._there:
+            start = max(now, self._back_free)
+            self._back_free = self._there[step] = start + self._host.read_seconds(self._moved[step])
+
+    def _send(self, count: int, now: float) -> float:
+        self._out_free = max(now, self._out_free) + self._host.write_seconds(count)
+        return self._out_free

@@ -1,0 +1,122 @@
+"""Copies that options ask for, played on two lanes beside the computation: hand-made cases whose every moment is known."""
+
+import math
+
+import pytest
+
+from retape.core.actions import Backward, Forward, Free, Item, Load, Save, Tape
+from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
+from retape.core.simulate import simulate
+
+FORWARD, BACKWARD, RERUN, MOVED, LATE = 1.0, 2.0, 0.5, 10, 3
+
+
+def stage(*, slots=MOVED, input_bytes=0, pinned=False):
+    """A second forward, two backward; taped as option 1 it holds one byte, moves the rest, and allows for some that lag behind."""
+    moved = Option(
+        kind=OptionKind.OFFLOAD,
+        held_bytes=1 + LATE,
+        forward_seconds=FORWARD,
+        backward_seconds=BACKWARD + 5.0,
+        late_bytes=LATE,
+        backward_stall_seconds=5.0,
+        rerun_seconds=RERUN if input_bytes else 0.0,
+        moved_bytes=slots + input_bytes,
+        input_bytes=input_bytes,
+        forward_transient_bytes=2 * slots,
+        backward_transient_bytes=2 * (slots + input_bytes),
+        forward_flight_bytes=slots,
+        backward_flight_bytes=slots + input_bytes,
+    )
+    options = () if pinned else (moved,)
+    times = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD}
+    return Stage(**times, state_bytes=1, tape_bytes=11, options=options, pinned=pinned)
+
+
+def host(speed, back=None):
+    return Tier(name="host", write_bytes_per_second=speed, read_bytes_per_second=back or speed)
+
+
+def played(stages, choices, tier):
+    backward = [Backward(step) for step in reversed(range(len(stages)))]
+    actions = []
+    for step, choice in enumerate(choices):
+        actions += [Tape(step, option=choice), Save(step, 0, Item.TAPE)]
+    return simulate(Chain(stages=tuple(stages)), [*actions, *backward], host=tier, timeline=True)
+
+
+def test_copies_that_cost_nothing_take_nothing():
+    outcome = played([stage() for _ in range(4)], (1, 1, 1, 0), host(math.inf))
+    assert (outcome.seconds, outcome.stall_seconds) == (4 * (FORWARD + BACKWARD), 0.0)
+    without = played([stage(), stage()], (1, 0), None)
+    assert without.seconds == 2 * (FORWARD + BACKWARD) + 5.0, "without a host what the option allows for stands"
+
+
+def test_a_copy_out_that_is_not_done_when_the_next_stage_ends_is_waited_for():
+    """Two seconds each way. Out: 1 to 3 and 3 to 5, waited for at 2 and 4. Back: from 5, and from 7, beside two seconds of backward."""
+    outcome = played([stage() for _ in range(3)], (1, 1, 0), host(5.0))
+    assert outcome.stall_seconds == pytest.approx(1.0 + 1.0)
+    assert outcome.seconds == pytest.approx(5.0 + 3 * BACKWARD)
+
+
+def test_a_copy_back_that_is_not_done_is_waited_for():
+    """Out is free; back takes five seconds, of which the backward before hides two."""
+    outcome = played([stage() for _ in range(3)], (1, 1, 0), Tier(name="host", read_bytes_per_second=2.0))
+    # Stage 1 starts back at 3 and is there at 8; stage 0 starts at 8 on the same lane, and is there at 13.
+    assert outcome.stall_seconds == pytest.approx((8 - 5) + (13 - 10))
+    assert outcome.seconds == pytest.approx(3 * FORWARD + 3 * BACKWARD + outcome.stall_seconds)
+
+
+def test_an_input_has_all_of_its_own_forward():
+    chain = [stage(slots=0, input_bytes=MOVED) for _ in range(3)]
+    hidden = played(chain, (1, 1, 0), host(10.0))
+    assert hidden.stall_seconds == 0.0
+    assert hidden.seconds == pytest.approx(3 * FORWARD + 3 * BACKWARD + 2 * RERUN)
+    # A copy of two seconds ends one after its forward, and the next one begins then: nothing queues up.
+    slow = played(chain, (1, 1, 0), Tier(name="host", write_bytes_per_second=5.0))
+    assert slow.stall_seconds == pytest.approx(1.0 + 1.0)
+
+
+def test_what_leaves_is_on_the_device_until_its_copy_is_done():
+    """The second stage stands beside what the first one moved, unless that has left by then; a third one does not."""
+    stages = [stage() for _ in range(4)]
+    quick, slow = played(stages, (1, 1, 1, 0), host(math.inf)), played(stages, (1, 1, 1, 0), host(5.0))
+    # The input, three held bytes, and what the third stage itself is about to move, with what it allows for in all that it holds.
+    own = 1 + 3 * 1 + MOVED + LATE
+    # Two moments an action: the peak of the tape of stage 2 is number 8, that of the first backward number 16.
+    assert quick.timeline[8][1] == own, "nothing on its way"
+    assert slow.timeline[8][1] == own + MOVED, "beside what stage 1 moved"
+    assert slow.timeline[16][1] == 1 + 3 * 1 + 11 + MOVED, "stage 3, which is kept, and stage 2 on its way back"
+
+
+def test_the_last_copy_that_never_left_need_not_come_back():
+    outcome = played([stage(), stage(pinned=True)], (1, 0), host(1.0))
+    assert outcome.stall_seconds == 0.0, "nobody waited for it, and backward finds it where it was"
+    assert outcome.seconds == 2 * (FORWARD + BACKWARD)
+
+
+def test_what_a_re_run_tapes_stays():
+    stages = [stage() for _ in range(3)]
+    actions = [
+        Save(0, 0, Item.STATE),
+        Forward(0, 2),
+        Tape(2),
+        Backward(2),
+        Load(0, 0, Item.STATE),
+        Tape(0, option=1),
+        Save(0, 0, Item.TAPE),
+        Tape(1),
+        Backward(1),
+        Backward(0),
+        Free(0, 0, Item.STATE),
+    ]
+    outcome = simulate(Chain(stages=tuple(stages)), actions, host=host(1e-3))
+    assert outcome.stall_seconds == 0.0
+    assert outcome.seconds == pytest.approx(2 * FORWARD + 3 * FORWARD + 3 * BACKWARD)
+
+
+def test_chains_that_move_nothing_keep_their_digest():
+    """Plans on disk know a chain by it."""
+    plain = Option(kind=OptionKind.SELECT, held_bytes=1, forward_seconds=1.0, backward_seconds=1.0)
+    one = Stage(forward_seconds=1.0, backward_seconds=1.0, state_bytes=1, tape_bytes=2, options=(plain,))
+    assert Chain(stages=(one,)).digest() == "8d8e38b7700055b6"
