@@ -1,8 +1,9 @@
-"""Loops beside their peers, in one process: `python -m benchmarks.loops [--quick] [--long STEPS] [--out FILE]`.
+"""Loops beside their peers, in one process: `python -m benchmarks.loops [--quick] [--device cuda] [--long STEPS] [--out FILE]`.
 
-BPTT over an LSTM: plain autograd, torch.utils.checkpoint in sqrt(n) segments, the same nested, and scan. Seconds are of the
-process (one thread), medians of interleaved rounds, so that other processes do not count; bytes are of live storages, counted at every
-op. Then the memory of ever longer loops, and the forward steps of while_loop beside the offline optimum and the rule that equinox follows.
+BPTT over an LSTM: plain autograd, torch.utils.checkpoint in sqrt(n) segments, the same nested, and scan. Seconds on the CPU are of the
+process (one thread), so that other processes do not count; medians of interleaved rounds, and the ratio is the median of each round's.
+Bytes are those of live storages above the inputs and the weights, counted at every op; on a GPU both are the device's.
+Then the memory of ever longer loops, and the forward steps of while_loop beside the offline optimum and the rule that equinox follows.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ SEED = 0
 
 
 class Scale(TorchDispatchMode):
-    """The most bytes that storages made inside it took at once."""
+    """The most bytes that storages made inside it took at once; those of `given` tensors do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, given=()) -> None:
         super().__init__()
-        self._known: set[int] = set()
+        self._given = list(given)  # their addresses must stay theirs
+        self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in given}
         self._live = self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -62,12 +64,13 @@ class Lstm:
     The loss of the last state alone would do, but its gradient fades into numbers so small that the CPU is slow with them.
     """
 
-    def __init__(self, steps: int, batch: int, width: int) -> None:
+    def __init__(self, steps: int, batch: int, width: int, device: str = "cpu") -> None:
         torch.manual_seed(SEED)
         self.steps = steps
-        self.cell = nn.LSTMCell(width, width)
-        self.xs = torch.randn(steps, batch, width)
-        self.start = (torch.zeros(batch, width), torch.zeros(batch, width), torch.zeros(()))
+        self.device = device
+        self.cell = nn.LSTMCell(width, width, device=device)
+        self.xs = torch.randn(steps, batch, width, device=device)
+        self.start = tuple(torch.zeros(shape, device=device) for shape in ((batch, width), (batch, width), ()))
 
     def step(self, carry, x):
         h, c = self.cell(x, carry[:2])
@@ -112,9 +115,44 @@ class Lstm:
         way()[2].backward()
         return [parameter.grad.clone() for parameter in self.cell.parameters()]
 
+    def seconds(self, way) -> float:
+        if self.device == "cpu":
+            start = time.process_time()
+            self.grads(way)
+            return time.process_time() - start
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.grads(way)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
-def bptt(steps: int, batch: int, width: int, rounds: int) -> dict:
-    task = Lstm(steps, batch, width)
+    def peak_bytes(self, way) -> int:
+        """Above inputs and weights."""
+        self.cell.zero_grad()
+        if self.device == "cpu":
+            with Scale([self.xs, *self.start, *self.cell.parameters()]) as scale:
+                self.grads(way)
+            return scale.peak
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.grads(way)
+        return torch.cuda.max_memory_allocated() - before
+
+    def forward_steps(self, way) -> int:
+        """How often the cell runs forward, re-runs too."""
+        Lstm.runs = 0
+        hook = self.cell.register_forward_pre_hook(_count_run)
+        self.grads(way)
+        hook.remove()
+        return Lstm.runs
+
+
+def _count_run(*_) -> None:
+    Lstm.runs += 1  # on the class, where no walk goes: what a step reaches is put back after a re-run
+
+
+def bptt(steps: int, batch: int, width: int, rounds: int, device: str) -> dict:
+    task = Lstm(steps, batch, width, device)
     ways = {
         "plain": task.plain,
         "checkpoint, sqrt(n) segments": task.segments,
@@ -128,48 +166,48 @@ def bptt(steps: int, batch: int, width: int, rounds: int) -> dict:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            start = time.process_time()
-            task.grads(way)
-            seconds[name].append(time.process_time() - start)
-    plain = statistics.median(seconds["plain"])
+            seconds[name].append(task.seconds(way))
     rows = {}
     for name, way in ways.items():
-        with Scale() as scale:
-            found = task.grads(way)
+        found = task.grads(way)
+        ratios = [own / plain for own, plain in zip(seconds[name], seconds["plain"], strict=True)]
         rows[name] = {
             "seconds": round(statistics.median(seconds[name]), 3),
-            "times_plain": round(statistics.median(seconds[name]) / plain, 3),
-            "peak_mib": round(scale.peak / 2**20, 2),
+            "least_seconds": round(min(seconds[name]), 3),
+            "times_plain": round(statistics.median(ratios), 3),
+            "least_times_plain": round(min(seconds[name]) / min(seconds["plain"]), 3),
+            "forward_steps": task.forward_steps(way),
+            "peak_mib": round(task.peak_bytes(way) / 2**20, 2),
             "gradients_equal_bit_for_bit": all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)),
         }
-        print(f"{name:36s} {rows[name]}")
+        print(f"{name:36s} {rows[name]}", flush=True)
     return {"steps": steps, "batch": batch, "width": width, "rounds": rounds, "ways": rows}
 
 
-def flat(lengths: tuple[int, ...], snapshots: int) -> dict:
+def flat(lengths: tuple[int, ...], snapshots: int, device: str) -> dict:
     """Live bytes and the process's own memory for ever longer loops at the same snapshots."""
-    weight = torch.randn(16, 16, requires_grad=True)
-    start = torch.zeros(4, 16)
+    weight = torch.randn(16, 16, device=device, requires_grad=True)
+    start = torch.zeros(4, 16, device=device)
 
     def step(h, _):
         h = torch.tanh(h @ weight)
         return h, h.sum()
 
+    def run(steps: int) -> None:
+        scan(step, start, length=steps, snapshots=snapshots, block=8, reduce=operator.add)[1].backward()
+
     rows = {}
     for steps in lengths:
-        with Scale() as scale:
-            scan(step, start, length=min(steps, lengths[0] * 20), snapshots=snapshots, block=8, reduce=operator.add)[
-                1
-            ].backward()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        scan(step, start, length=steps, snapshots=snapshots, block=8, reduce=operator.add)[1].backward()
+        run(steps)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with Scale([weight, start]) as scale:
+            run(steps)
         rows[steps] = {
             "peak_live_bytes": scale.peak,
-            "counted_over_steps": min(steps, lengths[0] * 20),
             "process_growth_bytes_a_step": round((after - before) * 1024 / steps, 3),
         }
-        print(steps, rows[steps])
+        print(steps, rows[steps], flush=True)
     return {"snapshots": snapshots, "block": 8, "lengths": rows}
 
 
@@ -212,16 +250,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the sizes")
     parser.add_argument("--long", type=int, default=100_000, help="the longest loop whose memory is looked at")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out")
     options = parser.parse_args()
     torch.set_num_threads(1)
     shape = (100, 4, 32) if options.quick else (1_000, 32, 192)
     cases = ((20, 2), (50, 3), (500, 3), (2_000, 3), (1_000, 10)) if not options.quick else ((20, 2), (50, 3))
     results = {
-        "bptt": bptt(*shape, options.rounds),
+        "bptt": bptt(*shape, options.rounds, options.device),
         "while_loop": online(cases),
-        "flat": flat((1_000, options.long) if not options.quick else (100, 1_000), 50),
+        "flat": flat((1_000, options.long) if not options.quick else (100, 1_000), 50, options.device),
     }
     print(record("loops", SEED, results, options.out))
 

@@ -1,11 +1,12 @@
 """odeint beside torchdiffeq's odeint (backpropagation through the solver) and odeint_adjoint (the continuous adjoint).
 
-    python -m benchmarks.ode [--rounds N] [--quick] [--out FILE] [--seed N]
+    python -m benchmarks.ode [--rounds N] [--quick] [--device cuda] [--out FILE] [--seed N]
 
 Van der Pol, Lorenz and a small neural ODE in float64 at several tolerances: the relative error of the gradient of sum(y(T)) against a
 reference of another kind (scipy's DOP853 on the sensitivity equations; the neural one: our own steps at 1e-12), CPU seconds of one thread
 (the least of interleaved runs, fewer of them where one takes long), and peak bytes by the number of steps. atol is rtol / 100.
-"plain" is retape's own steps under plain autograd. The longest memory run takes 12 GB for the events of the profiler that counts it.
+On a GPU seconds are of the clock, and bytes the device's. "plain" is retape's own steps under plain autograd. The longest memory run on
+the CPU takes 12 GB for the events of the profiler that counts it.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def reference(f, y0, end):
 def gradient_of(solve, f, y0, end, rtol):
     """The gradients of sum(y(T)) with respect to y0 and the parameters."""
     y0 = y0.detach().requires_grad_()
-    t = torch.tensor([0.0, end]).double()
+    t = torch.tensor([0.0, end], device=y0.device).double()
     loss = solve(f, y0, t, rtol=rtol, atol=rtol / 100)[-1].sum()
     return torch.autograd.grad(loss, (y0, *f.parameters()))
 
@@ -114,25 +115,33 @@ def ways():
     }
 
 
+def clock(device):
+    """Seconds of the CPU, or those of the clock when the device is done."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def compare(f, y0, end, rtol, truth, rounds):
     """Errors and least seconds of every way at one tolerance."""
     found = {name: {"cpu_seconds": float("inf")} for name in ways()}
-    begun = time.process_time()
+    begun = clock(y0.device)
     for number in range(rounds):
-        if number and time.process_time() - begun > LONG_SECONDS:
+        if number and clock(y0.device) - begun > LONG_SECONDS:
             break
         for name, solve in ways().items():
             if "stopped" in found[name]:
                 continue
-            start = time.process_time()
+            start = clock(y0.device)
             try:
                 gradient = gradient_of(solve, f, y0, end, rtol)[0]
             except AssertionError as error:
                 found[name] = {"stopped": str(error)}
                 continue
-            found[name]["cpu_seconds"] = min(found[name]["cpu_seconds"], time.process_time() - start)
+            found[name]["cpu_seconds"] = min(found[name]["cpu_seconds"], clock(y0.device) - start)
             if not number:
-                found[name]["gradient_error"] = float((gradient - truth).norm() / truth.norm())
+                found[name]["gradient_error"] = float((gradient.cpu() - truth).norm() / truth.norm())
     _, run = integrate(f, y0, torch.tensor([0.0, end]).double(), PLAIN, rtol=rtol, atol=rtol / 100)
     seconds = {name: way.get("cpu_seconds") for name, way in found.items()}
     ours = seconds["retape dopri5"]
@@ -147,8 +156,13 @@ def compare(f, y0, end, rtol, truth, rounds):
     }
 
 
-def peak_bytes(call):
-    """The most bytes that the CPU's allocator had handed out at once, above what there was."""
+def peak_bytes(call, device):
+    """The most bytes that the allocator had handed out at once, above what there was."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     live = peak = 0
@@ -159,9 +173,9 @@ def peak_bytes(call):
     return peak
 
 
-def memory(counts):
+def memory(counts, device):
     """Peak bytes of forward and backward by the number of (equal) steps."""
-    f, y0 = Neural(), torch.randn(256, 16).double()
+    f, y0 = Neural().to(device), torch.randn(256, 16).double().to(device)
     found = {}
     for steps in counts:
         size = 2.0 / steps
@@ -170,7 +184,8 @@ def memory(counts):
             name: peak_bytes(
                 lambda way=way, options=options: gradient_of(
                     lambda *a, **k: integrate(*a, way, options=options, **k)[0], f, y0, 2.0, 1e-3
-                )
+                ),
+                device,
             )
             for name, way in {"plain": PLAIN, "retape": in_a_loop(SNAPSHOTS)}.items()
             if name == "retape" or steps <= 500
@@ -183,14 +198,17 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two tolerances, one round, few steps")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out")
     options = parser.parse_args()
+    device = torch.device(options.device)
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
     tolerances, rounds = ((1e-3, 1e-7), 1) if options.quick else (TOLERANCES, options.rounds)
     results = {}
-    for name, f, y0, end in problems():
-        truth = reference(f, y0, end)
+    for name, equation, first, end in problems():
+        truth = reference(equation, first, end)
+        f, y0 = equation.to(device), first.to(device)
         results[name] = {}
         for rtol in tolerances:
             results[name][f"{rtol:g}"] = one = compare(f, y0, end, rtol, truth, rounds)
@@ -202,7 +220,7 @@ def main():
                     one[way].get("stopped")
                     or f"error {one[way]['gradient_error']:.1e}  {one[way]['cpu_seconds']:.3f} s",
                 )
-    results["peak bytes by steps"] = memory((50, 200) if options.quick else (100, 500, 2000))
+    results["peak bytes by steps"] = memory((50, 200) if options.quick else (100, 500, 2000), device)
     print(results["peak bytes by steps"])
     print(record("ode", options.seed, {"snapshots": SNAPSHOTS, **results}, options.out))
 

@@ -197,17 +197,15 @@ class Body:
 
     def advance(self, state: State, start: int, stop: int) -> State:
         """Run steps again, keeping nothing but the state after them."""
-        leaves, spec, needs_grad = state.leaves, state.spec, state.needs_grad
+        carry, spec = state.fresh(), state.spec
         for step in range(start, stop):
-            carry = [
-                leaf.detach().requires_grad_() if needed else leaf
-                for leaf, needed in zip(leaves, needs_grad, strict=True)
-            ]
             out, spec = flatten(self._run(unflatten(carry, spec), self.xs.at(step), step)[0])
-            needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out])
-            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in out]
-        self._check_kind(state, start, leaves, spec)
-        return State(leaves, spec, needs_grad)
+            carry = [
+                leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+                for leaf in out
+            ]
+        self._check_kind(state, start, carry, spec)
+        return State(carry, spec)
 
     def _check_kind(self, before: State, step: int, leaves: list[Any], spec: Spec) -> None:
         if not (self._first_differs and step == 0):
