@@ -8,17 +8,17 @@ from retape.core.actions import Backward, Forward, Free, Item, Load, Save, Tape
 from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
 from retape.core.simulate import simulate
 
-FORWARD, BACKWARD, RERUN, MOVED, LATE = 1.0, 2.0, 0.5, 10, 3
+FORWARD, BACKWARD, RERUN, MOVED = 1.0, 2.0, 0.5, 10
 
 
 def stage(*, slots=MOVED, input_bytes=0, pinned=False):
-    """A second forward, two backward; taped as option 1 it holds one byte, moves the rest, and allows for some that lag behind."""
+    """A second forward, two backward; taped as option 1 it holds one byte, moves the rest, and allows for waiting both ways."""
     moved = Option(
         kind=OptionKind.OFFLOAD,
-        held_bytes=1 + LATE,
-        forward_seconds=FORWARD,
+        held_bytes=1,
+        forward_seconds=FORWARD + 3.0,
         backward_seconds=BACKWARD + 5.0,
-        late_bytes=LATE,
+        forward_stall_seconds=3.0,
         backward_stall_seconds=5.0,
         rerun_seconds=RERUN if input_bytes else 0.0,
         moved_bytes=slots + input_bytes,
@@ -49,7 +49,7 @@ def test_copies_that_cost_nothing_take_nothing():
     outcome = played([stage() for _ in range(4)], (1, 1, 1, 0), host(math.inf))
     assert (outcome.seconds, outcome.stall_seconds) == (4 * (FORWARD + BACKWARD), 0.0)
     without = played([stage(), stage()], (1, 0), None)
-    assert without.seconds == 2 * (FORWARD + BACKWARD) + 5.0, "without a host what the option allows for stands"
+    assert without.seconds == 2 * (FORWARD + BACKWARD) + 3.0 + 5.0, "without a host what the option allows for stands"
 
 
 def test_a_copy_out_that_is_not_done_when_the_next_stage_ends_is_waited_for():
@@ -81,8 +81,8 @@ def test_what_leaves_is_on_the_device_until_its_copy_is_done():
     """The second stage stands beside what the first one moved, unless that has left by then; a third one does not."""
     stages = [stage() for _ in range(4)]
     quick, slow = played(stages, (1, 1, 1, 0), host(math.inf)), played(stages, (1, 1, 1, 0), host(5.0))
-    # The input, three held bytes, and what the third stage itself is about to move, with what it allows for in all that it holds.
-    own = 1 + 3 * 1 + MOVED + LATE
+    # The input, three held bytes, and what the third stage itself is about to move.
+    own = 1 + 3 * 1 + MOVED
     # Two moments an action: the peak of the tape of stage 2 is number 8, that of the first backward number 16.
     assert quick.timeline[8][1] == own, "nothing on its way"
     assert slow.timeline[8][1] == own + MOVED, "beside what stage 1 moved"

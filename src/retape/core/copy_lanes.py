@@ -33,16 +33,13 @@ class CopyLanes:
         self._leaving: list[_Out] = []
         self._moved: dict[int, int] = {}  # of stages not yet reversed, in their order
         self._there: dict[int, float] = {}  # what has started back, and when it is there
-        self._late: dict[int, int] = {}
         self._announced: dict[
             int, int
         ] = {}  # by the first stage after it that moves nothing: who starts back with that one
 
     @property
     def device_bytes(self) -> int:
-        """What options allow for copies that lag behind is taken off: here it is known which do."""
-        coming = sum(self._moved[step] for step in self._there)
-        return sum(out.bytes for out in self._leaving) + coming - sum(self._late.values())
+        return sum(out.bytes for out in self._leaving) + sum(self._moved[step] for step in self._there)
 
     def begin(self, now: float) -> None:
         """A stage's forward begins: what has left is off the device."""
@@ -60,7 +57,7 @@ class CopyLanes:
         if slots:
             self._leaving.append(_Out(step, slots, self._send(slots, now)))
         if option.moved_bytes:
-            self._moved[step], self._late[step] = option.moved_bytes, option.late_bytes
+            self._moved[step] = option.moved_bytes
         elif self._moved and max(self._moved) not in self._announced.values():
             self._announced[step] = max(self._moved)
         return ready
@@ -68,7 +65,7 @@ class CopyLanes:
     def stay(self, step: int, option: Option, now: float) -> None:
         """A re-run has taped a stage: it is needed soon, so nothing of it is moved."""
         if option.moved_bytes:
-            self._moved[step], self._late[step] = option.moved_bytes, option.late_bytes
+            self._moved[step] = option.moved_bytes
             self._there[step] = now
 
     def reach(self, step: int, now: float) -> float:
@@ -82,7 +79,6 @@ class CopyLanes:
             self._start(nearest, now)
         ready = max(now, self._there.pop(step, now))
         self._moved.pop(step, None)
-        self._late.pop(step, None)
         return ready
 
     def _start(self, step: int, now: float) -> None:

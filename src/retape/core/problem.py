@@ -34,8 +34,8 @@ class Option:
 
     `held_bytes` contains the stage's output, as a tape does; `moved_bytes` go to the host tier meanwhile, `input_bytes` of
     them being the stage's input. `rerun_seconds` is what backward pays to refill what was not held. Bytes and seconds allow for
-    copies as if every stage were alike: `late_bytes` of the held ones are moved ones that lag behind, `*_flight_bytes` of the
-    transient ones the neighbours', `backward_stall_seconds` are waiting. A machine that plays the copies (`simulate(host=...)`)
+    copies as if every stage were alike: `*_flight_bytes` of the transient ones are the neighbours', `*_stall_seconds` are
+    waiting. A machine that plays the copies (`simulate(host=...)`)
     puts what it finds in their place.
     """
 
@@ -49,7 +49,7 @@ class Option:
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
     input_bytes: int = 0
-    late_bytes: int = 0
+    forward_stall_seconds: float = 0.0
     backward_stall_seconds: float = 0.0
     forward_flight_bytes: int = 0
     backward_flight_bytes: int = 0
@@ -413,7 +413,7 @@ _CAME_LATER = frozenset(
     {
         "pinned",
         "input_bytes",
-        "late_bytes",
+        "forward_stall_seconds",
         "backward_stall_seconds",
         "forward_flight_bytes",
         "backward_flight_bytes",

@@ -222,12 +222,13 @@ class Machine:
             raise self._illegal(f"stage {step} is pinned: its forward has run, and is never run again")
         self._forget_working_tape()
         self._ledger.hold_tape(step, action.option)
-        self._mark(step, self._ledger.tape_transient(step, action.option, rerun) - self._begin_copies(step))
+        flight, stall = self._begin_copies(step)
+        self._mark(step, self._ledger.tape_transient(step, action.option, rerun) - flight)
         self._ledger.hold_state(step + 1)
         self._ledger.drop_state(step)
         self._ran(step, step + 1)
         begin = self.seconds
-        self.seconds += self._ledger.tape_seconds(step, action.option)
+        self.seconds += self._ledger.tape_seconds(step, action.option) - stall
         self._end_copies(step, begin, rerun)
         self.working, self.working_tape = step + 1, step
         self._record()
@@ -259,13 +260,13 @@ class Machine:
 
     # --- what options move, where a host is given: else their own seconds and bytes allow for it ------------------------
 
-    def _begin_copies(self, step: int) -> int:
-        """A stage is being taped; returns the neighbours' bytes that its option allows for, which are counted here instead."""
+    def _begin_copies(self, step: int) -> tuple[int, float]:
+        """A stage is being taped; returns the bytes and the seconds that its option allows for, and that are played here."""
         option = self._ledger.option_of(step)
         if self._lanes is None or option is None:
-            return 0
+            return 0, 0.0
         self._lanes.begin(self.seconds)
-        return option.forward_flight_bytes
+        return option.forward_flight_bytes, option.forward_stall_seconds
 
     def _end_copies(self, step: int, begin: float, rerun: bool) -> None:
         option = self._ledger.option_of(step)

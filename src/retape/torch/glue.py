@@ -118,10 +118,3 @@ def with_glue(measured: RegionBytes) -> RegionBytes:
 def with_glue_seconds(seconds: RegionSeconds) -> RegionSeconds:
     """No re-run of the region runs the glue, so all of it counts as what is done once: the backward."""
     return replace(seconds, backward=seconds.backward + seconds.glue_forward + seconds.glue_backward)
-
-
-def pause_seconds(profiled: Profiled) -> float:
-    """What lies between the end of the last region's forward and the begin of its backward: the head and the loss."""
-    last = len(profiled.profile.calls) - 1
-    times = [reading[last] for reading in profiled.seconds if last in reading]
-    return median([time.glue_forward + time.glue_backward for time in times] or [0.0])

@@ -22,7 +22,6 @@ from retape.torch.glue import (
     glue_after,
     hands_over,
     left_behind,
-    pause_seconds,
     seconds_of_kinds,
     with_glue,
     with_glue_seconds,
@@ -133,7 +132,6 @@ class _Form:
         self._seconds = seconds_of_kinds(self._calls, profiled.seconds)
         self._options = {kind: select_treatments(trace) for kind, trace in profiled.profile.traces.items()}
         self._moving: dict[tuple[Signature, bool], tuple[Treatment, ...]] = {}
-        self._pause_seconds = pause_seconds(profiled) / max(1, len(self._calls))
 
     def region(self, stage: int, linked: bool) -> MeasuredRegion:
         call = self._calls[stage]
@@ -148,7 +146,6 @@ class _Form:
             trace=self._profiled.profile.traces[call.kind],
             overheads=self._overheads,
             saved_share=self._profiled.saved_share,
-            pause_seconds=self._pause_seconds,
         )
 
     def elsewhere(self, call: RegionCall) -> Stage:

@@ -70,10 +70,7 @@ def has_room(host: Tier, size: int, regions: int) -> bool:
 
 
 class MeasuredRegion:
-    """The figures of one region, and the stage that they make.
-
-    `pause_seconds` is its share of the time between the last region's forward and its backward, in which late copies catch up.
-    """
+    """The figures of one region, and the stage that they make."""
 
     def __init__(
         self,
@@ -85,9 +82,7 @@ class MeasuredRegion:
         trace: RegionTrace | None,
         overheads: Overheads,
         saved_share: float | None = None,
-        pause_seconds: float = 0.0,
     ) -> None:
-        self._pause_seconds = pause_seconds
         self._call, self._seconds, self._overheads = call, seconds, overheads
         self._trace = trace
         self._saved_share = saved_share
@@ -232,10 +227,9 @@ class MeasuredRegion:
         """
         option, seconds = way.option, self._seconds
         moved = option.moved_bytes + size
-        late = self._late_bytes(moved, host)
-        less = min(size - late + option.late_bytes, option.held_bytes)
+        less = min(size, option.held_bytes)
+        out = self._stall_seconds(moved, host)
         back = max(0.0, host.read_seconds(moved) - seconds.backward - option.rerun_seconds)
-        back += self._lag_seconds(late, host)
         changed = replace(
             option,
             kind=OptionKind.OFFLOAD,
@@ -243,7 +237,8 @@ class MeasuredRegion:
             held_bytes=option.held_bytes - less,
             moved_bytes=moved,
             input_bytes=size,
-            late_bytes=late,
+            forward_seconds=seconds.forward + seconds.body + out,
+            forward_stall_seconds=out,
             backward_seconds=seconds.backward + back,
             backward_stall_seconds=back,
             forward_transient_bytes=option.forward_transient_bytes + less,
@@ -252,23 +247,18 @@ class MeasuredRegion:
         )
         return way._replace(option=changed, moved_inputs=self._call.linked)
 
-    def _late_bytes(self, moved: int, host: Tier) -> int:
-        """What of `moved` bytes is still on its way when the next region begins, which moves as much: nobody waits for it, so it stays."""
-        seconds = self._seconds.forward + self._seconds.body
-        return max(0, moved - int(host.write_bytes_per_second * seconds)) if host.write_seconds(moved) > seconds else 0
-
-    def _lag_seconds(self, late: int, host: Tier) -> float:
-        """How long backward waits for late copies: what was moved last it wants back first."""
-        return max(0.0, host.write_seconds(late) - self._pause_seconds)
+    def _stall_seconds(self, moved: int, host: Tier) -> float:
+        """How much longer a copy out takes than a forward like this one: when the next region ends, the device waits for it."""
+        return max(0.0, host.write_seconds(moved) - self._seconds.forward - self._seconds.body)
 
     def _offload(self, way: Treatment, host: Tier) -> Option:
         """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
         rerun, moved = self._rerun_seconds(way), way.moved_bytes
-        late = self._late_bytes(moved, host)
-        back = max(0.0, host.read_seconds(moved) - self._seconds.backward - rerun) + self._lag_seconds(late, host)
+        out = self._stall_seconds(moved, host)
+        back = max(0.0, host.read_seconds(moved) - self._seconds.backward - rerun)
         option = self._option(
             OptionKind.OFFLOAD,
-            way.held_bytes + late,
+            way.held_bytes,
             rerun,
             forward=way.forward_bytes + self._unseen_forward + moved,
             rerun_peak=max(way.rerun_bytes + self._unseen_rerun, self._backward_bytes) + moved,
@@ -279,7 +269,8 @@ class MeasuredRegion:
             moved_bytes=moved,
             backward_seconds=option.backward_seconds + back,
             backward_stall_seconds=back,
-            late_bytes=late,
+            forward_seconds=option.forward_seconds + out,
+            forward_stall_seconds=out,
             forward_flight_bytes=min(moved, option.forward_transient_bytes),
             backward_flight_bytes=min(moved, option.backward_transient_bytes),
         )
