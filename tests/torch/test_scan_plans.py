@@ -3,6 +3,7 @@
 import gc
 import operator
 import resource
+from functools import cache
 from typing import ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from retape import Budget, scan
 from retape.core import Loop, Tier
-from retape.core.actions import Backward, Free, Item, Save
+from retape.core.actions import Backward, Forward, Free, Item, Save
 from retape.core.schedules import Schedule, count
 from retape.core.solvers.loop_planner import LoopPlanner
 from retape.errors import BudgetTooSmall, InvalidInput
@@ -62,6 +63,32 @@ def test_forward_steps_of_blocks_are_those_of_revolve_over_blocks(steps, snapsho
     units = count(Schedule(family="revolve", steps=steps // block, snapshots=snapshots)).forward_steps
     assert runs(step, start, steps, snapshots=snapshots, block=block) == units * block
     assert LoopPlan(steps=steps, snapshots=snapshots, block=block).forward_steps == units * block
+
+
+@cache
+def fewest_steps(length, room, states):
+    """The fewest forward steps by any schedule over states of 2 bytes, at most so many of them, and tapes of steps of 7 bytes."""
+    most = room // 7
+    if length <= most:
+        return length
+    found = (
+        [length + fewest_steps(length - most, room, states), 1 + fewest_steps(length - 1, room - 7, states)]
+        if most
+        else [10**9]
+    )
+    if states and room >= 9:
+        for ahead in range(1, length):
+            found.append(ahead + fewest_steps(length - ahead, room - 2, states - 1) + fewest_steps(ahead, room, states))
+    return min(found)
+
+
+@pytest.mark.parametrize(("steps", "snapshots"), [(24, 2), (40, 3), (60, 4)])
+def test_no_schedule_with_as_many_states_and_bytes_runs_fewer_steps_than_blocks(steps, snapshots):
+    for block in (1, 2, 3, 4, 5, 6):
+        plan = LoopPlan(steps=steps, snapshots=snapshots, block=block)
+        counted = sum(a.stop - a.start for a in plan.actions() if isinstance(a, (Forward, loop_plan.TapeSteps)))
+        best = fewest_steps(steps, 2 * (snapshots - 1) + 7 * block, snapshots - 1)
+        assert counted == best if steps % block == 0 else best <= counted <= 1.06 * best
 
 
 def test_a_last_block_that_is_shorter():

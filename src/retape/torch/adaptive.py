@@ -269,25 +269,35 @@ class Adaptive:
         self._gradients.know(call.state)
         number, self._number = self._number, self._number + 1
         self._room.position = number
-        base, tried = policy if policy.stage >= 0 else HOLD, False
+        base = policy if policy.stage >= 0 else HOLD
+        how = {"policy": base, "check": check, "early_stop": early_stop, "kind": kind, "number": number}
+        region, outputs = self._first_run(call, function, arguments, keywords, how)
+        self._counts.regions += 1
+        region.drop_planned_inputs()
+        self._room.live.note(region)
+        self._room.live.settled(region)
+        if self._room.live.evictions:
+            self._room.host.send(region)
+        if done is not None:
+            done(region)
+            region.settle()
+        self._room.enter(Phase.OUTSIDE, kind, number)
+        return outputs
+
+    def _first_run(
+        self, call: Call, function: Callable[..., Any], arguments: Any, keywords: Any, how: dict[str, Any]
+    ) -> tuple[AdaptiveRegion, Any]:
+        """Run it as a region; where the allocator gives up, with less beside it, until it does or nothing is left."""
+        kind: Kind = how["kind"]
+        tried = False
         while True:
-            self._room.enter(Phase.FORWARD, kind, number)
+            self._room.enter(Phase.FORWARD, kind, how["number"])
             start = self._clock()
             region: AdaptiveRegion | None = None
             try:
                 self._serial += 1
                 region = AdaptiveRegion(
-                    function,
-                    arguments,
-                    keywords,
-                    policy=base,
-                    check=check,
-                    early_stop=early_stop,
-                    captured=call,
-                    manager=self,
-                    kind=kind,
-                    number=number,
-                    serial=self._serial,
+                    function, arguments, keywords, captured=call, manager=self, serial=self._serial, **how
                 )
                 self._room.live.born(region)
                 prints = Footprints(region) if kind.stateless is None else None
@@ -306,17 +316,7 @@ class Adaptive:
             kind.ran(self._clock() - start)
         if prints is not None:
             kind.stateless = prints.stateless()
-        self._counts.regions += 1
-        region.drop_planned_inputs()
-        self._room.live.note(region)
-        self._room.live.settled(region)
-        if self._room.live.evictions:
-            self._room.host.send(region)
-        if done is not None:
-            done(region)
-            region.settle()
-        self._room.enter(Phase.OUTSIDE, kind, number)
-        return outputs
+        return region, outputs
 
     def _clock_is_true(self) -> bool:
         """On CUDA a region is only timed where the step is weighed: waiting for the device each time would cost more."""

@@ -174,6 +174,8 @@ class Diverged(BaseException):
 class Replay(TorchDispatchMode):
     """Follows a recipe through a re-run."""
 
+    divergence = Diverged
+
     def __init__(self, recipe: Recipe, region: Region) -> None:
         super().__init__()
         self._values = region.held_values()
@@ -220,16 +222,11 @@ class Replay(TorchDispatchMode):
         expected = self._saved[index] if index < len(self._saved) else -1
         storage = self._storage(tensor)._cdata
         number = self._numbers.get(storage)
-        if (
-            number is None and expected >= 0 and expected not in self._known
-        ):  # from outside, and saved before it is read
+        if number is None and expected >= 0 and expected not in self._known:  # from outside, saved before it is read
             self._numbers[storage] = expected
             self._known.add(expected)
         elif number != expected:
-            self.diverge()
-
-    def diverge(self) -> None:
-        raise Diverged
+            raise Diverged
 
     def _follow(self, op: TracedOp, args: Any, kwargs: Any) -> None:
         """Diverge where an op is given other storages than in the trace: the same ops may be wired differently this time."""

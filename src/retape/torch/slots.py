@@ -113,7 +113,7 @@ class Filler:
         else:
             return
         if self._replay is not None:
-            self._replay.diverge()  # the recipe may be for another wiring: only a whole re-run can tell
+            raise self._replay.divergence()  # the recipe may be for another wiring: only a whole re-run can tell
         raise error
 
     def _one_too_many(self, index: int) -> None:
