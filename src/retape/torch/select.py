@@ -256,12 +256,7 @@ class Replay(TorchDispatchMode):
         """Which storage is which: made by this op, so that memory used again is not taken for what was there."""
         if not op.makes:  # a view, or what was written to: known
             return
-        if op.returns_one:
-            number = op.results[0][0]
-            self._numbers[self._storage(out)._cdata] = number
-            self._known.add(number)
-            return
-        for leaf, result in zip(_tensors((out,), None), op.results, strict=False):
+        for leaf, result in zip((out,) if op.returns_one else _tensors((out,), None), op.results, strict=False):
             self._numbers[self._storage(leaf)._cdata] = result[0]
             self._known.add(result[0])
 
