@@ -89,6 +89,13 @@ def test_what_leaves_is_on_the_device_until_its_copy_is_done():
     assert slow.timeline[16][1] == 1 + 3 * 1 + 11 + MOVED, "stage 3, which is kept, and stage 2 on its way back"
 
 
+def test_what_was_moved_long_before_starts_back_with_the_stage_after_it():
+    """Stages 3 and 2 are kept and have nothing on its way beside them; stage 1 has what stage 0 moved."""
+    timeline = played([stage() for _ in range(4)], (1, 0, 0, 0), host(5.0)).timeline
+    kept = [1 + 1 + 11 * count for count in (3, 2, 1)]  # the input, what stage 0 holds, and the tapes that are left
+    assert [timeline[moment][1] for moment in (16, 18, 20)] == [kept[0], kept[1], kept[2] + MOVED]
+
+
 def test_the_last_copy_that_never_left_need_not_come_back():
     outcome = played([stage(), stage(pinned=True)], (1, 0), host(1.0))
     assert outcome.stall_seconds == 0.0, "nobody waited for it, and backward finds it where it was"

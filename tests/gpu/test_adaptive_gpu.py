@@ -83,6 +83,24 @@ def test_a_live_budget_holds_and_has_the_same_bits(share):
     assert _compat.memory_fraction(CUDA) == before
 
 
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("share", [0.6, 0.35])
+def test_with_and_without_the_host(share, host):
+    model, x = build(), rows(8192)
+    for _ in range(2):
+        step(model, x)
+    wanted = gradients(model)
+    base = torch.cuda.memory_allocated()
+    above = peak_bytes(model, x) - base
+    live = retape.adaptive(model, budget=retape.Budget.activations(int(share * above)), host=host)
+    for _ in range(6):
+        step(model, x)
+        assert_same(gradients(model), wanted)
+    assert peak_bytes(model, x) <= live.stats().budget_bytes
+    assert (live.stats().moved_bytes > 0) == host
+    live.remove()
+
+
 def test_lengths_that_change():
     model = build()
     sizes = (1024, 8192, 2048, 4096, 8192, 1024)
@@ -125,8 +143,8 @@ def test_the_allocator_runs_out_in_regions_and_every_step_ends_right():
         with live:
             checkpointed(model, x)
     assert_same(gradients(model), wanted)
-    live._needs = Needs()
-    live._met_unknown = False
+    live._room.needs = Needs()
+    live._room.met_unknown = False
     with live:
         checkpointed(model, x)
     assert_same(gradients(model), wanted)

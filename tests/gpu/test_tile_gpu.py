@@ -1,5 +1,6 @@
 """Tiles and the loss in chunks on a GPU: masks replayed, 16-bit sums in float32, peaks, and no wait for the device."""
 
+import copy
 import functools
 
 import pytest
@@ -165,3 +166,44 @@ def test_nothing_waits_for_the_device(reduction):
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class Block(nn.Module):
+    def __init__(self, width, wide):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def test_fit_runs_the_mlp_of_a_block_in_tiles():
+    """In a budget that one block by itself would pass; gradients as near to float64's as plain's are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(512, 8192) for _ in range(4)]).to("cuda", torch.bfloat16)
+    batch = torch.randn(1, 16384, 512, device="cuda", dtype=torch.bfloat16)
+
+    def step(model, batch):
+        return model(batch).double().square().mean()
+
+    def gradients(model, batch):
+        return [g.double() for g in torch.autograd.grad(step(model, batch), list(model.parameters()))]
+
+    others = gradients(model, batch)
+    with pytest.raises(retape.errors.BudgetTooSmall) as caught:
+        retape.fit(model, batch, budget=retape.Budget.activations("1MiB"), step=step, progress=False)
+    budget = int(caught.value.floor_bytes * 0.7)
+    fitted = retape.fit(model, batch, budget=budget, step=step, options=retape.ALL, progress=False)
+    try:
+        assert all(choice.tiles > 1 for choice in fitted.record.assignment.choices)
+        assert fitted.measured.peak_bytes <= budget
+        ours = gradients(model, batch)
+    finally:
+        fitted.remove()
+    truth = gradients(copy.deepcopy(model).double(), batch.double())
+
+    def error(found):
+        return float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(found, truth, strict=True)]).norm())
+
+    assert error(ours) <= 1.1 * error(others)

@@ -115,6 +115,51 @@ def test_the_first_tensor_in_an_object_of_a_module():
     same_as_plain(case)
 
 
+class Layered:
+    """A cache of caches, as models keep them."""
+
+    def __init__(self):
+        self.layers = [SimpleNamespace(value=None), SimpleNamespace(value=None)]
+
+    def add(self, number, h):
+        self.layers[number].value = added(self.layers[number].value, h)
+        return self.layers[number].value
+
+
+class Keeper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.cache = nn.Parameter(torch.randn(4, 4)), Layered()
+
+    def forward(self, a, number):
+        return (self.cache.add(number, (a @ self.weight).sin()) * a).tanh()
+
+
+@pytest.mark.parametrize("place", ["argument", "closure", "module"])
+def test_the_first_tensors_in_the_layers_of_a_cache(place):
+    def case(call):
+        keeper, x = Keeper(), leaf()
+
+        def through_closure(a, number):
+            return (cache.add(number, (a @ weight).sin()) * a).tanh()
+
+        def through_argument(a, number, given):
+            return (given.add(number, (a @ weight).sin()) * a).tanh()
+
+        cache, weight, y = keeper.cache, keeper.weight, x
+        for number in (0, 1, 0, 1):
+            if place == "module":
+                y = call(keeper, y, number)
+            elif place == "closure":
+                y = call(through_closure, y, number)
+            else:
+                y = call(through_argument, y, number, cache)
+        y.sum().backward()
+        return x.grad, weight.grad, [layer.value.detach() for layer in cache.layers]
+
+    same_as_plain(case)
+
+
 def test_plain_values_stay_the_users_own():
     """A number that a number replaces is counted on by the re-run, as everywhere in plain objects."""
     cache, x = SimpleNamespace(value=None, calls=0), leaf()
@@ -127,3 +172,23 @@ def test_plain_values_stay_the_users_own():
     as_region(step, x).sum().backward()
     assert cache.calls == 2
     assert isinstance(cache.value, torch.Tensor)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_flag_says_that_the_first_tensor_is_there(way):
+    """As in key-value caches: the flag must not be ahead of what it speaks of."""
+
+    def case(call):
+        cache, weight, x = SimpleNamespace(value=None, filled=False), leaf(), leaf()
+
+        def step(a):
+            h = (a * weight).sin()
+            cache.value = cache.value + h if cache.filled else h
+            cache.filled = True
+            return (cache.value * a).tanh()
+
+        call(step, call(step, x)).sum().backward()
+        assert cache.filled
+        return x.grad, weight.grad, cache.value.detach()
+
+    same_as_plain(case, WAYS[way])

@@ -67,4 +67,4 @@ def test_random_graphs(graph, share):
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         # Near the floor even the best schedule runs most of it again for every region.
         assert live.stats().reruns - before <= (2 * len(graph) if share > 0.7 else len(graph) ** 2)
-    assert not live._live
+    assert not live._room.live

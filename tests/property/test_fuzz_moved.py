@@ -1,6 +1,8 @@
-"""The fuzzer's regions with slots that are moved: held ones go to the host in turns, through lanes that copy as late as they may."""
+"""The fuzzer's regions with slots and inputs that are moved: held ones go to the host in turns, through lanes that copy as late as they
+may."""
 
 import gc
+from dataclasses import replace
 
 import late_lanes
 import pytest
@@ -20,10 +22,18 @@ def moving(*, hold_all=False, held=frozenset(), **policy):
     return Policy(held=chosen - moved, moved=moved, **policy)
 
 
-@pytest.mark.parametrize("start", [0, 15, 200, 215])
-def test_gradients_buffers_and_streams_equal_plain_autograd(monkeypatch, start):
+def moving_inputs(**policy):
+    """The same with every second input moved too."""
+    return replace(moving(**policy), moved_inputs=frozenset(range(0, 20, 2)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "start"),
+    [(moving, 0), (moving, 15), (moving, 200), (moving, 215), (moving_inputs, 30), (moving_inputs, 230)],
+)
+def test_gradients_buffers_and_streams_equal_plain_autograd(monkeypatch, policy, start):
     made = late_lanes.use(monkeypatch, late_lanes.LateLanes(seed=start))
-    monkeypatch.setattr(ways, "Policy", moving)
+    monkeypatch.setattr(ways, "Policy", policy)
     for seed in range(start, start + 15):
         case = case_of(seed)
         try:

@@ -195,7 +195,7 @@ def test_nothing_is_left_behind():
     for _ in range(3):
         run(model)
         assert live.account.held_bytes() == 0
-        assert not live._live
+        assert not live._room.live
     loss = model(X).sum()
     assert live.account.held_bytes() > 0
     del loss

@@ -17,6 +17,7 @@ from retape.torch.policy import DROP
 from retape.torch.pressure import Kind
 from retape.torch.profile import OpTimer
 from retape.torch.region import Region
+from retape.torch.runs import THREAD
 
 CPU = torch.device("cpu")
 
@@ -138,6 +139,43 @@ def test_a_graph_that_is_retained_is_walked_twice_from_a_rung():
     live.remove()
 
 
+class FailingRerun(TorchDispatchMode):
+    """Raises once, at the n-th op of re-runs."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(run.rerun for run in THREAD.runs):
+            self.count += 1
+            if self.count == self.at:
+                raise torch.OutOfMemoryError("CPU out of memory (injected). Tried to allocate 1 byte.")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("priced")
+def test_out_of_memory_at_every_op_of_a_rerun_in_part():
+    model = build(4)
+    step(model)
+    step(model)
+    wanted, whole = gradients(model), peak_above(model)
+    live = retape.adaptive(model, budget=retape.Budget.activations(int(0.75 * whole)))
+    for _ in range(4):
+        step(model)
+    counter = FailingRerun(0)
+    with counter:
+        step(model)
+    assert counter.count > 5
+    for at in range(1, counter.count + 1):
+        before = live.stats().out_of_memory_events
+        with FailingRerun(at):
+            step(model)
+        assert live.stats().out_of_memory_events == before + 1
+        assert_equal(gradients(model), wanted)
+    live.remove()
+
+
 def test_no_region_runs_again_only_to_be_written_down(monkeypatch):
     """The re-runs of a model whose kinds are learnt are as many as those of one that never learns."""
     counts = []
@@ -226,6 +264,6 @@ def test_a_value_that_comes_out_otherwise_is_noticed_after_a_late_drop():
     live = retape.adaptive(budget="1GiB")
     with live:
         y = retape.checkpoint(drifts, weight, use_reentrant=False, check="values")
-        live._live.evict(1 << 30, 5, set(), backward=False)
+        live._room.live.evict(1 << 30, 5, set(), backward=False)
         with pytest.raises(retape.RetapeError, match="values"):
             y.sum().backward()

@@ -189,7 +189,10 @@ class Nobody:
     def call_root(self, module, plain_call, args, keywords):
         return plain_call(*args, **keywords)
 
-    call = call_root
+    call = call_part = call_root
+
+    def parts_of(self, name, module):
+        return [module.linear]
 
 
 def test_all_or_nothing():
@@ -199,9 +202,10 @@ def test_all_or_nothing():
     with pytest.raises(InvalidInput, match="managed by a fit already"):
         put_on(model, {"0": model[0], "1": model[1]}, Nobody())
     assert type(model) is nn.Sequential
-    assert type(model[0]) is Net
+    assert [type(model[0]), type(model[0].linear)] == [Net, nn.Linear]
     assert is_attached(model[1])
     detach(model[1])
     put_on(model, {"0": model[0], "1": model[1]}, Nobody())
+    assert all(map(is_attached, (model, *model, model[0].linear, model[1].linear)))
     take_off(model, {"0": model[0], "1": model[1]})
-    assert [type(module) for module in (model, *model)] == [nn.Sequential, Net, Net]
+    assert [type(module) for module in model.modules()] == [nn.Sequential, Net, nn.Linear, Net, nn.Linear]

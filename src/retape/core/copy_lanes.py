@@ -2,9 +2,10 @@
 
 Out: an input starts when its stage begins, and is waited for when its forward ends. Slots start when the forward ends; they
 leave the device at the first stage that begins after their copy is done, and a copy that is not done when the next stage ends
-is waited for. Back: when backward reaches a stage, its own bytes start, and those of the nearest stage before it that moved
-some; its own are waited for. Each direction is one lane. What a stage's own bytes weigh while it runs is in its option's
-transient bytes; here are those of the others.
+is waited for. Back: when backward reaches a stage that moved something, its own bytes start, and those of the nearest one
+before it that did; its own are waited for. The first stage after one that moved, if it moves nothing itself, starts those.
+Each direction is one lane. What a stage's own bytes weigh while it runs is in its option's transient bytes; here are those of
+the others.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class CopyLanes:
         self._moved: dict[int, int] = {}  # of stages not yet reversed, in their order
         self._there: dict[int, float] = {}  # what has started back, and when it is there
         self._late: dict[int, int] = {}
+        self._announced: dict[
+            int, int
+        ] = {}  # by the first stage after it that moves nothing: who starts back with that one
 
     @property
     def device_bytes(self) -> int:
@@ -57,6 +61,8 @@ class CopyLanes:
             self._leaving.append(_Out(step, slots, self._send(slots, now)))
         if option.moved_bytes:
             self._moved[step], self._late[step] = option.moved_bytes, option.late_bytes
+        elif self._moved and max(self._moved) not in self._announced.values():
+            self._announced[step] = max(self._moved)
         return ready
 
     def stay(self, step: int, option: Option, now: float) -> None:
@@ -67,10 +73,13 @@ class CopyLanes:
 
     def reach(self, step: int, now: float) -> float:
         """Backward reaches a stage; returns when its own bytes are there."""
-        nearest = max((other for other in self._moved if other < step), default=None)
-        for each in (step if step in self._moved else None, nearest):
-            if each is not None:
-                self._start(each, now)
+        if step in self._moved:
+            self._start(step, now)
+            nearest = max((other for other in self._moved if other < step), default=None)
+        else:
+            nearest = self._announced.get(step)
+        if nearest in self._moved:
+            self._start(nearest, now)
         ready = max(now, self._there.pop(step, now))
         self._moved.pop(step, None)
         self._late.pop(step, None)

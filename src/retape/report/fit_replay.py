@@ -168,7 +168,7 @@ class _Reading:
     def _tape(self, step: int, option: int, begin: float, end: float) -> None:
         again = step < self._reached
         choice = self._choices[step][option]
-        dropped = choice.kind is OptionKind.RECOMPUTE
+        dropped = choice.kind in (OptionKind.RECOMPUTE, OptionKind.TILE)
         kind = SpanKind.RERUN if again else SpanKind.DROPPED if dropped else SpanKind.FORWARD
         self._span(kind, step, begin, end)
         self._work_on(None)

@@ -104,14 +104,20 @@ def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`, without a trip through the dispatch modes around the caller; a subclass dispatches for itself."""
     if type(tensor) is not torch.Tensor:
         return tensor.detach()
-    with torch._C._DisableTorchDispatch():
+    with _DisableTorchDispatch():
         return tensor.detach()
 
 
 def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()` inside a dispatch mode, where autograd is done already: the alias shares the tensor's version all the same."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with _SetExcludeDispatchKeyGuard(_IN_PLACE_OR_VIEW, False):
         return tensor.detach()
+
+
+# A name of torch's own is slow to find, and these are asked for with every op.
+_DisableTorchDispatch = torch._C._DisableTorchDispatch
+_SetExcludeDispatchKeyGuard = torch._C._SetExcludeDispatchKeyGuard
+_IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 
 
 def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:

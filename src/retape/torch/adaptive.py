@@ -18,20 +18,21 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.core.option_set import EXACT, OptionSet
 from retape.core.problem import Budget, BudgetKind, BudgetLike
-from retape.torch import attach
+from retape.torch import _compat, attach, links
 from retape.torch.adaptive_attach import Attachment
-from retape.torch.adaptive_limit import Limit
+from retape.torch.adaptive_host import is_here, storage_of
 from retape.torch.adaptive_menu import Menus
-from retape.torch.adaptive_oom import elsewhere, nothing_left, rewind
+from retape.torch.adaptive_oom import elsewhere, rewind
 from retape.torch.adaptive_region import AdaptiveRegion
+from retape.torch.adaptive_room import CLOSE, Room
 from retape.torch.adaptive_roots import Attempt, Footprints, PlainSteps
 from retape.torch.adaptive_stats import AdaptiveStats, Counts, ProgressLine
 from retape.torch.caches import without_cache
 from retape.torch.fingerprint import unwrapped
-from retape.torch.live_regions import LiveRegions
 from retape.torch.meter import GIVE_WAY, synchronize
+from retape.torch.offload import MovedSlot, Parcel
 from retape.torch.policy import HOLD, Check, Policy
-from retape.torch.pressure import Account, Kind, Kinds, Mark, Need, Needs, Phase
+from retape.torch.pressure import Kind, Kinds, Mark, Phase
 from retape.torch.reads import Call, capture_call
 from retape.torch.region import RERUN, Region, run_region
 from retape.torch.resident import device_of
@@ -43,7 +44,6 @@ from retape.torch.trace import RegionTrace
 FIRST_WEIGHED = (
     2  # steps that stand on the scale whatever they are: the first may find gradients that are not there yet
 )
-CLOSE = 1.3  # two sizes on the scale are enough for those between them, if one is at most so many times the other
 
 
 class Adaptive:
@@ -53,23 +53,22 @@ class Adaptive:
     it is attached from the start until `remove`, or the end of a `with` block.
     """
 
-    def __init__(self, model: nn.Module | None, budget: Budget, *, progress: bool = False) -> None:
-        self._budget = budget
+    def __init__(
+        self, model: nn.Module | None, budget: Budget, *, progress: bool = False, host: bool | None = None
+    ) -> None:
+        self._budget, self._uses_host = budget, host
+        self._counts = Counts()
         self._stand_on(_device_of(model))
-        self.turn = -1  # the serial of the region whose backward runs
-        self._kinds, self._needs, self._gradients = Kinds(), Needs(), Gradients()
+        self._kinds, self._gradients = Kinds(), Gradients()
         self._opened: dict[int, weakref.ref[AdaptiveRegion]] = {}  # whose backward has begun: their slots go one by one
-        self._scale: StepScale | None = None
         self._line = ProgressLine() if progress else None
-        self._pinned: set[int] = set()
         self._outer: list[Any] = []
         self._root: Kind | None = None
-        self._in_step = self._met_unknown = False
+        self._in_step = False
         self._met: list[Kind] = []  # the regions of this step
         self._plainly = PlainSteps()
         self._begun_with = (0, 0)  # evictions and out-of-memory events when the step began
-        self._position = self._serial = self._number = self._peak = 0
-        self._counts = Counts()
+        self._serial = self._number = 0
         self._attached: Attachment | None = None
         if model is not None:
             whole = unwrapped(model)
@@ -77,24 +76,25 @@ class Adaptive:
             self._attached = Attachment(whole, self.call_root, self.call)
 
     def _stand_on(self, device: torch.device) -> None:
-        self.account = Account(device)
-        self._limit = Limit(self._budget, device)
-        self._live, self._menus = LiveRegions(self.account), Menus(device)
+        self._room = Room(self._budget, device, self._counts, host=self._uses_host)
+        self._menus, self.account = Menus(device, self._room.host), self._room.account
+
+    @property
+    def turn(self) -> int:
+        """The serial of the region whose backward runs."""
+        return self._room.turn
 
     # --- attached ------------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """Leave the model as it was before."""
         self._end_step()
-        self._close()
+        self._room.limit.close()
+        if self._line is not None:
+            self._line.close()
         if self._attached is not None:
             self._attached.remove()
             self._attached = None
-
-    def _close(self) -> None:
-        self._limit.close()
-        if self._line is not None:
-            self._line.close()
 
     @property
     def _under(self) -> attach.Caller | None:
@@ -143,7 +143,7 @@ class Adaptive:
         if attempt.failure is not None:
             attempt.undo(kind.name)
             self._plainly.stop()
-            self._out_of_memory(kind, attempt.failure, False)
+            self._room.out_of_memory(kind, attempt.failure, False)
             return None
         self._counts.regions += 1
         return attempt
@@ -161,65 +161,66 @@ class Adaptive:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         THREAD.manager = self._outer.pop()
-        now = self._now()
+        now = self._room.now()
         if self._attached is not None:
             self.remove()
         self._end_step()
-        self._close()
+        self._room.limit.close()
         if isinstance(error, torch.OutOfMemoryError):
             self._gradients.put_back()
-            raise elsewhere(error, limit_bytes=self._limit.bytes, now_bytes=now) from error
+            raise elsewhere(error, limit_bytes=self._room.limit.bytes, now_bytes=now) from error
 
     def _begin_step(self, root: Kind | None, batch: Any) -> None:
-        if self._live:
+        if self._room.live:
             return
         self._end_step()
-        self.account.begin_step()
-        self._live.clear()
+        self._room.begin_step()
         self._opened.clear()
         self._gradients.begin()
-        self._number, self._position, self.turn, self._peak = 0, 0, -1, 0
+        self._number = 0
         self._in_step, self._root, self._met = True, root, []
-        self._begun_with = (self._live.evictions, self._counts.out_of_memory)
-        self._limit.begin_step(batch, self._gradients)
+        self._begun_with = (self._room.live.evictions, self._counts.out_of_memory)
+        self._room.limit.begin_step(batch, self._gradients)
         self.account.leave_out(batch)
         if self._wants_weighing(root):
-            self._scale = StepScale.where_possible(self._limit.device, self._limit.base_bytes, self._gradients)
-            if self._scale is not None:
+            self._room.scale = StepScale.where_possible(
+                self._room.limit.device, self._room.limit.base_bytes, self._gradients
+            )
+            if self._room.scale is not None:
                 self._counts.weighed += 1
                 GIVE_WAY.append(self._end_step)
-        self._limit.unknown = self._scale is not None
-        self._limit.enforce(undoable=False)
-        self._met_unknown = False
-        wanted = None if self._under or self._scale is not None else root
-        above = self._plainly.begin(wanted, self._limit.bytes - self._limit.base_bytes)
+        self._room.limit.unknown = self._room.scale is not None
+        self._room.limit.enforce(undoable=False)
+        self._room.met_unknown = False
+        wanted = None if self._under or self._room.scale is not None else root
+        above = self._plainly.begin(wanted, self._room.left_bytes)
         if above is not None:
             self._counts.plain += 1
-            self._peak = self._limit.base_bytes + above
+            self._room.peak = self._room.limit.base_bytes + above
 
     def _wants_weighing(self, root: Kind | None) -> bool:
         if self._counts.weighed < FIRST_WEIGHED:
             return True
-        if root is not None and self._plainly.roots.fits(root, self._limit.bytes - self._limit.base_bytes):
+        if root is not None and self._plainly.roots.fits(root, self._room.left_bytes):
             return False
-        return self._met_unknown or (root is not None and not self._needs.is_covered(root, within=CLOSE))
+        return self._room.met_unknown or (root is not None and not self._room.needs.is_covered(root, within=CLOSE))
 
     def _end_step(self) -> None:
         if not self._in_step:
             return
         self._in_step = False
         self._counts.steps += 1
-        scale, self._scale = self._scale, None
-        peak, above = self._peak, None
+        scale, self._room.scale = self._room.scale, None
+        peak, above = self._room.peak, None
         if scale is not None:
             GIVE_WAY.remove(self._end_step)
-            above = scale.end(self._needs)
-            peak = self._limit.start_bytes + above
+            above = scale.end(self._room.needs)
+            peak = self._room.limit.start_bytes + above
             if self._root is not None:
                 mark = Mark(phase=Phase.FORWARD, kind=self._root, number=0, held_bytes=0, gradient_bytes=0)
-                self._needs.learn(mark, 0, above)
+                self._room.needs.learn(mark, 0, above)
         self._learn_root(above)
-        self._limit.count_fragments()
+        self._room.limit.count_fragments()
         self._counts.peaks.append(peak)
         if self._line is not None:
             self._line.show(self._stats())
@@ -228,23 +229,24 @@ class Adaptive:
         evictions, events = self._begun_with
         if self._root is None or self._under or self._plainly or self._counts.out_of_memory > events:
             return
-        whole = above_bytes if self._live.evictions == evictions else None
+        whole = above_bytes if self._room.live.evictions == evictions else None
         self._plainly.roots.learn(self._root, tuple(self._met), whole)
 
     def stats(self) -> AdaptiveStats:
         """What it has cost so far."""
-        if not self._live:
+        if not self._room.live:
             self._end_step()
         return self._stats()
 
     def _stats(self) -> AdaptiveStats:
-        limit, live = self._limit, self._live
+        limit, live = self._room.limit, self._room.live
         return self._counts.stats(
             budget_bytes=limit.bytes,
             base_bytes=limit.base_bytes,
             fragment_bytes=limit.fragment_bytes,
             evictions=live.evictions,
             evicted_bytes=live.evicted_bytes,
+            moved_bytes=self._room.host.moved_bytes,
         )
 
     # --- the first run of a region ---------------------------------------------------------------------------------
@@ -266,28 +268,38 @@ class Adaptive:
         self._met.append(kind)
         self._gradients.know(call.state)
         number, self._number = self._number, self._number + 1
-        self._position = number
-        base, tried = policy if policy.stage >= 0 else HOLD, False
+        self._room.position = number
+        base = policy if policy.stage >= 0 else HOLD
+        how = {"policy": base, "check": check, "early_stop": early_stop, "kind": kind, "number": number}
+        region, outputs = self._first_run(call, function, arguments, keywords, how)
+        self._counts.regions += 1
+        region.drop_planned_inputs()
+        self._room.live.note(region)
+        self._room.live.settled(region)
+        if self._room.live.evictions:
+            self._room.host.send(region)
+        if done is not None:
+            done(region)
+            region.settle()
+        self._room.enter(Phase.OUTSIDE, kind, number)
+        return outputs
+
+    def _first_run(
+        self, call: Call, function: Callable[..., Any], arguments: Any, keywords: Any, how: dict[str, Any]
+    ) -> tuple[AdaptiveRegion, Any]:
+        """Run it as a region; where the allocator gives up, with less beside it, until it does or nothing is left."""
+        kind: Kind = how["kind"]
+        tried = False
         while True:
-            self._enter(Phase.FORWARD, kind, number)
+            self._room.enter(Phase.FORWARD, kind, how["number"])
             start = self._clock()
             region: AdaptiveRegion | None = None
             try:
                 self._serial += 1
                 region = AdaptiveRegion(
-                    function,
-                    arguments,
-                    keywords,
-                    policy=base,
-                    check=check,
-                    early_stop=early_stop,
-                    captured=call,
-                    manager=self,
-                    kind=kind,
-                    number=number,
-                    serial=self._serial,
+                    function, arguments, keywords, captured=call, manager=self, serial=self._serial, **how
                 )
-                self._live.born(region)
+                self._room.live.born(region)
                 prints = Footprints(region) if kind.stateless is None else None
                 outputs = region.run(function, arguments, keywords)
                 break
@@ -298,29 +310,21 @@ class Adaptive:
             if region is not None:
                 rewind(region)
             del region
-            tried = self._out_of_memory(kind, failure, tried)
+            tried = self._room.out_of_memory(kind, failure, tried)
             call = capture_call(function, arguments, keywords)
         if self._clock_is_true() or not kind.runs:
             kind.ran(self._clock() - start)
         if prints is not None:
             kind.stateless = prints.stateless()
-        self._counts.regions += 1
-        region.drop_planned_inputs()
-        self._live.note(region)
-        self._live.settled(region)
-        if done is not None:
-            done(region)
-            region.settle()
-        self._enter(Phase.OUTSIDE, kind, number)
-        return outputs
+        return region, outputs
 
     def _clock_is_true(self) -> bool:
         """On CUDA a region is only timed where the step is weighed: waiting for the device each time would cost more."""
-        return self._limit.device.type == "cpu" or self._scale is not None
+        return self._room.limit.device.type == "cpu" or self._room.scale is not None
 
     def _clock(self) -> float:
         if self._clock_is_true():
-            synchronize(self._limit.device)
+            synchronize(self._room.limit.device)
         return time.perf_counter()
 
     # --- backward ------------------------------------------------------------------------------------------------
@@ -328,11 +332,31 @@ class Adaptive:
     def turn_to(self, region: AdaptiveRegion, *, filled: bool) -> None:
         """Backward has come to a region; one that is not filled is about to be."""
         with RERUN:
-            self.turn, self._position = region.serial, region.number
+            self._room.turn, self._room.position = region.serial, region.number
             self._settle_opened()
             self._opened[region.serial] = weakref.ref(region)
             if filled:
-                self._enter(Phase.BACKWARD, region.kind, region.number)
+                self._room.enter(Phase.BACKWARD, region.kind, region.number)
+            if self._room.host.moved_bytes:
+                self._bring_near(region)
+
+    def _bring_near(self, region: AdaptiveRegion) -> None:
+        """Start to copy back what the next region has on the host, if there is room for it."""
+        following = self._room.live.before(region.number)
+        if following is None:
+            return
+        need = self._room.needs.of(Phase.BACKWARD, region.kind, region.number).bytes
+        for parcel in following.away():
+            if self._room.now() + need + parcel.nbytes <= self._room.limit.aim_bytes:
+                with _compat.unobserved():
+                    parcel.start()
+                self._count_back(parcel)
+
+    def _count_back(self, parcel: Parcel) -> None:
+        """It counts until it is gone, whoever holds it."""
+        copy = storage_of(parcel)
+        if copy is not None:
+            self.account.let_go(self.account.hold(copy))
 
     def _settle_opened(self) -> None:
         for serial, reference in list(self._opened.items()):
@@ -360,19 +384,35 @@ class Adaptive:
                         raise
                     failure = error.with_traceback(None)
                 region.settle()
-                self._pinned = set()
-                tried = self._out_of_memory(region.kind, failure, tried)
+                self._room.pinned = set()
+                tried = self._room.out_of_memory(region.kind, failure, tried)
+
+    def _fetch(self, region: AdaptiveRegion, wanted: Slot, copy: MovedSlot) -> Tensor:
+        """What the host has of a region is asked for."""
+        links.refilled(region, _compat.graph_task())
+        parcel = copy.parcel
+        assert parcel is not None
+        over = 0 if is_here(parcel) else self._room.now() + parcel.nbytes - self._room.limit.aim_bytes
+        if over > 0:
+            self._room.evict(over)
+        value = copy.fetch()
+        wanted.version = copy.version  # a write to what was saved is noticed by the copy
+        self._count_back(parcel)
+        return value
 
     def _refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
-        self._pinned.add(region.serial)
+        copy = region.copies.get(wanted.index)
+        if copy is not None:
+            return self._fetch(region, wanted, copy)
+        self._room.pinned.add(region.serial)
         self._settle_opened()
         self.make_inputs(region)
-        self._enter(Phase.RERUN, region.kind, 0 if region.rung is None else region.rung.number)
+        self._room.enter(Phase.RERUN, region.kind, 0 if region.rung is None else region.rung.number)
         start, seconds = time.perf_counter(), region.rerun_seconds
         value = Region.refill(region, wanted)
         self._ran_again(region, start, seconds)
-        self._pinned.discard(region.serial)
-        self._enter(Phase.BACKWARD, region.kind, region.number)
+        self._room.pinned.discard(region.serial)
+        self._room.enter(Phase.BACKWARD, region.kind, region.number)
         return value
 
     def make_inputs(self, region: AdaptiveRegion) -> None:
@@ -380,7 +420,7 @@ class Adaptive:
         pending = [region]
         while pending:
             top = pending[-1]
-            self._pinned.add(top.serial)
+            self._room.pinned.add(top.serial)
             missing = top.makers
             if missing:
                 pending.append(cast(AdaptiveRegion, missing[0].maker))
@@ -388,79 +428,20 @@ class Adaptive:
             pending.pop()
             if top is not region:
                 self._make_outputs(top)
-                self._pinned.discard(top.serial)
+                self._room.pinned.discard(top.serial)
 
     def _make_outputs(self, maker: AdaptiveRegion) -> None:
-        self._enter(Phase.RERUN, maker.kind, 0)
+        self._room.enter(Phase.RERUN, maker.kind, 0)
         start = time.perf_counter()
         outputs = maker.refill_outputs(tape=True, made={})
         self._ran_again(maker, start, maker.kind.seconds)
-        self._live.hand_out(maker, outputs)
+        self._room.live.hand_out(maker, outputs)
 
     def _ran_again(self, region: AdaptiveRegion, start: float, seconds: float) -> None:
         self._counts.reruns += 1
         # On CUDA the host is ahead of the device: there the seconds are those that were measured on the scale.
-        self._counts.seconds += time.perf_counter() - start if self._limit.device.type == "cpu" else seconds
+        self._counts.seconds += time.perf_counter() - start if self._room.limit.device.type == "cpu" else seconds
         region.ran_again()
-
-    # --- room ----------------------------------------------------------------------------------------------------
-
-    def _now(self) -> int:
-        return self._limit.live_bytes(self.account)
-
-    def _enter(self, phase: Phase, kind: Kind, number: int) -> None:
-        """A phase begins: make room for it, and mark it where the step is weighed."""
-        need = self._needs.of(phase, kind, number)
-        if self._scale is None and not self._needs.is_covered(kind, within=CLOSE):
-            self._met_unknown = True
-        now = self._now()
-        self._limit.enforce(undoable=phase in (Phase.FORWARD, Phase.RERUN))
-        over = now + need.bytes - self._limit.aim_bytes
-        if over > 0:
-            self._evict(over)
-            now = self._now()
-            if now + need.bytes > self._limit.bytes:
-                self._cannot_fit(phase, kind, need, now)
-        self._peak = max(self._peak, now + need.bytes)
-        if self._scale is not None:
-            self._scale.mark(phase, kind, number, now)
-
-    def _evict(self, wanted_bytes: int) -> int:
-        pinned = self._pinned | {self.turn}
-        return self._live.evict(wanted_bytes, self._position, pinned, backward=self.turn >= 0)
-
-    def _cannot_fit(self, phase: Phase, kind: Kind, need: Need, now: int) -> None:
-        self._counts.over += 1
-        # The scale is the judge: an estimate, or a step that is being weighed, may turn out to fit.
-        if need.measured and self._scale is None and self._limit.device.type == "cpu":
-            raise nothing_left(
-                f"The {phase.value} of {kind.name}",
-                limit_bytes=self._limit.bytes,
-                now_bytes=now,
-                need_bytes=need.bytes,
-                base_bytes=self._limit.base_bytes,
-            )
-
-    def _out_of_memory(self, kind: Kind, failure: BaseException, tried: bool) -> bool:
-        """The allocator gave up in a region: drop at least as much as the region needs.
-
-        With nothing to drop, blocks that the cache gives back may do, once; returns whether that was it.
-        """
-        self._counts.out_of_memory += 1
-        need = max(1, self._needs.of(Phase.FORWARD, kind, 0).bytes) + self._limit.ran_out()
-        freed = self._evict(need)
-        if self._limit.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if not freed and tried:
-            raise nothing_left(
-                f"The forward of {kind.name}",
-                limit_bytes=self._limit.bytes,
-                now_bytes=self._now(),
-                need_bytes=need,
-                base_bytes=self._limit.base_bytes,
-                error=failure,
-            ) from failure
-        return not freed
 
 
 def adaptive(
@@ -469,12 +450,14 @@ def adaptive(
     budget: BudgetLike,
     options: OptionSet | str = EXACT,
     progress: bool = False,
+    host: bool | None = None,
 ) -> Adaptive:
     """A live budget: regions start held, and are dropped and run again only as far as the bytes demand.
 
     Without a model, enter it around each step: every `retape.checkpoint` inside is under the budget. With a model, its
     regions are found as `retape.fit` finds them and it stays attached until `.remove()`, or the end of a `with` block.
-    With `progress` a line on the terminal follows the steps.
+    With `progress` a line on the terminal follows the steps. With `host` what is dear to make again is copied to the host while the lane
+    is free; None means where the device has a memory of its own.
     """
     OptionSet.of(options)
     if model is not None and not isinstance(model, nn.Module):
@@ -487,7 +470,7 @@ def adaptive(
             f"budget={asked.share} is a fraction of what a step takes that stores everything, and adaptive measures no such step. "
             "Give bytes ('20GiB'), Budget.activations or 'auto'."
         )
-    return Adaptive(model, asked, progress=progress)
+    return Adaptive(model, asked, progress=progress, host=host)
 
 
 def _device_of(model: nn.Module | None) -> torch.device:

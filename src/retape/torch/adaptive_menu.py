@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from retape.torch.adaptive_host import HostTier
 from retape.torch.overheads import engine_overheads
 from retape.torch.policy import Policy
 from retape.torch.profile import quickest
@@ -48,6 +49,7 @@ class Learner(Protocol):
     traces: list[RegionTrace]
     menu: tuple[Rung, ...]
     slot_count: int
+    moved: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,8 @@ class _Known:
 class Menus:
     """What was learnt of each owner: in which order its storages are best dropped."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, host: HostTier | None = None) -> None:
+        self._device, self._host = device, host
         self._known: dict[Any, list[_Known]] = {}
 
     def teach(self, kind: Learner, trace: RegionTrace) -> None:
@@ -76,6 +78,8 @@ class Menus:
             prices = _Prices(found, kind.seconds, engine_overheads(self._device).op_seconds)
             kind.menu = prices.menu(self._order(kind, found, prices))
             kind.slot_count = len(found.slots)
+            if self._host is not None:
+                kind.moved = self._host.choose(found, kind.menu, kind.seconds)
 
     def _order(self, kind: Learner, trace: RegionTrace, prices: _Prices) -> tuple[int, ...]:
         ops = tuple(op.op for op in trace.ops)

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from retape.torch import _compat, links, state
+from retape.torch.adaptive_host import is_here, parcels_of
 from retape.torch.adaptive_menu import Rung
 from retape.torch.checksum import checksum
+from retape.torch.offload import MovedSlot, Parcel
 from retape.torch.policy import HOLD, Check, Inputs, Policy
 from retape.torch.pressure import Account, Keys, Kind
 from retape.torch.profile import OpTimer
@@ -33,8 +35,9 @@ class Manager(Protocol):
     """Whom a region tells what it is about to do."""
 
     account: Account
-    turn: int
 
+    @property
+    def turn(self) -> int: ...
     def turn_to(self, region: AdaptiveRegion, *, filled: bool) -> None: ...
     def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor: ...
     def make_inputs(self, region: AdaptiveRegion) -> None: ...
@@ -72,6 +75,7 @@ class AdaptiveRegion(Region):
     __slots__ = (
         "_counted",
         "_own_bytes",
+        "copies",
         "evicted",
         "handed_out",
         "keys",
@@ -99,6 +103,7 @@ class AdaptiveRegion(Region):
         self._counted: list[weakref.ref[Slot]] = []  # its slots, less those that cost nothing
         self.keys: list[Keys] = []  # under which the values of those are counted
         self._own_bytes: int | None = 0
+        self.copies: dict[int, MovedSlot] = {}  # slots that are on the host too, by number
         super().__init__(*arguments, **keywords)
 
     def _hold_inputs(self) -> links.Held:
@@ -141,6 +146,8 @@ class AdaptiveRegion(Region):
 
     def release(self, *, all_slots: bool = False) -> bool:
         none_left = super().release(all_slots=all_slots)
+        for parcel in parcels_of(self.copies.values()):
+            parcel.send_away()
         self.settle()
         return none_left
 
@@ -150,6 +157,8 @@ class AdaptiveRegion(Region):
         for place, reference in enumerate(self._counted):
             slot = reference()
             value = None if slot is None else slot.value
+            if slot is None and self.copies:
+                self._forget_copies()
             if value is None:
                 if keys[place]:
                     account.let_go(keys[place])
@@ -157,6 +166,10 @@ class AdaptiveRegion(Region):
             elif not keys[place]:
                 keys[place] = account.hold(value)
         self._own_bytes = None
+
+    def _forget_copies(self) -> None:
+        for index in [index for index in self.copies if self._slots[index]() is None]:
+            del self.copies[index]
 
     @property
     def own_bytes(self) -> int:
@@ -169,7 +182,7 @@ class AdaptiveRegion(Region):
         """How far it can be dropped from here short of everything, with the bytes that go from one to the next."""
         if not self.kind.menu or not self._can_be_dropped_in_part():
             return
-        there = self._held()
+        there = self.held_slots()
         for rung in self.kind.menu:
             if not self.is_below(rung):
                 going = [keys for slot, keys in there if slot.index not in rung.held]
@@ -193,7 +206,7 @@ class AdaptiveRegion(Region):
         # What a plan has dropped at birth, or a link, is not in the recipe of a rung.
         return self.rung is not None or (self.policy.hold_all and self._inputs.holds_here)
 
-    def _held(self) -> list[tuple[Slot, Keys]]:
+    def held_slots(self) -> list[tuple[Slot, Keys]]:
         """The slots that hold something of their own."""
         inputs = self._input_keys()
         found = []
@@ -206,15 +219,53 @@ class AdaptiveRegion(Region):
     def evict(self, rung: Rung | None = None) -> int:
         """Drop every slot that is counted, or those that a rung does not hold; returns how many."""
         dropped = 0
-        for slot, _ in self._held():
+        for slot, _ in self.held_slots():
             if rung is None or slot.index not in rung.held:
                 self._drop(slot)
                 dropped += 1
+        if rung is None:
+            self._let_go_of_copied()
         self.evicted, self.rung = rung is None, rung
         # What a re-run may skip was worked out for what was held.
         self.policy = _DROPPED if rung is None else rung.policy
         self.settle()
         return dropped
+
+    # --- slots on the host -----------------------------------------------------------------------------------------
+
+    def copied_bytes(self) -> int:
+        """The bytes that would go at once, because the host has them."""
+        there = [keys for slot, keys in self.held_slots() if slot.index in self.copies]
+        return self.manager.account.own_bytes(there) if there else 0
+
+    def send_away(self) -> None:
+        """Let go of what the host has."""
+        for index in self.copies:
+            slot = self._slots[index]()
+            if slot is not None:
+                slot.value = None
+        self._let_go_of_copied()
+        self.settle()
+
+    def _let_go_of_copied(self) -> None:
+        for parcel in parcels_of(self.copies.values()):
+            if parcel._source is not None:
+                parcel.release(wait=True)
+
+    def away(self) -> list[Parcel]:
+        """What the host has and the device has not."""
+        return [parcel for parcel in parcels_of(self.copies.values()) if not is_here(parcel)] if self.copies else []
+
+    def missing(self) -> dict[int, Slot]:
+        found = super().missing()
+        return {index: slot for index, slot in found.items() if index not in self.copies} if self.copies else found
+
+    def held_values(self) -> dict[int, Tensor]:
+        found = super().held_values()
+        for index, copy in self.copies.items():
+            if index not in found and self._slots[index]() is not None:
+                found[index] = copy.fetch()
+        return found
 
     def _drop(self, slot: Slot) -> None:
         if self.check is Check.VALUES and slot.metadata is not None and len(slot.metadata) == 3:

@@ -16,9 +16,9 @@ class AdaptiveStats:
     """What a live budget has cost so far.
 
     `peak_bytes` has one number a step, everything counted: measured where the step stood on the scale, else what was predicted.
-    `over_budget` counts moments at which something not seen before, or nothing left to drop, passed the budget. `plain_steps` ran without
-    regions, because a step like them was known to fit. `fragment_bytes` is the most that the allocator had free inside its own blocks
-    and could not give back, at the end of a step or when it ran out (0 on the CPU).
+    `over_budget` counts moments at which something not seen before, or nothing left to drop, passed the budget. `plain_steps` ran
+    without regions, because a step like them was known to fit. `moved_bytes` were copied to the host. `fragment_bytes` is the most
+    that the allocator had free inside its own blocks and could not give back, at the end of a step or when it ran out (0 on the CPU).
     """
 
     budget_bytes: int
@@ -29,6 +29,7 @@ class AdaptiveStats:
     regions: int
     evictions: int
     evicted_bytes: int
+    moved_bytes: int
     reruns: int
     rerun_seconds: float
     out_of_memory_events: int
@@ -61,7 +62,14 @@ class Counts:
     peaks: deque[int] = field(default_factory=lambda: deque(maxlen=MOST_PEAKS))
 
     def stats(
-        self, *, budget_bytes: int, base_bytes: int, fragment_bytes: int, evictions: int, evicted_bytes: int
+        self,
+        *,
+        budget_bytes: int,
+        base_bytes: int,
+        fragment_bytes: int,
+        evictions: int,
+        evicted_bytes: int,
+        moved_bytes: int,
     ) -> AdaptiveStats:
         return AdaptiveStats(
             budget_bytes=budget_bytes,
@@ -72,6 +80,7 @@ class Counts:
             regions=self.regions,
             evictions=evictions,
             evicted_bytes=evicted_bytes,
+            moved_bytes=moved_bytes,
             reruns=self.reruns,
             rerun_seconds=self.seconds,
             out_of_memory_events=self.out_of_memory,

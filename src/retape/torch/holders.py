@@ -29,14 +29,23 @@ def tracked(tensor: Tensor) -> Tensor:
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+def _to_undo(blanks: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
+    """The keys in whose place a tensor has come, and truth values beside them that have changed."""
+    came = [key for key in blanks if isinstance(now.get(key), Tensor)]
+    if not came:
+        return came
+    return came + [key for key, then in blanks.items() if type(then) is bool and type(now.get(key)) is bool]
+
+
 class DictHolder:
     """A dict, and what some of its keys held.
 
     Settings and counters among them are put back too: what depends on them comes out the same, and none is counted twice.
-    `blanks` are what other keys held: it counts where a tensor has come in its place since.
+    `blanks` are what other keys held: it counts where a tensor has come in its place since. Truth values beside it are then as
+    they were too: `is_initialized` must not be ahead of what it speaks of.
     """
 
-    __slots__ = ("_count", "_kept", "blanks", "container", "then")
+    __slots__ = ("_count", "_kept", "_undone", "blanks", "container", "then")
 
     def __init__(self, container: dict[Any, Any]) -> None:
         self.container = container
@@ -44,6 +53,7 @@ class DictHolder:
         self.blanks: dict[Any, Any] = {}
         self._count = len(container)
         self._kept: dict[Any, Any] | None = None
+        self._undone: list[Any] = []
 
     def enter(self) -> None:
         container = self.container
@@ -56,12 +66,12 @@ class DictHolder:
             now = container.get(key, _ABSENT)
             if now is not value and not _same(now, value):
                 container[key] = value
-        for key, value in self.blanks.items():
-            if isinstance(container.get(key), Tensor):
-                container[key] = value
+        self._undone = _to_undo(self.blanks, container)
+        container.update({key: self.blanks[key] for key in self._undone})
 
     def leave(self) -> None:
         kept, self._kept = self._kept, None
+        undone, self._undone = self._undone, []
         if kept is None:
             return
         container = self.container
@@ -69,7 +79,9 @@ class DictHolder:
             return
         for key in [*kept, *[key for key in container if key not in kept]]:
             old, new = kept.get(key, _ABSENT), container.get(key, _ABSENT)
-            if old is new or not (key in self.then or isinstance(old, Tensor) or isinstance(new, Tensor)):
+            if old is new or not (
+                key in self.then or key in undone or isinstance(old, Tensor) or isinstance(new, Tensor)
+            ):
                 continue
             if old is _ABSENT:
                 del container[key]
@@ -121,6 +133,7 @@ class ModuleHolder(DictHolder):
         self.container = fields
         self.then = then
         self.blanks = _EMPTY
+        self._undone = []
         self._count = count
         self._kept = None
         self._dicts = dicts
@@ -160,7 +173,7 @@ def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:
 class SlotHolder:
     """An object that keeps its attributes in slots, and the tensors among them; and what stood where a tensor may come later."""
 
-    __slots__ = ("_blanks", "_kept", "_object", "_then")
+    __slots__ = ("_blanks", "_kept", "_object", "_then", "_undone")
 
     def __init__(self, value: Any, names: list[str]) -> None:
         self._object = value
@@ -168,22 +181,24 @@ class SlotHolder:
         self._then = {name: tracked(item) for name, item in held.items() if isinstance(item, Tensor)}
         self._blanks = {name: item for name, item in held.items() if item is _ABSENT or type(item) in BLANKS}
         self._kept: dict[str, Any] = {}
+        self._undone: list[str] = []
 
     def enter(self) -> None:
         self._kept = kept = {name: getattr(self._object, name, _ABSENT) for name in (*self._then, *self._blanks)}
         for name, tensor in self._then.items():
             if not _same(kept[name], tensor):
                 setattr(self._object, name, tensor)
-        for name, blank in self._blanks.items():
-            if isinstance(kept[name], Tensor):
-                self._put(name, blank)
+        self._undone = _to_undo(self._blanks, kept)
+        for name in self._undone:
+            self._put(name, self._blanks[name])
 
     def leave(self) -> None:
         for name, value in self._kept.items():
             now = getattr(self._object, name, _ABSENT)
-            if now is not value and (name in self._then or isinstance(now, Tensor) or isinstance(value, Tensor)):
+            ours = name in self._then or name in self._undone or isinstance(now, Tensor) or isinstance(value, Tensor)
+            if now is not value and ours:
                 self._put(name, value)
-        self._kept = {}
+        self._kept, self._undone = {}, []
 
     def _put(self, name: str, value: Any) -> None:
         if value is _ABSENT:

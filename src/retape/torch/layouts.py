@@ -57,6 +57,7 @@ class Layout:
         "held_lengths",
         "hooks",
         "is_simple",
+        "keys_of_parts",
         "kinds",
         "only_parameters",
         "others",
@@ -86,6 +87,7 @@ class Layout:
         held = list(_flat(map(_values, content)))
         self.held_keys: list[Any] = list(_flat(map(_keys, content)))
         self.held_lengths = list(map(len, content))
+        self.keys_of_parts: list[tuple[Any, ...]] = list(map(tuple, content))
         self._held_types = list(map(type, held))
         self._sort_held(modules, held)
         self._find_written(modules, list(_owned(content)))
@@ -98,7 +100,9 @@ class Layout:
 
         What else `nn.Module` itself keeps is no concern.
         """
-        settings, objects, modules = [], [], []
+        settings: list[tuple[int, str]] = []
+        objects: list[tuple[int, str]] = []
+        modules: list[tuple[int, str]] = []
         for owner, part in enumerate(fields):
             for key, value in part.items():
                 if key in OWN_FIELDS and key != "training":
@@ -179,7 +183,7 @@ class Layout:
         if then is None or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
             return None
         content = then[self.content]
-        if list(map(len, content)) != self.held_lengths or list(_flat(map(_keys, content))) != self.held_keys:
+        if list(map(tuple, content)) != self.keys_of_parts:
             return None
         held = list(_flat(map(_values, content)))
         if list(map(type, held)) != self._held_types:
@@ -323,7 +327,7 @@ class Tree:
         self._fields_are_as_then = True
         return (
             all(map(is_, _flat(map(_values, content)), self._held))
-            and list(_flat(map(_keys, content))) == layout.held_keys
+            and list(map(tuple, content)) == layout.keys_of_parts
             and (not any(self._hooks) if self._hook_copies is None else self._hooks_are_as_then())
         )
 

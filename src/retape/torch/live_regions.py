@@ -12,6 +12,7 @@ from typing import cast
 
 from torch import Tensor
 
+from retape.torch.adaptive_host import HostTier
 from retape.torch.adaptive_menu import Rung
 from retape.torch.adaptive_region import AdaptiveRegion, RegionRef
 from retape.torch.eviction import Candidate, Moment, neighbourhoods, score
@@ -23,21 +24,22 @@ Takers = list[tuple[AdaptiveRegion, int]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """A candidate, and what it stands for: the slots of a region down to a `rung` of its menu (None: all of them), or one output of it in
-    the hands of `takers`.
+    the hands of `takers`. With `host` it is what the host has of a region, which is only let go of.
     """
 
     candidate: Candidate
     region: AdaptiveRegion
     rung: Rung | None = None
     output: int = -1
+    host: bool = False
     takers: Takers | None = None
 
 
 class LiveRegions:
     """Every region of the step that is alive, by its number."""
 
-    def __init__(self, account: Account) -> None:
-        self.account = account
+    def __init__(self, account: Account, host: HostTier) -> None:
+        self.account, self._host = account, host
         self.evictions = 0
         self.evicted_bytes = 0
         self._references: dict[int, RegionRef] = {}
@@ -103,6 +105,9 @@ class LiveRegions:
         if unit.takers is None and unit.region.is_below(unit.rung):
             return
         self.evictions += 1
+        if unit.host:
+            unit.region.send_away()
+            return
         if unit.takers is None:
             unit.region.evict(unit.rung)
             return
@@ -131,6 +136,11 @@ class LiveRegions:
     def _slot_units(self, region: AdaptiveRegion, before: float) -> Iterator[Unit]:
         """The slots of a region, rung by rung down to nothing: each with the seconds that it adds to those above it."""
         number, left = region.number, region.own_bytes
+        copied = region.copied_bytes() if region.copies else 0
+        if copied:
+            seconds = self._host.seconds_back(copied)
+            candidate = Candidate(number=number, seconds=seconds, bytes=copied, once=True)
+            yield Unit(candidate=candidate, region=region, host=True)
         known = 0.0 if region.rung is None else region.rung.seconds + before
         for rung, size in region.rungs():
             if size:
@@ -158,6 +168,11 @@ class LiveRegions:
         number = max(taker.number for taker, _ in takers)
         candidate = Candidate(number=number, seconds=seconds, bytes=max(1, size))
         return Unit(candidate=candidate, region=region, output=output, takers=takers)
+
+    def before(self, number: int) -> AdaptiveRegion | None:
+        """The region that backward comes to next, of those that have something on the host only."""
+        found = [region for region in self if region.number < number and region.away()]
+        return max(found, key=lambda region: region.number, default=None)
 
     # --- making again --------------------------------------------------------------------------------------------
 

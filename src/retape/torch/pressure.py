@@ -130,7 +130,8 @@ class Kind:
     """Regions that are alike: the same code or class and weights, called with the same shapes.
 
     `lessons` is how many of its re-runs are still to be written down op by op; from them comes the `menu`, which says how it can be dropped
-    in part. It is for regions with `slot_count` slots. `stateless` ones change nothing beside their output.
+    in part. It is for regions with `slot_count` slots. `stateless` ones change nothing beside their output; the
+    slots in `moved` are copied to the host where there is a lane.
     """
 
     owner: Any
@@ -143,6 +144,7 @@ class Kind:
     menu: tuple[Rung, ...] = ()
     slot_count: int = -1
     stateless: bool | None = None
+    moved: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:

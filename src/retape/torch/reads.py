@@ -26,6 +26,7 @@ from retape.torch.holders import ATOMS, BLANKS, DictHolder, Holder, ListHolder, 
 from retape.torch.layouts import Tree, read_tree
 
 _MOST_DEPTH = 8
+_MOST_OBJECTS = 4  # of ordinary objects: a module's cache, its list of layers, what one layer keeps
 _MOST_ITEMS = 256
 
 
@@ -150,7 +151,7 @@ class Call:
                 self.fills_what_it_saved = True
         for inner in _reachable(value, depth):
             self.meet(inner, depth + 1)
-        if depth > 2 or isinstance(value, _NOT_FOLLOWED):
+        if depth > _MOST_OBJECTS or isinstance(value, _NOT_FOLLOWED):
             return
         if hasattr(value, "__dict__"):
             self._follow(value.__dict__, depth)

@@ -282,7 +282,8 @@ class Region:
         recipe = self.policy.recipe
         if recipe is not None and early_stop and not self._diverged and not self.is_compiled:
             try:
-                return self._attempt(Filler(self, targets, early_stop), held, Replay(recipe, self))
+                replay = Replay(recipe, self)
+                return self._attempt(Filler(self, targets, early_stop, replay=replay), held, replay)
             except Diverged:
                 self._diverged = True
         return self._attempt(Filler(self, targets, early_stop), held, None)

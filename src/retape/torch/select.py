@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import RecomputeMismatch, StateChanged
 from retape.torch import _compat
+from retape.torch.holders import ATOMS
 from retape.torch.state import GeneratorStream
 from retape.torch.trace import Hole, RegionTrace, TracedOp
 from retape.torch.watch import version_of
@@ -49,11 +50,15 @@ class Recipe:
 
     Where the op's result was written to in place afterwards, the answer is what it became, and those writes are skipped;
     such an answer stands apart, with a version of its own, which the skipped writes move: its step is BECOME.
+    `saved` has the storage of each slot. The same ops may be wired differently this time: what is saved again must be the same
+    storage, and a re-run goes on until the slots in `checked` have been, whose answers something missing is made from.
     """
 
     ops: tuple[TracedOp, ...]
     steps: tuple[Step, ...]
     slots: tuple[tuple[int, ...], ...]
+    saved: tuple[int, ...] = ()
+    checked: frozenset[int] = frozenset()
     plan: tuple[tuple[Any, bool, TracedOp, Step, tuple[int, ...]], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +95,20 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
         else ()
         for op, step in zip(trace.ops, steps, strict=True)
     )
-    return Recipe(ops=trace.ops, steps=steps, slots=answers)
+    checked = _checked(trace, held, steps, answers)
+    return Recipe(ops=trace.ops, steps=steps, slots=answers, saved=trace.slots, checked=checked)
+
+
+def _checked(
+    trace: RegionTrace, held: frozenset[int], steps: tuple[Step, ...], answers: tuple[tuple[int, ...], ...]
+) -> frozenset[int]:
+    """The held slots that answer for what is read to refill the missing ones, or is itself missing elsewhere."""
+    missing = [slot for slot in range(len(trace.slots)) if slot not in held]
+    stop = max((trace.saved_at[slot] for slot in missing), default=0)
+    rows = list(zip(trace.ops, steps, answers, strict=True))[:stop]
+    read = {trace.slots[slot] for slot in missing}.union(*(op.reads for op, step, _ in rows if step is Step.RUN))
+    answered = [pair for op, _, slots in rows for pair in zip(op.results, slots, strict=False)]
+    return frozenset(slot for result, slot in answered if slot != _BLANK and result[0] in read)
 
 
 def _torn(trace: RegionTrace, steps: tuple[Step, ...]) -> set[int]:
@@ -145,6 +163,7 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
 
 
 _BLANK = -1  # in the place of a slot: nobody needs this result
+_LISTS = frozenset({list, tuple})
 _NO_STEP: tuple[Any, Any, Any, Any, Any] = (None, False, None, None, ())
 
 
@@ -155,9 +174,13 @@ class Diverged(BaseException):
 class Replay(TorchDispatchMode):
     """Follows a recipe through a re-run."""
 
+    divergence = Diverged
+
     def __init__(self, recipe: Recipe, region: Region) -> None:
         super().__init__()
         self._values = region.held_values()
+        self.last_checked = max(recipe.checked, default=-1)
+        self._saved = recipe.saved
         self._plan = recipe.plan
         self._count = len(self._plan)
         self._next = 0
@@ -194,15 +217,28 @@ class Replay(TorchDispatchMode):
         self._note(op, out)
         return out
 
+    def saw_slot(self, index: int, tensor: Tensor) -> None:
+        """Diverge where autograd saves another storage than in the trace, as `_follow` does for what ops are given."""
+        expected = self._saved[index] if index < len(self._saved) else -1
+        storage = self._storage(tensor)._cdata
+        number = self._numbers.get(storage)
+        if number is None and expected >= 0 and expected not in self._known:  # from outside, saved before it is read
+            self._numbers[storage] = expected
+            self._known.add(expected)
+        elif number != expected:
+            raise Diverged
+
     def _follow(self, op: TracedOp, args: Any, kwargs: Any) -> None:
         """Diverge where an op is given other storages than in the trace: the same ops may be wired differently this time."""
         numbers, expected = self._numbers, op.reads
         position, count = 0, len(expected)  # of what the trace says is new at this op
-        leaves = args if not kwargs and _all_flat(args) else _tensors(args, kwargs)
+        leaves = args if not kwargs and _LISTS.isdisjoint(map(type, args)) else _tensors(args, kwargs)
+        storage_of = self._storage
         for leaf in leaves:
-            if not isinstance(leaf, Tensor):
+            kind = type(leaf)
+            if kind is not Tensor and (kind in ATOMS or not isinstance(leaf, Tensor)):
                 continue
-            storage = self._storage(leaf)._cdata
+            storage = storage_of(leaf)._cdata
             number = numbers.get(storage)
             if number is None:  # from outside: it is what the trace says, unless that is known to be another
                 if position >= count or expected[position] in self._known:
@@ -220,8 +256,12 @@ class Replay(TorchDispatchMode):
         """Which storage is which: made by this op, so that memory used again is not taken for what was there."""
         if not op.makes:  # a view, or what was written to: known
             return
-        leaves = (out,) if op.returns_one else _tensors((out,), None)
-        for leaf, result in zip(leaves, op.results, strict=False):
+        if op.returns_one:
+            number = op.results[0][0]
+            self._numbers[self._storage(out)._cdata] = number
+            self._known.add(number)
+            return
+        for leaf, result in zip(_tensors((out,), None), op.results, strict=False):
             self._numbers[self._storage(leaf)._cdata] = result[0]
             self._known.add(result[0])
 
@@ -243,10 +283,6 @@ class Replay(TorchDispatchMode):
         ):
             return alias
         return torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), offset, shape, stride)
-
-
-def _all_flat(args: Any) -> bool:
-    return not any(type(value) in (list, tuple) for value in args)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from retape.torch.watch import version_of
 
 if TYPE_CHECKING:
     from retape.torch.region import Region
+    from retape.torch.select import Replay
     from retape.torch.trace import Recorder
     from retape.torch.watch import Guard
 
@@ -55,12 +56,20 @@ class Filler:
     done = False
 
     def __init__(
-        self, region: Region, targets: dict[int, Slot], early_stop: bool, observer: Guard | Recorder | None = None
+        self,
+        region: Region,
+        targets: dict[int, Slot],
+        early_stop: bool,
+        observer: Guard | Recorder | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self._region = region
+        self._replay = replay
         self._observer = observer
         self._targets = targets
         self._last = next(reversed(targets), -1)
+        if replay is not None:
+            self._last = max(self._last, replay.last_checked)
         self._early_stop = early_stop
         # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
         self._for_itself = region._backward_inside
@@ -76,6 +85,8 @@ class Filler:
             raise Stop(self)  # user code swallowed the first one (Rule 2)
         if self._observer is not None:
             self._observer.saw_slot(tensor)
+        if self._replay is not None:
+            self._replay.saw_slot(index, tensor)
         plain = self._detach(tensor) if tensor.requires_grad else tensor
         slot = self._targets.get(index)
         if slot is not None:
@@ -96,9 +107,14 @@ class Filler:
     def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
         metadata = (tensor.shape, tensor.dtype, tensor.device)
         if wanted[:3] != metadata:
-            raise different_metadata(self._region.name, slot.index, wanted[:3], metadata)
-        if checksum(tensor) != wanted[3]:
-            raise different_values(self._region.name, slot.index)
+            error = different_metadata(self._region.name, slot.index, wanted[:3], metadata)
+        elif checksum(tensor) != wanted[3]:
+            error = different_values(self._region.name, slot.index)
+        else:
+            return
+        if self._replay is not None:
+            raise self._replay.divergence()  # the recipe may be for another wiring: only a whole re-run can tell
+        raise error
 
     def _one_too_many(self, index: int) -> None:
         # While the first run has not ended (the function calls backward itself) nobody knows how many there will be.

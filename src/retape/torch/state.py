@@ -243,9 +243,11 @@ class _Usual:
 
     def look(self) -> tuple[Any, ...]:
         """Differs once one of them has moved."""
-        numpy, python = _NUMPY, _PYTHON
+        cpu: Any = _CPU  # asked only where the words of all three can be read
+        python: Any = _PYTHON
+        numpy = _NUMPY
         return (
-            _CPU._glimpse.raw, _CPU._words[1].raw, python._glimpse.raw, python._instance.gauss_next,
+            cpu._glimpse.raw, cpu._words[1].raw, python._glimpse.raw, python._instance.gauss_next,
             numpy._current(), numpy._first.raw, numpy._index.raw, numpy._spare.raw,
         )  # fmt: skip
 
@@ -265,7 +267,7 @@ _USUAL = _Usual()
 def drawn(before: Draws) -> Draws:
     """Those of `before` that have moved since, and torch's own: `torch.random.fork_rng` draws and puts them back."""
     last = _USUAL.last
-    if before is last[1] and last[0] == _USUAL.look():
+    if last[0] is not None and before is last[1] and last[0] == _USUAL.look():
         return last[2]
     found, tokens = before
     if found is _WITH_NUMPY and _PYTHON.peek() == tokens[1] and _NUMPY.peek() == tokens[2]:

@@ -65,6 +65,8 @@ def treat(trace: RegionTrace, held_storages: frozenset[int], moved_storages: fro
     recipe = plan_recipe(trace, held | moved) if there else None
     steps = recipe.steps if recipe is not None else (Step.RUN,) * len(trace.ops)
     stop, whole = last_missing(trace, held | moved), last_missing(trace, frozenset())
+    if recipe is not None:  # a re-run goes on until it has seen again what it was answered with
+        stop = max(stop, *(trace.saved_at[slot] for slot in recipe.checked), 0)
     total = sum(op.seconds for op in trace.ops[:whole]) or 1.0
     run = sum(op.seconds for op, step in zip(trace.ops[:stop], steps, strict=False) if step is Step.RUN)
     return Treatment(

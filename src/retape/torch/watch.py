@@ -310,7 +310,7 @@ class AsBefore:
             holder.leave()
 
 
-def _hook_counts(tensors: list[Tensor]) -> list[int]:
+def _hook_counts(tensors: Sequence[Tensor]) -> list[int]:
     return [len(hooks) if hooks else 0 for hooks in map(_backward_hooks, tensors)]
 
 

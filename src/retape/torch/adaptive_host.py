@@ -1,0 +1,106 @@
+"""The host tier of a live budget: dear slots are copied out while the lane is free, so that missing them costs no re-run.
+
+Copies start when a region's forward is over, once bytes have run short before, and only while no earlier copy is on its way. The slots
+stay on the device as well until they are chosen: then they are let go of at once, and come back when backward asks, or shortly
+before. Copies and lanes are those of `offload.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from retape.core.errors import OffloadError
+from retape.core.problem import Tier
+from retape.torch import _compat, offload
+from retape.torch.lanes import host_tier
+from retape.torch.trace import RegionTrace
+from retape.torch.treatments import SMALL_PARTS, tape_storages
+
+if TYPE_CHECKING:
+    from retape.torch.adaptive_menu import Rung
+    from retape.torch.adaptive_region import AdaptiveRegion
+
+ON_WHERE = frozenset({"cuda"})  # devices with a memory of their own
+SEEN_SHARE = 0.25  # of the seconds that a copy back takes: the rest is beside the computation
+
+
+class HostTier:
+    """Decides what of a region is copied out, and when."""
+
+    def __init__(self, device: torch.device, *, on: bool | None) -> None:
+        self.on = device.type in ON_WHERE if on is None else on
+        self.moved_bytes = 0
+        self._device = device
+        self._last: Callable[[], offload.Parcel | None] = lambda: None
+
+    def choose(self, trace: RegionTrace, menu: tuple[Rung, ...], seconds: float) -> frozenset[int]:
+        """The slots of a kind that are dearest to make again, as many as the lane can take while such a region runs."""
+        if not self.on or not menu:
+            return frozenset()
+        tape, tier = tape_storages(trace), self._tier()
+        room = sum(tape.values()) if tier is None else int(tier.write_bytes_per_second * seconds)
+        dear = {trace.slots[slot] for slot in menu[-1].held} & tape.keys()
+        least = sum(tape.values()) // SMALL_PARTS
+        chosen: set[int] = set()
+        for storage in sorted(dear, key=lambda storage: -tape[storage]):
+            if least < tape[storage] <= room:
+                chosen.add(storage)
+                room -= tape[storage]
+        return frozenset(slot for slot, storage in enumerate(trace.slots) if storage in chosen)
+
+    def _tier(self) -> Tier | None:
+        return host_tier(self._device)
+
+    def seconds_back(self, size: int) -> float:
+        """What backward is going to notice of a copy."""
+        tier = self._tier()
+        return 0.0 if tier is None else SEEN_SHARE * tier.read_seconds(size)
+
+    def send(self, region: AdaptiveRegion) -> None:
+        """Copy out what was chosen of its kind, if the lane is free."""
+        last = self._last()
+        if not self.on or not region.kind.moved or (last is not None and not last._left.query()):
+            return
+        by_storage: dict[int, list[offload.MovedSlot]] = {}
+        with _compat.unobserved():
+            for slot, _ in region.held_slots():
+                if slot.index in region.kind.moved and slot.value is not None and offload.can_be_moved(slot.value):
+                    copy = offload.MovedSlot(slot, slot.value)
+                    copy.region = weakref.proxy(region)  # it is the region that holds the copy
+                    by_storage.setdefault(_compat.untyped_storage(slot.value)._cdata, []).append(copy)
+            try:
+                for copies in by_storage.values():
+                    self._copy(region, copies)
+            except OffloadError:  # the host is full: what is not copied is made again
+                self.on = False
+
+    def _copy(self, region: AdaptiveRegion, copies: list[offload.MovedSlot]) -> None:
+        value = copies[0].value
+        assert value is not None
+        flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(_compat.untyped_storage(value))
+        parcel = offload.Parcel(copies, flat)
+        self._last = weakref.ref(parcel)
+        self.moved_bytes += parcel.nbytes
+        for copy in copies:
+            copy.parcel = parcel
+            region.copies[copy.index] = copy
+
+
+def parcels_of(copies: Iterable[offload.MovedSlot]) -> list[offload.Parcel]:
+    """Each parcel of some copies once."""
+    return list({id(copy.parcel): copy.parcel for copy in copies if copy.parcel is not None}.values())
+
+
+def is_here(parcel: offload.Parcel) -> bool:
+    """Whether its bytes are on the device, or on their way there."""
+    return parcel._source is not None or parcel._copy is not None
+
+
+def storage_of(parcel: offload.Parcel) -> Tensor | None:
+    """What was copied back."""
+    return parcel._copy

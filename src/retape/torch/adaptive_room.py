@@ -1,0 +1,101 @@
+"""Makes room for each phase of a step under a live budget: compares what it is going to need with what is left, and evicts.
+
+What regions hold, what phases need and what goes first is known to others (`pressure.py`, `eviction.py`); here it comes together.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from retape.core.problem import Budget
+from retape.torch.adaptive_host import HostTier
+from retape.torch.adaptive_limit import Limit
+from retape.torch.adaptive_oom import nothing_left
+from retape.torch.adaptive_stats import Counts
+from retape.torch.live_regions import LiveRegions
+from retape.torch.pressure import Account, Kind, Need, Needs, Phase
+from retape.torch.step_scale import StepScale
+
+CLOSE = 1.3  # two sizes on the scale are enough for those between them, if one is at most so many times the other
+
+
+class Room:
+    """The bytes of one device, and where a step is: at the region numbered `position`, in the backward of the one with serial `turn`."""
+
+    def __init__(self, budget: Budget, device: torch.device, counts: Counts, *, host: bool | None) -> None:
+        self.account, self.limit, self.counts = Account(device), Limit(budget, device), counts
+        self.host = HostTier(device, on=host)
+        self.live, self.needs = LiveRegions(self.account, self.host), Needs()
+        self.scale: StepScale | None = None
+        self.pinned: set[int] = set()
+        self.position, self.turn, self.peak = 0, -1, 0
+        self.met_unknown = False
+
+    def begin_step(self) -> None:
+        self.account.begin_step()
+        self.live.clear()
+        self.position, self.turn, self.peak = 0, -1, 0
+
+    @property
+    def left_bytes(self) -> int:
+        """What a step has above what is there between steps."""
+        return self.limit.bytes - self.limit.base_bytes
+
+    def now(self) -> int:
+        """Everything on the device, as far as it is counted."""
+        return self.limit.live_bytes(self.account)
+
+    def enter(self, phase: Phase, kind: Kind, number: int) -> None:
+        """A phase begins: make room for it, and mark it where the step is weighed."""
+        need = self.needs.of(phase, kind, number)
+        if self.scale is None and not self.needs.is_covered(kind, within=CLOSE):
+            self.met_unknown = True
+        now = self.now()
+        self.limit.enforce(undoable=phase in (Phase.FORWARD, Phase.RERUN))
+        over = now + need.bytes - self.limit.aim_bytes
+        if over > 0:
+            self.evict(over)
+            now = self.now()
+            if now + need.bytes > self.limit.bytes:
+                self._cannot_fit(phase, kind, need, now)
+        self.peak = max(self.peak, now + need.bytes)
+        if self.scale is not None:
+            self.scale.mark(phase, kind, number, now)
+
+    def evict(self, wanted_bytes: int) -> int:
+        """Drop what is cheapest to miss; returns the bytes that went."""
+        pinned = self.pinned | {self.turn}
+        return self.live.evict(wanted_bytes, self.position, pinned, backward=self.turn >= 0)
+
+    def _cannot_fit(self, phase: Phase, kind: Kind, need: Need, now: int) -> None:
+        self.counts.over += 1
+        # The scale is the judge: an estimate, or a step that is being weighed, may turn out to fit.
+        if need.measured and self.scale is None and self.limit.device.type == "cpu":
+            raise nothing_left(
+                f"The {phase.value} of {kind.name}",
+                limit_bytes=self.limit.bytes,
+                now_bytes=now,
+                need_bytes=need.bytes,
+                base_bytes=self.limit.base_bytes,
+            )
+
+    def out_of_memory(self, kind: Kind, failure: BaseException, tried: bool) -> bool:
+        """The allocator gave up in a region: drop at least as much as the region needs.
+
+        With nothing to drop, blocks that the cache gives back may do, once; returns whether that was it.
+        """
+        self.counts.out_of_memory += 1
+        need = max(1, self.needs.of(Phase.FORWARD, kind, 0).bytes) + self.limit.ran_out()
+        freed = self.evict(need)
+        if self.limit.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not freed and tried:
+            raise nothing_left(
+                f"The forward of {kind.name}",
+                limit_bytes=self.limit.bytes,
+                now_bytes=self.now(),
+                need_bytes=need,
+                base_bytes=self.limit.base_bytes,
+                error=failure,
+            ) from failure
+        return not freed
