@@ -489,6 +489,7 @@ def test_memory_fraction(monkeypatch):
     assert _compat.memory_fraction(torch.device("cuda", 0)) == 1.0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor_saving(monkeypatch):
     from torch._functorch import config
     from torch._inductor import compile_fx
@@ -510,6 +511,7 @@ def test_compiler_errors():
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_replays_cuda_graphs():
     module = torch.nn.Linear(2, 2)
     assert not _compat.replays_cuda_graphs(module)
