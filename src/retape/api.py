@@ -216,7 +216,12 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
         return Fit(model, record, regions, None)
     names = {id(module): name for name, module in regions.items()}
     executor = Executor(record.assignment, names, check=Check.of(check))
-    put_on(unwrapped(model), regions, executor)
+    try:
+        put_on(unwrapped(model), regions, executor)
+    except InvalidInput:  # a fit manages it already
+        if record.fused_loss:
+            unfuse_loss(unwrapped(model))
+        raise
     return Fit(model, record, regions, executor)
 
 

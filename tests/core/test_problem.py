@@ -187,11 +187,22 @@ def test_digests_tell_problems_apart():
     assert graph().digest() != graph(name="other").digest()
 
 
+CAME_LATER = (
+    "input_bytes",
+    "forward_stall_seconds",
+    "backward_stall_seconds",
+    "forward_flight_bytes",
+    "backward_flight_bytes",
+)
+
+
 def as_before_pins(problem):
-    """What a digest was made of before a stage could be pinned."""
+    """What a digest was made of before a stage could be pinned, and before options said what they allow for copies."""
     fields = asdict(problem)
     for one in fields.get("stages", ()):
         assert one.pop("pinned") is False
+        for option in one["options"]:
+            assert not any(option.pop(name) for name in CAME_LATER)
     return json.dumps(fields, sort_keys=True, default=lambda enum: enum.value)
 
 

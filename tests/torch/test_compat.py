@@ -520,3 +520,14 @@ def test_replays_cuda_graphs():
     module.compile(mode="reduce-overhead")
     assert _compat.replays_cuda_graphs(module)
     assert _compat.replays_cuda_graphs(torch.compile(torch.nn.Linear(2, 2), mode="max-autotune"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_many_compilations():
+    from torch._dynamo import config
+
+    before = config.recompile_limit
+    with _compat.many_compilations():
+        assert config.recompile_limit > before
+        assert config.fail_on_recompile_limit_hit
+    assert config.recompile_limit == before

@@ -10,7 +10,7 @@ from torch import nn
 import retape
 from retape.torch import compiled, fitting
 from retape.torch.attach import original_class
-from retape.torch.reads import CompiledCall
+from retape.torch.opaque import CompiledCall
 from retape.torch.region import Region
 from retape.torch.treatments import tape_storages
 
@@ -56,11 +56,11 @@ def fresh_forms(monkeypatch):
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm = nn.LayerNorm(width)
+        self.norm, self.number = nn.LayerNorm(width), 0
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
-        return x + self.down(torch.tanh(self.up(torch.sin(self.norm(x)))))
+        return (x + self.down(torch.tanh(self.up(torch.sin(self.norm(x)))))) * (1 + self.number / 64)
 
 
 class Stack(nn.Module):
@@ -146,12 +146,6 @@ def test_the_trace_of_a_compiled_block_is_one_op_with_all_its_slots():
 
 
 def test_a_block_that_does_not_compile_stays_eager_and_it_says_so(monkeypatch, caplog, fresh_forms):
-    def refusing(share):
-        def backend(graph, inputs, **keywords):
-            raise NotImplementedError("no kernels for this one")
-
-        return backend
-
     monkeypatch.setattr(compiled, "BACKEND", refusing)
     model, batch = made()
     wanted = gradients(model, batch)
@@ -231,3 +225,53 @@ def test_blocks_that_the_user_compiled_are_taken_as_they_are(compile, fresh_form
     assert not fresh_forms
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     assert_equal(gradients(model, batch), wanted)
+
+
+def test_autocast_compiles_nothing_anew_in_a_rerun(fresh_forms):
+    """A re-run has autocast's cache off, which the compiler guards on."""
+    model, batch = made()
+
+    def step(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(batch)
+
+    fit = retape.fit(
+        model, (batch,), budget=0.5, step=lambda model, batch: step(model, *batch), compile=True, progress=False
+    )
+    assert [form.compilations for form in fresh_forms.values()] == [1, 1, 1]
+    assert fit.measured.peak_bytes <= fit.record.budget_bytes
+    assert retape.verify(model, (batch,), step=lambda model, batch: step(model, *batch)).equal
+
+
+def test_blocks_that_differ_in_a_number_are_all_compiled(fresh_forms):
+    """More of them than the compiler would take by itself before it silently goes on eagerly."""
+    model, batch = made()
+    model.blocks.extend(Block(WIDTH) for _ in range(4))
+    for number, block in enumerate(model.blocks):
+        block.number = number
+    fitted(model, batch, 0.6)
+    assert not any(form.failed for form in fresh_forms.values())
+    assert [form.compilations for form in fresh_forms.values()] == [len(model.blocks)] * 3
+
+
+def test_where_a_form_does_not_compile_any_more_the_region_is_recomputed(tmp_path, caplog):
+    model, batch = made()
+    wanted = gradients(model, batch)
+    fit = fitted(model, batch, 0.6)
+    fit.save(tmp_path / "fit.json")
+    fit.remove()
+    with pytest.MonkeyPatch.context() as elsewhere:
+        elsewhere.setattr(compiled, "_FORMS", {})
+        elsewhere.setattr(compiled, "BACKEND", refusing)
+        applied = retape.apply(model, tmp_path / "fit.json")
+        gradients(model, batch)
+        assert_equal(gradients(model, batch), wanted)
+        assert applied._executor.regions_run >= BLOCKS
+        applied.remove()
+
+
+def refusing(share):
+    def backend(graph, inputs, **keywords):
+        raise NotImplementedError("no kernels for this one")
+
+    return backend

@@ -179,6 +179,9 @@ class _Compiler:
         elif self._pass is not None:
             keep = meaning.kinds[option] is OptionKind.KEEP
             number = self._number[stage]
+            if meaning.saved_shares:  # the slots to fill are those of this form
+                share = meaning.saved_shares[option]
+                self._choices[stage] = replace(self._choices[stage], saved_share=share)
             # What a re-run on the way makes again is needed soon: none of it is moved.
             self._pass[stage] = Passing(region=number, fill_all=keep, fill=(*held, *moved), hold_input=not keep)
             if stage in self._choices:  # all runs of a region are alike, so it is in tiles from the first on

@@ -148,6 +148,13 @@ def inductor_saving(share: float) -> Callable[..., Any]:
     return backend
 
 
+def many_compilations() -> AbstractContextManager[Any]:
+    """Inside, a function may be compiled for many kinds of arguments, and one for which it may not is an error, not silently eager."""
+    from torch._dynamo import config
+
+    return config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)  # type: ignore[no-any-return]
+
+
 def compiler_errors() -> tuple[type[BaseException], ...]:
     """What the compiler raises when it cannot compile something."""
     from torch._dynamo import exc

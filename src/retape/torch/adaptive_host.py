@@ -20,6 +20,7 @@ from retape.torch import _compat, offload
 from retape.torch.lanes import host_tier
 from retape.torch.trace import RegionTrace
 from retape.torch.treatments import SMALL_PARTS, tape_storages
+from retape.torch.watch import version_of
 
 if TYPE_CHECKING:
     from retape.torch.adaptive_menu import Rung
@@ -69,10 +70,13 @@ class HostTier:
         by_storage: dict[int, list[offload.MovedSlot]] = {}
         with _compat.unobserved():
             for slot, _ in region.held_slots():
-                if slot.index in region.kind.moved and slot.value is not None and offload.can_be_moved(slot.value):
-                    copy = offload.MovedSlot(slot, slot.value)
+                value = slot.value
+                if slot.index not in region.kind.moved or value is None or not offload.can_be_moved(value):
+                    continue
+                if version_of(value) == slot.version:  # else somebody wrote to it, which its unpacking will tell
+                    copy = offload.MovedSlot(slot, value)
                     copy.region = weakref.proxy(region)  # it is the region that holds the copy
-                    by_storage.setdefault(_compat.untyped_storage(slot.value)._cdata, []).append(copy)
+                    by_storage.setdefault(_compat.untyped_storage(value)._cdata, []).append(copy)
             try:
                 for copies in by_storage.values():
                     self._copy(region, copies)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -227,7 +228,7 @@ class AdaptiveRegion(Region):
             self._let_go_of_copied()
         self.evicted, self.rung = rung is None, rung
         # What a re-run may skip was worked out for what was held.
-        self.policy = _DROPPED if rung is None else rung.policy
+        self.policy = replace(_DROPPED, tiles=self.policy.tiles) if rung is None else rung.policy
         self.settle()
         return dropped
 
@@ -339,7 +340,7 @@ class AdaptiveRegion(Region):
             inputs.holds_here = False
         dropped, inputs.keys[place] = inputs.keys[place], ()
         account.let_go(dropped)
-        self.policy, self.rung = _DROPPED, None
+        self.policy, self.rung = replace(_DROPPED, tiles=self.policy.tiles), None
         self.settle()
 
     def take_again(self, place: int, output: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from torch import nn
 
-from retape.core.errors import InvalidInput, RetapeError
+from retape.core.errors import InvalidInput
 
 Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -112,7 +112,7 @@ def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller)
             for part in caller.parts_of(name, module):
                 attach(part, caller.call_part)
                 done.append(part)
-    except RetapeError:
+    except BaseException:
         for module in done:
             detach(module)
         raise

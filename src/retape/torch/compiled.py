@@ -18,7 +18,7 @@ from torch import nn
 from retape.core.errors import UnsupportedTransform
 from retape.torch import _compat
 from retape.torch.attach import original_class
-from retape.torch.reads import CompiledCall
+from retape.torch.opaque import CompiledCall
 from retape.torch.signature import Signature, weights_signature
 
 WHOLE = 1.0  # the form that recomputes nothing but what fuses for free
@@ -28,7 +28,7 @@ _LOG = logging.getLogger("retape")
 BACKEND: Callable[[float], Callable[..., Any]] = _compat.inductor_saving
 
 
-class CannotCompile(Exception):
+class CannotCompile(UnsupportedTransform):
     """The compiler refused a form, which is eager from now on; raised at its call, for the caller to begin it again."""
 
 
@@ -49,10 +49,13 @@ class Form:
 
     def __call__(self, module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         try:
-            return self._run(module, *arguments, **keywords)
+            with _compat.many_compilations():
+                return self._run(module, *arguments, **keywords)
         except _compat.compiler_errors() as error:
             self.refuse(error)
-            raise CannotCompile from error
+            raise CannotCompile(
+                f"{self._name} did not compile in the middle of a step. Run the step again: it stays eager from now on."
+            ) from error
 
     def refuse(self, error: BaseException) -> None:
         """Stay eager from now on, and say so."""
@@ -81,12 +84,6 @@ def in_form(module: nn.Module, plain_call: Callable[..., Any], share: float | No
         return plain_call
     form = form_of(module, share)
     return plain_call if form.failed else CompiledCall(module, form)
-
-
-def refuse_all(error: BaseException) -> None:
-    """The compiler failed where nobody can tell for which block."""
-    for form in _FORMS.values():
-        form.refuse(error)
 
 
 def refuse_whole(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from retape.core.problem import OptionKind
 from retape.torch import links, offload
 from retape.torch.caches import without_cache
 from retape.torch.compiled import CannotCompile, in_form, refuse_kept_graph
+from retape.torch.opaque import CompiledCall
 from retape.torch.policy import HOLD, Check, Inputs, Policy, Way
-from retape.torch.reads import CompiledCall
 from retape.torch.region import Region, run_region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
@@ -86,13 +87,21 @@ class Executor:
         if had_cache:
             self._tell_once("no key-value cache is built in training, because a re-run would fill it twice")
         number, choice = self._choice(self._names[id(module)])
+        form = in_form(module, plain_call, choice.saved_share)
         try:
-            outputs = self._ran(number, choice, in_form(module, plain_call, choice.saved_share), args, keywords)
+            outputs = self._ran(number, self._as_it_can_be(choice, form), form, args, keywords)
         except CannotCompile:
-            outputs = self._ran(number, choice, plain_call, args, keywords)
+            outputs = self._ran(number, self._as_it_can_be(choice, plain_call), plain_call, args, keywords)
         if self._moves and not choice.moves:
             offload.passed(links.tensors_of(outputs))
         return outputs
+
+    @staticmethod
+    def _as_it_can_be(choice: Choice, call: Callable[..., Any]) -> Choice:
+        """A choice that was made for a compiled form, of a block that does not compile here: what its eager tape weighs nobody knows."""
+        if choice.saved_share is None or type(call) is CompiledCall:
+            return choice
+        return replace(choice, option=OptionKind.RECOMPUTE, held=(), moved=(), saved_share=None)
 
     def _ran(self, number: int, choice: Choice, call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         if choice.option is not OptionKind.KEEP:

@@ -6,6 +6,7 @@ counts as fixed and the rest is solved again; where it is well below, the room t
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -172,7 +173,7 @@ class Fitter:
             found = [whole]
             for share in SAVED_SHARES:
                 profiled = self.profiled(laboratory, share)
-                if not any(profiled.runs_like(other) for other in found):
+                if profiled.calls_like(whole) and not any(profiled.runs_like(other) for other in found):
                     found.append(profiled)
             self._forms = found[1:]
         return self._forms
@@ -183,6 +184,7 @@ class Fitter:
         before = allocated_bytes(self.device)
         self.run_step()
         laboratory.rewind()
+        gc.collect()  # what a compiler leaves in cycles is not there for good
         self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
 
     def _session(self, inputs: Inputs, saved_share: float | None) -> ProfileSession:

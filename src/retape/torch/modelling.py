@@ -145,7 +145,7 @@ class _Form:
             levels=self.levels,
             trace=self._profiled.profile.traces[call.kind],
             overheads=self._overheads,
-            saved_share=self._profiled.saved_share,
+            saved_share=call.saved_share,
         )
 
     def elsewhere(self, call: RegionCall) -> Stage:

@@ -32,7 +32,7 @@ from retape.torch.ode_steps import (
     linear_output,
     real_dtype,
 )
-from retape.torch.reads import Opaque
+from retape.torch.opaque import Opaque
 from retape.torch.state import seek, streams
 
 Carry = tuple[Tensor, ...]

@@ -22,6 +22,7 @@ from retape.torch.attach import original_class
 from retape.torch.caches import without_cache
 from retape.torch.compiled import in_form
 from retape.torch.meter import storage_bytes, synchronize
+from retape.torch.opaque import CompiledCall
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.ranks import is_distributed
 from retape.torch.reads import capture_call
@@ -144,7 +145,7 @@ class RegionCall:
 
     `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
     `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call. `device` is where it
-    lives, or None where there is but one.
+    lives, or None where there is but one. `saved_share` names the compiled form that it really ran in.
     """
 
     stage: int
@@ -158,6 +159,7 @@ class RegionCall:
     has_tape: bool
     linked: frozenset[int] = frozenset()
     device: torch.device | None = None
+    saved_share: float | None = None
 
 
 @dataclass(slots=True)
@@ -292,6 +294,7 @@ class ProfileSession:
                 has_tape=region.slot_count > 0,
                 linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
                 device=None if self._homes is None else home,
+                saved_share=self._saved_share if region.runs_a_form else None,
             )
         )
 
@@ -333,6 +336,11 @@ class ProfiledRegion(Region):
             return super().refill(wanted)
         finally:
             self.session.mark(Phase.RERUN_END, self.stage)
+
+    @property
+    def runs_a_form(self) -> bool:
+        """Whether it is compiled here, and not eager or compiled by the user."""
+        return type(self._call.function) is CompiledCall
 
     def slot_metadata(self) -> tuple[Any, ...]:
         """Shape, dtype and device of every slot: regions with other slots are of another kind."""

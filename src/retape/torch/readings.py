@@ -115,6 +115,10 @@ class Profiled:
     seconds: list[dict[int, RegionSeconds]]
     saved_share: float | None = None
 
+    def calls_like(self, other: Profiled) -> bool:
+        """Whether the same modules were called in the same order."""
+        return [call.name for call in self.profile.calls] == [call.name for call in other.profile.calls]
+
     def runs_like(self, other: Profiled) -> bool:
         """Whether it has the same calls with the same slots: a form that saves what the other saves."""
         return [call.kind for call in self.profile.calls] == [call.kind for call in other.profile.calls]

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from retape.torch import _compat
 from retape.torch.holders import ATOMS, BLANKS, DictHolder, Holder, ListHolder, SlotHolder, tracked
 from retape.torch.layouts import Tree, read_tree
+from retape.torch.opaque import CompiledCall, Opaque
 
 _MOST_DEPTH = 8
 _MOST_OBJECTS = 4  # of ordinary objects: a module's cache, its list of layers, what one layer keeps
@@ -269,25 +270,6 @@ class _Rebuilt:
         for name, value in fields.items():
             object.__setattr__(twin, name, value)
         return twin
-
-
-class Opaque:
-    """Base of objects of retape's own that a step or region calls and that keep their own record: none of it is the user's state."""
-
-    __slots__ = ()
-
-
-class CompiledCall(Opaque):
-    """A call of a module in compiled form; `form` takes the module first."""
-
-    __slots__ = ("__self__", "form")
-
-    def __init__(self, module: nn.Module, form: Callable[..., Any]) -> None:
-        self.__self__ = module
-        self.form = form
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.form(self.__self__, *arguments, **keywords)
 
 
 # Objects whose attributes say nothing about what a forward reads.

@@ -34,8 +34,9 @@ from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number, name_of
 from retape.torch.moved_inputs import MovedInputs
+from retape.torch.opaque import CompiledCall
 from retape.torch.policy import DROP, Check, Inputs, Policy
-from retape.torch.reads import Call, CompiledCall, capture_call
+from retape.torch.reads import Call, capture_call
 from retape.torch.runs import THREAD, Run, Stop, recomputing
 from retape.torch.select import Answering, Diverged, Replay
 from retape.torch.slots import Filler, Slot, changed_in_place

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -103,6 +104,12 @@ def keep(value: Any) -> Any:
 
     For what must not be decided twice: routing indices, a branch, an `.item()`. Outside a region it returns `value`.
     """
+    # Compiled into a graph, it would answer there as it did when it was compiled.
+    record = torch.compiler.disable(_keep) if torch.compiler.is_compiling() else _keep
+    return record(value)
+
+
+def _keep(value: Any) -> Any:
     for run in current_runs():  # each level records it; in a re-run the outermost one answers
         value = run.keep(value)
     return value
