@@ -45,7 +45,7 @@ def plainly(function, *arguments):
     return function(*arguments)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(graphs(), st.floats(0.3, 1.2))
 def test_random_graphs(graph, share):
     torch.manual_seed(len(graph))

@@ -51,11 +51,11 @@ def test_everything_is_kept_where_all_fits(example):
 
 
 def test_inside_a_share_of_the_activations(example, request):
-    """Each model at one of the shares, in turn, so that every share meets four makes; RETAPE_ALL_SHARES=1 tries all."""
+    """Each model at one of the shares, in turn, so that every share meets four makes; RETAPE_LONG=1 tries all."""
     model, batch, step, whole = example
     names = [maker.__name__ for maker in zoo.MODELS]
     own = names.index(request.node.callspec.params["example"]) % len(SHARES)
-    for share in SHARES if os.environ.get("RETAPE_ALL_SHARES") else SHARES[own : own + 1]:
+    for share in SHARES if os.environ.get("RETAPE_LONG") else SHARES[own : own + 1]:
         _check_share(model, batch, step, whole, share)
 
 
