@@ -270,3 +270,31 @@ def test_a_run_that_fails_ends_the_measurement(monkeypatch):
     found = tiling.measured_tiles(block.forward, (x,), {}, parameters=block.parameters(), device=device)
     assert [run.tiles for run in found] == [1, 2]
     assert x.grad is None
+
+
+def test_code_that_flattens_its_rows_is_run_in_tiles():
+    """GPT-2's layers flatten their input with `view`, which refuses a slice of a batch as it lies."""
+
+    class Flattening(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, rows):
+            return self.down(self.up(rows.view(-1, 8)).tanh()).view(rows.shape)
+
+    assert treats_rows_independently(Flattening(), torch.randn(2, 16, 8))
+
+
+def test_code_that_does_not_take_slices_is_left_alone():
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, rows):
+            if rows.shape[-2] != 16:
+                raise RuntimeError("sixteen rows or none")
+            return self.down(self.up(rows))
+
+    assert not treats_rows_independently(Stubborn(), torch.randn(2, 16, 8))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +88,8 @@ def treats_rows_independently(call: Callable[..., Any], rows: Tensor) -> bool:
                 return False
             if any(not torch.equal(a, b) for a, b in zip(before, _random_state(rows.device), strict=True)):
                 return False
-            tile(call, rows, tiles=2, dim=ROWS_DIM).sum().backward(inputs=[rows])
-    except RetapeError:
+            _in_tiles(call, rows, 2).sum().backward(inputs=[rows])
+    except (RetapeError, RuntimeError):  # or its own code does not take slices
         return False
     return True
 
@@ -113,7 +114,17 @@ def call_part(module: nn.Module, plain_call: Callable[..., Any], args: Any, keyw
     tiles = running[-1].region.policy.tiles if running else 1
     if tiles == 1 or is_plain() or not torch.is_grad_enabled() or not is_given_rows(args, keywords):
         return plain_call(*args, **keywords)
-    return tile(plain_call, args[0], tiles=tiles, dim=ROWS_DIM)
+    return _in_tiles(plain_call, args[0], tiles)
+
+
+def _in_tiles(call: Callable[..., Any], rows: Tensor, tiles: int) -> Tensor:
+    # A slice of a batch is not in one piece, and code that flattens its input with `view` would refuse it.
+    found: Tensor = tile(partial(_in_one_piece, call), rows, tiles=tiles, dim=ROWS_DIM)
+    return found
+
+
+def _in_one_piece(call: Callable[..., Any], rows: Tensor) -> Any:
+    return call(rows.contiguous())
 
 
 # --- what tiles are worth ---------------------------------------------------------------------------------------------
