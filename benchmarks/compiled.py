@@ -22,8 +22,8 @@ from benchmarks.records import record
 
 import retape
 from retape.integrations.huggingface import checkpointable_layers
-from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch._compat import inductor_saving
+from retape.torch.fused_loss import fuse_loss_as, unfuse_loss
 from retape.torch.runs import plain
 
 GIB = 2**30
@@ -114,7 +114,7 @@ def planned(model, batch, device, gib: float, options: str, base, rounds: int, e
         with base():
             yield
         if fitted.record.fused_loss:
-            fuse_loss(model)
+            fuse_loss_as(model, fitted.record)
 
     @contextmanager
     def fit():

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import retape
 from retape.integrations.huggingface import checkpointable_layers
-from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
+from retape.torch.fused_loss import fuse_loss_as, unfuse_loss
 from retape.torch.meter import weighing
 from retape.torch.runs import plain
 
@@ -198,7 +198,7 @@ def at_budget(model, batch, device, gib: float, options: str, rounds: int) -> di
         with plain():
             taken = seconds(model, batch, device)
         if fitted.record.fused_loss:
-            fuse_loss(model)
+            fuse_loss_as(model, fitted.record)
         return taken
 
     times = in_turns({"plain": everything, "retape": lambda: seconds(model, batch, device)}, rounds)

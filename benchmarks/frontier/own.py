@@ -18,7 +18,7 @@ from retape.core.units import format_bytes
 from retape.errors import BudgetTooSmall, RetapeError
 from retape.report.frontier_beside import Family
 from retape.torch.fitting import put_on, take_off
-from retape.torch.fused_loss import fuse_loss, unfuse_loss
+from retape.torch.fused_loss import fuse_loss_as, unfuse_loss
 
 A_HAIR = 1.002  # over the floor: it was measured, and moves by as much
 
@@ -76,7 +76,7 @@ def as_way(case: Case, wish: Wish, found: retape.Fit) -> Way:
     @contextmanager
     def on() -> Iterator[None]:
         if fused:
-            fuse_loss(case.model)
+            fuse_loss_as(case.model, found.record)
         if executor is not None:
             put_on(case.model, regions, executor)
         try:

@@ -31,7 +31,7 @@ from retape.torch.discover import Wanted
 from retape.torch.executor import Executor
 from retape.torch.fingerprint import fingerprint, unwrapped
 from retape.torch.fitting import Fitter
-from retape.torch.fused_loss import chunk_within, fuse_loss, unfuse_loss
+from retape.torch.fused_loss import fuse_loss_as, unfuse_loss
 from retape.torch.policy import Check
 from retape.torch.resident import devices_of
 from retape.torch.spread import SpreadFitter
@@ -209,7 +209,7 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             "Fit this model, or apply the plan that belongs to it."
         )
     if record.fused_loss:
-        fuse_loss(unwrapped(model), chunk_bytes=chunk_within(record.budget_bytes, record.measured.base_bytes))
+        fuse_loss_as(unwrapped(model), record)
     modules = dict(unwrapped(model).named_modules())
     regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
     if record.assignment.keeps_everything and not record.assignment.is_compiled:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
+from retape.core.fit_record import FitRecord
 from retape.torch.logits import CHUNK_BYTES, Logits
 
 _LOG = logging.getLogger("retape")
@@ -78,6 +79,11 @@ def unfuse_loss(model: nn.Module) -> nn.Module:
                     where.pop(number, None)
                 module._forward_hooks_always_called.pop(number, None)
     return model
+
+
+def fuse_loss_as(model: nn.Module, record: FitRecord) -> None:
+    """As a fit left it: the size of a chunk follows from the budget."""
+    fuse_loss(model, chunk_bytes=chunk_within(record.budget_bytes, record.measured.base_bytes))
 
 
 def chunk_within(budget_bytes: int | None, fixed_bytes: int) -> int | None:
