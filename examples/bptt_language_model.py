@@ -4,17 +4,15 @@
 
 The text is a stream of digits, in lines of seven in rising order. `retape.scan` carries the state of a GRU over the whole stream and
 adds up the loss on the way, so that neither the states nor the outputs of all steps are ever held. The gradients are those of the
-plain loop, bit for bit; the bytes are counted at every op.
+plain loop, bit for bit; the bytes are what `retape.measure` saw the allocator give out.
 """
 
 import operator
-import weakref
 from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 
@@ -56,38 +54,15 @@ def stream(generator):
     return torch.cat([lines, ends], dim=-1).transpose(0, 1).reshape(BATCH, -1)[:, : STEPS + 1].T.contiguous()
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside it took at once."""
-
-    def __init__(self):
-        super().__init__()
-        self._known, self._live, self.peak = set(), 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self._enter(tensor.untyped_storage())
-        return out
-
-    def _enter(self, storage):
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self._live += size
-            self.peak = max(self.peak, self._live)
-            weakref.finalize(storage, self._leave, key, size)
-
-    def _leave(self, key, size):
-        self._known.discard(key)
-        self._live -= size
-
-
 def gradients_and_peak(model, loss):
-    model.zero_grad()
-    with LiveBytes() as bytes_now:
+    """The gradients of a step, and the bytes that it takes above what is there before it."""
+
+    def step():
+        model.zero_grad()
         loss().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()], bytes_now.peak
+
+    found = retape.measure(step)
+    return [parameter.grad.clone() for parameter in model.parameters()], found.peak_bytes - found.base_bytes
 
 
 def main():

@@ -4,15 +4,12 @@
 
 Each block is called through `retape.checkpoint`: what autograd saves in it is forgotten and made again in the backward
 pass. `retape.verify` runs the model plainly and managed and compares every gradient, buffer and random stream bit for bit.
-The bytes are counted by watching every tensor that an op makes: roughly what an allocator would see.
+The bytes are what `retape.measure` sees the allocator give out for a step, above weights and gradients.
 """
-
-import weakref
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 
@@ -49,47 +46,20 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside it took at once."""
-
-    def __init__(self):
-        super().__init__()
-        self._known, self._live, self.peak = set(), 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self._enter(tensor.untyped_storage())
-        return out
-
-    def _enter(self, storage):
-        key, size = id(storage), storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self._live += size
-            self.peak = max(self.peak, self._live)
-            weakref.finalize(storage, self._leave, key, size)
-
-    def _leave(self, key, size):
-        self._known.discard(key)
-        self._live -= size
-
-
 def losses_and_peak(*, managed, steps=3):
     torch.manual_seed(0)
     model = Model(managed=managed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1))
     losses = []
-    with LiveBytes() as bytes_now:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = model(tokens)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses, bytes_now.peak
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    found = retape.measure(lambda: model(tokens).backward())
+    return losses, found.peak_bytes - found.base_bytes
 
 
 def main():

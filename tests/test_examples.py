@@ -14,7 +14,7 @@ LAST_WORDS = {
     "schedule_a_loop": "revolve   3                 3            3835   equal, bit for bit",
     "bptt_language_model": "The same gradients to the last bit through 600 steps, in less than a tenth of the bytes.",
     "wave_inversion": "The lens was found: the misfit fell below a fifth, from gradients through every time step.",
-    "checkpoint_a_transformer": "The same three losses to the last bit, in 35% of the bytes.",
+    "checkpoint_a_transformer": "The same three losses to the last bit, in 20% of the bytes.",
 }
 
 
