@@ -58,7 +58,7 @@ def gradients_and_peak(model, loss):
     """The gradients of a step, and the bytes that it takes above what is there before it."""
 
     def step():
-        model.zero_grad()
+        model.zero_grad(set_to_none=False)
         loss().backward()
 
     found = retape.measure(step)
