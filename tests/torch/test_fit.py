@@ -199,6 +199,11 @@ def test_a_budget_below_the_weights(gpt2):
     assert "options=retape.ALL computes the loss in slices" in str(error)
 
 
+def test_a_share_that_is_given_as_an_int(gpt2):
+    model, batch = gpt2
+    refused(BudgetTooSmall, "1 is a number of bytes; a share of the activations is a float", model, batch, budget=1)
+
+
 def test_a_model_that_recomputes_by_itself(gpt2):
     model, batch = gpt2
     model.gradient_checkpointing_enable()

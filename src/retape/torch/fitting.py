@@ -51,6 +51,7 @@ TIMED_STEPS = 2
 LONG_STEP_SECONDS = 4.0  # of a step that takes so long one is enough: what disturbs it does not take as long
 MOST_ROUNDS = 4
 
+FEW_BYTES = 1024  # a budget below is hardly meant as one
 SLOWER_THAN_PROMISED = 1.04  # beyond which a plan's figures leave something out
 A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
 
@@ -259,7 +260,15 @@ class Fitter:
         return replace(fitting, profile_seconds=time.perf_counter() - start)
 
     def _with_levers(self, error: BudgetTooSmall) -> BudgetTooSmall:
-        """The same error, with what else would lower the floor."""
+        """The same error, with what else would lower the floor, or what was probably meant."""
+        if self.budget.limit_bytes is not None and self.budget.limit_bytes < FEW_BYTES:
+            hint = f"{self.budget.limit_bytes} is a number of bytes; a share of the activations is a float, such as 0.5 or 1.0."
+            return BudgetTooSmall(
+                f"{error} {hint}",
+                budget_bytes=error.budget_bytes,
+                floor_bytes=error.floor_bytes,
+                binding=error.binding,
+            )
         if self.options is OptionSet.ALL:
             return error
         fused = "computes the loss in slices, without whole logits, and " if can_fuse_loss(self.root) else ""
