@@ -261,19 +261,16 @@ class Fitter:
 
     def _with_levers(self, error: BudgetTooSmall) -> BudgetTooSmall:
         """The same error, with what else would lower the floor, or what was probably meant."""
-        if self.budget.limit_bytes is not None and self.budget.limit_bytes < FEW_BYTES:
-            hint = f"{self.budget.limit_bytes} is a number of bytes; a share of the activations is a float, such as 0.5 or 1.0."
-            return BudgetTooSmall(
-                f"{error} {hint}",
-                budget_bytes=error.budget_bytes,
-                floor_bytes=error.floor_bytes,
-                binding=error.binding,
-            )
-        if self.options is OptionSet.ALL:
+        few = self.budget.limit_bytes
+        if few is not None and few < FEW_BYTES:
+            more = f"{few} is a number of bytes; a share of the activations is a float, such as 0.5 or 1.0."
+        elif self.options is OptionSet.ALL:
             return error
-        fused = "computes the loss in slices, without whole logits, and " if can_fuse_loss(self.root) else ""
+        else:
+            fused = "computes the loss in slices, without whole logits, and " if can_fuse_loss(self.root) else ""
+            more = f"options=retape.ALL {fused}may run parts of a region in tiles; its gradients are summed in another order."
         return BudgetTooSmall(
-            f"{error} options=retape.ALL {fused}may run parts of a region in tiles; its gradients are summed in another order.",
+            f"{error} {more}",
             budget_bytes=error.budget_bytes,
             floor_bytes=error.floor_bytes,
             binding=error.binding,
