@@ -1,5 +1,6 @@
 """What all tests share: one thread a worker, and the helpers of tests on the path."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -8,3 +9,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With importlib imports a test cannot see its siblings.
 sys.path += [str(Path(__file__).parent / folder) for folder in ("torch", "report")]
+
+
+MANY_MODULES = 50
+_frozen = {"modules": 0}
+
+
+def pytest_runtest_setup():
+    """What a large import has made is there to stay: the collector, which many tests call, need not look at it again and again."""
+    if len(sys.modules) > _frozen["modules"] + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        _frozen["modules"] = len(sys.modules)

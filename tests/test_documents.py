@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from warm_python import run_blocks
 
 from retape.core.schedules import Schedule, count
 
@@ -92,34 +93,12 @@ def environment():
 
 # --- what runs ----------------------------------------------------------------------------------------------------
 
-# Reads blocks as JSON, runs them in one namespace, and writes what each printed; line numbers are those of the document.
-DRIVER = """
-import contextlib, io, json, sys
-name, blocks = json.load(sys.stdin)
-space, printed = {"__name__": "__main__"}, []
-for line, text in blocks:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile("\\n" * (line - 1) + text, name, "exec"), space)
-    printed.append(out.getvalue())
-json.dump(printed, sys.stdout)
-"""
-
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks_of(path, "python")], ids=by_name)
 def test_python_snippets_run(path, tmp_path):
     blocks = blocks_of(path, "python")
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER],
-        check=False,
-        input=json.dumps([by_name(path), [(block.line, block.text) for block in blocks]]),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr
-    for block, printed in zip(blocks, json.loads(done.stdout), strict=True):
+    outputs = run_blocks(by_name(path), [(block.line, block.text) for block in blocks], tmp_path, environment())
+    for block, printed in zip(blocks, outputs, strict=True):
         if block.shown is not None:
             seen = (lambda text: text) if block.exact else beginnings
             assert seen(printed.rstrip()) == seen(block.shown), f"{by_name(path)}:{block.line}"

@@ -121,6 +121,10 @@ class Fit:
         if self.record.fused_loss:
             unfuse_loss(unwrapped(self._model))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The engine, and what it has seen, stays with the model it runs: a model that is copied or pickled is a plain one."""
+        return {**self.__dict__, "_executor": None, "_regions": {}}
+
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
 

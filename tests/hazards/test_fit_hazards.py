@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 import threading
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from test_fit_odd import Body, Chain, assert_same, call, fit, rows, tightest, tr
 from torch import nn
 
 import retape
+from retape.core.problem import OptionKind
 from retape.errors import InvalidInput
 
 BATCH = rows(64)
@@ -141,6 +143,21 @@ def test_a_pickled_fit_has_the_record_and_a_plain_model(pair):
     loaded.remove()
     assert_same(step(loaded._model), step(plain))
     assert_same(step(model), step(plain))
+
+
+def test_a_fit_is_pickled_after_steps_that_held_a_part_of_a_region(pair):
+    """Whoever holds a part has seen the ops of a whole region, and an op cannot be pickled."""
+    model, plain, made = pair
+    made.remove()
+    choices = made.record.assignment.choices
+    held = tuple(replace(choice, option=OptionKind.SELECT, held=(0,)) for choice in choices)
+    applied = retape.apply(model, replace(made.record, assignment=replace(made.record.assignment, choices=held)))
+    assert_same(step(model), step(plain))
+    assert applied._executor._recipes
+    loaded = pickle.loads(pickle.dumps(applied))
+    assert loaded.record == applied.record
+    assert_same(step(loaded._model), step(plain))
+    applied.remove()
 
 
 def test_weights_loaded_while_fitted(pair):

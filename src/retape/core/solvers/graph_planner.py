@@ -43,9 +43,13 @@ class GraphPlanner:
     def holdings(self) -> tuple[Holding, ...]:
         """What to hold at a few budgets from the floor to store-all, each faster than the one before."""
         span = max(self.store_all_bytes - self.floor_bytes, 0)
-        budgets = [self.floor_bytes + span * i // POINTS for i in range(POINTS + 1)]
+        found = [self._plain]
+        for i in reversed(range(POINTS)):
+            budget = self.floor_bytes + span * i // POINTS
+            if found[-1].held_bytes > budget:  # else it is the best of the smaller budget too
+                found.append(self._hold(budget))
         kept: list[Holding] = []
-        for holding in sorted(map(self._hold, budgets), key=lambda h: (h.held_bytes, h.rerun_seconds)):
+        for holding in sorted(found, key=lambda h: (h.held_bytes, h.rerun_seconds)):
             if not kept or holding.rerun_seconds < kept[-1].rerun_seconds:
                 kept.append(holding)
         return tuple(kept)
