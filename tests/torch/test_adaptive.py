@@ -107,6 +107,33 @@ def test_a_batch_that_fits_runs_nothing_again_and_copies_nothing():
     live.remove()
 
 
+def test_what_comes_between_two_steps_is_a_part_of_neither():
+    """An optimizer, an evaluation, another model: what they take is no need of the last region's backward."""
+    model = chain(8)
+    whole = whole_bytes(model)
+    live = retape.adaptive(model, budget="1GiB")
+    for _ in range(3):
+        run(model)
+        torch.ones(64 * whole)
+    stats = live.stats()
+    live.remove()
+    assert stats.weighed_steps == 2
+    assert all(peak - stats.base_bytes <= 2 * whole for peak in stats.peak_bytes)
+
+
+def test_what_comes_between_two_steps_leaves_the_smallest_budget_enough():
+    model, other = chain(16), chain(64)
+    wanted, whole = plain_gradients(model), whole_bytes(model)
+    live = retape.adaptive(model, budget=whole + sum(p.nbytes for p in model.parameters()))
+    for _ in range(4):
+        run(model)
+        run(other)
+    assert_equal(gradients(model), wanted)
+    assert live.stats().reruns
+    assert not live.stats().over_budget
+    live.remove()
+
+
 def test_checkpoint_regions_are_held_while_they_fit():
     model = chain(4)
     wanted = plain_gradients(model)

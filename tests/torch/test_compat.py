@@ -207,6 +207,45 @@ def test_is_compiled():
     assert _compat.is_compiled(torch.compile(lambda a: a, backend="eager"))
 
 
+def test_compiler_is_on():
+    seen = []
+
+    def note():
+        seen.append(_compat.compiler_is_on())
+
+    alone, with_all_it_calls = torch.compiler.disable(note, recursive=False), _compat.uncompiled(note)
+
+    def caller(a):
+        alone()
+        with_all_it_calls()
+        return a
+
+    torch.compile(caller, backend="eager")(torch.ones(1))
+    assert not _compat.compiler_is_on()
+    assert seen == [True, False]
+
+
+def test_uncompiled():
+    """Neither the function nor what it calls is traced, and what is around it is."""
+    seen = []
+
+    def noted():
+        seen.append(torch.compiler.is_compiling())
+
+    @_compat.uncompiled
+    def function(a):
+        noted()
+        return a + 1
+
+    def caller(a):
+        return function(a * 2) if torch.compiler.is_compiling() else a
+
+    a = torch.ones(2)
+    assert torch.equal(function(a), a + 1)
+    assert torch.equal(torch.compile(caller, backend="eager")(a), 2 * a + 1)
+    assert seen == [False, False]
+
+
 def test_functorch_transform():
     seen = []
     assert _compat.functorch_transform() is None

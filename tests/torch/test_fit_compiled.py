@@ -8,7 +8,7 @@ from compare import assert_equal, seed
 from torch import nn
 
 import retape
-from retape.torch import compiled, fitting
+from retape.torch import attach, compiled, fitting
 from retape.torch.attach import original_class
 from retape.torch.opaque import CompiledCall
 from retape.torch.region import Region
@@ -209,10 +209,63 @@ def test_blocks_compiled_with_cuda_graphs_are_refused():
         fitted(model, batch, 0.6)
 
 
-def test_a_model_compiled_as_a_whole_is_refused_with_the_remedy():
+def wrapped(model, backend):
+    return torch.compile(model, backend=backend)
+
+
+def in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("compiled_as", [wrapped, in_place])
+def test_a_model_compiled_as_a_whole_is_taken_with_compiled_blocks(compiled_as):
+    """The blocks run in the forms of the plan, and no graph around them takes them in."""
     model, batch = made()
-    with pytest.raises(retape.errors.UnsupportedTransform, match="itself with compile=True"):
-        fitted(torch.compile(model), batch, 0.6)
+    wanted, seen = gradients(model, batch), []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph
+
+    whole = compiled_as(model, backend)
+    fit = retape.fit(whole, (batch,), budget=0.5, progress=False)
+    assert all(choice.saved_share is not None for choice in fit.record.assignment.choices)
+    assert fit.measured.peak_bytes <= fit.record.budget_bytes
+    torch.compiler.reset()
+    seen.clear()
+    for found, plain in zip(gradients(whole, batch), wanted, strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
+    assert not any("tanh" in graph.code for graph in seen)
+    fit.remove()
+    assert all(type(block) is Block for block in model.blocks)
+    torch.compiler.reset()
+    seen.clear()
+    assert_equal(gradients(whole, batch), wanted)
+    assert [graph.code.count("torch.tanh(") for graph in seen] == [BLOCKS], "the whole is one graph again"
+
+
+def test_a_whole_that_records_cuda_graphs_is_refused():
+    model, batch = made()
+    with pytest.raises(retape.errors.UnsupportedTransform, match="the model itself is compiled with CUDA graphs"):
+        retape.fit(torch.compile(model, mode="reduce-overhead"), (batch,), budget=0.5, progress=False)
+
+
+@pytest.mark.parametrize("limit", [1, 8])
+def test_a_fitted_model_that_is_compiled_afterwards_runs_its_plan_and_says_so(caplog, limit):
+    """However often the compiler is willing to compile one function again."""
+    attach._say_uncompiled.cache_clear()
+    model, batch = made()
+    wanted = gradients(model, batch)
+    fit = retape.fit(model, (batch,), budget=0.5, progress=False)
+    whole = torch.compile(model, backend="eager")
+    before = fit._executor.regions_run
+    with caplog.at_level(logging.WARNING, logger="retape"), torch._dynamo.config.patch(recompile_limit=limit):
+        for _ in range(2):
+            assert_equal(gradients(whole, batch), wanted)
+    assert fit._executor.regions_run > before
+    assert sum("runs uncompiled" in message for message in caplog.messages) == 1
+    fit.remove()
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -276,3 +329,20 @@ def refusing(share):
         raise NotImplementedError("no kernels for this one")
 
     return backend
+
+
+@pytest.mark.parametrize("first", ["compiled", "managed"])
+def test_a_live_budget_over_a_model_that_is_compiled_as_a_whole(first):
+    model, batch = made()
+    wanted = gradients(model, batch)
+    budget = int(0.8 * retape.measure(lambda: gradients(model, batch)).peak_bytes)
+    if first == "compiled":
+        whole = torch.compile(model, backend="eager")
+        live = retape.adaptive(whole, budget=budget)
+    else:
+        live = retape.adaptive(model, budget=budget)
+        whole = torch.compile(model, backend="eager")
+    for _ in range(3):
+        assert_equal(gradients(whole, batch), wanted)
+    assert live.stats().reruns
+    live.remove()

@@ -221,8 +221,6 @@ def test_each_device_has_its_plan(pretended, tmp_path):
     text = made.explain()
     head = text.split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in head if line.split() and line.split()[0] in ("cpu", "meta")] == ["cpu", "meta"]
-    assert "0-2" in text
-    assert "3-5" in text or "3" in text
 
     made.report(tmp_path / "first.html")
     made.report(tmp_path / "other.html", device="meta")

@@ -14,15 +14,17 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from retape.core.errors import InvalidInput
 
 PolicyFunction = Callable[..., Any]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _NOTHING_TO_HIDE: AbstractContextManager[Any] = nullcontext()
 
 # torch's own functions, taken before anyone can put retape's in their place.
@@ -133,6 +135,19 @@ def is_compiled(value: Any) -> bool:
         or getattr(value, "_compiled_call_impl", None) is not None
         or hasattr(value, "_torchdynamo_orig_callable")
     )
+
+
+def compiler_is_on() -> bool:
+    """Whether frames that are entered now would be compiled: a compiled caller has called something that it could not take in."""
+    return _compiler_callback() is not None
+
+
+_compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def uncompiled(function: _Function) -> _Function:
+    """A function that a caller which is being compiled calls as it is, with all that it calls; the compiler is not imported for it."""
+    return cast(_Function, _disable_dynamo(function))
 
 
 def inductor_saving(share: float) -> Callable[..., Any]:

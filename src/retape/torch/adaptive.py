@@ -64,7 +64,8 @@ class Adaptive:
         self._line = ProgressLine() if progress else None
         self._outer: list[Any] = []
         self._root: Kind | None = None
-        self._in_step = False
+        self._in_step, self._task = False, -1
+        self._weighed_bytes: int | None = None  # the peak of this step above its start, once it has been weighed
         self._met: list[Kind] = []  # the regions of this step
         self._plainly = PlainSteps()
         self._begun_with = (0, 0)  # evictions and out-of-memory events when the step began
@@ -179,6 +180,7 @@ class Adaptive:
         self._gradients.begin()
         self._number = 0
         self._in_step, self._root, self._met = True, root, []
+        self._weighed_bytes = None
         self._begun_with = (self._room.live.evictions, self._counts.out_of_memory)
         self._room.limit.begin_step(batch, self._gradients)
         self.account.leave_out(batch)
@@ -188,7 +190,7 @@ class Adaptive:
             )
             if self._room.scale is not None:
                 self._counts.weighed += 1
-                GIVE_WAY.append(self._end_step)
+                GIVE_WAY.append(self._end_weighing)
         self._room.limit.unknown = self._room.scale is not None
         self._room.limit.enforce(undoable=False)
         self._room.met_unknown = False
@@ -210,20 +212,34 @@ class Adaptive:
             return
         self._in_step = False
         self._counts.steps += 1
-        scale, self._room.scale = self._room.scale, None
-        peak, above = self._room.peak, None
-        if scale is not None:
-            GIVE_WAY.remove(self._end_step)
-            above = scale.end(self._room.needs)
-            peak = self._room.limit.start_bytes + above
-            if self._root is not None:
-                mark = Mark(phase=Phase.FORWARD, kind=self._root, number=0, held_bytes=0, gradient_bytes=0)
-                self._room.needs.learn(mark, 0, above)
+        self._end_weighing()
+        above = self._weighed_bytes
         self._learn_root(above)
         self._room.limit.count_fragments()
-        self._counts.peaks.append(peak)
+        self._counts.peaks.append(self._room.peak if above is None else self._room.limit.start_bytes + above)
         if self._line is not None:
             self._line.show(self._stats())
+
+    def _end_weighing(self) -> None:
+        scale, self._room.scale = self._room.scale, None
+        if scale is None:
+            return
+        GIVE_WAY.remove(self._end_weighing)
+        self._weighed_bytes = scale.end(self._room.needs)
+        if self._root is not None:
+            mark = Mark(phase=Phase.FORWARD, kind=self._root, number=0, held_bytes=0, gradient_bytes=0)
+            self._room.needs.learn(mark, 0, self._weighed_bytes)
+
+    def _weigh_until_its_end(self) -> None:
+        task = _compat.graph_task()
+        if self._room.scale is not None and task not in (-1, self._task):
+            self._task = task
+            _compat.at_end_of_backward(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        """What comes between this backward pass and the next step (an optimizer, another model) is a part of neither."""
+        if self._room.scale is not None and not self._room.live:
+            self._room.scale.pause()
 
     def _learn_root(self, above_bytes: int | None) -> None:
         evictions, events = self._begun_with
@@ -332,6 +348,7 @@ class Adaptive:
     def turn_to(self, region: AdaptiveRegion, *, filled: bool) -> None:
         """Backward has come to a region; one that is not filled is about to be."""
         with RERUN:
+            self._weigh_until_its_end()
             self._room.turn, self._room.position = region.serial, region.number
             self._settle_opened()
             self._opened[region.serial] = weakref.ref(region)

@@ -8,13 +8,17 @@ plainly, with weights of their own. What happens in a call is decided by the cal
 from __future__ import annotations
 
 import copyreg
+import logging
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, cast
 
+import torch
 from torch import nn
 
 from retape.core.errors import InvalidInput
+from retape.torch import _compat
 
 Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -31,8 +35,31 @@ class ModelCaller(Protocol):
     def call_part(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any: ...
 
 
+_LOG = logging.getLogger("retape")
 _CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
 _CLASSES: dict[type, type] = {}
+
+
+def _answered(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+    caller = _CALLERS.get(module)
+    return plain_call(*arguments, **keywords) if caller is None else caller(module, plain_call, arguments, keywords)
+
+
+@_compat.uncompiled
+def _answered_uncompiled(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+    """For a caller that is being compiled: what answers cannot be compiled with it, and so its graph ends here."""
+    if any(map(is_attached, (part for part in module.modules() if part is not module))):
+        _say_uncompiled(type(module).__name__)
+    return _answered(module, plain_call, arguments, keywords)
+
+
+@cache
+def _say_uncompiled(name: str) -> None:
+    _LOG.warning(
+        "retape: %s was compiled as a whole after it was given a budget, and runs uncompiled. "
+        "Call retape.fit on what torch.compile returned, or on the plain model with compile=True.",
+        name,
+    )
 
 
 class _Attached:
@@ -41,8 +68,9 @@ class _Attached:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         module = cast(nn.Module, self)
         plain_call = super().__call__  # type: ignore[misc]
-        caller = _CALLERS.get(module)
-        return plain_call(*arguments, **keywords) if caller is None else caller(module, plain_call, arguments, keywords)
+        compiling = torch.compiler.is_compiling() or _compat.compiler_is_on()
+        answer = _answered_uncompiled if compiling else _answered
+        return answer(module, plain_call, arguments, keywords)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)

@@ -86,15 +86,6 @@ def in_form(module: nn.Module, plain_call: Callable[..., Any], share: float | No
     return plain_call if form.failed else CompiledCall(module, form)
 
 
-def refuse_whole(model: nn.Module) -> None:
-    """A model that was compiled as a whole has no blocks of its own left to treat one by one."""
-    if type(model).__name__ == "OptimizedModule":
-        raise UnsupportedTransform(
-            "fit() got what torch.compile made of a whole model: its blocks are not called one by one any more. Give fit() the model "
-            "itself with compile=True, which compiles its blocks, or compile the blocks yourself (block.compile())."
-        )
-
-
 def refuse_graph_replays(regions: dict[str, nn.Module]) -> None:
     """Recorded CUDA graphs write their results to the same memory each time: a tape would be overwritten before it is read."""
     for name, module in regions.items():

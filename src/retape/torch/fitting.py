@@ -26,9 +26,10 @@ from retape.core.problem import Budget, BudgetKind, Chain, OptionKind
 from retape.core.record import Record
 from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
+from retape.torch._compat import is_compiled
 from retape.torch.attach import put_on, take_off
 from retape.torch.budgets import resolved
-from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays, refuse_whole
+from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays
 from retape.torch.discover import Wanted, find_regions, refined, refuse_own_checkpointing
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
@@ -82,13 +83,12 @@ class Fitter:
         self.root = unwrapped(model)
         self._may_refine = regions is None
         self._limit: int | None = None
-        self._compiled = compiled
+        self._compiled = compiled or is_compiled(self.root)
         self._long = False
         self._forms: list[Profiled] | None = None
         self._first_regions = find_regions(self.root, regions)
-        refuse_whole(self.root)
         refuse_own_checkpointing(self.root)
-        refuse_graph_replays(self._first_regions)
+        refuse_graph_replays({"the model itself": self.root, **self._first_regions})
         self._take_regions(self._first_regions)
         self._take_devices(budget, optimizer)
 

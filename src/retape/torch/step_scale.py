@@ -12,6 +12,8 @@ from retape.torch import _compat
 from retape.torch.meter import Scale, weighing
 from retape.torch.pressure import Kind, Mark, Needs, Phase
 
+PAUSE = "pause"
+
 
 class Gradients:
     """The parameters of a step, and which of them had no gradient when it began."""
@@ -80,6 +82,10 @@ class StepScale:
         self._scale.mark(len(self._marks))
         self._marks.append(Mark(phase=phase, kind=kind, number=number, held_bytes=above, gradient_bytes=grown))
 
+    def pause(self) -> None:
+        """What comes from here to the next phase is no part of the step."""
+        self._scale.mark(PAUSE)
+
     def end(self, needs: Needs) -> int:
         """The step is over: learn from it; returns its peak above the start."""
         self._stack.close()
@@ -90,4 +96,5 @@ class StepScale:
             at = begins.get(number)
             if at is not None and at + 1 < len(readings):
                 needs.learn(mark, readings[at].live_bytes, readings[at + 1].peak_bytes)
-        return max((reading.peak_bytes for reading in readings), default=0)
+        paused = [False, *(reading.label == PAUSE for reading in readings)]
+        return max((r.peak_bytes for r, skipped in zip(readings, paused, strict=False) if not skipped), default=0)
