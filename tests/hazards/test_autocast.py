@@ -1,4 +1,4 @@
-"""Hazard 10: autocast around the forward and not around backward, and its cache of weights that two regions share."""
+"""Autocast around the forward and not around backward, and its cache of weights that two regions share."""
 
 import pytest
 import torch

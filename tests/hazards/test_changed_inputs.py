@@ -1,4 +1,4 @@
-"""Hazard 6: what a region reads is changed in place between its forward and its backward. Never a wrong number."""
+"""What a region reads is changed in place between its forward and its backward. Never a wrong number."""
 
 import dataclasses
 from collections import OrderedDict, deque, namedtuple

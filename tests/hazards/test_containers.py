@@ -1,4 +1,4 @@
-"""Hazard 12: inputs and outputs of every shape, frozen inputs, and functions that are called in odd ways."""
+"""Inputs and outputs of every shape, frozen inputs, and functions that are called in odd ways."""
 
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple

@@ -1,4 +1,4 @@
-"""Hazard 20: copies of models whose layers call `retape.checkpoint` compute with their own weights."""
+"""Copies of models whose layers call `retape.checkpoint` compute with their own weights."""
 
 import copy
 import pickle

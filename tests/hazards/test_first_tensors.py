@@ -1,4 +1,4 @@
-"""Hazard 5, caches and sums that start out empty: a tensor comes where None, a number or an empty list was.
+"""Caches and sums that start out empty: a tensor comes where None, a number or an empty list was.
 
 The re-run of the region that put the first one there must find it empty again, though later regions have filled it.
 """

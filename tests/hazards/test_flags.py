@@ -1,4 +1,4 @@
-"""Hazard 8: modes, flags and defaults that stand differently when the region runs again."""
+"""Modes, flags and defaults that stand differently when the region runs again."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hazard 18: kernels that dispatch cannot see (numpy here, Triton elsewhere) and re-runs that answer or skip ops."""
+"""Kernels that dispatch cannot see (numpy here, Triton elsewhere) and re-runs that answer or skip ops."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Hazard 14: graphs that are used twice, differentiated twice, or looked into."""
+"""Graphs that are used twice, differentiated twice, or looked into."""
 
 import pytest
 import torch

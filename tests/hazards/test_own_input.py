@@ -1,4 +1,4 @@
-"""Hazard 7: a region that changes its own input, and inputs that are one another's views."""
+"""A region that changes its own input, and inputs that are one another's views."""
 
 import pytest
 import torch

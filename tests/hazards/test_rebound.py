@@ -1,4 +1,4 @@
-"""Hazard 6, the other half: names, attributes and items that stand for another tensor when the region runs again."""
+"""Names, attributes and items that stand for another tensor when the region runs again."""
 
 import types
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Hazard 9: decisions that come out otherwise when the region runs again."""
+"""Decisions that come out otherwise when the region runs again."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hazard 5, in plain Python: auxiliary losses, hooks, caches and counters of a region that runs twice."""
+"""Auxiliary losses, hooks, caches and counters of a region that runs twice."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hazard 14: torch.func and forward mode over a region: a clear error at the call, never inside the backward pass."""
+"""Torch.func and forward mode over a region: a clear error at the call, never inside the backward pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hazard 11: `except` in user code around ops; neither the early stop nor a true error may be taken for the other."""
+"""`except` in user code around ops; neither the early stop nor a true error may be taken for the other."""
 
 import contextlib
 

@@ -124,7 +124,7 @@ def test_what_comes_between_two_steps_is_a_part_of_neither():
 def test_what_comes_between_two_steps_leaves_the_smallest_budget_enough():
     model, other = chain(16), chain(64)
     wanted, whole = plain_gradients(model), whole_bytes(model)
-    live = retape.adaptive(model, budget=whole + sum(p.nbytes for p in model.parameters()))
+    live = retape.adaptive(model, budget=retape.Budget.activations(whole))
     for _ in range(4):
         run(model)
         run(other)

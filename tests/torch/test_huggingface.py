@@ -1,4 +1,4 @@
-"""Hugging Face models made from small configurations: switched on, they equal plain bit for bit. Hazard 21 is here too."""
+"""Hugging Face models made from small configurations: switched on, they equal plain bit for bit."""
 
 import copy
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import retape
 from retape.errors import InvalidInput
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch import fused_loss
@@ -292,3 +293,15 @@ def test_a_fit_and_its_saved_plan_bound_the_chunks_alike(monkeypatch):
     again = retape.apply(model, dataclasses.replace(fitted.record, fused_loss=True))
     assert [vars(model.lm_head)["_retape_chunk_bytes"]] == asked
     again.remove()
+
+
+def test_a_live_budget_fuses_the_loss_where_all_is_allowed():
+    model, given = make(), batch()
+    plain = model(**given)
+    for options, fused in ((retape.EXACT, False), (retape.ALL, True)):
+        live = retape.adaptive(model, budget="1GiB", options=options)
+        found = model(**given)
+        assert (found.logits is None) is fused
+        torch.testing.assert_close(found.loss, plain.loss)
+        live.remove()
+    assert torch.equal(model(**given).logits, plain.logits)

@@ -1,4 +1,4 @@
-"""Hazard 15: memory that goes down, counted in units of one activation, and re-runs that are counted exactly."""
+"""Memory that goes down, counted in units of one activation, and re-runs that are counted exactly."""
 
 import pytest
 import torch

@@ -41,9 +41,7 @@ from retape.torch.slots import Slot
 from retape.torch.step_scale import Gradients, StepScale
 from retape.torch.trace import RegionTrace
 
-FIRST_WEIGHED = (
-    2  # steps that stand on the scale whatever they are: the first may find gradients that are not there yet
-)
+FIRST_WEIGHED = 2  # steps that stand on the scale whatever they are: in the first one gradients may not be there yet
 
 
 class Adaptive:
@@ -54,7 +52,7 @@ class Adaptive:
     """
 
     def __init__(
-        self, model: nn.Module | None, budget: Budget, *, progress: bool = False, host: bool | None = None
+        self, model: nn.Module | None, budget: Budget, *, progress: bool, host: bool | None, fuse: bool
     ) -> None:
         self._budget, self._uses_host = budget, host
         self._counts = Counts()
@@ -74,7 +72,7 @@ class Adaptive:
         if model is not None:
             whole = unwrapped(model)
             self._gradients.know(list(whole.parameters()))
-            self._attached = Attachment(whole, self.call_root, self.call)
+            self._attached = Attachment(whole, self.call_root, self.call, fuse=fuse)
 
     def _stand_on(self, device: torch.device) -> None:
         self._room = Room(self._budget, device, self._counts, host=self._uses_host)
@@ -473,10 +471,11 @@ def adaptive(
 
     Without a model, enter it around each step: every `retape.checkpoint` inside is under the budget. With a model, its
     regions are found as `retape.fit` finds them and it stays attached until `.remove()`, or the end of a `with` block.
-    With `progress` a line on the terminal follows the steps. With `host` what is dear to make again is copied to the host while the lane
+    With options=ALL the loss of a Hugging Face causal language model is computed in slices, without whole logits. With `progress`
+    a line on the terminal follows the steps. With `host` what is dear to make again is copied to the host while the lane
     is free; None means where the device has a memory of its own.
     """
-    OptionSet.of(options)
+    fuse = OptionSet.of(options) is OptionSet.ALL
     if model is not None and not isinstance(model, nn.Module):
         raise InvalidInput(
             f"adaptive() got a {type(model).__name__} as its model; give a torch.nn.Module, or leave it out."
@@ -487,7 +486,7 @@ def adaptive(
             f"budget={asked.share} is a fraction of what a step takes that stores everything, and adaptive measures no such step. "
             "Give bytes ('20GiB'), Budget.activations or 'auto'."
         )
-    return Adaptive(model, asked, progress=progress, host=host)
+    return Adaptive(model, asked, progress=progress, host=host, fuse=fuse)
 
 
 def _device_of(model: nn.Module | None) -> torch.device:
