@@ -550,6 +550,19 @@ def test_compiler_errors():
     torch._dynamo.reset()
 
 
+def test_compiler_errors_have_the_limit_of_compilations():
+    def function(a, number):
+        return a + number
+
+    compiled = torch.compile(function, backend="eager", dynamic=False)
+    with (
+        torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True),
+        pytest.raises(_compat.compiler_errors()),
+    ):
+        [compiled(torch.ones(1), float(number)) for number in range(4)]
+    torch._dynamo.reset()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_replays_cuda_graphs():
     module = torch.nn.Linear(2, 2)

@@ -174,7 +174,7 @@ def compiler_errors() -> tuple[type[BaseException], ...]:
     """What the compiler raises when it cannot compile something."""
     from torch._dynamo import exc
 
-    return (exc.TorchDynamoException, exc.InternalTorchDynamoError)
+    return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
 def replays_cuda_graphs(module: Any) -> bool:

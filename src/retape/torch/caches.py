@@ -1,6 +1,7 @@
-"""Key-value caches that Hugging Face models build even in training: a region must not fill one, for a re-run would fill it twice.
+"""Key-value caches that Hugging Face models build even in training, where nobody reads them: blocks get none.
 
-Their own checkpointing leaves them out too. The blocks get none, and the model returns an empty one.
+A cache with something in it was given by the caller (a chunk before this one, a trained prefix) and is a part of the computation:
+it stays, and a re-run sees it as it was.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ def is_cache(value: Any) -> bool:
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers") for base in type(value).__mro__)
 
 
+def _is_left_out(value: Any) -> bool:
+    return is_cache(value) and int(value.get_seq_length()) == 0
+
+
 def without_cache(
     module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """The arguments of a block in training without a cache, and whether there was one."""
+    """The arguments of a block in training without an empty cache, and whether there was one."""
     if not module.training:
         return arguments, keywords, False
-    found = [name for name in _NAMES if is_cache(keywords.get(name))]
-    positions = [i for i, value in enumerate(arguments) if is_cache(value)]
+    found = [name for name in _NAMES if _is_left_out(keywords.get(name))]
+    positions = [i for i, value in enumerate(arguments) if _is_left_out(value)]
     if not found and not positions:
         return arguments, keywords, False
     keywords = {**keywords, **dict.fromkeys(found)}
