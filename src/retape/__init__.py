@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from retape.api import Fit as Fit
     from retape.api import apply as apply
     from retape.api import fit as fit
-    from retape.torch.adaptive import adaptive as adaptive
+    from retape.torch.adaptive_budget import adaptive as adaptive
     from retape.torch.checkpoint import checkpoint as checkpoint
     from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
     from retape.torch.head_loss import linear_cross_entropy as linear_cross_entropy
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Names that need PyTorch are imported when they are first used: the planner and its command start without it.
 _LAZY = {
     "Fit": "retape.api",
-    "adaptive": "retape.torch.adaptive",
+    "adaptive": "retape.torch.adaptive_budget",
     "apply": "retape.api",
     "fit": "retape.api",
     "measure": "retape.torch.meter",

@@ -15,9 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from retape.core.errors import InvalidInput
-from retape.core.option_set import EXACT, OptionSet
-from retape.core.problem import Budget, BudgetKind, BudgetLike
+from retape.core.problem import Budget
 from retape.torch import _compat, attach, links
 from retape.torch.adaptive_attach import Attachment
 from retape.torch.adaptive_host import is_here, storage_of
@@ -48,7 +46,7 @@ class Adaptive:
     """Runs regions inside a live budget. Make one with `retape.adaptive`.
 
     Without a model it is entered around each step, and every `retape.checkpoint` inside is under the budget. With a model
-    it is attached from the start until `remove`, or the end of a `with` block.
+    it is attached from the start until `remove`, or the end of a `with` block; entered again, it is attached again.
     """
 
     def __init__(
@@ -68,11 +66,10 @@ class Adaptive:
         self._plainly = PlainSteps()
         self._begun_with = (0, 0)  # evictions and out-of-memory events when the step began
         self._serial = self._number = 0
-        self._attached: Attachment | None = None
+        self._attachment: Attachment | None = None
         if model is not None:
-            whole = unwrapped(model)
-            self._gradients.know(list(whole.parameters()))
-            self._attached = Attachment(whole, self.call_root, self.call, fuse=fuse)
+            self._attachment = Attachment(unwrapped(model), self.call_root, self.call, fuse=fuse)
+            self._attachment.put_on()
 
     def _stand_on(self, device: torch.device) -> None:
         self._room = Room(self._budget, device, self._counts, host=self._uses_host)
@@ -91,18 +88,18 @@ class Adaptive:
         self._room.limit.close()
         if self._line is not None:
             self._line.close()
-        if self._attached is not None:
-            self._attached.remove()
-            self._attached = None
+        if self._attachment is not None:
+            self._attachment.remove()
 
     @property
     def _under(self) -> attach.Caller | None:
         """Who runs the plan of a fit that this is put over."""
-        return None if self._attached is None else self._attached.under
+        return None if self._attachment is None else self._attachment.under
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """The model itself is called: a step begins, unless the one before has not been through backward yet."""
         if torch.is_grad_enabled() and not THREAD.runs:
+            self._look_at_weights(list(module.parameters()))
             self._begin_step(self._kinds.of(module, args, keywords), (args, keywords))
         outer, THREAD.manager = THREAD.manager, self
         try:
@@ -117,6 +114,12 @@ class Adaptive:
             raise
         finally:
             THREAD.manager = outer
+
+    def _look_at_weights(self, parameters: list[Tensor]) -> None:
+        """Layers may be frozen or unfrozen between two steps: then nothing that was learned holds."""
+        if self._kinds.train(parameters):
+            self._gradients.know(parameters)
+            self._room.limit.standing.expect_more()
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """A region of the model is called."""
@@ -151,7 +154,9 @@ class Adaptive:
 
     def __enter__(self) -> Adaptive:
         self._outer.append(THREAD.manager)
-        if self._attached is None:
+        if self._attachment is not None:
+            self._attachment.put_on()
+        else:
             if not self._counts.steps:  # by now it is clear where the work is done
                 self._stand_on(_device_of(None))
             THREAD.manager = self
@@ -161,13 +166,18 @@ class Adaptive:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         THREAD.manager = self._outer.pop()
         now = self._room.now()
-        if self._attached is not None:
+        if self._attachment is None:
+            self._end_step()
+            self._room.limit.close()
+        elif not self._outer:
             self.remove()
-        self._end_step()
-        self._room.limit.close()
         if isinstance(error, torch.OutOfMemoryError):
-            self._gradients.put_back()
-            raise elsewhere(error, limit_bytes=self._room.limit.bytes, now_bytes=now) from error
+            added_to = self._named(self._gradients.put_back())
+            raise elsewhere(error, limit_bytes=self._room.limit.bytes, now_bytes=now, added_to=added_to) from error
+
+    def _named(self, parameters: list[Tensor]) -> list[str]:
+        names = {} if self._attachment is None else self._attachment.names()
+        return [names.get(id(parameter), f"one of {tuple(parameter.shape)}") for parameter in parameters]
 
     def _begin_step(self, root: Kind | None, batch: Any) -> None:
         if self._room.live:
@@ -180,7 +190,7 @@ class Adaptive:
         self._in_step, self._root, self._met = True, root, []
         self._weighed_bytes = None
         self._begun_with = (self._room.live.evictions, self._counts.out_of_memory)
-        self._room.limit.begin_step(batch, self._gradients)
+        self._room.limit.begin_step(batch, self._gradients, alone=not self._plainly.unanswered)
         self.account.leave_out(batch)
         if self._wants_weighing(root):
             self._room.scale = StepScale.where_possible(
@@ -278,7 +288,7 @@ class Adaptive:
         done: Callable[[Region], None] | None,
     ) -> Any:
         """Call a function as a region under the budget."""
-        kind = self._kinds.of(function, arguments, keywords)
+        kind = self._kinds.of(function, arguments, keywords, call.state)
         self._met.append(kind)
         self._gradients.know(call.state)
         number, self._number = self._number, self._number + 1
@@ -457,36 +467,6 @@ class Adaptive:
         # On CUDA the host is ahead of the device: there the seconds are those that were measured on the scale.
         self._counts.seconds += time.perf_counter() - start if self._room.limit.device.type == "cpu" else seconds
         region.ran_again()
-
-
-def adaptive(
-    model: nn.Module | None = None,
-    *,
-    budget: BudgetLike,
-    options: OptionSet | str = EXACT,
-    progress: bool = False,
-    host: bool | None = None,
-) -> Adaptive:
-    """A live budget: regions start held, and are dropped and run again only as far as the bytes demand.
-
-    Without a model, enter it around each step: every `retape.checkpoint` inside is under the budget. With a model, its
-    regions are found as `retape.fit` finds them and it stays attached until `.remove()`, or the end of a `with` block.
-    With options=ALL the loss of a Hugging Face causal language model is computed in slices, without whole logits. With `progress`
-    a line on the terminal follows the steps. With `host` what is dear to make again is copied to the host while the lane
-    is free; None means where the device has a memory of its own.
-    """
-    fuse = OptionSet.of(options) is OptionSet.ALL
-    if model is not None and not isinstance(model, nn.Module):
-        raise InvalidInput(
-            f"adaptive() got a {type(model).__name__} as its model; give a torch.nn.Module, or leave it out."
-        )
-    asked = Budget.of(budget)
-    if asked.kind is BudgetKind.FRACTION:
-        raise InvalidInput(
-            f"budget={asked.share} is a fraction of what a step takes that stores everything, and adaptive measures no such step. "
-            "Give bytes ('20GiB'), Budget.activations or 'auto'."
-        )
-    return Adaptive(model, asked, progress=progress, host=host, fuse=fuse)
 
 
 def _device_of(model: nn.Module | None) -> torch.device:

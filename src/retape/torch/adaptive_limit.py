@@ -3,12 +3,13 @@
 On CUDA the allocator says what is live, and the budget is its hard limit wherever running out can be undone, in a region's forward
 and re-run. Elsewhere (a backward kernel, the loss) it may keep some more, for fragments: live bytes are held to the budget by what
 was measured, and an allocator that finds no piece large enough would end the step. While a step stands on the scale there is no hard
-limit yet, and more is dropped than seems necessary. On the CPU nobody counts: what Python can reach is counted now and then, and the
+limit yet, and more is dropped than seems necessary. On the CPU nobody counts: what Python can reach is counted (`Standing`), and the
 account of the regions comes on top.
 """
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,6 +26,39 @@ from retape.torch.step_scale import Gradients
 FRAGMENTS_PART = 8  # of the budget that fragments may take on top, where running out would end the step
 LEAST_FRAGMENT_BYTES = 256 << 20
 UNKNOWN_SHARE = 0.75  # of the room above the base that a step on the scale aims for: nobody knows yet what comes
+FIRST_COUNTED = 3  # steps before which everything is counted anew, and as many after which an optimizer has stepped
+COUNTED_SHARE = 0.01  # of the time that counting may take later on
+
+
+class Standing:
+    """What stands on the CPU between steps, gradients left out. Counting walks all of Python's objects, so it is not done every time."""
+
+    def __init__(self) -> None:
+        self.bytes = self.batch_bytes = 0
+        self._counts = self._writes = 0
+        self._versions = -1
+        self._seconds = self._at = 0.0
+
+    def expect_more(self) -> None:
+        """Other weights are trained from now on: the optimizer is going to make state for them."""
+        self._writes = 0
+
+    def count(self, device: torch.device, batch_bytes: int, gradients: Gradients) -> None:
+        """A step begins: count, if something may have changed or counting takes a small part of the time."""
+        start = perf_counter()
+        if not self._is_due(gradients.versions(), start):
+            return
+        self.bytes = present_bytes(device) - gradients.present_bytes(device)
+        self.batch_bytes = batch_bytes
+        self._at = perf_counter()
+        self._seconds = self._at - start
+        self._counts += 1
+
+    def _is_due(self, versions: int, now: float) -> bool:
+        written, self._versions = versions != self._versions, versions
+        self._writes += written
+        early = self._counts < FIRST_COUNTED or (written and self._writes <= FIRST_COUNTED)
+        return early or self._seconds <= COUNTED_SHARE * (now - self._at)
 
 
 class Limit:
@@ -34,25 +68,25 @@ class Limit:
         self._budget, self.device = budget, device
         self.bytes = self.base_bytes = self.start_bytes = 0
         self.fragment_bytes = 0  # the most that was seen
-        self._present = self._batch = 0
-        self._begun = 0
+        self.standing = Standing()
+        self._closed = True  # between `close` and the next step the allocator is nobody's
         self._share: float | None = None
         self._enforced_bytes, self._total_bytes = -1, 0
         self._lost_bytes = 0  # to fragments, when the allocator last ran out inside the budget
         self.unknown = False  # this step stands on the scale
 
-    def begin_step(self, batch: Any, gradients: Gradients) -> None:
-        """A step begins with this batch: count what is there, and set the limit."""
-        self._begun += 1
+    def begin_step(self, batch: Any, gradients: Gradients, *, alone: bool = True) -> None:
+        """A step begins with this batch: count what is there, and set the limit. It is `alone` if no graph of the one before is left."""
+        self._closed = False
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         batch_bytes = storage_bytes(tensors, self.device)
         if self.device.type == "cuda":
-            self._present, self._batch = torch.cuda.memory_allocated(self.device), batch_bytes
-        elif self._begun <= 3 or self._begun & (self._begun - 1) == 0:  # it walks all of Python's objects
-            self._present = present_bytes(self.device) - gradients.present_bytes(self.device)
-            self._batch = batch_bytes
-        grown = batch_bytes - self._batch + gradients.present_bytes(self.device) * (self.device.type == "cpu")
-        self.start_bytes = self._present + grown
+            self.start_bytes = torch.cuda.memory_allocated(self.device)
+        else:
+            if alone:
+                self.standing.count(self.device, batch_bytes, gradients)
+            grown = batch_bytes - self.standing.batch_bytes + gradients.present_bytes(self.device)
+            self.start_bytes = self.standing.bytes + grown
         missing = gradients.missing_bytes(self.device)
         self.base_bytes = self.start_bytes + missing * (self.device.type == "cpu")
         known = resolved(self._budget, self.device)
@@ -77,7 +111,7 @@ class Limit:
 
     def enforce(self, *, undoable: bool) -> None:
         """Hold the allocator to the budget: all of it where running out can be undone, with room for fragments elsewhere."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self._closed:  # a backward pass after the end leaves the allocator alone
             return
         if self._share is None:
             self._share = _compat.memory_fraction(self.device)
@@ -106,7 +140,8 @@ class Limit:
         return found
 
     def close(self) -> None:
-        """Take the hard limit away again."""
+        """Take the hard limit away again, until another step begins."""
+        self._closed = True
         if self._share is not None:
             torch.cuda.set_per_process_memory_fraction(self._share, self.device)
             self._share, self._enforced_bytes = None, -1

@@ -14,6 +14,8 @@ from retape.core.units import format_bytes
 from retape.torch import _compat, state
 from retape.torch.adaptive_region import AdaptiveInputs, AdaptiveRegion
 
+MOST_NAMED = 3  # parameters in a message
+
 
 def rewind(region: AdaptiveRegion) -> None:
     """Everything that a first run changed before it failed is put back: random streams, buffers, containers, its arguments."""
@@ -58,14 +60,25 @@ def nothing_left(
     )
 
 
-def elsewhere(error: BaseException, *, limit_bytes: int, now_bytes: int) -> BudgetTooSmall:
-    """Out of memory where no region runs."""
+def elsewhere(error: BaseException, *, limit_bytes: int, now_bytes: int, added_to: list[str]) -> BudgetTooSmall:
+    """Out of memory where no region runs; `added_to` are parameters whose gradients hold a part of the step that ended."""
     return BudgetTooSmall(
         f"Out of memory outside any region's forward or re-run (a backward kernel, the loss or the optimizer), with "
         f"{format_bytes(now_bytes)} counted of a budget of {format_bytes(limit_bytes)}: {str(error).splitlines()[0]} "
-        "Gradients that this step began are taken away again; those that it added to are not. Lower the budget, so that more "
-        "room is left beside the regions, or use a smaller batch.",
+        f"{_gradients_left(added_to)} Lower the budget, so that more room is left beside the regions, or use a smaller batch.",
         budget_bytes=limit_bytes,
         floor_bytes=now_bytes,
         binding="outside regions",
+    )
+
+
+def _gradients_left(added_to: list[str]) -> str:
+    """What .grad holds now, and what to do about it."""
+    if not added_to:
+        return "Gradients are as they were before this step."
+    more = f" and {len(added_to) - MOST_NAMED} more" if len(added_to) > MOST_NAMED else ""
+    return (
+        "Gradients that this step began are None again, but it had added to others, which cannot be put back: .grad holds a part "
+        f"of this step in {len(added_to)} parameters ({', '.join(added_to[:MOST_NAMED])}{more}). Call zero_grad() and repeat every step "
+        "that was accumulated since the last one."
     )

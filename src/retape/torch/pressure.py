@@ -8,7 +8,7 @@ and whatever lives outside regions are in there. What to drop is decided in `evi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -165,24 +165,41 @@ class Kinds:
     def __init__(self) -> None:
         self._kinds: dict[tuple[Any, Signature], Kind] = {}
         self._weights: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._trainings: dict[tuple[bool, ...], int] = {}
+        self._training: int | None = None
 
-    def of(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Kind:
+    def train(self, parameters: Iterable[Tensor]) -> bool:
+        """The parameters of a whole model, of which some may be frozen; returns whether others are than before.
+
+        What a region saves depends on what is trained before it too: with other weights frozen every region is of another kind.
+        """
+        trained = tuple([parameter.requires_grad for parameter in parameters])
+        before, self._training = self._training, self._trainings.setdefault(trained, len(self._trainings))
+        return before != self._training
+
+    def of(
+        self, function: Callable[..., Any], arguments: Any, keywords: dict[str, Any], weights: Iterable[Tensor] = ()
+    ) -> Kind:
+        """The kind of a call; `weights` are those it uses, where nobody knows a whole model."""
         inputs = signature(arguments, keywords)
-        key = (self._owner(function), inputs)
+        trained = self._training if self._training is not None else tuple([w.requires_grad for w in weights])
+        key = (self._owner(function, trained), inputs)
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = Kind(key[0], inputs, elements(inputs))
         return kind
 
-    def _owner(self, function: Any) -> Any:
+    def _owner(self, function: Any, trained: Any) -> Any:
         module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         if isinstance(module, nn.Module):
             known = self._weights.get(module)
-            if known is None or known[1][-1] != module.training:
-                known = self._weights[module] = (original_class(type(module)), weights_signature(module))
+            if known is None or known[1][-1] != module.training or known[2] != trained:
+                known = self._weights[module] = (original_class(type(module)), weights_signature(module), trained)
             return known
         inner = getattr(function, "func", None)
-        return self._owner(inner) if inner is not None else getattr(function, "__code__", type(function))
+        if inner is not None:
+            return self._owner(inner, trained)
+        return getattr(function, "__code__", type(function)), trained
 
 
 # --- needs -------------------------------------------------------------------------------------------------------

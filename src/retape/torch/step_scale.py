@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from retape.torch import _compat
 from retape.torch.meter import Scale, weighing
 from retape.torch.pressure import Kind, Mark, Needs, Phase
+from retape.torch.watch import version_of
 
 PAUSE = "pause"
 
@@ -21,6 +24,7 @@ class Gradients:
     def __init__(self) -> None:
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self._missing: list[weakref.ref[Tensor]] = []
+        self._before: dict[int, tuple[int, Any]] = {}  # of each gradient that was there: which it was, and its version
 
     def know(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -32,7 +36,18 @@ class Gradients:
     def begin(self) -> None:
         """A step begins."""
         self._parameters = {key: reference for key, reference in self._parameters.items() if reference() is not None}
-        self._missing = [r for r in self._parameters.values() if (p := r()) is not None and p.grad is None]
+        self._missing, self._before = [], {}
+        for key, reference in self._parameters.items():
+            parameter = reference()
+            gradient = None if parameter is None else parameter.grad
+            if gradient is not None:
+                self._before[key] = _which(gradient)
+            elif parameter is not None and parameter.requires_grad:
+                self._missing.append(reference)
+
+    def versions(self) -> int:
+        """Another number once somebody has written to the parameters: an optimizer has stepped."""
+        return sum(p._version for r in self._parameters.values() if (p := r()) is not None)
 
     def missing_bytes(self, device: torch.device) -> int:
         """What the gradients will take that were not there when the step began."""
@@ -50,12 +65,21 @@ class Gradients:
         found = [p for r in self._parameters.values() if (p := r()) is not None and id(p) not in missing]
         return sum(p.grad.nbytes for p in found if p.grad is not None and p.device == device)
 
-    def put_back(self) -> None:
-        """Leave none where there was none."""
+    def put_back(self) -> list[Tensor]:
+        """Leave none where there was none; returns the parameters whose gradients were there, and hold a part of this step now."""
         for reference in self._missing:
             parameter = reference()
             if parameter is not None:
                 parameter.grad = None
+        return [
+            p
+            for key, before in self._before.items()
+            if (p := self._parameters[key]()) is not None and p.grad is not None and _which(p.grad) != before
+        ]
+
+
+def _which(gradient: Tensor) -> tuple[int, Any]:
+    return id(gradient), version_of(gradient)
 
 
 class StepScale:
@@ -70,8 +94,11 @@ class StepScale:
     @classmethod
     def where_possible(cls, device: torch.device, base_bytes: int, gradients: Gradients) -> StepScale | None:
         """None where PyTorch's profiler, which the scale of the CPU needs, is in use."""
-        if device.type == "cpu" and _compat.profiler_running():
-            return None
+        if device.type == "cpu":
+            if _compat.profiler_running():
+                return None
+            # What earlier scales saw made, and a cycle keeps, would be seen going in the middle of this step, and be missed in its peak.
+            gc.collect()
         return cls(device, base_bytes, gradients)
 
     def mark(self, phase: Phase, kind: Kind, number: int, now_bytes: int) -> None:
