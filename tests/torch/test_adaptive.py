@@ -181,7 +181,7 @@ def test_the_account_is_what_the_scale_shows(share, monkeypatch):
     live.remove()
     assert {phase for phase, _ in apart} >= {Phase.FORWARD, Phase.OUTSIDE, Phase.BACKWARD}
     # Beside regions there are the loss, and a gradient on its way.
-    assert not [(i, p.name, b) for i, (p, b) in enumerate(apart) if not 0 <= b <= UNIT_BYTES + 64]
+    assert not [both for both in apart if not 0 <= both[1] <= UNIT_BYTES + 64]
     assert live.account.held_bytes() == 0
 
 

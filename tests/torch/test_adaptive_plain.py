@@ -306,6 +306,20 @@ def test_the_hard_limit_leaves_room_for_fragments_where_nothing_can_be_undone(mo
     assert device.fractions[-1] == 1.0
 
 
+def test_a_backward_pass_after_the_end_leaves_the_allocator_alone(monkeypatch):
+    device = FakeDevice(monkeypatch)
+    limit = Limit(Budget.of("20GiB"), torch.device("cuda", 0))
+    limit.begin_step((), Gradients())
+    limit.enforce(undoable=True)
+    limit.close()
+    limit.enforce(undoable=False)
+    limit.close()
+    assert device.fractions == [0.2, 1.0]
+    limit.begin_step((), Gradients())
+    limit.enforce(undoable=True)
+    assert device.fractions == [0.2, 1.0, 0.2]
+
+
 def test_a_step_on_the_scale_has_no_hard_limit_and_aims_lower(monkeypatch):
     device = FakeDevice(monkeypatch)
     limit = Limit(Budget.of("20GiB"), torch.device("cuda", 0))

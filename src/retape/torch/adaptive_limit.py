@@ -36,7 +36,7 @@ class Standing:
     def __init__(self) -> None:
         self.bytes = self.batch_bytes = 0
         self._counts = self._writes = 0
-        self._versions = -1
+        self._traces = (-1, 0)
         self._seconds = self._at = 0.0
 
     def expect_more(self) -> None:
@@ -46,7 +46,7 @@ class Standing:
     def count(self, device: torch.device, batch_bytes: int, gradients: Gradients) -> None:
         """A step begins: count, if something may have changed or counting takes a small part of the time."""
         start = perf_counter()
-        if not self._is_due(gradients.versions(), start):
+        if not self._is_due(gradients.traces(), start):
             return
         self.bytes = present_bytes(device) - gradients.present_bytes(device)
         self.batch_bytes = batch_bytes
@@ -54,8 +54,9 @@ class Standing:
         self._seconds = self._at - start
         self._counts += 1
 
-    def _is_due(self, versions: int, now: float) -> bool:
-        written, self._versions = versions != self._versions, versions
+    def _is_due(self, traces: tuple[int, int], now: float) -> bool:
+        before, self._traces = self._traces, traces
+        written = traces[0] != before[0] or traces[1] > before[1]
         self._writes += written
         early = self._counts < FIRST_COUNTED or (written and self._writes <= FIRST_COUNTED)
         return early or self._seconds <= COUNTED_SHARE * (now - self._at)

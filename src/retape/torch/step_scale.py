@@ -45,9 +45,10 @@ class Gradients:
             elif parameter is not None and parameter.requires_grad:
                 self._missing.append(reference)
 
-    def versions(self) -> int:
-        """Another number once somebody has written to the parameters: an optimizer has stepped."""
-        return sum(p._version for r in self._parameters.values() if (p := r()) is not None)
+    def traces(self) -> tuple[int, int]:
+        """What an optimizer that steps leaves behind: another sum of versions, or (a fused one writes unseen) more gradients missing."""
+        versions = sum(p._version for r in self._parameters.values() if (p := r()) is not None)
+        return versions, len(self._missing)
 
     def missing_bytes(self, device: torch.device) -> int:
         """What the gradients will take that were not there when the step began."""
