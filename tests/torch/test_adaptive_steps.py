@@ -125,6 +125,17 @@ def test_entered_again_over_a_plan_that_was_fitted_meanwhile():
     assert type(model.blocks[0]) is Block
 
 
+def test_a_step_that_goes_on_in_another_block_is_held_to_the_limit_again(monkeypatch):
+    model, opened = Model(), []
+    live = retape.adaptive(model, budget="1GiB")
+    with live:
+        first = model(X)
+    monkeypatch.setattr(live._room.limit, "open", lambda: opened.append(True))
+    with live:
+        (first + model(X)).backward()
+    assert opened == [True]
+
+
 # --- other weights are trained -------------------------------------------------------------------------------------
 
 
@@ -157,9 +168,9 @@ def test_unfrozen_layers_are_noticed(first):
     assert peak_above(lambda: step(model)) <= budget
     assert live.stats().reruns > 0
     for name, gradient in gradients(model).items():
-        assert (
-            torch.equal(gradient, wanted[name]) == model.get_parameter(name).requires_grad
-        ), "frozen ones are zero here"
+        assert torch.equal(gradient, wanted[name]) == model.get_parameter(name).requires_grad, (
+            "frozen ones are zero here"
+        )
     live.remove()
 
 
@@ -207,7 +218,7 @@ def test_regions_by_hand_are_of_another_kind_once_they_are_unfrozen():
     live = retape.adaptive(budget="1GiB")
     for turn in range(5):
         block.requires_grad_(turn >= 3)
-        for function in (block, lambda x: block(x)):
+        for function in (block, lambda x: block(x) + 1):
             with live:
                 retape.checkpoint(function, X * weight).sum().backward()
     assert len({kind for kind in live._kinds._kinds.values() if "Block" in kind.name}) == 2

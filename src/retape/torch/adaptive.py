@@ -181,6 +181,7 @@ class Adaptive:
 
     def _begin_step(self, root: Kind | None, batch: Any) -> None:
         if self._room.live:
+            self._room.limit.open()  # the forward before may have been in a block that is over
             return
         self._end_step()
         self._room.begin_step()

@@ -21,10 +21,10 @@ def adaptive(
     """A live budget: regions start held, and are dropped and run again only as far as the bytes demand.
 
     Without a model, enter it around each step: every `retape.checkpoint` inside is under the budget. With a model, its
-    regions are found as `retape.fit` finds them and it stays attached until `.remove()`, or the end of a `with` block; entered
-    again, it is attached again. With options=ALL the loss of a Hugging Face causal language model is computed in slices, without whole logits. With `progress`
-    a line on the terminal follows the steps. With `host` what is dear to make again is copied to the host while the lane
-    is free; None means where the device has a memory of its own.
+    regions are found as `retape.fit` finds them and it stays attached until `.remove()`, or the end of a `with` block;
+    entered again, it is attached again. With options=ALL the loss of a Hugging Face causal language model is computed in
+    slices, without whole logits. With `progress` a line on the terminal follows the steps. With `host` what is dear to make
+    again is copied to the host while the lane is free; None means where the device has a memory of its own.
     """
     fuse = OptionSet.of(options) is OptionSet.ALL
     if model is not None and not isinstance(model, nn.Module):

@@ -70,7 +70,7 @@ class Limit:
         self.bytes = self.base_bytes = self.start_bytes = 0
         self.fragment_bytes = 0  # the most that was seen
         self.standing = Standing()
-        self._closed = True  # between `close` and the next step the allocator is nobody's
+        self._closed = True  # a backward pass after the end leaves the allocator alone
         self._share: float | None = None
         self._enforced_bytes, self._total_bytes = -1, 0
         self._lost_bytes = 0  # to fragments, when the allocator last ran out inside the budget
@@ -78,7 +78,7 @@ class Limit:
 
     def begin_step(self, batch: Any, gradients: Gradients, *, alone: bool = True) -> None:
         """A step begins with this batch: count what is there, and set the limit. It is `alone` if no graph of the one before is left."""
-        self._closed = False
+        self.open()
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         batch_bytes = storage_bytes(tensors, self.device)
         if self.device.type == "cuda":
@@ -110,9 +110,13 @@ class Limit:
 
     # --- the allocator's own limit ---------------------------------------------------------------------------------
 
+    def open(self) -> None:
+        """From here on the allocator may be held to the budget, until `close`."""
+        self._closed = False
+
     def enforce(self, *, undoable: bool) -> None:
         """Hold the allocator to the budget: all of it where running out can be undone, with room for fragments elsewhere."""
-        if self.device.type != "cuda" or self._closed:  # a backward pass after the end leaves the allocator alone
+        if self.device.type != "cuda" or self._closed:
             return
         if self._share is None:
             self._share = _compat.memory_fraction(self.device)
@@ -141,7 +145,7 @@ class Limit:
         return found
 
     def close(self) -> None:
-        """Take the hard limit away again, until another step begins."""
+        """Take the hard limit away again."""
         self._closed = True
         if self._share is not None:
             torch.cuda.set_per_process_memory_fraction(self._share, self.device)
