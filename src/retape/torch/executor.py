@@ -19,7 +19,7 @@ from torch import nn
 from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.problem import OptionKind
 from retape.torch import links, offload
-from retape.torch.caches import without_cache
+from retape.torch.caches import note_given, without_cache
 from retape.torch.compiled import CannotCompile, in_form, refuse_kept_graph
 from retape.torch.opaque import CompiledCall
 from retape.torch.policy import HOLD, Check, Inputs, Policy, Way
@@ -67,6 +67,7 @@ class Executor:
         """The model itself is called; forwards before one backward are counted, so that each has choices of its own."""
         self._root_call += 1
         self._counts.clear()
+        note_given(args, keywords)
         outputs = plain_call(*args, **keywords)
         for tensor in links.tensors_of(outputs):
             if tensor.requires_grad:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retape.torch import links
 from retape.torch.attach import original_class
-from retape.torch.caches import without_cache
+from retape.torch.caches import note_given, without_cache
 from retape.torch.compiled import in_form
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.opaque import CompiledCall
@@ -228,6 +228,7 @@ class ProfileSession:
         """The model itself is called: its regions are counted from the start again."""
         self._root_call += 1
         self._counts = {}
+        note_given(args, keywords)
         return plain_call(*args, **keywords)
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import RegionError
-from retape.torch import _compat, links, offload, state
+from retape.torch import _compat, _compat_compiler, links, offload, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number, name_of
@@ -37,8 +37,9 @@ from retape.torch.moved_inputs import MovedInputs
 from retape.torch.opaque import CompiledCall
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
+from retape.torch.replay import Diverged, Replay
 from retape.torch.runs import THREAD, Run, Stop, recomputing
-from retape.torch.select import Answering, Diverged, Replay
+from retape.torch.select import Answering
 from retape.torch.slots import Filler, Slot, changed_in_place
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
 from retape.torch.transforms import explained_transform, refuse_cached_parametrizations, refuse_transforms
@@ -343,7 +344,7 @@ class Region:
     def is_compiled(self) -> bool:
         """Whether the function, or a module behind it, is compiled: a dispatch mode around it would silently make it eager."""
         function = self._call.function
-        return type(function) is CompiledCall or any(map(_compat.is_compiled, (function, *self._call.modules)))
+        return type(function) is CompiledCall or any(map(_compat_compiler.is_compiled, (function, *self._call.modules)))
 
     def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)
