@@ -124,7 +124,7 @@ def test_what_comes_between_two_steps_is_a_part_of_neither():
 def test_what_comes_between_two_steps_leaves_the_smallest_budget_enough():
     model, other = chain(16), chain(64)
     wanted, whole = plain_gradients(model), whole_bytes(model)
-    live = retape.adaptive(model, budget=retape.Budget.activations(whole))
+    live = retape.adaptive(model, budget=retape.Budget.activations(whole // 2))
     for _ in range(4):
         run(model)
         run(other)
@@ -310,7 +310,7 @@ def test_two_forwards_before_one_backward():
     model.zero_grad(set_to_none=False)
     (model(X) + model(2 * X)).sum().backward()
     wanted = gradients(model)
-    live = retape.adaptive(model, budget=retape.Budget.activations(whole))
+    live = retape.adaptive(model, budget=retape.Budget.activations(whole // 2))
     for _ in range(3):
         model.zero_grad(set_to_none=False)
         (model(X) + model(2 * X)).sum().backward()

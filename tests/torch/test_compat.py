@@ -225,6 +225,33 @@ def test_compiler_is_on():
     assert seen == [True, False]
 
 
+def test_lightmode():
+    """Not wrapped, and not compiled either, though the compiler is on for what is called inside."""
+
+    def looked_at(func):
+        seen.append((str(func), _compat.compiler_is_on()))
+
+    class Mode(_compat.LightMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            looked_at(func)
+            return func(*args, **(kwargs or {}))
+
+    def function(a):
+        a = a.sin()
+        torch._dynamo.graph_break()
+        return a.cos()
+
+    seen, graphs = [], []
+    assert Mode.__torch_dispatch__.__code__.co_name == "__torch_dispatch__", "nothing is wrapped around it"
+    compiled = torch.compile(function, backend=lambda graph, inputs: graphs.append(graph.code) or graph)
+    with Mode():
+        compiled(torch.ones(1))
+    assert ("aten.sin.default", False) in seen
+    assert ("aten.cos.default", False) in seen
+    assert not any(on for _, on in seen)
+    assert not graphs, "nothing of the mode, nor of what it calls"
+
+
 def test_uncompiled():
     """Neither the function nor what it calls is traced, and what is around it is."""
     seen = []
@@ -547,6 +574,19 @@ def test_compiler_errors():
 
     with pytest.raises(_compat.compiler_errors()):
         torch.compile(torch.sin, backend=refusing)(torch.randn(2))
+    torch._dynamo.reset()
+
+
+def test_compiler_errors_have_the_limit_of_compilations():
+    def function(a, number):
+        return a + number
+
+    compiled = torch.compile(function, backend="eager", dynamic=False)
+    with (
+        torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True),
+        pytest.raises(_compat.compiler_errors()),
+    ):
+        [compiled(torch.ones(1), float(number)) for number in range(4)]
     torch._dynamo.reset()
 
 

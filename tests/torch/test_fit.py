@@ -72,6 +72,39 @@ def test_buffers_stay(request):
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
+class Averaging(nn.Module):
+    """Its average is another tensor after every forward, and its count a buffer only from the first one on."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.register_buffer("average", torch.zeros(16))
+        self.register_buffer("count", None)
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        self.count = torch.ones(()) if self.count is None else self.count + 1
+        return x + self.down(torch.tanh(self.up(x - self.average)))
+
+
+def test_buffers_that_a_forward_binds_anew_stay():
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Averaging() for _ in range(4))), torch.randn(64, 16)
+    before = [(block.average, block.average.clone()) for block in model]
+
+    def untouched():
+        return all(block.count is None for block in model) and all(
+            block.average is tensor and torch.equal(tensor, value)
+            for block, (tensor, value) in zip(model, before, strict=True)
+        )
+
+    made = fit(model, batch, budget=0.7, step=lambda model, batch: model(batch).square().mean())
+    assert untouched()
+    assert retape.verify(model, batch, step=lambda model, batch: model(batch).square().mean()).equal
+    assert untouched()
+    made.remove()
+
+
 def test_a_copy_runs_its_own_weights(fitted):
     model, batch, _ = fitted
     copied = copy.deepcopy(model)

@@ -91,3 +91,49 @@ def test_beside_a_plan_that_is_slower_than_it_promised_plainer_ones_are_tried(mo
     assert {choice.option for choice in plainer.record.assignment.choices} <= {OptionKind.KEEP, OptionKind.RECOMPUTE}
     assert plainer.measured.peak_bytes <= plainer.record.budget_bytes
     assert retape.verify(model, batch, step=Steps()).equal
+
+
+# --- a device that is full ---------------------------------------------------------------------------------------------------
+
+
+def running_out(monkeypatch, times):
+    """The first measurements end as they do on a device with less room than it seemed."""
+    measured, left = Fitter.measured, [times]
+
+    def full(fitter, laboratory):
+        if left[0]:
+            left[0] -= 1
+            fitter.run_step()  # some of it was done
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory …")
+        return measured(fitter, laboratory)
+
+    monkeypatch.setattr(Fitter, "measured", full)
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(8))), torch.randn(256, 16), lambda m, b: m(b).square().mean()
+
+
+def test_a_plan_that_runs_out_of_memory_is_followed_by_a_smaller_one(monkeypatch):
+    model, batch, step = small()
+    plain = fit(model, batch, budget=0.6, step=step)
+    plain.remove()
+    running_out(monkeypatch, 1)
+    made = fit(model, batch, budget=0.6, step=step)
+    assert made.plan.promised_peak_bytes < 0.98 * plain.record.budget_bytes
+    assert made.measured.peak_bytes <= made.record.budget_bytes == plain.record.budget_bytes
+    assert retape.verify(model, batch, step=step).equal
+    made.remove()
+
+
+@pytest.mark.parametrize("budget", [0.6, 1.0])
+def test_where_every_plan_runs_out_of_memory_the_error_says_so(monkeypatch, budget):
+    model, batch, step = small()
+    running_out(monkeypatch, 100)
+    with pytest.raises(
+        retape.errors.BudgetTooSmall, match="out of memory on cpu when it was measured: CUDA out of memory"
+    ):
+        fit(model, batch, budget=budget, step=step)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(type(block) is Block for block in model)

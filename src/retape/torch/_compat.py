@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._compile import _disable_dynamo
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from retape.core.errors import InvalidInput
 
@@ -142,7 +142,26 @@ def compiler_is_on() -> bool:
     return _compiler_callback() is not None
 
 
-_compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_eval_frame = torch._C._dynamo.eval_frame
+_compiler_callback = _eval_frame.get_eval_frame_callback
+
+
+class LightMode(TorchDispatchMode):
+    """A dispatch mode whose method is called directly: the wrapper that keeps the compiler away costs as much as a small op.
+
+    Instead its frames, and those of all it calls, are marked as not to be compiled.
+    """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if not cls._should_skip_dynamo():
+            skip = _eval_frame._FrameAction.SKIP
+            strategy = _eval_frame._FrameExecStrategy(skip, skip)
+            _eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not hasattr(_eval_frame, "set_code_exec_strategy")
 
 
 def uncompiled(function: _Function) -> _Function:
@@ -174,7 +193,7 @@ def compiler_errors() -> tuple[type[BaseException], ...]:
     """What the compiler raises when it cannot compile something."""
     from torch._dynamo import exc
 
-    return (exc.TorchDynamoException, exc.InternalTorchDynamoError)
+    return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
 def replays_cuda_graphs(module: Any) -> bool:

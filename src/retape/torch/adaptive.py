@@ -27,7 +27,7 @@ from retape.torch.adaptive_region import AdaptiveRegion
 from retape.torch.adaptive_room import CLOSE, Room
 from retape.torch.adaptive_roots import Attempt, Footprints, PlainSteps
 from retape.torch.adaptive_stats import AdaptiveStats, Counts, ProgressLine
-from retape.torch.caches import without_cache
+from retape.torch.caches import note_given, without_cache
 from retape.torch.fingerprint import unwrapped
 from retape.torch.meter import GIVE_WAY, synchronize
 from retape.torch.offload import MovedSlot, Parcel
@@ -104,6 +104,7 @@ class Adaptive:
         """The model itself is called: a step begins, unless the one before has not been through backward yet."""
         if torch.is_grad_enabled() and not THREAD.runs:
             self._begin_step(self._kinds.of(module, args, keywords), (args, keywords))
+        note_given(args, keywords)
         outer, THREAD.manager = THREAD.manager, self
         try:
             if self._under is not None:

@@ -19,7 +19,7 @@ from torch import nn
 from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.problem import OptionKind
 from retape.torch import links, offload
-from retape.torch.caches import without_cache
+from retape.torch.caches import note_given, without_cache
 from retape.torch.compiled import CannotCompile, in_form, refuse_kept_graph
 from retape.torch.modes import depends_on_mode, mode_name
 from retape.torch.opaque import CompiledCall
@@ -70,6 +70,7 @@ class Executor:
         if torch.is_grad_enabled():  # an evaluation in between is no forward of the step
             self._root_call += 1
             self._counts.clear()
+        note_given(args, keywords)
         outputs = plain_call(*args, **keywords)
         for tensor in links.tensors_of(outputs):
             if tensor.requires_grad:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from retape.torch import state
+from retape.torch.buffers import Buffers
 
 
 class Laboratory:
@@ -21,7 +22,7 @@ class Laboratory:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # Kept on the host, so that the device holds no more gradients than it does in training.
         self._gradients = [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in self._parameters]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._buffers = Buffers(model)
         self._draws = state.streams([])
 
     def rewind(self) -> None:
@@ -45,10 +46,7 @@ class Laboratory:
         self._put_back()
 
     def _put_back(self) -> None:
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                if not torch.equal(buffer, value):  # also where it holds NaN: then it is written back
-                    buffer.copy_(value)
+        self._buffers.put_back()
         state.seek(self._draws)
 
 

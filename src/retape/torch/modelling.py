@@ -50,6 +50,10 @@ class Modelled:
     stages: tuple[ModelledStage, ...]
     slack_bytes: int = 0
 
+    def with_more_fixed(self, more_bytes: int) -> Modelled:
+        """The same where so much more is there before a step, or less."""
+        return replace(self, chain=replace(self.chain, fixed_bytes=max(0, self.chain.fixed_bytes + more_bytes)))
+
     def without_slack(self) -> Modelled:
         """The same with nothing put aside for what the model does not see: for a measurement to decide."""
         less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)

@@ -12,7 +12,8 @@ import torch
 
 from retape.torch.region import Region
 from retape.torch.region_ways import Overheads
-from retape.torch.select import Recipe, Replay, Step
+from retape.torch.replay import Replay
+from retape.torch.select import Recipe, Step
 from retape.torch.trace import Recorder
 
 ROUNDS = 20

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retape.torch import links
 from retape.torch.attach import original_class
-from retape.torch.caches import without_cache
+from retape.torch.caches import note_given, without_cache
 from retape.torch.compiled import in_form
 from retape.torch.meter import storage_bytes, synchronize
 from retape.torch.opaque import CompiledCall
@@ -230,6 +230,7 @@ class ProfileSession:
         if torch.is_grad_enabled():  # what runs without gradients is no forward of the step
             self._root_call += 1
             self._counts = {}
+        note_given(args, keywords)
         return plain_call(*args, **keywords)
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:

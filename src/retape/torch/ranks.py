@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -20,17 +21,24 @@ def decided_by_first(make: Callable[[], Value]) -> Value:
     """What rank 0 makes of it, on every rank; an error of rank 0 is raised on all of them."""
     if not is_distributed():
         return make()
-    box: list[Value | RetapeError | None] = [None]
+    box: list[Value | _Failed | None] = [None]
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             box = [make()]
-        except RetapeError as error:
-            box = [error]
+        except Exception as error:
+            failure = error
+            box = [_Failed(error if isinstance(error, RetapeError) else RetapeError(f"On rank 0: {error!r}"))]
     dist.broadcast_object_list(box, src=0)
     answer = box[0]
-    if isinstance(answer, RetapeError):
-        raise answer
+    if isinstance(answer, _Failed):
+        raise failure or answer.error
     return answer  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: RetapeError
 
 
 def largest(value: int) -> int:

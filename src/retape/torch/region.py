@@ -37,8 +37,9 @@ from retape.torch.moved_inputs import MovedInputs
 from retape.torch.opaque import CompiledCall
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
+from retape.torch.replay import Diverged, Replay
 from retape.torch.runs import THREAD, Run, Stop, recomputing
-from retape.torch.select import Answering, Diverged, Replay
+from retape.torch.select import Answering
 from retape.torch.slots import Filler, Slot, changed_in_place
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
 from retape.torch.transforms import explained_transform, refuse_cached_parametrizations, refuse_transforms

@@ -8,11 +8,11 @@ instead of run leaves its generator where the op had left it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import RecomputeMismatch, StateChanged
 from retape.torch import _compat
-from retape.torch.holders import ATOMS
 from retape.torch.state import GeneratorStream
-from retape.torch.trace import Hole, RegionTrace, TracedOp
+from retape.torch.trace import RegionTrace, TracedOp
 from retape.torch.watch import version_of
-
-if TYPE_CHECKING:
-    from retape.torch.region import Region
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -42,6 +38,15 @@ class Step(Enum):
     ANSWER = "answer"
     BECOME = "become"
     SKIP = "skip"
+
+
+# What a re-run asks of each op, side by side: its overload, whether it is simply run, the op, its step, the slots that answer, the
+# storages it reads, and the one that it makes (None: no new one, or several).
+PlannedOp = tuple[Any, bool, TracedOp, Step, tuple[int, ...], tuple[int, ...], "int | None"]
+
+
+def _made(op: TracedOp) -> int | None:
+    return op.results[0][0] if op.makes and op.returns_one else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +64,12 @@ class Recipe:
     slots: tuple[tuple[int, ...], ...]
     saved: tuple[int, ...] = ()
     checked: frozenset[int] = frozenset()
-    plan: tuple[tuple[Any, bool, TracedOp, Step, tuple[int, ...]], ...] = field(init=False, repr=False, compare=False)
+    plan: tuple[PlannedOp, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """What a re-run asks of each op, side by side: its overload, whether it is simply run, and the rest."""
         rows = zip(self.ops, self.steps, self.slots, strict=True)
-        object.__setattr__(self, "plan", tuple([(op.op, s is Step.RUN, op, s, slots) for op, s, slots in rows]))
+        plan = tuple([(op.op, step is Step.RUN, op, step, slots, op.reads, _made(op)) for op, step, slots in rows])
+        object.__setattr__(self, "plan", plan)
 
     @property
     def run(self) -> int:
@@ -90,7 +95,7 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
             break
         settled = settled - torn
     answers = tuple(
-        tuple(holder[storage] if storage in answerable else _BLANK for storage, *_ in op.results)
+        tuple(holder[storage] if storage in answerable else BLANK for storage, *_ in op.results)
         if step in (Step.ANSWER, Step.BECOME)
         else ()
         for op, step in zip(trace.ops, steps, strict=True)
@@ -108,7 +113,7 @@ def _checked(
     rows = list(zip(trace.ops, steps, answers, strict=True))[:stop]
     read = {trace.slots[slot] for slot in missing}.union(*(op.reads for op, step, _ in rows if step is Step.RUN))
     answered = [pair for op, _, slots in rows for pair in zip(op.results, slots, strict=False)]
-    return frozenset(slot for result, slot in answered if slot != _BLANK and result[0] in read)
+    return frozenset(slot for result, slot in answered if slot != BLANK and result[0] in read)
 
 
 def _torn(trace: RegionTrace, steps: tuple[Step, ...]) -> set[int]:
@@ -162,145 +167,7 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
     return Step.SKIP
 
 
-_BLANK = -1  # in the place of a slot: nobody needs this result
-_LISTS = frozenset({list, tuple})
-_NO_STEP: tuple[Any, Any, Any, Any, Any] = (None, False, None, None, ())
-
-
-class Diverged(BaseException):
-    """The re-run does other ops than the recipe was made for; it has to start again without one."""
-
-
-class Replay(TorchDispatchMode):
-    """Follows a recipe through a re-run."""
-
-    divergence = Diverged
-
-    def __init__(self, recipe: Recipe, region: Region) -> None:
-        super().__init__()
-        self._values = region.held_values()
-        self.last_checked = max(recipe.checked, default=-1)
-        self._saved = recipe.saved
-        self._plan = recipe.plan
-        self._count = len(self._plan)
-        self._next = 0
-        self._numbers: dict[int, int] = {}  # of storages, by their address
-        self._known: set[int] = set()
-        # Asking so that no mode of others notices costs more than the rest of it.
-        self._storage = _compat.untyped_storage if _compat.count_function_modes() else Tensor.untyped_storage
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        index = self._next
-        known, runs, op, step, slots = self._plan[index] if index < self._count else _NO_STEP
-        if known is not func:
-            if func in _compat.IGNORED_OPS or _is_view(func):  # hooks of others (a FLOP counter's) insert views
-                return func(*args, **(kwargs or {}))
-            raise Diverged
-        self._next = index + 1
-        self._follow(op, args, kwargs)
-        if runs:
-            out = func(*args, **kwargs) if kwargs else func(*args)
-            self._note(op, out)
-            return out
-        if step is not Step.SKIP:
-            apart = step is Step.BECOME
-            if op.returns_one:
-                out = self._answer(slots[0], op.results[0], apart)
-            else:
-                pairs = zip(slots, op.results, strict=True)
-                out = _framed(op, [self._answer(slot, result, apart) for slot, result in pairs])
-            self._note(op, out)
-            return out
-        written = iter(pytree.tree_leaves(_written(func, args, kwargs or {})) if op.writes else ())
-        tensors = [_blank(result) if result[0] in op.makes else next(written, args[0]) for result in op.results]
-        out = tensors[0] if op.returns_one else _framed(op, tensors)
-        self._note(op, out)
-        return out
-
-    def saw_slot(self, index: int, tensor: Tensor) -> None:
-        """Diverge where autograd saves another storage than in the trace, as `_follow` does for what ops are given."""
-        expected = self._saved[index] if index < len(self._saved) else -1
-        storage = self._storage(tensor)._cdata
-        number = self._numbers.get(storage)
-        if number is None and expected >= 0 and expected not in self._known:  # from outside, saved before it is read
-            self._numbers[storage] = expected
-            self._known.add(expected)
-        elif number != expected:
-            raise Diverged
-
-    def _follow(self, op: TracedOp, args: Any, kwargs: Any) -> None:
-        """Diverge where an op is given other storages than in the trace: the same ops may be wired differently this time."""
-        numbers, expected = self._numbers, op.reads
-        position, count = 0, len(expected)  # of what the trace says is new at this op
-        leaves = args if not kwargs and _LISTS.isdisjoint(map(type, args)) else _tensors(args, kwargs)
-        storage_of = self._storage
-        for leaf in leaves:
-            kind = type(leaf)
-            if kind is not Tensor and (kind in ATOMS or not isinstance(leaf, Tensor)):
-                continue
-            storage = storage_of(leaf)._cdata
-            number = numbers.get(storage)
-            if number is None:  # from outside: it is what the trace says, unless that is known to be another
-                if position >= count or expected[position] in self._known:
-                    raise Diverged
-                number = numbers[storage] = expected[position]
-                self._known.add(number)
-            if position < count and number == expected[position]:
-                position += 1
-            elif number not in expected[:position]:
-                raise Diverged
-        if position != count:
-            raise Diverged
-
-    def _note(self, op: TracedOp, out: Any) -> None:
-        """Which storage is which: made by this op, so that memory used again is not taken for what was there."""
-        if not op.makes:  # a view, or what was written to: known
-            return
-        for leaf, result in zip((out,) if op.returns_one else _tensors((out,), None), op.results, strict=False):
-            self._numbers[self._storage(leaf)._cdata] = result[0]
-            self._known.add(result[0])
-
-    def _answer(self, slot: int, result: tuple[Any, ...], apart: bool) -> Tensor:
-        if slot == _BLANK:
-            return _blank(result)
-        value = self._values.get(slot)
-        if value is None:
-            raise Diverged
-        _, shape, stride, offset, dtype, device = result
-        alias = _compat.detach_below_autograd(value)
-        plain = alias.dtype == dtype and not alias.is_conj() and not alias.is_neg()
-        if (
-            plain
-            and not apart
-            and alias.shape == shape
-            and alias.stride() == stride
-            and alias.storage_offset() == offset
-        ):
-            return alias
-        return torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), offset, shape, stride)
-
-
-def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments of an op, in order."""
-    for value in args:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value, None)
-    if kwargs:
-        yield from _tensors(kwargs.values(), None)
-
-
-def _blank(result: tuple[Any, ...]) -> Tensor:
-    """A tensor of the right shape whose values nobody needs."""
-    return torch.empty_strided(result[1], result[2], dtype=result[4], device=result[5])
-
-
-def _framed(op: TracedOp, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """What the op returned, with these tensors in their places."""
-    assert op.frame is not None
-    found = iter(tensors)
-    return tuple(next(found) if item is Hole.TENSOR else item for item in op.frame)
+BLANK = -1  # in the place of a slot: nobody needs this result
 
 
 # --- through PyTorch's context_fn: a policy per op --------------------------------------------------------------------
@@ -376,9 +243,9 @@ class _Holding(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._on.setdefault(leaf.untyped_storage()._cdata, []).append(entry)
 
-    def _mark_written(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _markwritten_by(self, func: Any, args: Any, kwargs: Any) -> None:
         """A write that the version of a held result need not show: below autograd a factory's result has a version of its own."""
-        for target in pytree.tree_leaves(_written(func, args, kwargs)):
+        for target in pytree.tree_leaves(written_by(func, args, kwargs)):
             for entry in self._on.get(target.untyped_storage()._cdata, ()) if isinstance(target, Tensor) else ():
                 entry.written = True
 
@@ -388,9 +255,9 @@ class _Holding(TorchDispatchMode):
             return out
         kwargs = kwargs or {}
         if self._on and func._schema.is_mutable:
-            self._mark_written(func, args, kwargs)
+            self._markwritten_by(func, args, kwargs)
         held = _compat.policy_saves(self._log.policy, func, args, kwargs, out) or func is _ITEM
-        if held and _is_view(func):
+        if held and is_view(func):
             held = False  # it costs nothing to run again, and what it shows may be written to later
         key = func if func is not _compat.COMPILED_CODE else _compat.selective_key(func, args)
         entry: Any = _RUN_AGAIN
@@ -446,7 +313,7 @@ class Answering(TorchDispatchMode):
             entry.check()
         for stream, token in entry.draws:
             stream.seek(token)
-        written = _written(func, args, kwargs) if func._schema.is_mutable else []
+        written = written_by(func, args, kwargs) if func._schema.is_mutable else []
         if not written:
             return entry.out
         outputs = [entry.out] if isinstance(entry.out, Tensor) else list(entry.out)
@@ -456,12 +323,12 @@ class Answering(TorchDispatchMode):
         return copied[0] if isinstance(entry.out, Tensor) else type(entry.out)(copied)
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     schema = func._schema
     return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an op writes to, in the order of its arguments."""
     found = []
     for position, argument in enumerate(func._schema.arguments):

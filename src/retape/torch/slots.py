@@ -16,7 +16,7 @@ from retape.torch.watch import version_of
 
 if TYPE_CHECKING:
     from retape.torch.region import Region
-    from retape.torch.select import Replay
+    from retape.torch.replay import Replay
     from retape.torch.trace import Recorder
     from retape.torch.watch import Guard
 
@@ -87,9 +87,10 @@ class Filler:
             self._observer.saw_slot(tensor)
         if self._replay is not None:
             self._replay.saw_slot(index, tensor)
-        plain = self._detach(tensor) if tensor.requires_grad else tensor
         slot = self._targets.get(index)
+        plain = None
         if slot is not None:
+            plain = self._detach(tensor) if tensor.requires_grad else tensor
             wanted = slot.metadata
             if wanted is not None and wanted != (tensor.shape, tensor.dtype, tensor.device):
                 self._compare(slot, wanted, tensor)
@@ -102,7 +103,9 @@ class Filler:
         if self._early_stop and index >= self._last:
             self.done = True
             raise Stop(self)
-        return plain if self._for_itself else None
+        if not self._for_itself:
+            return None
+        return plain if plain is not None else tensor.detach() if tensor.requires_grad else tensor
 
     def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
         metadata = (tensor.shape, tensor.dtype, tensor.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retape.torch import state
+from retape.torch.buffers import Buffers
 from retape.torch.runs import plain
 from retape.torch.stepping import StepFunction, default_step, scalar_loss
 
@@ -81,15 +82,13 @@ def verify(model: nn.Module, batch: Any, *, step: StepFunction | None = None) ->
 def _as_found(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Yield a function that puts gradients, buffers and streams back to the start; at the end they are as they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = Buffers(model)
     draws = state.streams([])
 
     def rewind() -> None:
         for parameter, _ in gradients:
             parameter.grad = None
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        buffers.put_back()
         state.seek(draws)
 
     try:

@@ -1,0 +1,70 @@
+"""Key-value caches in training: the model's own are left out, the caller's are a part of the computation."""
+
+import pytest
+import torch
+
+import retape
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).train()
+
+
+def chunk(model, cache, ids):
+    return model(input_ids=ids, labels=ids, past_key_values=cache, use_cache=True).loss
+
+
+def after_a_chunk_without_gradients(model, ids):
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        chunk(model, cache, ids[:, :5])
+    return chunk(model, cache, ids[:, 5:])
+
+
+def through_two_chunks(model, ids):
+    cache = transformers.DynamicCache(config=model.config)
+    return chunk(model, cache, ids[:, :5]) + chunk(model, cache, ids[:, 5:])
+
+
+def gradients(model, step):
+    model.zero_grad()
+    loss = step(model, TOKENS)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def equal(found, wanted):
+    return all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("step", [after_a_chunk_without_gradients, through_two_chunks])
+def test_a_cache_that_the_caller_gives_stays(step):
+    model = llama()
+    wanted = gradients(model, step)
+    fitted = retape.fit(model, TOKENS, budget=0.8, step=step, progress=False)
+    assert not fitted.record.assignment.keeps_everything
+    assert equal(gradients(model, step), wanted)
+    assert retape.verify(model, TOKENS, step=step).equal
+    fitted.remove()
+    live = retape.adaptive(model, budget=int(0.9 * retape.measure(lambda: gradients(model, step)).peak_bytes))
+    for _ in range(3):
+        assert equal(gradients(model, step), wanted)
+    assert live.stats().reruns
+    live.remove()
+
+
+def test_a_cache_that_nobody_gave_is_left_out():
+    model = llama()
+    step = lambda model, ids: model(input_ids=ids, labels=ids, use_cache=True).loss  # noqa: E731
+    wanted = gradients(model, step)
+    fitted = retape.fit(model, TOKENS, budget=0.6, step=step, progress=False)
+    assert equal(gradients(model, step), wanted)
+    assert model(input_ids=TOKENS, use_cache=True).past_key_values.get_seq_length() == 0
+    fitted.remove()
+    assert model(input_ids=TOKENS, use_cache=True).past_key_values.get_seq_length() == TOKENS.shape[1]
