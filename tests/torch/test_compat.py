@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch import _compat
+from retape.torch import _compat, _compat_compiler
 
 
 def identity(value):
@@ -32,7 +32,8 @@ def names_of(module):
 
 
 def test_every_name_has_a_canary():
-    names = {name for name in names_of(_compat) if not name.startswith("_")} - {"PolicyFunction"}
+    names = {name for module in (_compat, _compat_compiler) for name in names_of(module) if not name.startswith("_")}
+    names -= {"PolicyFunction"}
     missing = sorted(name for name in names if f"test_{name.lower()}" not in globals())
     assert not missing, f"no canary for {missing}"
 
@@ -201,19 +202,19 @@ def test_norms():
 
 
 def test_is_compiled():
-    assert not _compat.is_compiled(torch.sin)
-    assert not _compat.is_compiled(torch.nn.Linear(2, 2))
-    assert _compat.is_compiled(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
-    assert _compat.is_compiled(torch.compile(lambda a: a, backend="eager"))
+    assert not _compat_compiler.is_compiled(torch.sin)
+    assert not _compat_compiler.is_compiled(torch.nn.Linear(2, 2))
+    assert _compat_compiler.is_compiled(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert _compat_compiler.is_compiled(torch.compile(lambda a: a, backend="eager"))
 
 
 def test_compiler_is_on():
     seen = []
 
     def note():
-        seen.append(_compat.compiler_is_on())
+        seen.append(_compat_compiler.compiler_is_on())
 
-    alone, with_all_it_calls = torch.compiler.disable(note, recursive=False), _compat.uncompiled(note)
+    alone, with_all_it_calls = torch.compiler.disable(note, recursive=False), _compat_compiler.uncompiled(note)
 
     def caller(a):
         alone()
@@ -221,7 +222,7 @@ def test_compiler_is_on():
         return a
 
     torch.compile(caller, backend="eager")(torch.ones(1))
-    assert not _compat.compiler_is_on()
+    assert not _compat_compiler.compiler_is_on()
     assert seen == [True, False]
 
 
@@ -229,9 +230,9 @@ def test_lightmode():
     """Not wrapped, and not compiled either, though the compiler is on for what is called inside."""
 
     def looked_at(func):
-        seen.append((str(func), _compat.compiler_is_on()))
+        seen.append((str(func), _compat_compiler.compiler_is_on()))
 
-    class Mode(_compat.LightMode):
+    class Mode(_compat_compiler.LightMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             looked_at(func)
             return func(*args, **(kwargs or {}))
@@ -259,7 +260,7 @@ def test_uncompiled():
     def noted():
         seen.append(torch.compiler.is_compiling())
 
-    @_compat.uncompiled
+    @_compat_compiler.uncompiled
     def function(a):
         noted()
         return a + 1
@@ -562,7 +563,7 @@ def test_inductor_saving(monkeypatch):
 
     seen = []
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs: seen.append(config.activation_memory_budget))
-    _compat.inductor_saving(0.25)(None, [])
+    _compat_compiler.inductor_saving(0.25)(None, [])
     assert seen == [0.25]
     assert config.activation_memory_budget == 1.0
 
@@ -572,7 +573,7 @@ def test_compiler_errors():
     def refusing(graph, inputs):
         raise NotImplementedError("never")
 
-    with pytest.raises(_compat.compiler_errors()):
+    with pytest.raises(_compat_compiler.compiler_errors()):
         torch.compile(torch.sin, backend=refusing)(torch.randn(2))
     torch._dynamo.reset()
 
@@ -584,7 +585,7 @@ def test_compiler_errors_have_the_limit_of_compilations():
     compiled = torch.compile(function, backend="eager", dynamic=False)
     with (
         torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True),
-        pytest.raises(_compat.compiler_errors()),
+        pytest.raises(_compat_compiler.compiler_errors()),
     ):
         [compiled(torch.ones(1), float(number)) for number in range(4)]
     torch._dynamo.reset()
@@ -593,12 +594,12 @@ def test_compiler_errors_have_the_limit_of_compilations():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_replays_cuda_graphs():
     module = torch.nn.Linear(2, 2)
-    assert not _compat.replays_cuda_graphs(module)
+    assert not _compat_compiler.replays_cuda_graphs(module)
     module.compile()
-    assert not _compat.replays_cuda_graphs(module)
+    assert not _compat_compiler.replays_cuda_graphs(module)
     module.compile(mode="reduce-overhead")
-    assert _compat.replays_cuda_graphs(module)
-    assert _compat.replays_cuda_graphs(torch.compile(torch.nn.Linear(2, 2), mode="max-autotune"))
+    assert _compat_compiler.replays_cuda_graphs(module)
+    assert _compat_compiler.replays_cuda_graphs(torch.compile(torch.nn.Linear(2, 2), mode="max-autotune"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -606,7 +607,7 @@ def test_many_compilations():
     from torch._dynamo import config
 
     before = config.recompile_limit
-    with _compat.many_compilations():
+    with _compat_compiler.many_compilations():
         assert config.recompile_limit > before
         assert config.fail_on_recompile_limit_hit
     assert config.recompile_limit == before

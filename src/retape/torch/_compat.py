@@ -1,7 +1,7 @@
 """Every private PyTorch, numpy and CPython interface that retape leans on, each behind one small function.
 
-Nothing else in the package touches a private name. `tests/torch/test_compat.py` has a canary for each: when a new release
-moves one, that test says which.
+Nothing else in the package touches a private name; those of PyTorch's compiler are in `_compat_compiler.py`.
+`tests/torch/test_compat.py` has a canary for each: when a new release moves one, that test says which.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from retape.core.errors import InvalidInput
 
 PolicyFunction = Callable[..., Any]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _NOTHING_TO_HIDE: AbstractContextManager[Any] = nullcontext()
 
 # torch's own functions, taken before anyone can put retape's in their place.
@@ -126,82 +124,6 @@ def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Write to a tensor without moving its version: for values that are put back before anyone else looks."""
     with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
         tensor.detach().copy_(value)
-
-
-def is_compiled(value: Any) -> bool:
-    """Whether a module or function is the result of torch.compile."""
-    return (
-        type(value).__name__ == "OptimizedModule"
-        or getattr(value, "_compiled_call_impl", None) is not None
-        or hasattr(value, "_torchdynamo_orig_callable")
-    )
-
-
-def compiler_is_on() -> bool:
-    """Whether frames that are entered now would be compiled: a compiled caller has called something that it could not take in."""
-    return _compiler_callback() is not None
-
-
-_eval_frame = torch._C._dynamo.eval_frame
-_compiler_callback = _eval_frame.get_eval_frame_callback
-
-
-class LightMode(TorchDispatchMode):
-    """A dispatch mode whose method is called directly: the wrapper that keeps the compiler away costs as much as a small op.
-
-    Instead its frames, and those of all it calls, are marked as not to be compiled.
-    """
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if not cls._should_skip_dynamo():
-            skip = _eval_frame._FrameAction.SKIP
-            strategy = _eval_frame._FrameExecStrategy(skip, skip)
-            _eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return not hasattr(_eval_frame, "set_code_exec_strategy")
-
-
-def uncompiled(function: _Function) -> _Function:
-    """A function that a caller which is being compiled calls as it is, with all that it calls; the compiler is not imported for it."""
-    return cast(_Function, _disable_dynamo(function))
-
-
-def inductor_saving(share: float) -> Callable[..., Any]:
-    """A backend for torch.compile whose functions save this share of the tape that they would save by themselves."""
-
-    def backend(graph: Any, inputs: Any, **keywords: Any) -> Any:
-        from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx
-
-        with config.patch(activation_memory_budget=share):
-            return compile_fx(graph, inputs, **keywords)
-
-    return backend
-
-
-def many_compilations() -> AbstractContextManager[Any]:
-    """Inside, a function may be compiled for many kinds of arguments, and one for which it may not is an error, not silently eager."""
-    from torch._dynamo import config
-
-    return config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)  # type: ignore[no-any-return]
-
-
-def compiler_errors() -> tuple[type[BaseException], ...]:
-    """What the compiler raises when it cannot compile something."""
-    from torch._dynamo import exc
-
-    return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
-
-
-def replays_cuda_graphs(module: Any) -> bool:
-    """Whether a module was compiled by its user in a mode that records CUDA graphs."""
-    compiled = getattr(module, "_compiled_call_impl", None) or module
-    read = getattr(compiled, "get_compiler_config", None)
-    config = read() if callable(read) else None
-    return bool(config and config.get("triton.cudagraphs"))
 
 
 def in_odd_surroundings() -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from retape.core.errors import InvalidInput
-from retape.torch import _compat
+from retape.torch import _compat_compiler
 
 Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -57,7 +57,7 @@ def replicated(what: str) -> InvalidInput:
     )
 
 
-@_compat.uncompiled
+@_compat_compiler.uncompiled
 def _answered_uncompiled(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
     """For a caller that is being compiled: what answers cannot be compiled with it, and so its graph ends here."""
     if any(map(is_attached, (part for part in module.modules() if part is not module))):
@@ -80,7 +80,7 @@ class _Attached:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         module = cast(nn.Module, self)
         plain_call = super().__call__  # type: ignore[misc]
-        compiling = torch.compiler.is_compiling() or _compat.compiler_is_on()
+        compiling = torch.compiler.is_compiling() or _compat_compiler.compiler_is_on()
         answer = _answered_uncompiled if compiling else _answered
         return answer(module, plain_call, arguments, keywords)
 

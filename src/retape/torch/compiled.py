@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from retape.core.errors import UnsupportedTransform
-from retape.torch import _compat
+from retape.torch import _compat, _compat_compiler
 from retape.torch.attach import original_class
 from retape.torch.opaque import CompiledCall
 from retape.torch.signature import Signature, weights_signature
@@ -25,7 +25,7 @@ WHOLE = 1.0  # the form that recomputes nothing but what fuses for free
 SAVED_SHARES = (0.7, 0.5, 0.3, 0.2, 0.1, 0.0)  # of what that form saves, for the others
 
 _LOG = logging.getLogger("retape")
-BACKEND: Callable[[float], Callable[..., Any]] = _compat.inductor_saving
+BACKEND: Callable[[float], Callable[..., Any]] = _compat_compiler.inductor_saving
 
 
 class CannotCompile(UnsupportedTransform):
@@ -49,9 +49,9 @@ class Form:
 
     def __call__(self, module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         try:
-            with _compat.many_compilations():
+            with _compat_compiler.many_compilations():
                 return self._run(module, *arguments, **keywords)
-        except _compat.compiler_errors() as error:
+        except _compat_compiler.compiler_errors() as error:
             self.refuse(error)
             raise CannotCompile(
                 f"{self._name} did not compile in the middle of a step. Run the step again: it stays eager from now on."
@@ -80,7 +80,7 @@ def form_of(module: nn.Module, share: float) -> Form:
 
 def in_form(module: nn.Module, plain_call: Callable[..., Any], share: float | None) -> Callable[..., Any]:
     """How to call a block: in a compiled form, or as it is (`share` is None, it did not compile, or the user compiled it already)."""
-    if share is None or _compat.is_compiled(module):
+    if share is None or _compat_compiler.is_compiled(module):
         return plain_call
     form = form_of(module, share)
     return plain_call if form.failed else CompiledCall(module, form)
@@ -89,7 +89,7 @@ def in_form(module: nn.Module, plain_call: Callable[..., Any], share: float | No
 def refuse_graph_replays(regions: dict[str, nn.Module]) -> None:
     """Recorded CUDA graphs write their results to the same memory each time: a tape would be overwritten before it is read."""
     for name, module in regions.items():
-        if _compat.replays_cuda_graphs(module):
+        if _compat_compiler.replays_cuda_graphs(module):
             raise UnsupportedTransform(
                 f"Region {name} is compiled with CUDA graphs, which overwrite what a region holds or runs again. "
                 'Compile it without mode="reduce-overhead" (or "max-autotune"), for instance with "max-autotune-no-cudagraphs".'

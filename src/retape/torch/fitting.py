@@ -26,7 +26,7 @@ from retape.core.problem import Budget, BudgetKind, Chain, OptionKind
 from retape.core.record import Record
 from retape.core.solve import limit_bytes, solve
 from retape.core.units import format_bytes
-from retape.torch._compat import is_compiled
+from retape.torch._compat_compiler import is_compiled
 from retape.torch.attach import put_on, take_off
 from retape.torch.budgets import resolved
 from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import RegionError
-from retape.torch import _compat, links, offload, state
+from retape.torch import _compat, _compat_compiler, links, offload, state
 from retape.torch.checksum import checksum
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number, name_of
@@ -344,7 +344,7 @@ class Region:
     def is_compiled(self) -> bool:
         """Whether the function, or a module behind it, is compiled: a dispatch mode around it would silently make it eager."""
         function = self._call.function
-        return type(function) is CompiledCall or any(map(_compat.is_compiled, (function, *self._call.modules)))
+        return type(function) is CompiledCall or any(map(_compat_compiler.is_compiled, (function, *self._call.modules)))
 
     def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _compat.push_hooks(filler.pack, _as_it_is)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from retape.torch import _compat
+from retape.torch import _compat, _compat_compiler
 from retape.torch.holders import ATOMS
 from retape.torch.select import BLANK, Recipe, Step, is_view, written_by
 from retape.torch.trace import Hole, TracedOp
@@ -29,7 +29,7 @@ class Diverged(BaseException):
     """The re-run does other ops than the recipe was made for; it has to start again without one."""
 
 
-class Replay(_compat.LightMode):
+class Replay(_compat_compiler.LightMode):
     """Follows a recipe through a re-run."""
 
     divergence = Diverged
