@@ -27,11 +27,13 @@ from retape.report.fit_html import render_fit_html, write_report
 from retape.report.fit_text import explain
 from retape.report.frontier_file import write_frontier
 from retape.torch.attach import put_on, take_off
+from retape.torch.compiled import refuse_graph_replays
 from retape.torch.discover import Wanted
 from retape.torch.executor import Executor
-from retape.torch.fingerprint import fingerprint, unwrapped
+from retape.torch.fingerprint import fingerprint, refuse_replicas, unwrapped
 from retape.torch.fitting import Fitter
 from retape.torch.fused_loss import fuse_loss_as, unfuse_loss
+from retape.torch.modes import say_evaluation
 from retape.torch.policy import Check
 from retape.torch.resident import devices_of
 from retape.torch.spread import SpreadFitter
@@ -166,6 +168,8 @@ def fit(
     """
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
+    refuse_replicas(model)
+    say_evaluation(unwrapped(model))
     with _telling(progress) as tell:
         asked = Budget.of(budget)
         fitter = (SpreadFitter if len(devices_of(model, asked)) > 1 else Fitter)(
@@ -205,6 +209,7 @@ def fit(
 def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = "metadata") -> Fit:
     """Put a saved fit on a model without profiling; PlanMismatch where the model is built differently."""
     record = _record_of(plan)
+    refuse_replicas(model)
     found = fingerprint(model)
     if found != record.fingerprint:
         raise PlanMismatch(
@@ -212,10 +217,11 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             f"{type(unwrapped(model)).__name__} of structure {found}: its modules, shapes, dtypes or trained parameters differ. "
             "Fit this model, or apply the plan that belongs to it."
         )
-    if record.fused_loss:
-        fuse_loss_as(unwrapped(model), record)
     modules = dict(unwrapped(model).named_modules())
     regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
+    refuse_graph_replays({"the model itself": unwrapped(model), **regions})
+    if record.fused_loss:
+        fuse_loss_as(unwrapped(model), record)
     if record.assignment.keeps_everything and not record.assignment.is_compiled:
         return Fit(model, record, regions, None)
     names = {id(module): name for name, module in regions.items()}

@@ -204,6 +204,7 @@ def test_a_retained_graph_and_a_second_derivative(pair):
     assert_same(twice(model), twice(plain))
 
 
+@pytest.mark.filterwarnings("ignore:Region .* runs in evaluation mode:UserWarning")
 def test_training_in_several_threads(pair):
     """Each with a copy of the batch of its own; gradients accumulate, so they are asked for one by one."""
     model, plain, _ = pair

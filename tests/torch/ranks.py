@@ -25,6 +25,7 @@ import retape
 from retape.core.errors import BudgetTooSmall, StateChanged
 from retape.torch.policy import HOLD, Inputs, Policy
 from retape.torch.region import run_region
+from retape.torch.resident import fixed_bytes
 
 WIDTH = 8
 region = partial(retape.checkpoint, use_reentrant=False)
@@ -258,38 +259,62 @@ def deep_copies_compute_with_their_own_weights():
     assert len(step(inner, inside=region)) == len(step(model.module, inside=region))
 
 
-def ddp_fitted():
-    """Every rank gets rank 0's plan, and the gradients of plain DDP."""
+def _fitted(model, room):
+    """Every rank gets rank 0's plan, inside the floor and some `room`, and the gradients of the model without it."""
 
     def loss(model, x):
         return (model(x) ** 2).sum()
 
-    def gradients(model):
+    def gradients():
         model.zero_grad()
         loss(model, rows).backward()
-        return [p.grad.clone() for p in model.parameters()]
+        return [full(p.grad).clone() for p in model.parameters()]
 
     rows = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    model = DistributedDataParallel(seeded())
-    wanted = gradients(model)
+    wanted = gradients()
     fit = partial(retape.fit, model, rows, step=loss, progress=False)
     try:
         fit(budget=1)
     except BudgetTooSmall as error:  # rank 0's, on every rank
-        fitted = fit(budget=error.floor_bytes)
+        fitted = fit(budget=int(room * error.floor_bytes))
     assert not fitted.record.assignment.keeps_everything
+    assert fitted.measured.peak_bytes <= fitted.record.budget_bytes
     plans = [None] * dist.get_world_size()
     dist.all_gather_object(plans, (fitted.plan, fitted.record.assignment, fitted.record.budget_bytes))
     assert all(plan == plans[0] for plan in plans)
     before = fitted._executor.regions_run
-    got = gradients(model)
+    got = gradients()
     assert fitted._executor.regions_run > before
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
     fitted.remove()
 
 
+def ddp_fitted():
+    _fitted(DistributedDataParallel(seeded()), 1.0)
+
+
+def fsdp_fitted():
+    _fitted(sharded(), 1.1)
+
+
+def fsdp_resident():
+    """Of what is sharded each rank counts its own part: weights, gradients and what the optimizer will hold."""
+    model, rows = sharded(), batch()
+    optimizer = torch.optim.Adam(model.parameters())
+    own = sum(p.to_local().nbytes for p in model.parameters())
+    assert own < sum(p.nbytes for p in model.parameters())
+    before = fixed_bytes(model, rows, optimizer, torch.device("cpu"))
+    assert before == 4 * own + rows.nbytes
+    step(model)
+    optimizer.step()
+    counters = 4 * len(list(model.parameters()))
+    assert fixed_bytes(model, rows, optimizer, torch.device("cpu")) == before + counters
+
+
 CHECKS = [
     ddp_fitted,
+    fsdp_fitted,
+    fsdp_resident,
     ddp_unused_parameters,
     ddp_tied_blocks,
     ddp_static_graph,

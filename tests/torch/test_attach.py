@@ -105,6 +105,21 @@ def test_a_copy_is_plain(attached, duplicate):
     assert (other.linear.weight is net.linear.weight) == (duplicate is copy.copy)
 
 
+def test_a_replica_of_data_parallel_is_refused(attached):
+    """It is made anew for each step, and nobody answers for it."""
+    net, caller = attached
+    replica = net._replicate_for_data_parallel()
+    with pytest.raises(
+        InvalidInput, match=r"Net is copied to several GPUs by nn.DataParallel.*Use DistributedDataParallel.*torchrun"
+    ):
+        replica(X)
+    detach(net)
+    plain = net._replicate_for_data_parallel()
+    plain.linear = net.linear
+    assert torch.equal(plain(X), net(X))
+    assert not caller.calls
+
+
 def test_torch_save(attached, tmp_path):
     net, _ = attached
     torch.save(net, tmp_path / "net.pt")

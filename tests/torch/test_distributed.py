@@ -16,6 +16,8 @@ RANKS = 2
 SCRIPT = Path(__file__).with_name("ranks.py")
 CHECKS = [
     "ddp_fitted",
+    "fsdp_fitted",
+    "fsdp_resident",
     "ddp_unused_parameters",
     "ddp_tied_blocks",
     "ddp_static_graph",

@@ -152,7 +152,8 @@ def made_regions_in_fitting(made):
 def test_eval_with_gradients_is_right(fitted):
     model, batch, made = fitted
     model.eval()
-    managed = run(model, batch)
+    with pytest.warns(UserWarning, match="runs in evaluation mode"):
+        managed = run(model, batch)
     made.remove()
     assert_same(managed, run(model, batch))
 
@@ -217,6 +218,18 @@ def test_a_batch_that_does_not_match():
     text = r"does not match Translator.forward: missing a required argument.*give step="
     refused(InvalidInput, text, model, batch[0], budget=0.5)
     refused(InvalidInput, "does not match Translator.forward", model, {"sauce": batch[0]}, budget=0.5)
+
+
+def test_data_parallel_over_several_devices_is_refused(gpt2):
+    model, batch = gpt2
+    made = fit(model, batch, budget=0.5)
+    made.remove()
+    wrapped = nn.DataParallel(model)  # without a GPU it has no devices, and calls the model itself
+    fit(wrapped, batch, budget=0.5, step=lambda model, batch: model(**batch).loss).remove()
+    wrapped.device_ids = [0, 1]
+    for managed in (lambda: fit(wrapped, batch, budget=0.5), lambda: retape.apply(wrapped, made)):
+        with pytest.raises(InvalidInput, match=r"GPT2LMHeadModel is copied to several GPUs.*CUDA_VISIBLE_DEVICES=0"):
+            managed()
 
 
 def test_nothing_to_train(gpt2):

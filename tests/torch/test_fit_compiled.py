@@ -209,6 +209,16 @@ def test_blocks_compiled_with_cuda_graphs_are_refused():
         fitted(model, batch, 0.6)
 
 
+def test_a_plan_is_not_applied_to_blocks_compiled_with_cuda_graphs():
+    model, batch = made()
+    fit = retape.fit(model, (batch,), budget=0.5, progress=False)
+    fit.remove()
+    model.blocks[1].compile(mode="reduce-overhead")
+    with pytest.raises(retape.errors.UnsupportedTransform, match=r"blocks.1 is compiled with CUDA graphs"):
+        retape.apply(model, fit)
+    assert all(type(block) is Block for block in model.blocks)
+
+
 def wrapped(model, backend):
     return torch.compile(model, backend=backend)
 

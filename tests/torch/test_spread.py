@@ -296,6 +296,16 @@ def test_a_peak_above_the_budget_is_an_error(pretended, monkeypatch):
         fit(model, batch, budget={"cpu": "20MiB", "meta": "2GiB"})
 
 
+def test_of_all_ranks_the_fullest_counts_with_what_is_fixed_there(pretended, monkeypatch):
+    """Fixed bytes differ between ranks too: the largest peak is one of all bytes, not of those of the step alone."""
+    asked = []
+    monkeypatch.setattr(spread, "largest", lambda peak: asked.append(peak) or peak + 1000)
+    model, batch = make()
+    made = fit(model, batch, budget=1.0)
+    assert all(each.measured.peak_bytes - 1000 in asked for each in made.record.devices)
+    assert made.measured.base_bytes > 0
+
+
 def test_a_region_where_nobody_gave_a_budget(pretended, monkeypatch):
     model, batch = make()
     monkeypatch.setattr(spread, "home_of", lambda name, module: torch.device("xpu") if name == "5" else CPU)

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 
+import retape
 from retape.errors import InvalidInput
 from retape.integrations.huggingface import FitCallback
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 class Rows(torch.utils.data.Dataset):
@@ -29,14 +32,16 @@ class Losses(transformers.TrainerCallback):
         self.seen += [logs["loss"]] if "loss" in logs else []
 
 
-def train(folder, *callbacks, **more):
-    """Five steps with dropout; losses, and the weights at the end."""
+def made():
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
-    model, losses = transformers.GPT2LMHeadModel(config), Losses()
+    return transformers.GPT2LMHeadModel(config)
+
+
+def trainer_of(folder, *callbacks, model=None, steps=5, optimizers=(None, None), compute_loss_func=None, **more):
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        max_steps=5,
+        max_steps=steps,
         per_device_train_batch_size=8,
         logging_steps=1,
         report_to=[],
@@ -46,11 +51,32 @@ def train(folder, *callbacks, **more):
         seed=3,
         **more,
     )
-    transformers.Trainer(model, arguments, train_dataset=Rows(), callbacks=[losses, *callbacks]).train()
-    return losses.seen, {name: value.clone() for name, value in model.state_dict().items()}, model
+    return transformers.Trainer(
+        made() if model is None else model,
+        arguments,
+        train_dataset=Rows(),
+        callbacks=list(callbacks),
+        optimizers=optimizers,
+        compute_loss_func=compute_loss_func,
+    )
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def train(folder, *callbacks, **more):
+    """Five steps with dropout; losses, and the weights at the end."""
+    losses = Losses()
+    trainer = trainer_of(folder, losses, *callbacks, **more)
+    trainer.train()
+    return losses.seen, weights_of(trainer.model), trainer.model
+
+
+def weights_of(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def classes_of(model):
+    return [type(module) for module in model.modules()]
+
+
 def test_a_run_equals_a_plain_one(tmp_path):
     losses, weights, plain = train(tmp_path)
     callback = FitCallback(budget=0.5, progress=False)
@@ -61,10 +87,9 @@ def test_a_run_equals_a_plain_one(tmp_path):
     made = callback.fitted
     assert not made.record.assignment.keeps_everything
     assert made.measured.peak_bytes <= made.record.budget_bytes
-    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    assert classes_of(model) == classes_of(plain)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_model_that_recomputes_by_itself_is_refused(tmp_path):
     callback = FitCallback(budget=0.5, progress=False)
     with pytest.raises(
@@ -72,3 +97,114 @@ def test_a_model_that_recomputes_by_itself_is_refused(tmp_path):
     ):
         train(tmp_path, callback, gradient_checkpointing=True)
     assert callback.fitted is None
+
+
+class Fails(transformers.TrainerCallback):
+    """Raises once, at the end of a step."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            self.at = -1
+            raise RuntimeError("CUDA out of memory.")  # as accelerate knows it
+
+
+def test_training_begins_again_after_an_exception(tmp_path):
+    """The Trainer calls on_train_begin again, and has never called on_train_end."""
+    callback = FitCallback(budget=0.5, progress=False)
+    trainer = trainer_of(tmp_path, callback, Fails(1), steps=2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    first = callback.fitted
+    assert type(trainer.model) is not transformers.GPT2LMHeadModel
+    trainer.train()
+    assert callback.fitted is not first
+    assert classes_of(trainer.model) == classes_of(made())
+
+
+class FailsAtOnce(transformers.TrainerCallback):
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        raise RuntimeError("before the first batch")
+
+
+def test_training_begins_again_where_there_was_no_first_batch(tmp_path):
+    callback, fails = FitCallback(budget=0.5, progress=False), FailsAtOnce()
+    trainer = trainer_of(tmp_path, callback, fails, steps=1)
+    with pytest.raises(RuntimeError, match="before the first batch"):
+        trainer.train()
+    trainer.remove_callback(fails)
+    trainer.train()
+    assert callback.fitted is not None
+    assert classes_of(trainer.model) == classes_of(made())
+
+
+def test_a_batch_size_that_is_found_by_trying(tmp_path):
+    callback = FitCallback(budget=0.5, progress=False)
+    trainer = trainer_of(tmp_path, callback, Fails(1), steps=2, auto_find_batch_size=True)
+    trainer.train()
+    assert callback.fitted.record.rows < 8
+    assert classes_of(trainer.model) == classes_of(made())
+
+
+def cross_entropy(outputs, labels, num_items_in_batch=None):
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("more", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": cross_entropy}])
+def test_a_loss_that_the_trainer_computes_is_fitted_before_training(tmp_path, more):
+    callback = FitCallback(budget=0.5, progress=False)
+    trainer = trainer_of(tmp_path, callback, **more)
+    with pytest.raises(InvalidInput, match=r"called GPT2LMHeadModel with input_ids.*returned no loss.*Call retape.fit"):
+        trainer.train()
+    assert callback.fitted is None
+    assert classes_of(trainer.model) == classes_of(made())
+
+    _, weights, _ = train(tmp_path, **more)
+    trainer = trainer_of(tmp_path, **more)  # as the message says
+    batch = {name: torch.stack([Rows()[row][name] for row in range(8)]) for name in ("input_ids", "labels")}
+    fitted = retape.fit(
+        trainer.model,
+        batch,
+        budget=0.5,
+        step=lambda model, batch: trainer.compute_loss(model, dict(batch)),
+        progress=False,
+    )
+    assert not fitted.record.assignment.keeps_everything
+    before = fitted._executor.regions_run
+    trainer.train()
+    assert fitted._executor.regions_run > before
+    fitted.remove()
+    own = weights_of(trainer.model)
+    assert all(torch.equal(own[name], weights[name]) for name in weights)
+
+
+class Strange(torch.optim.SGD):
+    """Its state cannot be told from shapes, as that of 8-bit optimizers."""
+
+    def step(self, closure=None):
+        if any(p.is_meta for group in self.param_groups for p in group["params"]):
+            raise NotImplementedError("no such kernel on meta")
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_state_cannot_be_told(tmp_path):
+    def training(**options):
+        model, callback = made(), FitCallback(budget=0.5, progress=False, **options)
+        optimizer = Strange(model.parameters(), lr=0.1)
+        train(tmp_path, callback, model=model, optimizers=(optimizer, None), steps=1)
+        return callback.fitted
+
+    with pytest.raises(InvalidInput, match=r"Strange will hold cannot be told.*optimizer=None \(fit or FitCallback\)"):
+        training()
+    assert not training(optimizer=None).record.assignment.keeps_everything
+
+
+def test_data_parallel_is_refused(tmp_path):
+    callback = FitCallback(budget=0.5, progress=False)
+    trainer = trainer_of(tmp_path, callback)
+    trainer.args._n_gpu = 2
+    with pytest.raises(InvalidInput, match=r"GPT2LMHeadModel is copied to several GPUs by nn.DataParallel"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    assert classes_of(trainer.model) == classes_of(made())

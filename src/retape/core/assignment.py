@@ -37,7 +37,7 @@ class Choice:
     `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again; of the tensors
     among its arguments those with the numbers `moved_inputs` go to the host. Its parts called `tiled` are run in `tiles` slices.
     `elements` is how many numbers its inputs had when it was profiled. `saved_share` is that of the compiled form to run; None
-    is eager.
+    is eager. `training` is the mode it was profiled in; None is unknown.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Choice:
     moved_inputs: tuple[int, ...] = ()
     tiles: int = 1
     tiled: tuple[str, ...] = ()
+    training: bool | None = None
 
     def __post_init__(self) -> None:
         check_kinds(self)

@@ -52,6 +52,7 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "float | None": (lambda value: value is None or _is_seconds(value), "a finite number >= 0, or nothing"),
     "str": (lambda value: isinstance(value, str), "a text"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "bool | None": (lambda value: value is None or isinstance(value, bool), "true or false, or nothing"),
     "tuple[int, ...]": (lambda value: isinstance(value, tuple) and all(map(is_count, value)), "whole numbers >= 0"),
 }
 

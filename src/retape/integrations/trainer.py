@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from retape.api import Fit, fit
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike
-from retape.torch.attach import attach, detach
+from retape.torch.attach import attach, detach, replicated
 from retape.torch.discover import refuse_own_checkpointing
 from retape.torch.fingerprint import unwrapped
 from retape.torch.ranks import is_distributed
@@ -21,7 +21,7 @@ class FitCallback(TrainerCallback):
     """`Trainer(..., callbacks=[FitCallback(budget="20GiB")])`: the first batch is profiled, and training goes on inside the budget.
 
     Takes what `retape.fit` takes. The fit happens inside the first training step, with the Trainer's own autocast and
-    inputs; `fitted` is the Fit once it is there, and it is removed when training ends.
+    inputs; `fitted` is the Fit once it is there, and it is removed when training ends, or begins again.
     """
 
     def __init__(self, *, budget: BudgetLike, **options: Any) -> None:
@@ -31,18 +31,26 @@ class FitCallback(TrainerCallback):
         self.fitted: Fit | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._leave()  # a run that an exception ended, or that begins again with a smaller batch, was not told its end
+        self.fitted = None
+        model = unwrapped(kwargs["model"])
         if is_distributed():
             raise InvalidInput(
                 "FitCallback fits in one process. Under several, call retape.fit on the model before training."
             )
-        model = unwrapped(kwargs["model"])
+        if args.n_gpu > 1:
+            raise replicated(type(model).__name__)
         refuse_own_checkpointing(model)
         optimizer = kwargs.get("optimizer")
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        self._waiting = model
         attach(model, self._first_call)
+        self._waiting = model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """The model as it was before training; the record stays."""
         if self._waiting is not None:
             detach(self._waiting)
             self._waiting = None
@@ -59,6 +67,19 @@ class FitCallback(TrainerCallback):
             raise InvalidInput("FitCallback needs the batch as keyword arguments, as the Trainer gives it.")
         detach(model)
         self._waiting = None
-        options = {"optimizer": self._optimizer, **self._options}
+        options = {"optimizer": self._optimizer, "step": _loss_of_model, **self._options}
         self.fitted = fit(model, keywords, budget=self._budget, **options)
         return model(**keywords)
+
+
+def _loss_of_model(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The loss as the Trainer takes it from a model; without labels among its arguments there is none."""
+    outputs = model(**batch)
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    raise InvalidInput(
+        f"The Trainer called {type(model).__name__} with {', '.join(batch)}, and it returned no loss: the Trainer computes it "
+        "itself (label_smoothing_factor, compute_loss_func or a compute_loss of its own), where a callback does not see it. Call "
+        "retape.fit before training, with step=lambda model, batch: trainer.compute_loss(model, dict(batch)), and leave FitCallback out."
+    )

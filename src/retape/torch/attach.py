@@ -42,7 +42,19 @@ _CLASSES: dict[type, type] = {}
 
 def _answered(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
     caller = _CALLERS.get(module)
-    return plain_call(*arguments, **keywords) if caller is None else caller(module, plain_call, arguments, keywords)
+    if caller is not None:
+        return caller(module, plain_call, arguments, keywords)
+    if getattr(module, "_is_replica", False):
+        raise replicated(type(module).__name__)
+    return plain_call(*arguments, **keywords)
+
+
+def replicated(what: str) -> InvalidInput:
+    """The error for what nn.DataParallel copies to several devices: it makes new modules in each step, and those have no caller."""
+    return InvalidInput(
+        f"{what} is copied to several GPUs by nn.DataParallel, anew in each step, and a budget does not reach the copies. "
+        "Use DistributedDataParallel (one process for each GPU: torchrun), or show one GPU: CUDA_VISIBLE_DEVICES=0."
+    )
 
 
 @_compat_compiler.uncompiled

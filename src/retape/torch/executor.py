@@ -21,6 +21,7 @@ from retape.core.problem import OptionKind
 from retape.torch import links, offload
 from retape.torch.caches import note_given, without_cache
 from retape.torch.compiled import CannotCompile, in_form, refuse_kept_graph
+from retape.torch.modes import depends_on_mode, mode_name
 from retape.torch.opaque import CompiledCall
 from retape.torch.policy import HOLD, Check, Inputs, Policy, Way
 from retape.torch.region import Region, run_region
@@ -46,7 +47,8 @@ class Executor:
         self._recipes: OrderedDict[_Key, Recipe | None] = OrderedDict()
         self._root_call = -1
         self._counts: dict[str, int] = {}
-        self._warned = False
+        self._warned: set[str] = set()
+        self._other_modes: set[str] = set()
         self._answers = {number: answers(choice) for number, choice in enumerate(assignment.choices)}
         self._moves = assignment.moves_something
         self._tiled = {choice.name: choice.tiled for choice in assignment.choices if choice.tiles > 1}
@@ -65,8 +67,9 @@ class Executor:
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """The model itself is called; forwards before one backward are counted, so that each has choices of its own."""
-        self._root_call += 1
-        self._counts.clear()
+        if torch.is_grad_enabled():  # an evaluation in between is no forward of the step
+            self._root_call += 1
+            self._counts.clear()
         note_given(args, keywords)
         outputs = plain_call(*args, **keywords)
         for tensor in links.tensors_of(outputs):
@@ -88,6 +91,8 @@ class Executor:
         if had_cache:
             self._tell_once("no key-value cache is built in training, because a re-run would fill it twice")
         number, choice = self._choice(self._names[id(module)])
+        if choice.training is not None and choice.training is not module.training:
+            self._in_other_mode(module, choice)
         form = in_form(module, plain_call, choice.saved_share)
         try:
             outputs = self._ran(number, self._as_it_can_be(choice, form), form, args, keywords)
@@ -122,10 +127,11 @@ class Executor:
         self.regions_run += 1
         inputs = signature(args, keywords)
         # Under a live budget larger batches are looked after.
-        if choice.elements and elements(inputs) > choice.elements and THREAD.manager is None:
+        if choice.elements and _sized(inputs) > choice.elements and THREAD.manager is None:
             self._warn_once(
-                f"Region {choice.name} was given {elements(inputs)} numbers, and {choice.elements} when it was profiled: "
-                "the peak may pass the budget. Call retape.fit again with the larger batch."
+                "size",
+                f"Region {choice.name} was given {_sized(inputs)} numbers, and {choice.elements} when it was profiled: "
+                "the peak may pass the budget. Call retape.fit again with the larger batch.",
             )
         key = (choice.kind, self._answers.get(number, ()), inputs)
         unknown = bool(key[1]) and key not in self._recipes and type(plain_call) is not CompiledCall
@@ -151,10 +157,27 @@ class Executor:
             _TOLD.add(what)
             _LOG.warning("retape: %s.", what)
 
-    def _warn_once(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
+    def _in_other_mode(self, module: nn.Module, choice: Choice) -> None:
+        """Dropout and its like save other slots in training than in evaluation; a region that has none is the same in both."""
+        if choice.name in self._other_modes or THREAD.manager is not None:
+            return
+        self._other_modes.add(choice.name)
+        if depends_on_mode(module):
+            self._warn_once(
+                "mode",
+                f"Region {choice.name} runs in {mode_name(module.training)} mode, and in {mode_name(not module.training)} mode when "
+                "it was profiled: the peak may pass the budget. Call retape.fit in the mode that you train in.",
+            )
+
+    def _warn_once(self, about: str, what: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
             warnings.warn(what, stacklevel=4)
+
+
+def _sized(inputs: Signature) -> int:
+    """How many numbers a call is given; one that comes along by itself (how many items a batch has) is no larger batch."""
+    return elements(tuple(part for part in inputs if not (isinstance(part, tuple) and part[:1] == ((),))))
 
 
 def answers(choice: Choice) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import hashlib
 
 from torch import nn
 
-from retape.torch.attach import original_class
+from retape.torch.attach import original_class, replicated
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -15,6 +15,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, wrappers):
         model = model.module
     return model
+
+
+def refuse_replicas(model: nn.Module) -> None:
+    """InvalidInput where a wrapper copies the model to several devices for each step."""
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise replicated(type(unwrapped(model)).__name__)
 
 
 def fingerprint(model: nn.Module) -> str:

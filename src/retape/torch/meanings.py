@@ -25,6 +25,7 @@ def meanings_of(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...
             kind=kinds[call.kind],
             slots=len(trace.slots) if trace is not None else 0,
             elements=elements(call.inputs),
+            training=call.training,
         )
         held = tuple(tuple(sorted(slots or ())) for slots in about.held)
         moved = tuple(tuple(sorted(slots)) for slots in about.moved)

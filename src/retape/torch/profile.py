@@ -145,7 +145,7 @@ class RegionCall:
 
     `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
     `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call. `device` is where it
-    lives, or None where there is but one. `saved_share` names the compiled form that it really ran in.
+    lives, or None where there is but one. `saved_share` names the compiled form that it really ran in, `training` the mode.
     """
 
     stage: int
@@ -160,6 +160,7 @@ class RegionCall:
     linked: frozenset[int] = frozenset()
     device: torch.device | None = None
     saved_share: float | None = None
+    training: bool = True
 
 
 @dataclass(slots=True)
@@ -226,8 +227,9 @@ class ProfileSession:
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """The model itself is called: its regions are counted from the start again."""
-        self._root_call += 1
-        self._counts = {}
+        if torch.is_grad_enabled():  # what runs without gradients is no forward of the step
+            self._root_call += 1
+            self._counts = {}
         note_given(args, keywords)
         return plain_call(*args, **keywords)
 
@@ -296,6 +298,7 @@ class ProfileSession:
                 linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
                 device=None if self._homes is None else home,
                 saved_share=self._saved_share if region.runs_a_form else None,
+                training=module.training,
             )
         )
 

@@ -80,7 +80,13 @@ def _known_tensors(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
 
 def _missing_gradient_bytes(model: nn.Module, device: torch.device) -> int:
     missing = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.device == device]
-    return sum(parameter.numel() * parameter.element_size() for parameter in missing)
+    return sum(_here(parameter).nbytes for parameter in missing)
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that is sharded over several; itself where it is not."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
@@ -100,7 +106,7 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
         return 0
     for group in pending:
         group.update({name: False for name in _KERNELS if name in group})
-        group["params"] = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
+        group["params"] = [nn.Parameter(torch.empty_like(_here(p), device="meta")) for p in group["params"]]
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     try:
@@ -110,7 +116,7 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
     except Exception as error:
         raise InvalidInput(
             f"The state that {type(optimizer).__name__} will hold cannot be told before its first step ({error}). "
-            "Step it once before fitting, or leave optimizer= out and give Budget.activations."
+            "Step it once before fitting; or give optimizer=None (fit or FitCallback) and the rest of the memory as Budget.activations."
         ) from error
     leaves = [leaf for leaf in pytree.tree_leaves(list(trial.state.values())) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf.device.type == "meta")

@@ -189,9 +189,9 @@ class SpreadFitter(Fitter):
 
     def _record(self, device: torch.device, scale: Scale) -> Record:
         fixed = self.fixed[device]
-        peak = largest(max(reading.peak_bytes for reading in scale.readings))
+        peak = largest(fixed + max(reading.peak_bytes for reading in scale.readings))
         return Record(
-            peak_bytes=fixed + peak,
+            peak_bytes=peak,
             base_bytes=fixed,
             seconds=0.0,
             timeline=thinned(scale.timeline, fixed),
