@@ -308,16 +308,22 @@ def test_every_optimizer_leaves_traces(how):
     assert bases[5] - bases[4] >= 2 * sum(p.nbytes for p in model.parameters())
 
 
-def test_a_graph_that_waits_for_its_backward_is_not_what_stands_there():
+def test_the_state_of_unfrozen_layers_is_counted():
     model = Model()
+    freeze(model, True)
+    optimizer = torch.optim.AdamW(model.parameters())
     live = retape.adaptive(model, budget="1GiB")
-    for _ in range(3):
-        step(model)
-    base = live.stats().base_bytes
-    live._room.limit.standing._seconds = 0.0  # counting is free: it is done whenever it may be
-    (model(X) + model(X)).backward()
-    assert live.stats().base_bytes <= base + X.nbytes
+    bases = []
+    for turn in range(1, 9):
+        live._room.limit.standing._seconds = 1e9  # counting is dear: it is done only if it must be
+        model(X).backward()
+        bases.append(live.stats().base_bytes)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        freeze(model, turn < 6)
     live.remove()
+    assert bases[5] == bases[4], "nothing has changed"
+    assert bases[7] - bases[6] >= 2 * sum(p.nbytes for p in model.blocks.parameters())
 
 
 def test_what_earlier_scales_saw_is_not_seen_going_in_a_later_one():

@@ -192,7 +192,7 @@ class Adaptive:
         self._in_step, self._root, self._met = True, root, []
         self._weighed_bytes = None
         self._begun_with = (self._room.live.evictions, self._counts.out_of_memory)
-        self._room.limit.begin_step(batch, self._gradients, alone=not self._plainly.unanswered)
+        self._room.limit.begin_step(batch, self._gradients)
         self.account.leave_out(batch)
         if self._wants_weighing(root):
             self._room.scale = StepScale.where_possible(

@@ -76,16 +76,15 @@ class Limit:
         self._lost_bytes = 0  # to fragments, when the allocator last ran out inside the budget
         self.unknown = False  # this step stands on the scale
 
-    def begin_step(self, batch: Any, gradients: Gradients, *, alone: bool = True) -> None:
-        """A step begins with this batch: count what is there, and set the limit. It is `alone` if no graph of the one before is left."""
+    def begin_step(self, batch: Any, gradients: Gradients) -> None:
+        """A step begins with this batch: count what is there, and set the limit."""
         self.open()
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         batch_bytes = storage_bytes(tensors, self.device)
         if self.device.type == "cuda":
             self.start_bytes = torch.cuda.memory_allocated(self.device)
         else:
-            if alone:
-                self.standing.count(self.device, batch_bytes, gradients)
+            self.standing.count(self.device, batch_bytes, gradients)
             grown = batch_bytes - self.standing.batch_bytes + gradients.present_bytes(self.device)
             self.start_bytes = self.standing.bytes + grown
         missing = gradients.missing_bytes(self.device)

@@ -75,11 +75,11 @@ class PlainSteps:
         self._expected: tuple[Kind, ...] | None = None
         self._root: Kind | None = None
         self._next = 0
-        self.unanswered = 0  # forwards without regions whose backward has not begun
+        self._unanswered = 0  # forwards without regions whose backward has not begun
 
     def begin(self, root: Kind | None, room_bytes: int) -> int | None:
         """A step begins; returns what it takes at most if it is one that needs no regions."""
-        unanswered, self.unanswered = self.unanswered, 0
+        unanswered, self._unanswered = self._unanswered, 0
         self._root, self._expected, self._next = root, None, 0
         if root is None:
             return None
@@ -108,14 +108,14 @@ class PlainSteps:
 
     def called(self, outputs: Any) -> None:
         """The model has returned: until backward reaches it, nothing is known of the next call."""
-        self.unanswered += 1
+        self._unanswered += 1
         for tensor in links.tensors_of(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._answered)
                 return
 
     def _answered(self, gradient: Any) -> None:
-        self.unanswered = 0
+        self._unanswered = 0
 
 
 class Attempt:
