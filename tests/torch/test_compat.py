@@ -226,6 +226,29 @@ def test_compiler_is_on():
     assert seen == [True, False]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_left_alone():
+    """A backward pass that a compiled function starts runs hooks as they are, with all they call."""
+    seen, graphs = [], []
+
+    def looked_at():
+        seen.append(_compat_compiler.compiler_is_on())
+
+    def note(gradient):
+        looked_at()
+        return gradient * 2
+
+    def backward(loss):
+        loss.backward()
+
+    x = torch.ones(3, requires_grad=True)
+    for hook in (note, _compat_compiler.left_alone(note)):
+        y = x.sin()
+        y.register_hook(hook)
+        torch.compile(backward, backend=lambda graph, inputs: graphs.append(graph) or graph)(y.sum())
+    assert seen[-1] is False
+
+
 def test_lightmode():
     """Not wrapped, and not compiled either, though the compiler is on for what is called inside."""
 

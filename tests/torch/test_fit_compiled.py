@@ -9,6 +9,7 @@ from torch import nn
 
 import retape
 from retape.torch import attach, compiled, fitting
+from retape.torch._compat_compiler import compiler_is_on
 from retape.torch.attach import original_class
 from retape.torch.opaque import CompiledCall
 from retape.torch.region import Region
@@ -339,6 +340,28 @@ def refusing(share):
         raise NotImplementedError("no kernels for this one")
 
     return backend
+
+
+def test_a_whole_step_that_is_compiled_runs_the_plan_as_it_is():
+    """Backward is called by the compiled step, with the compiler on: neither the engine nor what it runs again is compiled."""
+    model, batch = made()
+    wanted = gradients(model, batch)
+    fit = retape.fit(model, (batch,), budget=0.5, progress=False)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: seen.append((retape.recomputing(), compiler_is_on())))
+
+    def train(batch):
+        model(batch).backward()
+
+    compiled_step = torch.compile(train, backend="eager")
+    for _ in range(2):
+        model.zero_grad()
+        compiled_step(batch)
+        assert_equal([parameter.grad for parameter in model.parameters()], wanted)
+    assert {again for again, _ in seen} == {False, True}
+    assert not any(on for _, on in seen)
+    fit.remove()
 
 
 @pytest.mark.parametrize("first", ["compiled", "managed"])

@@ -29,24 +29,31 @@ def compiler_is_on() -> bool:
 
 _eval_frame = torch._C._dynamo.eval_frame
 _compiler_callback = _eval_frame.get_eval_frame_callback
+_CAN_MARK = hasattr(_eval_frame, "set_code_exec_strategy")
+
+
+def left_alone(function: _Function) -> _Function:
+    """A function whose frames, with all they call, the compiler leaves alone: a backward pass inside a compiled step calls it as it is.
+
+    Unlike `uncompiled` it costs nothing, and does not show in the graph of a caller that is being compiled.
+    """
+    if _CAN_MARK:
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 class LightMode(TorchDispatchMode):
-    """A dispatch mode whose method is called directly: the wrapper that keeps the compiler away costs as much as a small op.
-
-    Instead its frames, and those of all it calls, are marked as not to be compiled.
-    """
+    """A dispatch mode whose method is called directly: the wrapper that keeps the compiler away costs as much as a small op."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if not cls._should_skip_dynamo():
-            skip = _eval_frame._FrameAction.SKIP
-            strategy = _eval_frame._FrameExecStrategy(skip, skip)
-            _eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
+        if _CAN_MARK:
+            left_alone(cls.__torch_dispatch__)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return not hasattr(_eval_frame, "set_code_exec_strategy")
+        return not _CAN_MARK
 
 
 def uncompiled(function: _Function) -> _Function:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from retape.torch import _compat, links, state
+from retape.torch import _compat, _compat_compiler, links, state
 from retape.torch.adaptive_host import is_here, parcels_of
 from retape.torch.adaptive_menu import Rung
 from retape.torch.checksum import checksum
@@ -388,6 +388,7 @@ def _region_died(reference: Any) -> None:
         reference.account.let_go(keys)
 
 
+@_compat_compiler.left_alone
 def _unpack(slot: Slot) -> Tensor:
     region: Any = slot.region
     if region.manager.turn != region.serial and not region._running:

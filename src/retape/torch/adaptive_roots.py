@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import StateChanged
-from retape.torch import links, state
+from retape.torch import _compat_compiler, links, state
 from retape.torch.pressure import Kind
 from retape.torch.region import Region
 from retape.torch.signature import Signature
@@ -114,6 +114,7 @@ class PlainSteps:
                 tensor.register_hook(self._answered)
                 return
 
+    @_compat_compiler.left_alone
     def _answered(self, gradient: Any) -> None:
         self._unanswered = 0
 

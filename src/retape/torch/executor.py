@@ -18,7 +18,7 @@ from torch import nn
 
 from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.problem import OptionKind
-from retape.torch import links, offload
+from retape.torch import _compat_compiler, links, offload
 from retape.torch.caches import note_given, without_cache
 from retape.torch.compiled import CannotCompile, in_form, refuse_kept_graph
 from retape.torch.modes import depends_on_mode, mode_name
@@ -78,6 +78,7 @@ class Executor:
                 break
         return outputs
 
+    @_compat_compiler.left_alone
     def _backward_begins(self, gradient: Any) -> None:
         self._root_call = -1
         if self._is_compiled:

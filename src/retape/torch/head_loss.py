@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import InvalidInput, UnsupportedTransform
-from retape.torch import _compat
+from retape.torch import _compat, _compat_compiler
 from retape.torch.products import Products, add_product, products_of, wide
 
 _CHUNK_BYTES = {"cuda": 512 * 1024 * 1024}
@@ -293,6 +293,7 @@ class _Reduced(torch.autograd.Function):
         return head.total(losses, divisor)
 
     @staticmethod
+    @_compat_compiler.left_alone
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
         rows, weight, bias, scale = ctx.saved_tensors
@@ -326,6 +327,7 @@ class _PerRow(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @_compat_compiler.left_alone
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
         rows, weight, bias, labels, class_weight = ctx.saved_tensors

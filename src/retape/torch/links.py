@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import StateChanged
-from retape.torch import _compat
+from retape.torch import _compat, _compat_compiler
 from retape.torch.policy import Inputs, Way
 from retape.torch.watch import hold, version_of
 
@@ -187,6 +187,7 @@ class _SaveInputs(torch.autograd.Function):
             return torch.empty((0,))
 
     @staticmethod
+    @_compat_compiler.left_alone
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise AssertionError("nothing depends on the node that saves a region's inputs")
 

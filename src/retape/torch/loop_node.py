@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import UnsupportedTransform
-from retape.torch import _compat
+from retape.torch import _compat, _compat_compiler
 from retape.torch.loop_run import Driver
 from retape.torch.loop_tape import Grads
 
@@ -25,6 +25,7 @@ class LoopNode(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
+    @_compat_compiler.left_alone
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         driver, outputs = ctx.driver, ctx.outputs
         if torch.is_grad_enabled():

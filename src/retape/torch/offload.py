@@ -28,7 +28,7 @@ from torch import Tensor
 
 from retape.core.errors import OffloadError, RetapeError
 from retape.core.units import format_bytes
-from retape.torch import _compat
+from retape.torch import _compat, _compat_compiler
 from retape.torch.checksum import checksum
 from retape.torch.host_pool import Chunk, Event
 from retape.torch.lanes import Pairs, lanes_of
@@ -428,6 +428,7 @@ def passed(tensors: list[Tensor]) -> None:
             return
 
 
+@_compat_compiler.left_alone
 def _comes_near(reference: weakref.ref[Cargo], gradient: Any) -> None:
     cargo = reference()
     if cargo is not None:

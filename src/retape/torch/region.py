@@ -405,6 +405,7 @@ class Region:
         return dropped
 
 
+@_compat_compiler.left_alone
 def unpack(slot: Slot) -> Tensor:
     value = slot.value
     region = slot.region
@@ -418,6 +419,7 @@ def unpack(slot: Slot) -> Tensor:
     return value
 
 
+@_compat_compiler.left_alone
 def _unpack_moved(slot: Slot) -> Tensor:
     slot.region._cargo.reached(slot.region.policy.ahead)
     return unpack(slot)

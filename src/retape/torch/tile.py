@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RegionError, UnsupportedTransform
-from retape.torch import _compat
+from retape.torch import _compat, _compat_compiler
 from retape.torch.mismatch import name_of
 from retape.torch.policy import Policy
 from retape.torch.products import wide
@@ -293,6 +293,7 @@ class _Entry(torch.autograd.Function):
         return row[0].view_as(row[0])
 
     @staticmethod
+    @_compat_compiler.left_alone
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise AssertionError("gradients of a slice are taken at its entry")
 
@@ -314,6 +315,7 @@ class _Unpacked(local):
 _UNPACKED = _Unpacked()
 
 
+@_compat_compiler.left_alone
 def _unpack_tape(tape: Tape) -> Tensor:
     _UNPACKED.tape = tape
     return tape.anchor.detach()
@@ -330,6 +332,7 @@ class _Join(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
+    @_compat_compiler.left_alone
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         tape, _UNPACKED.tape = _UNPACKED.tape, None
