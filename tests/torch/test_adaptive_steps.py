@@ -372,9 +372,10 @@ class Failing(TorchDispatchMode):
         self.at, self.count = at, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not THREAD.runs
-        if self.count == self.at:
-            raise torch.OutOfMemoryError("CPU out of memory (injected). Tried to allocate 1 byte.")
+        if not THREAD.runs:
+            self.count += 1
+            if self.count == self.at:
+                raise torch.OutOfMemoryError("CPU out of memory (injected). Tried to allocate 1 byte.")
         return func(*args, **(kwargs or {}))
 
 

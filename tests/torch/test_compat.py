@@ -4,6 +4,7 @@ import ast
 import inspect
 import random
 import struct
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -553,23 +554,55 @@ def test_compiled_code():
 
 
 def test_memory_events():
-    with _compat.memory_events("mark ") as events:
+    with _compat.memory_events() as events:
         kept = torch.empty(1000, dtype=torch.uint8)
-        with torch.autograd.profiler.record_function("mark 0"):
-            pass
+        _compat.mark_memory()
         del kept
     sizes = [what for _, what in events]
-    place = sizes.index("mark 0")
+    place = sizes.index(None)
     assert sum(sizes[:place]) == 1000
     assert sum(sizes[place + 1 :]) == -1000
     assert [at for at, _ in events] == sorted(at for at, _ in events)
 
 
+def test_mark_memory():
+    with _compat.memory_events() as events:
+        for _ in range(100):
+            _compat.mark_memory()
+    assert [what for _, what in events] == [None] * 100
+
+
+def test_a_scale_that_ends_inside_a_function_leaves_it_no_pointer(monkeypatch):
+    """What it recorded would be written to when the function ends under the next scale: freed memory, and somebody else's numbers."""
+    names, disable = set(), torch._C._autograd._disable_profiler
+
+    def noted():
+        results = disable()
+        names.update(event.name() for event in results.events())
+        return results
+
+    monkeypatch.setattr(torch._C._autograd, "_disable_profiler", noted)
+    x = torch.ones(100, requires_grad=True)
+    with ExitStack() as first:
+        first.enter_context(_compat.memory_events())
+        with (
+            torch.autograd.profiler.record_function("a user's"),
+            torch._C._profiler._RecordFunctionFast("a compiler's"),
+        ):
+            x.sin().sum().backward()
+            first.close()
+            with _compat.memory_events():
+                x.cos().sum().backward()
+    assert names == {"[memory]"}
+
+
 def test_profiler_running():
     assert not _compat.profiler_running()
-    with _compat.memory_events("mark "):
+    with _compat.memory_events():
         assert _compat.profiler_running()
     assert not _compat.profiler_running()
+    with torch.profiler.profile():
+        assert _compat.profiler_running()
 
 
 def test_memory_fraction(monkeypatch):

@@ -338,8 +338,8 @@ _Words = ctypes.c_char * (
 
 
 def profiler_running() -> bool:
-    """Whether PyTorch's profiler is in use in this process."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
+    """Whether PyTorch's profiler is in use in this process, or a scale of ours in this thread."""
+    return bool(torch.autograd.profiler._is_profiler_enabled) or torch._C._autograd._profiler_enabled()
 
 
 def memory_fraction(device: torch.device) -> float:
@@ -349,33 +349,53 @@ def memory_fraction(device: torch.device) -> float:
 
 
 @contextmanager
-def memory_events(marks: str) -> Iterator[list[tuple[int, int | str]]]:
-    """Every report of the CPU allocator while the context lasts, as (nanoseconds, bytes); between them the names that start with `marks`.
+def memory_events() -> Iterator[list[tuple[int, int | None]]]:
+    """Every report of the CPU allocator while the context lasts, as (nanoseconds, bytes); None is a `mark_memory`.
 
     The list is filled when the context is left. Only the calling thread and the backward passes it starts are heard.
+    No function is recorded, only memory: a profiler that ends inside a function which it has seen begin leaves that one a pointer
+    to freed memory, and the next profiler writes there.
     """
-    events: list[tuple[int, int | str]] = []
+    events: list[tuple[int, int | None]] = []
     if profiler_running():
         raise InvalidInput(
             "PyTorch's profiler is running already, and retape needs it to count bytes on the CPU. Leave it out here."
         )
-    profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+    profiler: Any = torch._C._profiler
+    experimental = profiler._ExperimentalConfig()
+    config = profiler.ProfilerConfig(profiler.ProfilerState.KINETO, False, True, False, False, False, experimental)
+    activities, nothing = {profiler.ProfilerActivity.CPU}, {profiler.RecordScope.STATIC_RUNTIME_MODEL}
     with _stderr_unheard():
-        profiler.__enter__()
+        torch._C._autograd._prepare_profiler(config, activities)
+        torch._C._autograd._enable_profiler(config, activities, nothing)  # type: ignore[call-arg]
     try:
         yield events
     finally:
         with _stderr_unheard():
-            profiler.__exit__(None, None, None)
+            results: Any = torch._C._autograd._disable_profiler()
     cpu = torch._C._autograd.DeviceType.CPU
-    results: Any = profiler.kineto_results
-    for event in results.events():
-        name = event.name()
-        if name == "[memory]" and event.device_type() == cpu:
-            events.append((event.start_ns(), int(event.nbytes())))
-        elif name.startswith(marks):
-            events.append((event.start_ns(), name))
-    events.sort(key=lambda event: event[0])
+    found = [
+        (e.start_ns(), int(e.nbytes())) for e in results.events() if e.name() == "[memory]" and e.device_type() == cpu
+    ]
+    found.sort(key=lambda event: event[0])
+    sizes = [size for _, size in found]
+    position = 0
+    while position < len(found):
+        is_mark = sizes[position] == _MARK_BYTES[0] and sizes[position : position + 4] == _MARK
+        events.append((found[position][0], None) if is_mark else found[position])
+        position += 4 if is_mark else 1
+
+
+_MARK_BYTES = (104_729, 7_919)
+_MARK = [_MARK_BYTES[0], _MARK_BYTES[1], -_MARK_BYTES[1], -_MARK_BYTES[0]]
+
+
+def mark_memory() -> None:
+    """Leave a mark among the reports of the CPU allocator: two blocks of odd sizes, one inside the other."""
+    outer = torch.UntypedStorage(_MARK_BYTES[0])
+    inner = torch.UntypedStorage(_MARK_BYTES[1])
+    del inner
+    del outer
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Scale(Protocol):
 
 
 class _CpuScale:
-    """Follows the reports of the CPU allocator; marks are ordered among them by the profiler's own clock."""
+    """Follows the reports of the CPU allocator; marks stand among them."""
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
@@ -51,22 +51,22 @@ class _CpuScale:
         self._labels: list[Any] = []
 
     def mark(self, label: Any) -> None:
-        with torch.autograd.profiler.record_function(f"{_MARK}{len(self._labels)}"):
-            self._labels.append(label)
+        _compat.mark_memory()
+        self._labels.append(label)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with _compat.memory_events(_MARK) as events:
+        with _compat.memory_events() as events:
             yield
         self._read(events)
 
-    def _read(self, events: list[tuple[int, int | str]]) -> None:
+    def _read(self, events: list[tuple[int, int | None]]) -> None:
         live = peak = 0
         start = events[0][0] if events else 0
+        labels = iter(self._labels)
         for at, what in events:
-            if isinstance(what, str):
-                label = self._labels[int(what.removeprefix(_MARK))]
-                self.readings.append(Reading(label=label, live_bytes=live, peak_bytes=peak))
+            if what is None:
+                self.readings.append(Reading(label=next(labels), live_bytes=live, peak_bytes=peak))
                 peak = live
                 continue
             live += what
@@ -103,7 +103,6 @@ class _CudaScale:
         torch.cuda.synchronize(self._device)
 
 
-_MARK = "retape mark "
 _START, _END = "start", "end"
 
 
