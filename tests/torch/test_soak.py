@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import os
 import random
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import nn
 import retape
 from retape.torch.runs import plain
 
-STEPS = 2000 if os.environ.get("RETAPE_LONG") else 500
+STEPS = 2000
 
 
 class Broken(Exception):
