@@ -197,8 +197,9 @@ def test_soak():
 def test_what_a_blown_step_leaves_is_freed_by_counting_alone():
     seed()
     model, batch = Model(), torch.randn(8, 4)
-    for fuse in (-1, 2, 6):  # first exceptions import things that hold on to their frames
-        attempt(model, batch, fuse)
+    for fuse in (-1, 2, 6):  # first exceptions, and the first mode, import things that hold on to their frames
+        with Ledger():
+            attempt(model, batch, fuse)
         model.zero_grad()
     gc.collect()
     gc.disable()
