@@ -25,7 +25,6 @@ from retape.core.plan import Plan
 from retape.core.problem import Budget, BudgetKind, Chain, OptionKind
 from retape.core.record import Record
 from retape.core.solve import limit_bytes, solve
-from retape.core.units import format_bytes
 from retape.torch._compat_compiler import is_compiled
 from retape.torch.attach import put_on, take_off
 from retape.torch.budgets import resolved
@@ -45,10 +44,11 @@ from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, Sha
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
-from retape.torch.rounds import Fitting, Rounds
+from retape.torch.rounds import Fitting, Rounds, ran_out
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 
 TIMED_STEPS = 2
+WORTH_A_STEP = 0.99  # of the time of what there is: a plan that promises no less is not tried
 TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a part in so many less
 LONG_STEP_SECONDS = 4.0  # of a step that takes so long one is enough: what disturbs it does not take as long
 MOST_ROUNDS = 4
@@ -340,12 +340,12 @@ class Fitter:
             # How long copies are on their way is the least certain part of a model: see what can be had without them.
             self._search(laboratory, profile, modelled.without(OptionKind.OFFLOAD), rounds)
         if rounds.best is not None:
+            self._use_slack(laboratory, profile, modelled, rounds)
             best = self._timed_best(laboratory, rounds.best)
             return self._or_plainer(laboratory, profile, modelled, rounds, best)
         if rounds.failure is not None:
             raise rounds.failure
-        assert rounds.last is not None
-        raise self._not_kept(rounds.limit_bytes, rounds.last)
+        raise rounds.not_kept()
 
     def _or_plainer(
         self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
@@ -396,19 +396,26 @@ class Fitter:
             modelled = modelled.with_more_fixed(error_bytes)
         return moved_too_much
 
+    def _use_slack(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> None:
+        """What is put aside may be just what a faster plan needs: a measurement decides."""
+        assert rounds.best is not None
+        best = rounds.best.plan.promised_seconds or 0.0
+        if self._long or not modelled.slack_bytes or rounds.everything:
+            return
+        modelled = modelled.without_slack()
+        plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
+        if (plan.promised_seconds or 0.0) > WORTH_A_STEP * best:
+            return
+        try:
+            rounds.are_over(self._tried(laboratory, profile, modelled, plan, rounds))
+        except torch.OutOfMemoryError as error:
+            self._ran_out(laboratory, plan, error)
+
     def _ran_out(self, laboratory: Laboratory, plan: Plan, error: torch.OutOfMemoryError) -> BudgetTooSmall:
-        """What to say if no other plan does: the device has less room, or more fragments, than the budget allows for."""
         laboratory.rewind()
         torch.cuda.empty_cache()
         self.tell("out of memory; trying with less")
-        peak = plan.promised_peak_bytes
-        return BudgetTooSmall(
-            f"A plan that promised {format_bytes(peak)} ran out of memory on {self.device} when it was measured: "
-            f"{str(error).splitlines()[0]} Give a smaller budget, so that there is room beside it, or use a smaller batch.",
-            budget_bytes=plan.budget_bytes,
-            floor_bytes=plan.floor_bytes,
-            binding="",
-        )
+        return ran_out(plan, str(self.device), str(error).splitlines()[0])
 
     def _solved(self, chain: Chain, rounds: Rounds) -> Plan:
         """The best plan for the budget; a hair below the floor the floor's own, for a measurement to decide."""
@@ -470,16 +477,6 @@ class Fitter:
             bare = replace(chain, fixed_bytes=self.fixed_bytes)  # without what is put aside
             self._limit = decided_by_first(partial(limit_bytes, bare, self.budget))
         return self._limit
-
-    def _not_kept(self, limit: int, last: Fitting) -> BudgetTooSmall:
-        peak = last.measured.peak_bytes
-        return BudgetTooSmall(
-            f"No plan was measured to stay inside {format_bytes(limit)}: the last one peaked at {format_bytes(peak)}, where it had "
-            f"promised {format_bytes(last.plan.promised_peak_bytes)}. Raise the budget, or use a smaller batch.",
-            budget_bytes=limit,
-            floor_bytes=peak,
-            binding=last.frontier.binding,
-        )
 
 
 def _repeated(run: Callable[[], float]) -> list[float]:

@@ -16,6 +16,7 @@ from retape.core.frontier import Frontier
 from retape.core.plan import Plan
 from retape.core.problem import Budget, Chain
 from retape.core.record import Record
+from retape.core.units import format_bytes
 from retape.torch.executor import Executor
 
 WORTH_USING = 0.02  # of the peak: a promise that was further off is made again
@@ -57,6 +58,18 @@ class Rounds:
         if self.failure is None or self.failure.floor_bytes < error.floor_bytes:
             self.failure = error
 
+    def not_kept(self) -> BudgetTooSmall:
+        """Plans were found and run, and none stayed inside."""
+        assert self.last is not None
+        peak, promised = self.last.measured.peak_bytes, self.last.plan.promised_peak_bytes
+        return BudgetTooSmall(
+            f"No plan was measured to stay inside {format_bytes(self.limit_bytes)}: the last one peaked at {format_bytes(peak)}, where it "
+            f"had promised {format_bytes(promised)}. Raise the budget, or use a smaller batch.",
+            budget_bytes=self.limit_bytes,
+            floor_bytes=peak,
+            binding=self.last.frontier.binding,
+        )
+
     def are_over(self, tried: Fitting) -> bool:
         """Take the plan if it holds and is the fastest so far; whether no other need be tried."""
         self.last = tried
@@ -70,6 +83,17 @@ class Rounds:
         if self.best is None or confirmed or _seconds(tried.plan) < _seconds(self.best.plan):
             self.best = replace(tried, budget_bytes=self.limit_bytes)
         return confirmed or self._long or abs(peak - promised) <= WORTH_USING * peak
+
+
+def ran_out(plan: Plan, device: str, said: str) -> BudgetTooSmall:
+    """The device has less room, or more fragments, than the budget allows for."""
+    return BudgetTooSmall(
+        f"A plan that promised {format_bytes(plan.promised_peak_bytes)} ran out of memory on {device} when it was measured: {said} "
+        "Give a smaller budget, so that there is room beside it, or use a smaller batch.",
+        budget_bytes=plan.budget_bytes,
+        floor_bytes=plan.floor_bytes,
+        binding="",
+    )
 
 
 def _seconds(plan: Plan) -> float:
