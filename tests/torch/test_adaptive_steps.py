@@ -229,10 +229,9 @@ def test_regions_by_hand_are_of_another_kind_once_they_are_unfrozen():
 # --- what stands there between steps -------------------------------------------------------------------------------
 
 
-def test_an_optimizer_whose_state_comes_late_is_counted():
-    model = Model()
-    weights = sum(p.nbytes for p in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters())
+def bases_around_a_late_step(model, *, set_to_none, **how):
+    """What stands there at each of seven steps, the optimizer's first one after the fifth of them; and what its state takes at least."""
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
     live = retape.adaptive(model, budget="1GiB")
     bases = []
     for turn in range(1, 8):
@@ -240,9 +239,14 @@ def test_an_optimizer_whose_state_comes_late_is_counted():
         bases.append(live.stats().base_bytes)
         if turn == 5:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad(set_to_none=set_to_none)
     live.remove()
-    assert bases[5] - bases[4] >= 2 * weights
+    return bases, 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_an_optimizer_whose_state_comes_late_is_counted():
+    bases, state = bases_around_a_late_step(Model(), set_to_none=False)
+    assert bases[5] - bases[4] >= state
     assert bases[6] == bases[5]
 
 
@@ -294,18 +298,8 @@ def test_it_is_counted_after_the_first_steps_of_an_optimizer(monkeypatch):
 
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
 def test_every_optimizer_leaves_traces(how):
-    model = Model(1)
-    optimizer = torch.optim.AdamW(model.parameters(), **how)
-    live = retape.adaptive(model, budget="1GiB")
-    bases = []
-    for turn in range(1, 7):
-        model(X).backward()
-        bases.append(live.stats().base_bytes)
-        if turn == 5:
-            optimizer.step()
-            optimizer.zero_grad()
-    live.remove()
-    assert bases[5] - bases[4] >= 2 * sum(p.nbytes for p in model.parameters())
+    bases, state = bases_around_a_late_step(Model(1), set_to_none=True, **how)
+    assert bases[5] - bases[4] >= state
 
 
 def test_the_state_of_unfrozen_layers_is_counted():

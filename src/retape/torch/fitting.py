@@ -403,7 +403,10 @@ class Fitter:
         if self._long or not modelled.slack_bytes or rounds.everything:
             return
         modelled = modelled.without_slack()
-        plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
+        try:
+            plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
+        except BudgetTooSmall:  # what there is was found by what its own run has taught
+            return
         if (plan.promised_seconds or 0.0) > WORTH_A_STEP * best:
             return
         try:
