@@ -11,7 +11,7 @@ import retape
 from retape.core.problem import OptionKind
 from retape.torch import fitting
 from retape.torch.fitting import Fitter
-from retape.torch.modelling import Overheads
+from retape.torch.modelling import Modelled, Overheads
 
 BLOCKS = 48
 MOST_STEPS = 12
@@ -158,5 +158,13 @@ def test_what_recomputing_every_region_takes_is_enough_for_it():
     budget = retape.Budget.activations(weighed.peak_bytes - weighed.base_bytes)
     made = fit(model, batch, budget=budget, step=step)
     assert not any(choice.drop_input for choice in made.record.assignment.choices)
+    assert made.measured.peak_bytes <= made.record.budget_bytes
+    made.remove()
+
+
+def test_a_plan_that_holds_is_not_lost_where_no_faster_one_can_be_solved_for(monkeypatch):
+    model, batch, step = small()
+    monkeypatch.setattr(Modelled, "without_slack", lambda modelled: modelled.with_more_fixed(2**40))
+    made = fit(model, batch, budget=0.6, step=step)
     assert made.measured.peak_bytes <= made.record.budget_bytes
     made.remove()
