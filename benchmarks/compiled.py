@@ -22,7 +22,7 @@ from benchmarks.records import record
 
 import retape
 from retape.integrations.huggingface import checkpointable_layers
-from retape.torch._compat import inductor_saving
+from retape.torch._compat_compiler import inductor_saving
 from retape.torch.fused_loss import fuse_loss_as, unfuse_loss
 from retape.torch.runs import plain
 
