@@ -51,6 +51,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _weak, _new = weakref.ref, object.__new__
 _OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
 _is_grad_enabled = torch.is_grad_enabled
+_graph_is_kept = _compat.graph_is_kept
 
 # Re-runs put process-wide state back to how it was (buffers, streams, flags), so only one may do so at a time.
 RERUN = threading.RLock()
@@ -223,9 +224,11 @@ class Region:
             if wanted.value is not None:
                 return wanted.value
             task = _compat.graph_task()
-            links.refilled(self, task)
             # Outside a backward pass nobody consumes the other slots, so they are not filled.
-            self._rerun(self.missing() if task >= 0 else {wanted.index: wanted}, self.early_stop)
+            targets = self.missing() if task >= 0 else {wanted.index: wanted}
+            if len(targets) > 1 or links.others_refilled(task) or _graph_is_kept():
+                links.refilled(self, task)  # else autograd takes what is refilled, and frees it, right away
+            self._rerun(targets, self.early_stop)
             value = wanted.value
             if value is None:
                 raise self._explained(different_number(self.name, len(self._slots), wanted.index, "fewer"))
