@@ -47,6 +47,7 @@ class Layout:
         "_pick_fields",
         "_root_type",
         "_weak",
+        "all_tensors",
         "content",
         "field_lengths",
         "field_places",
@@ -139,6 +140,7 @@ class Layout:
         self.tensors = _picker(tensors)
         found = [held[number] for number in tensors]
         self.only_parameters = not self.tensor_fields and _PARAMETER.issuperset(map(type, found))
+        self.all_tensors = self.only_parameters and len(tensors) == len(held)
 
     def _find_written(self, modules: list[nn.Module], entries: list[tuple[int, Any]]) -> None:
         """What modules write to by themselves: the statistics of norms, the rows of an embedding that scales them."""
@@ -191,7 +193,7 @@ class Layout:
         children, expected = self._children, self._expected
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
-        return Tree(self, modules, fields, then=then, held=held)
+        return Tree(self, modules, fields, then, held)
 
 
 Pick = Callable[[Any], Sequence[Any]]
@@ -216,7 +218,7 @@ class Tree:
 
     # What most trees leave as it is has its value here: setting fields is what making one costs.
     state: Sequence[Tensor] = ()
-    switches: tuple[bool, ...] = ()
+    switches: Sequence[bool] = ()
     others: Sequence[Any] = ()
     statistics: set[int] | None = None
     renormalised: set[int] | None = None
@@ -230,17 +232,18 @@ class Tree:
         layout: Layout,
         modules: list[nn.Module],
         fields: list[dict[str, Any]],
-        *,
         then: tuple[Any, ...],
         held: list[Any],
     ) -> None:
         self.layout = layout
         self.modules = modules
         self.fields = fields
-        if layout.tensors is not None:
+        if layout.all_tensors:
+            self.state = held
+        elif layout.tensors is not None:
             self.state = layout.tensors(held)
         if layout.pick_switches is not None:
-            self.switches = tuple(layout.pick_switches(then))
+            self.switches = layout.pick_switches(then)
         if not layout.is_simple:
             then = self._meet_rest(then, held)
         self._then = then
@@ -414,6 +417,15 @@ def _keep(root: nn.Module, layout: Layout) -> None:
 def _forget(key: int, reference: weakref.ref[nn.Module]) -> None:
     if key in _LAYOUTS and _LAYOUTS[key][0] is reference:  # unless a new module has taken the id meanwhile
         del _LAYOUTS[key]
+
+
+def read_simple_tree(root: nn.Module) -> Tree | None:
+    """What a root and the modules below it hold, if they are laid out as before and hold nothing but parameters and settings."""
+    entry = _LAYOUTS.get(id(root))
+    if entry is None or entry[0]() is not root:
+        return None
+    layout = entry[1]
+    return layout.read(root) if layout.is_simple and layout.with_parameters else None
 
 
 def read_tree(root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[Tree | None, list[nn.Module]]:

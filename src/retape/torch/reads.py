@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import random
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
 from retape.torch.holders import ATOMS, BLANKS, DictHolder, Holder, ListHolder, SlotHolder, tracked
-from retape.torch.layouts import Tree, read_tree
+from retape.torch.layouts import Tree, read_simple_tree, read_tree
 from retape.torch.opaque import CompiledCall, Opaque
 
 _MOST_DEPTH = 8
@@ -41,7 +42,8 @@ class Leaf:
 
 
 _LEAVES = tuple([Leaf(index) for index in range(32)])
-_ONE_LEAF = _LEAVES[:1]
+_TENSOR = frozenset({Tensor})
+_IMPORTED = sys.modules
 _ONLY_LEAVES = frozenset({Leaf})
 _NOTHING: frozenset[int] = frozenset()
 
@@ -52,12 +54,12 @@ class Call:
     # What most calls leave as it is has its value here: setting two dozen fields is what making one costs.
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
-    keywords: dict[str, Any]
+    keywords: dict[str, Any] = {}  # noqa: RUF012 - never changed, only replaced
     plain = True  # every argument is a tensor or no container: nothing to rebuild
     only_tensors = False  # every argument is a tensor
     has_switches = False  # some argument is a plain value
     roots: tuple[nn.Module, ...] = ()
-    modules: list[nn.Module] = []  # noqa: RUF012 - never changed, only replaced
+    modules: list[nn.Module] = []  # noqa: RUF012 - so is this
     kinds: dict[Any, frozenset[int]] | None = None  # what calls of the first root are known to change
     only_parameters = True  # `state` holds nothing else
     switches: tuple[bool, ...] = ()  # plain truth values in fields of modules
@@ -68,16 +70,19 @@ class Call:
     # Buffers that their module writes to, though its first batch may leave them as they are.
     statistics: frozenset[int] = _NOTHING
     twins: tuple[tuple[int, int], ...] = ()  # places that hold the same tensor: code asks `q is k`
+    is_usual = False  # a module by itself, which holds nothing but parameters, called with plain tensors alone
+    fsdp = False
+    tensors: list[Tensor]  # of the arguments, in order
+    extras: list[Tensor]  # of closures, defaults and globals
+    state: list[Tensor]  # the tensors that holders hold
+    holders: list[Any]
+    _placed: list[Any]
+    _seen: set[int]
 
-    def __init__(self) -> None:
-        self.keywords = {}
-        self.tensors: list[Tensor] = []  # of the arguments, in order
-        self.extras: list[Tensor] = []  # of closures, defaults and globals
-        self.state: list[Tensor] = []  # the tensors that holders hold
-        self.holders: list[Holder | Tree] = []
-        self.fsdp = _compat.fsdp_in_use()
-        self._placed: list[tuple[Any, Any] | Tree] = []
-        self._seen: set[int] = set()
+    def begin(self) -> None:
+        """Have room for what a walk meets."""
+        self.tensors, self.extras, self.state = [], [], []
+        self.holders, self._placed, self._seen = [], [], set()
 
     # --- arguments ----------------------------------------------------------------------------------------------
 
@@ -176,7 +181,7 @@ class Call:
         self.holders.append(tree)
         self._placed.append(tree)
         self.state += tree.state
-        self.switches += tree.switches
+        self.switches += tuple(tree.switches)
         if not layout.is_simple:
             self.only_parameters = self.only_parameters and layout.only_parameters
             self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
@@ -370,12 +375,16 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         keywords = {**function.keywords, **keywords}
         function = function.func
     call = Call()
-    if len(arguments) == 1 and type(arguments[0]) is Tensor:
-        call.tensors, call.arguments, call.only_tensors = [arguments[0]], _ONE_LEAF, True  # the usual call, in short
-    else:
-        call.arguments = tuple([call.take(value) for value in arguments])
-        call.only_tensors = _ONLY_LEAVES.issuperset(map(type, call.arguments))
-        call.plain = call.only_tensors or _holds_no_container(call.arguments)
+    if _compat.FSDP_STATE in _IMPORTED and _compat.fsdp_in_use():
+        call.fsdp = True
+    elif not keywords and _TENSOR.issuperset(map(type, arguments)) and isinstance(function, nn.Module):
+        tree = read_simple_tree(function)
+        if tree is not None:
+            return _usual(call, function, arguments, tree)
+    call.begin()
+    call.arguments = tuple([call.take(value) for value in arguments])
+    call.only_tensors = _ONLY_LEAVES.issuperset(map(type, call.arguments))
+    call.plain = call.only_tensors or _holds_no_container(call.arguments)
     if keywords:
         call.only_tensors = False
         call.keywords = {key: call.take(value) for key, value in keywords.items()}
@@ -390,6 +399,22 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         return call
     call.meet(function)
     call.function = _as_of_now(function) if type(function) is types.FunctionType else function
+    return call
+
+
+def _usual(call: Call, module: nn.Module, tensors: tuple[Tensor, ...], tree: Tree) -> Call:
+    """What a walk from a module with nothing but parameters finds, in short: nearly every call is like this."""
+    count = len(tensors)
+    call.is_usual = call.only_tensors = True
+    call.function, call.roots = module, (module,)
+    call.tensors = list(tensors)
+    call.arguments = _LEAVES[:count] if count <= len(_LEAVES) else tuple(map(Leaf, range(count)))
+    call.extras, call.holders = [], [tree]
+    call._placed = call.holders
+    call.state, call.modules = tree.state if type(tree.state) is list else list(tree.state), tree.modules
+    call.kinds, call.switches = tree.layout.kinds, tree.switches
+    if count > 1:
+        call.twins = _twins(call.tensors)
     return call
 
 

@@ -38,7 +38,7 @@ from retape.torch.opaque import CompiledCall
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
 from retape.torch.replay import Diverged, Replay
-from retape.torch.runs import THREAD, Run, Stop, recomputing
+from retape.torch.runs import THREAD, Stop, record, recomputing
 from retape.torch.select import Answering
 from retape.torch.slots import Filler, Slot, changed_in_place
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
@@ -61,6 +61,7 @@ class Region:
     """One execution of a function whose saved tensors retape manages."""
 
     # What is as good as always the same at first has its value here: setting fields is much of what making one costs.
+    rerun = False  # it stands for its first run
     reruns = 0
     refilling = False  # its inputs are being made again
     _running = True  # for the first time
@@ -109,6 +110,10 @@ class Region:
     def name(self) -> str:
         return name_of(self._call.function)
 
+    def keep(self, value: Any) -> Any:
+        """Write down what the function gives to `retape.keep`."""
+        return record(self.kept, value)
+
     # --- the first run -----------------------------------------------------------------------------------------
 
     def _hold_inputs(self) -> links.Held:
@@ -128,7 +133,7 @@ class Region:
         call, contexts, policy = self._call, self._contexts, self.policy
         tensors, call.tensors = call.tensors, []
         running = THREAD.runs
-        running.append(Run(self, rerun=False))
+        running.append(self)
         moves = policy.moved or policy.moved_inputs
         if moves:
             _compat.push_hooks(partial(offload.pack, self, self._cargo), _unpack_moved)
@@ -297,7 +302,7 @@ class Region:
         """One re-run under `mode`; None if it was stopped."""
         self.reruns += 1
         running = THREAD.runs
-        running.append(Run(self, rerun=True))
+        running.append(filler)
         try:
             return self._replayed(filler, held, mode)
         except RerunMismatch as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from retape.torch import _compat
 from retape.torch.checksum import checksum
 from retape.torch.mismatch import different_metadata, different_number, different_values
 from retape.torch.policy import Check
-from retape.torch.runs import Stop
+from retape.torch.runs import Run, Stop
 from retape.torch.watch import version_of
 
 if TYPE_CHECKING:
@@ -49,11 +50,18 @@ def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
     )
 
 
-class Filler:
-    """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
+class Filler(Run):
+    """One re-run, and its hooks: puts what autograd saves into the missing slots, and stops after the last."""
 
-    _next = 0
+    # What most leave as it is has its value here: setting fields is what making one costs.
+    rerun = True
     done = False
+    _cursor = 0
+    _next = 0
+    _observer: Guard | Recorder | None = None
+    _replay: Replay | None = None
+    _for_itself = False
+    _detach: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
 
     def __init__(
         self,
@@ -63,20 +71,22 @@ class Filler:
         observer: Guard | Recorder | None = None,
         replay: Replay | None = None,
     ) -> None:
-        self._region = region
-        self._replay = replay
-        self._observer = observer
+        self.region = region
         self._targets = targets
         self._last = next(reversed(targets), -1)
-        if replay is not None:
-            self._last = max(self._last, replay.last_checked)
         self._early_stop = early_stop
-        # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
-        self._for_itself = region._backward_inside
-        # Modes of our own need not be told of what the hooks do; those of others may count on it.
-        usual = region.policy.recipe is None and region._contexts is None
-        self._detach = _compat.detach_unseen if not usual and region.is_selective else Tensor.detach
         self._filled: list[Slot] = []
+        if observer is not None:
+            self._observer = observer
+        if replay is not None:
+            self._replay = replay
+            self._last = max(self._last, replay.last_checked)
+        # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
+        if region._backward_inside:
+            self._for_itself = True
+        # Modes of our own need not be told of what the hooks do; those of others may count on it.
+        if (region.policy.recipe is not None or region._contexts is not None) and region.is_selective:
+            self._detach = _compat.detach_unseen
 
     def pack(self, tensor: Tensor) -> Any:
         index = self._next
@@ -98,7 +108,7 @@ class Filler:
             slot.version = plain._version if type(plain) is Tensor else version_of(plain)
             slot.refilled, slot.consumed = True, False
             self._filled.append(slot)
-        elif index >= self._region.slot_count:
+        elif index >= self.region.slot_count:
             self._one_too_many(index)
         if self._early_stop and index >= self._last:
             self.done = True
@@ -110,9 +120,9 @@ class Filler:
     def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
         metadata = (tensor.shape, tensor.dtype, tensor.device)
         if wanted[:3] != metadata:
-            error = different_metadata(self._region.name, slot.index, wanted[:3], metadata)
+            error = different_metadata(self.region.name, slot.index, wanted[:3], metadata)
         elif checksum(tensor) != wanted[3]:
-            error = different_values(self._region.name, slot.index)
+            error = different_values(self.region.name, slot.index)
         else:
             return
         if self._replay is not None:
@@ -121,8 +131,8 @@ class Filler:
 
     def _one_too_many(self, index: int) -> None:
         # While the first run has not ended (the function calls backward itself) nobody knows how many there will be.
-        if not self._region._running and self._region.check is not Check.OFF:
-            raise different_number(self._region.name, self._region.slot_count, index + 1, "more")
+        if not self.region._running and self.region.check is not Check.OFF:
+            raise different_number(self.region.name, self.region.slot_count, index + 1, "more")
 
     def undo(self) -> None:
         for slot in self._filled:

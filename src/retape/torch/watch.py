@@ -72,32 +72,43 @@ class Watch:
     _after: list[Any] | None = None
     _copies: Copies | None = None
     _leaves: list[bool] | None = None
+    _plain = True  # all of it is watched by its version alone
     changed: frozenset[int] = _NOTHING
+    _kind: Any
+    _rest: list[Tensor]  # what is watched beside the arguments
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        if call.fsdp:
-            self._fsdp = _sharded_twins(call.state)
-        self._kind = kind = _kind_of(call)
-        self._kinds = kinds = _kinds_of(kind[0]) if call.kinds is None else call.kinds
-        self._known = known = kinds.get(kind[1])
-        tensors = call.tensors
-        watched = tensors + call.extras + call.state
-        known_types = call.only_parameters and not call.extras
-        self._plain = not self._fsdp and _PLAIN.issuperset(map(type, tensors if known_types else watched))
+        tensors, state = call.tensors, call.state
+        if call.is_usual and call.kinds is not None:
+            self._kind = kind = (len(tensors), 0, len(state), call.switches)
+            self._kinds = kinds = call.kinds
+            watched, known_types = tensors + state, True
+        else:
+            if call.fsdp:
+                self._fsdp = _sharded_twins(state)
+            key, self._kind = _kind_of(call)
+            kind = self._kind
+            self._kinds = kinds = _kinds_of(key) if call.kinds is None else call.kinds
+            watched, known_types = tensors + call.extras + state, call.only_parameters and not call.extras
+            self._plain = not self._fsdp and _PLAIN.issuperset(map(type, tensors if known_types else watched))
+        self._known = known = kinds.get(kind)
         self._before = self._versions(watched)
         self.arguments_need_grad = needed = list(map(_needs_grad, tensors))
-        self._needs_grad = list(map(_needs_grad, call.state))
+        self._needs_grad = list(map(_needs_grad, state))
         # Where modules hold nothing but parameters there is no history to leave out and nothing to copy but arguments.
         usual = known is _NOTHING and known_types
         if not usual or False in needed:
             worth = self._worth_copying(tensors if usual else watched)
             if worth:
                 self._copies = Copies(watched, worth)
-        if not usual:
-            self._leaves = [tensor.grad_fn is None for tensor in call.state]
-            call.state = [hold(tensor) for tensor in call.state]
+        if usual:
+            self._rest = state
+        else:
+            self._leaves = [tensor.grad_fn is None for tensor in state]
+            call.state = [hold(tensor) for tensor in state]
             call.extras = [hold(tensor) for tensor in call.extras]
+            self._rest = call.extras + call.state
 
     def _versions(self, tensors: list[Tensor]) -> list[Any]:
         if self._plain:
@@ -128,7 +139,7 @@ class Watch:
 
     def settle(self, arguments: list[Tensor], region: Region) -> None:
         """After the call: learn what it changed, and let go of the copies of what it did not."""
-        watched = arguments + self._call.extras + self._call.state
+        watched = arguments + self._rest
         after = list(map(_version, watched)) if self._plain else self._versions(watched)
         self._after = after
         copies, self._copies = self._copies, None
@@ -144,7 +155,7 @@ class Watch:
         else:
             changed |= self._known
         if not changed <= (self._known or _NOTHING) or self._known is None:
-            self._kinds[self._kind[1]] = frozenset(changed) or _NOTHING
+            self._kinds[self._kind] = frozenset(changed) or _NOTHING
         if not changed:
             return
         lost = {i for i in (changed - copies.indices if copies else changed) if not _compat.is_fake(watched[i])}
@@ -164,7 +175,7 @@ class Watch:
         """
         if self._after is None:  # the call has not ended: it asks for its own gradients
             return []
-        watched: list[Any] = arguments + self._call.extras + self._call.state
+        watched: list[Any] = arguments + self._rest
         if type(None) in map(type, arguments):
             watched = [_ELSEWHERE if tensor is None else tensor for tensor in watched]
         now = list(map(_version, watched)) if self._plain else self._versions(watched)
@@ -229,7 +240,7 @@ class AsBefore:
         if watch._copies is not None:
             with _compat.unobserved():
                 self._put_copies(call, watch._copies)
-        self._leaves = leaves = call.extras + call.state
+        self._leaves = leaves = watch._rest
         if any(map(_backward_hooks, leaves)):
             self._hook_counts = _hook_counts(leaves)
 
@@ -276,7 +287,7 @@ class AsBefore:
         if nn.Parameter in map(type, tensors):  # handed on as they are
             mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
             self._hook_counts = (self._hook_counts or [0] * len(self._leaves)) + _hook_counts(mine)
-            self._leaves += mine
+            self._leaves = self._leaves + mine
         return tensors
 
     def keep_gradients(self) -> None:
