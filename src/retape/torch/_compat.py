@@ -38,9 +38,8 @@ top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def graph_is_kept() -> bool:
-    """Whether the backward pass that runs in this thread leaves its graph for another one (`retain_graph`)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+# Whether the backward pass that runs in this thread leaves its graph for another one (`retain_graph`).
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def sequence_number(node: Any) -> int:

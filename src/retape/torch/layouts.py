@@ -41,6 +41,7 @@ class Layout:
 
     __slots__ = (
         "_children",
+        "_count",
         "_expected",
         "_field_keys",
         "_held_types",
@@ -82,6 +83,7 @@ class Layout:
         self.fills_what_it_saved = nn.RReLU in map(type, modules)
         fields = list(map(_vars, modules))
         self._field_keys: list[str] = list(_flat(fields))
+        self._count = len(fields[0]) if len(fields) == 1 else 0  # of the fields of a module without children
         self.field_lengths = list(map(len, fields))
         now = self._sort_fields(fields)
         content = now[self.content]
@@ -158,9 +160,9 @@ class Layout:
 
     def look(self, fields: list[dict[str, Any]]) -> tuple[Any, ...] | None:
         """What stands in the fields that matter, or None if the modules have others."""
-        if len(fields) == 1:  # the names that matter, and as many as there were: then the rest are the same too
+        if self._count:  # the names that matter, and as many as there were: then the rest are the same too
             only = fields[0]
-            if len(only) != len(self._field_keys):
+            if len(only) != self._count:
                 return None
             try:
                 return self._pick_fields(only)  # type: ignore[no-any-return]
@@ -247,11 +249,18 @@ class Tree:
         if not layout.is_simple:
             then = self._meet_rest(then, held)
         self._then = then
-        self._content: tuple[dict[Any, Any], ...] = then[layout.content]
         self._held = held
-        self._hooks: tuple[dict[Any, Any], ...] = then[layout.hooks]
-        if any(self._hooks):
+        if any(then[layout.hooks]):
             self._hook_copies = [hook.copy() for hook in self._hooks]
+
+    @property
+    def _content(self) -> tuple[dict[Any, Any], ...]:
+        """The dicts of children, buffers and parameters."""
+        return self._then[self.layout.content]
+
+    @property
+    def _hooks(self) -> tuple[dict[Any, Any], ...]:
+        return self._then[self.layout.hooks]
 
     def _meet_rest(self, now: tuple[Any, ...], held: list[Any]) -> tuple[Any, ...]:
         """Everything beside parameters and plain settings; returns what there is to compare with."""
@@ -316,22 +325,22 @@ class Tree:
 
     def _is_as_then(self) -> bool:
         """Whether every module holds, by identity, what it held when the region first ran."""
-        layout, content = self.layout, self._content
-        self._fields_are_as_then = False
-        now = layout.look(self.fields)
-        if now is None:
-            return False
-        self._kept = now
+        layout = self.layout
+        self._kept = now = layout.look(self.fields)
         # Of what must not be held the kind counts: a tensor may have come in its place.
-        if layout.has_objects and list(map(type, now)) != layout.field_types:
-            return False
-        if not all(map(is_, self._then, now)):
+        if (
+            now is None
+            or not all(map(is_, self._then, now))
+            or (layout.has_objects and list(map(type, now)) != layout.field_types)
+        ):
+            self._fields_are_as_then = False
             return False
         self._fields_are_as_then = True
+        content = now[layout.content]
         return (
             all(map(is_, _flat(map(_values, content)), self._held))
             and list(map(tuple, content)) == layout.keys_of_parts
-            and (not any(self._hooks) if self._hook_copies is None else self._hooks_are_as_then())
+            and (not any(now[layout.hooks]) if self._hook_copies is None else self._hooks_are_as_then())
         )
 
     def _put_held_back(self) -> None:

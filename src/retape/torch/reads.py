@@ -377,7 +377,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     call = Call()
     if _compat.FSDP_STATE in _IMPORTED and _compat.fsdp_in_use():
         call.fsdp = True
-    elif not keywords and _TENSOR.issuperset(map(type, arguments)) and isinstance(function, nn.Module):
+    elif arguments and not keywords and _TENSOR.issuperset(map(type, arguments)) and isinstance(function, nn.Module):
         tree = read_simple_tree(function)
         if tree is not None:
             return _usual(call, function, arguments, tree)

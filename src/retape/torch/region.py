@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any
 
@@ -47,11 +47,16 @@ from retape.torch.watch import AsBefore, Guard, Watch, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Asked for with every tensor that is saved: a name of the module's is the cheapest to find.
+# Asked for with every region or every tensor that is saved: a name of the module's is the cheapest to find.
 _weak, _new = weakref.ref, object.__new__
 _OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
 _is_grad_enabled = torch.is_grad_enabled
-_graph_is_kept = _compat.graph_is_kept
+_push_hooks, _pop_hooks, _top_hooks = _compat.push_hooks, _compat.pop_hooks, _compat.top_hooks
+_graph_task, _graph_is_kept = _compat.graph_task, _compat.graph_is_kept
+_count_dispatch_modes, _in_odd_surroundings = _compat.count_dispatch_modes, _compat.in_odd_surroundings
+_capture, _streams, _drawn, _Ambience = state.capture, state.streams, state.drawn, state.Replay
+_NO_TENSORS: list[Tensor] = []  # never changed, only replaced
+_HeldHere, _MovedSlot = links.HeldHere, offload.MovedSlot
 
 # Re-runs put process-wide state back to how it was (buffers, streams, flags), so only one may do so at a time.
 RERUN = threading.RLock()
@@ -67,7 +72,7 @@ class Region:
     _running = True  # for the first time
     _backward_inside = False  # the function asks for gradients itself
     _diverged = False  # from its recipe
-    _cargo: offload.Cargo
+    _cargo: offload.Cargo | None = None  # where slots or inputs are moved
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class Region:
         if call.fills_what_it_saved:
             self.early_stop = False
             self.check = Check.METADATA if self._compares else _OFF
-        if _compat.count_dispatch_modes():
+        if _count_dispatch_modes():
             with _compat.unobserved():
                 self._observe(call)
         else:
@@ -101,10 +106,16 @@ class Region:
     def _observe(self, call: Call) -> None:
         """Note how everything stands that a re-run must see again."""
         self._arguments = set(map(id, call.tensors))
-        self._own = set(map(id, call.state))
+        if not call.only_parameters:
+            self._own = set(map(id, call.state))
         self._watch = Watch(call)
-        self._ambient = state.capture()
-        self._draws = state.streams(call.generators)
+        self._ambient = _capture()
+        self._draws = _streams(call.generators)
+
+    @cached_property
+    def _own(self) -> set[int]:
+        """The tensors of modules and containers, by id. Few regions ask: a parameter that needs a gradient is told by that."""
+        return set(map(id, self._call.state))
 
     @property
     def name(self) -> str:
@@ -117,28 +128,28 @@ class Region:
     # --- the first run -----------------------------------------------------------------------------------------
 
     def _hold_inputs(self) -> links.Held:
-        tensors, inputs = self._call.tensors, self.policy.inputs
-        if self.policy.moved or self.policy.moved_inputs:
+        policy, tensors = self.policy, self._call.tensors
+        inputs = policy.inputs
+        if policy.moved or policy.moved_inputs:
             self._cargo = offload.Cargo()
-        if _compat.top_hooks(True) is not None:
+        if _top_hooks(True) is not None:
             return links.SavedInNode(tensors)  # Rule 7
         if inputs is _HOLD:
-            if self.policy.moved_inputs:
-                return MovedInputs(tensors, self.policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
-            return links.HeldHere([t if t.grad_fn is None else t.detach() for t in tensors])
+            if self._cargo is not None and policy.moved_inputs:
+                return MovedInputs(tensors, policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
+            return _HeldHere([t if t.grad_fn is None else t.detach() for t in tensors])
         return links.held_or_linked(tensors, inputs, checksum if self.check is Check.VALUES else None)
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run the function for the first time."""
-        call, contexts, policy = self._call, self._contexts, self.policy
-        tensors, call.tensors = call.tensors, []
+        call, contexts, cargo = self._call, self._contexts, self._cargo
+        tensors, call.tensors = call.tensors, _NO_TENSORS
         running = THREAD.runs
         running.append(self)
-        moves = policy.moved or policy.moved_inputs
-        if moves:
-            _compat.push_hooks(partial(offload.pack, self, self._cargo), _unpack_moved)
+        if cargo is None:
+            _push_hooks(*self._hooks())
         else:
-            _compat.push_hooks(*self._hooks())
+            _push_hooks(partial(offload.pack, self, cargo), _unpack_moved)
         try:
             outputs = (
                 function(*arguments, **keywords)
@@ -151,20 +162,20 @@ class Region:
                 raise
             raise explained from error
         finally:
-            _compat.pop_hooks()
+            _pop_hooks()
             running.pop()
-        self._draws = state.drawn(self._draws)
-        if _compat.count_dispatch_modes():
+        self._draws = _drawn(self._draws)
+        if _count_dispatch_modes():
             with _compat.unobserved():
                 self._watch.settle(tensors, self)
         else:
             self._watch.settle(tensors, self)
         self._running = False
-        if moves:
-            self._cargo.close()
+        if cargo is not None:
+            cargo.close()
         if contexts is not None:  # not repeatable
             links.forget_outputs(outputs)
-        elif policy.linkable:
+        elif self.policy.linkable:
             links.register_outputs(self, outputs)
         return outputs
 
@@ -200,10 +211,10 @@ class Region:
         if id(base) in self._arguments:
             costs_nothing = policy.reuse_inputs and self._inputs.holds_here
         else:  # a parameter or a buffer, or a view of one
-            costs_nothing = id(base) in self._own or (base.requires_grad and base.is_leaf)
+            costs_nothing = (base.is_leaf and base.requires_grad) or id(base) in self._own
         if costs_nothing or policy.hold_all or index in policy.held:
             slot.value = tensor if tensor.grad_fn is None else tensor.detach()
-            slot.version = version_of(tensor)  # Rule 3
+            slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)  # Rule 3
             return slot
         slot.value = None
         if self.check is _VALUES:
@@ -223,12 +234,12 @@ class Region:
 
     def refill(self, wanted: Slot) -> Tensor:
         """Run again and return what `wanted` held; the other missing slots are refilled on the way. One that was moved is fetched."""
-        if isinstance(wanted, offload.MovedSlot):
+        if isinstance(wanted, _MovedSlot):
             return wanted.fetch()
         with RERUN:
             if wanted.value is not None:
                 return wanted.value
-            task = _compat.graph_task()
+            task = _graph_task()
             # Outside a backward pass nobody consumes the other slots, so they are not filled.
             targets = self.missing() if task >= 0 else {wanted.index: wanted}
             if len(targets) > 1 or links.others_refilled(task) or _graph_is_kept():
@@ -274,7 +285,7 @@ class Region:
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
         inputs, watch = self._inputs, self._watch
-        if type(inputs) is links.HeldHere and inputs.holds_here:
+        if type(inputs) is _HeldHere and inputs.holds_here:
             held = inputs.held
             suspects = watch.check(held, self)
         else:
@@ -319,7 +330,7 @@ class Region:
 
     def _replayed(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
         """Run again with everything as it was; afterwards all is as it is."""
-        around = state.Replay(self._ambient, self._draws)
+        around = _Ambience(self._ambient, self._draws)
         try:
             before = AsBefore(self._watch)
             try:
@@ -327,7 +338,7 @@ class Region:
                 args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
                 if self._backward_inside:
                     before.keep_gradients()
-                if self._contexts is None and mode is None:
+                if mode is None and self._contexts is None:
                     return self._hooked(filler, args, keywords)
                 with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext():
                     return self._hooked(filler, args, keywords)
@@ -355,7 +366,7 @@ class Region:
         return type(function) is CompiledCall or any(map(_compat_compiler.is_compiled, (function, *self._call.modules)))
 
     def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        _compat.push_hooks(filler.pack, _as_it_is)
+        _push_hooks(filler.pack, _as_it_is)
         try:
             function = self._call.function
             if type(function) is FunctionType:
@@ -366,7 +377,7 @@ class Region:
                 raise
             return None
         finally:
-            _compat.pop_hooks()
+            _pop_hooks()
 
     def held_values(self) -> dict[int, Tensor]:
         """The slots that hold something now, by number; a write to one since is an error."""
@@ -429,7 +440,9 @@ def unpack(slot: Slot) -> Tensor:
 
 @_compat_compiler.left_alone
 def _unpack_moved(slot: Slot) -> Tensor:
-    slot.region._cargo.reached(slot.region.policy.ahead)
+    cargo = slot.region._cargo
+    assert cargo is not None
+    cargo.reached(slot.region.policy.ahead)
     return unpack(slot)
 
 
@@ -459,7 +472,7 @@ def run_region(
     keywords = keywords or {}
     if not _is_grad_enabled() or THREAD.plain:
         return function(*arguments, **keywords)
-    odd = _compat.in_odd_surroundings()
+    odd = _in_odd_surroundings()
     if odd:
         refuse_transforms(function)
     call = capture_call(function, arguments, keywords)

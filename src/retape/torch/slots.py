@@ -58,6 +58,7 @@ class Filler(Run):
     done = False
     _cursor = 0
     _next = 0
+    _observed = False
     _observer: Guard | Recorder | None = None
     _replay: Replay | None = None
     _for_itself = False
@@ -77,9 +78,9 @@ class Filler(Run):
         self._early_stop = early_stop
         self._filled: list[Slot] = []
         if observer is not None:
-            self._observer = observer
+            self._observer, self._observed = observer, True
         if replay is not None:
-            self._replay = replay
+            self._replay, self._observed = replay, True
             self._last = max(self._last, replay.last_checked)
         # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
         if region._backward_inside:
@@ -89,33 +90,36 @@ class Filler(Run):
             self._detach = _compat.detach_unseen
 
     def pack(self, tensor: Tensor) -> Any:
-        index = self._next
-        self._next = index + 1
         if self.done:
             raise Stop(self)  # user code swallowed the first one (Rule 2)
-        if self._observer is not None:
-            self._observer.saw_slot(tensor)
-        if self._replay is not None:
-            self._replay.saw_slot(index, tensor)
+        index = self._next
+        self._next = index + 1
+        if self._observed:
+            self._observe(index, tensor)
         slot = self._targets.get(index)
         plain = None
         if slot is not None:
-            plain = self._detach(tensor) if tensor.requires_grad else tensor
             wanted = slot.metadata
             if wanted is not None and wanted != (tensor.shape, tensor.dtype, tensor.device):
                 self._compare(slot, wanted, tensor)
-            slot.value = plain
+            slot.value = plain = self._detach(tensor) if tensor.requires_grad else tensor
             slot.version = plain._version if type(plain) is Tensor else version_of(plain)
             slot.refilled, slot.consumed = True, False
             self._filled.append(slot)
         elif index >= self.region.slot_count:
             self._one_too_many(index)
-        if self._early_stop and index >= self._last:
+        if index >= self._last and self._early_stop:
             self.done = True
             raise Stop(self)
         if not self._for_itself:
             return None
         return plain if plain is not None else tensor.detach() if tensor.requires_grad else tensor
+
+    def _observe(self, index: int, tensor: Tensor) -> None:
+        if self._observer is not None:
+            self._observer.saw_slot(tensor)
+        if self._replay is not None:
+            self._replay.saw_slot(index, tensor)
 
     def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
         metadata = (tensor.shape, tensor.dtype, tensor.device)

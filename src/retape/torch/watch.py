@@ -140,9 +140,11 @@ class Watch:
     def settle(self, arguments: list[Tensor], region: Region) -> None:
         """After the call: learn what it changed, and let go of the copies of what it did not."""
         watched = arguments + self._rest
-        after = list(map(_version, watched)) if self._plain else self._versions(watched)
-        self._after = after
-        copies, self._copies = self._copies, None
+        self._after = after = list(map(_version, watched)) if self._plain else self._versions(watched)
+        copies = self._copies
+        if copies is None and self._known is _NOTHING and after == self._before:
+            return
+        self._copies = None
         # BatchNorm's kernels write without a version. Looking costs a wait on a GPU, so there only the first call is looked at.
         look = copies is not None and (self._known is None or copies.on_the_cpu(watched))
         unseen = copies.different(watched) if copies is not None and look else set()
@@ -275,9 +277,12 @@ class AsBefore:
     def arguments(self, held: list[Tensor]) -> list[Tensor]:
         """The tensor arguments as they were before the call, fit to be handed to a re-run."""
         watch, copies = self._watch, self._copies
+        needed = watch.arguments_need_grad
+        if watch._call.is_usual and copies is _NO_TWINS and len(held) == 1:  # in short
+            return [held[0].detach().requires_grad_()] if needed[0] else held
         tensors = [
-            tensor if not needed or type(tensor) is nn.Parameter else tensor.detach().requires_grad_(True)
-            for tensor, needed in zip(held, watch.arguments_need_grad, strict=True)
+            tensor if not need or type(tensor) is nn.Parameter else tensor.detach().requires_grad_(True)
+            for tensor, need in zip(held, needed, strict=True)
         ]
         for index in copies:
             if index < len(tensors):
