@@ -209,10 +209,14 @@ class Region:
         if base is None:
             base = tensor
         if id(base) in self._arguments:
-            costs_nothing = policy.reuse_inputs and self._inputs.holds_here
-        else:  # a parameter or a buffer, or a view of one
-            costs_nothing = (base.is_leaf and base.requires_grad) or id(base) in self._own
-        if costs_nothing or policy.hold_all or index in policy.held:
+            held = policy.reuse_inputs and self._inputs.holds_here
+        elif base.is_leaf and base.requires_grad:  # a parameter or a view of one, whose history ends there: no cycle
+            slot.value = tensor
+            slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
+            return slot
+        else:
+            held = id(base) in self._own
+        if held or policy.hold_all or index in policy.held:
             slot.value = tensor if tensor.grad_fn is None else tensor.detach()
             slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)  # Rule 3
             return slot
@@ -469,7 +473,20 @@ def run_region(
     done: Callable[[Region], None] | None = None,
 ) -> Any:
     """Call `function(*arguments, **keywords)` as a region; `done` is called with it when its first run is over."""
-    keywords = keywords or {}
+    return run_call(function, arguments, keywords or {}, policy, check, early_stop, contexts, done)
+
+
+def run_call(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    policy: Policy,
+    check: Check,
+    early_stop: bool,
+    contexts: Contexts | None,
+    done: Callable[[Region], None] | None,
+) -> Any:
+    """`run_region` for the drop-in, which has all of it at hand: spelling keywords out twice costs as much as a region's record."""
     if not _is_grad_enabled() or THREAD.plain:
         return function(*arguments, **keywords)
     odd = _in_odd_surroundings()
