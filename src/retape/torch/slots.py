@@ -102,7 +102,7 @@ class Filler(Run):
             wanted = slot.metadata
             if wanted is not None and wanted != (tensor.shape, tensor.dtype, tensor.device):
                 self._compare(slot, wanted, tensor)
-            slot.value = plain = self._detach(tensor) if tensor.requires_grad else tensor
+            slot.value = plain = tensor if tensor.is_leaf else self._detach(tensor)  # a leaf has no history
             slot.version = plain._version if type(plain) is Tensor else version_of(plain)
             slot.refilled, slot.consumed = True, False
             self._filled.append(slot)
@@ -113,7 +113,7 @@ class Filler(Run):
             raise Stop(self)
         if not self._for_itself:
             return None
-        return plain if plain is not None else tensor.detach() if tensor.requires_grad else tensor
+        return plain if plain is not None else tensor if tensor.is_leaf else tensor.detach()
 
     def _observe(self, index: int, tensor: Tensor) -> None:
         if self._observer is not None:
