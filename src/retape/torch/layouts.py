@@ -45,6 +45,7 @@ class Layout:
         "_expected",
         "_field_keys",
         "_held_types",
+        "_names",
         "_pick_fields",
         "_root_type",
         "_weak",
@@ -91,6 +92,8 @@ class Layout:
         self.held_keys: list[Any] = list(_flat(map(_keys, content)))
         self.held_lengths = list(map(len, content))
         self.keys_of_parts: list[tuple[Any, ...]] = list(map(tuple, content))
+        alone = len(modules) == 1 and not self.keys_of_parts[0] and not self.keys_of_parts[1]
+        self._names = self.keys_of_parts[2] if alone else None  # of a module with nothing but parameters
         self._held_types = list(map(type, held))
         self._sort_held(modules, held)
         self._find_written(modules, list(_owned(content)))
@@ -172,6 +175,17 @@ class Layout:
             return None
         return self._pick_fields(list(_flat(map(_values, fields))))  # type: ignore[no-any-return]
 
+    def held_in(self, content: tuple[dict[Any, Any], ...]) -> list[Any] | None:
+        """What stands in the dicts of buffers, children and parameters, or None if it has other names."""
+        if self._names is not None:  # in short
+            buffers, children, parameters = content
+            if buffers or children or tuple(parameters) != self._names:
+                return None
+            return list(_values(parameters))
+        if list(map(tuple, content)) != self.keys_of_parts:
+            return None
+        return list(_flat(map(_values, content)))
+
     def read(self, root: nn.Module) -> Tree | None:
         """What the tree holds now, or None if it is not laid out like this any more."""
         modules: list[Any] = [root]
@@ -186,11 +200,8 @@ class Layout:
         then = self.look(fields)
         if then is None or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
             return None
-        content = then[self.content]
-        if list(map(tuple, content)) != self.keys_of_parts:
-            return None
-        held = list(_flat(map(_values, content)))
-        if list(map(type, held)) != self._held_types:
+        held = self.held_in(then[self.content])
+        if held is None or list(map(type, held)) != self._held_types:
             return None
         children, expected = self._children, self._expected
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
@@ -336,10 +347,10 @@ class Tree:
             self._fields_are_as_then = False
             return False
         self._fields_are_as_then = True
-        content = now[layout.content]
+        held = layout.held_in(now[layout.content])
         return (
-            all(map(is_, _flat(map(_values, content)), self._held))
-            and list(map(tuple, content)) == layout.keys_of_parts
+            held is not None
+            and all(map(is_, held, self._held))
             and (not any(now[layout.hooks]) if self._hook_copies is None else self._hooks_are_as_then())
         )
 
