@@ -43,7 +43,7 @@ from retape.torch.select import Answering
 from retape.torch.slots import Filler, Slot, changed_in_place
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
 from retape.torch.transforms import explained_transform, refuse_cached_parametrizations, refuse_transforms
-from retape.torch.watch import AsBefore, Guard, Watch, version_of
+from retape.torch.watch import AsBefore, Guard, Watch, hold, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -137,7 +137,7 @@ class Region:
         if inputs is _HOLD:
             if self._cargo is not None and policy.moved_inputs:
                 return MovedInputs(tensors, policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
-            return _HeldHere([t if t.grad_fn is None else t.detach() for t in tensors])
+            return _HeldHere(list(map(hold, tensors)))
         return links.held_or_linked(tensors, inputs, checksum if self.check is Check.VALUES else None)
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

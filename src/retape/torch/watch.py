@@ -308,14 +308,8 @@ class AsBefore:
         self.leave()
 
     def leave(self) -> None:
-        for tensor, value in reversed(self._overwritten):
-            _compat.write_unseen(tensor, value)
-        for tensor in self._needs_grad:
-            tensor.requires_grad_(not tensor.requires_grad)
-        for leaf, gradient, before in self._grads:
-            leaf.grad = gradient
-            if gradient is not None and before is not None:
-                _compat.write_unseen(gradient, before)
+        if self._overwritten or self._needs_grad or self._grads:
+            self._put_back()
         if any(map(_backward_hooks, self._leaves)):
             counts = self._hook_counts or [0] * len(self._leaves)
             for tensor, count in zip(self._leaves, counts, strict=True):
@@ -324,6 +318,17 @@ class AsBefore:
                     hooks.popitem()
         for holder in self._watch._call.holders:
             holder.leave()
+
+    def _put_back(self) -> None:
+        """Undo what was put into tensors themselves."""
+        for tensor, value in reversed(self._overwritten):
+            _compat.write_unseen(tensor, value)
+        for tensor in self._needs_grad:
+            tensor.requires_grad_(not tensor.requires_grad)
+        for leaf, gradient, before in self._grads:
+            leaf.grad = gradient
+            if gradient is not None and before is not None:
+                _compat.write_unseen(gradient, before)
 
 
 def _hook_counts(tensors: Sequence[Tensor]) -> list[int]:
