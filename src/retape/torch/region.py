@@ -86,13 +86,19 @@ class Region:
         contexts: Contexts | None = None,
         captured: Call | None = None,
     ) -> None:
+        call = captured or capture_call(function, arguments, keywords)
+        self._begin(call, policy, check, early_stop, contexts)
+
+    def _begin(
+        self, call: Call, policy: Policy, check: Check, early_stop: bool, contexts: Contexts | None
+    ) -> None:
         self.policy = policy
         self.check, self._compares = check, check is not _OFF
         self.early_stop = early_stop
         self.kept: list[Any] = []
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
-        self._call = call = captured or capture_call(function, arguments, keywords)
+        self._call = call
         if call.fills_what_it_saved:
             self.early_stop = False
             self.check = Check.METADATA if self._compares else _OFF
@@ -147,7 +153,8 @@ class Region:
         running = THREAD.runs
         running.append(self)
         if cargo is None:
-            _push_hooks(*self._hooks())
+            pack, unpack_ = self._hooks()
+            _push_hooks(pack, unpack_)
         else:
             _push_hooks(partial(offload.pack, self, cargo), _unpack_moved)
         try:
@@ -293,7 +300,7 @@ class Region:
             held = inputs.held
             suspects = watch.check(held, self)
         else:
-            suspects = watch.check(inputs.present(), self)
+            suspects = watch.check_present(inputs.present(), self)
             self.refilling = True  # loading its inputs may refill others
             try:
                 held = inputs.load(self, watch.changed, {} if made is None else made)
@@ -500,16 +507,8 @@ def run_call(
     if THREAD.manager is not None and contexts is None and not policy.moves and not recomputing():
         how = {"policy": policy, "check": check, "early_stop": early_stop, "done": done}
         return THREAD.manager.run(call, function, arguments, keywords, **how)
-    region = Region(
-        function,
-        arguments,
-        keywords,
-        policy=policy,
-        check=check,
-        early_stop=early_stop,
-        contexts=contexts,
-        captured=call,
-    )
+    region = _new(Region)
+    region._begin(call, policy, check, early_stop, contexts)  # what `__init__` does, without spelling out keywords
     outputs = region.run(function, arguments, keywords)
     if done is not None:
         done(region)

@@ -170,16 +170,15 @@ class Watch:
             self._copies = copies.only(changed)
             self.changed = self._copies.indices
 
-    def check(self, arguments: list[Tensor | None], region: Region) -> list[Tensor]:
-        """What was written to since the call, other than what the call itself changes; a re-run must not read it.
+    def check_present(self, arguments: list[Tensor | None], region: Region) -> list[Tensor]:
+        """`check`, where arguments that are not held here (None) are somebody else's to check."""
+        return self.check([_ELSEWHERE if tensor is None else tensor for tensor in arguments], region)
 
-        Arguments that are not held here (None) are somebody else's to check.
-        """
+    def check(self, arguments: list[Tensor], region: Region) -> list[Tensor]:
+        """What was written to since the call, other than what the call itself changes; a re-run must not read it."""
         if self._after is None:  # the call has not ended: it asks for its own gradients
             return []
-        watched: list[Any] = arguments + self._rest
-        if type(None) in map(type, arguments):
-            watched = [_ELSEWHERE if tensor is None else tensor for tensor in watched]
+        watched = arguments + self._rest
         now = list(map(_version, watched)) if self._plain else self._versions(watched)
         if now == self._after:
             return []
