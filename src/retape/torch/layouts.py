@@ -439,8 +439,8 @@ def _forget(key: int, reference: weakref.ref[nn.Module]) -> None:
         del _LAYOUTS[key]
 
 
-def read_simple_tree(root: nn.Module) -> Tree | None:
-    """What a root and the modules below it hold, if they are laid out as before and hold nothing but parameters and settings."""
+def read_simple_tree(root: Any) -> Tree | None:
+    """What a known module and those below it hold, if they are laid out as before and hold nothing but parameters and settings."""
     entry = _LAYOUTS.get(id(root))
     if entry is None or entry[0]() is not root:
         return None

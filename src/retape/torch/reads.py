@@ -374,14 +374,14 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         arguments = (*function.args, *arguments)
         keywords = {**function.keywords, **keywords}
         function = function.func
-    call = Call()
-    if _compat.FSDP_STATE in _IMPORTED and _compat.fsdp_in_use():
-        call.fsdp = True
-    elif arguments and not keywords and _TENSOR.issuperset(map(type, arguments)) and isinstance(function, nn.Module):
+    fsdp = _compat.FSDP_STATE in _IMPORTED and _compat.fsdp_in_use()
+    if arguments and not keywords and not fsdp and _TENSOR.issuperset(map(type, arguments)):
         tree = read_simple_tree(function)
         if tree is not None:
-            return _usual(call, function, arguments, tree)
+            return _usual(function, arguments, tree)
+    call = Call()
     call.begin()
+    call.fsdp = fsdp
     call.arguments = tuple([call.take(value) for value in arguments])
     call.only_tensors = _ONLY_LEAVES.issuperset(map(type, call.arguments))
     call.plain = call.only_tensors or _holds_no_container(call.arguments)
@@ -402,18 +402,25 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     return call
 
 
-def _usual(call: Call, module: nn.Module, tensors: tuple[Tensor, ...], tree: Tree) -> Call:
-    """What a walk from a module with nothing but parameters finds, in short: nearly every call is like this."""
-    count = len(tensors)
-    call.is_usual = call.only_tensors = True
-    call.function, call.roots = module, (module,)
-    call.tensors = list(tensors)
-    call.arguments = _LEAVES[:count] if count <= len(_LEAVES) else tuple(map(Leaf, range(count)))
-    call.extras, call.holders = [], [tree]
-    call._placed = call.holders
-    call.state, call.modules = tree.state if type(tree.state) is list else list(tree.state), tree.modules
-    call.kinds, call.switches = tree.layout.kinds, tree.switches
-    if count > 1:
+class _UsualCall(Call):
+    """The call of a module by itself, which holds nothing but parameters, with plain tensors alone: nearly every one is like this."""
+
+    is_usual = only_tensors = True
+
+    @property
+    def places(self) -> list[tuple[Any, Any]]:
+        found: list[tuple[Any, Any]] = self.holders[0].places()
+        return found
+
+
+def _usual(module: Any, tensors: tuple[Tensor, ...], tree: Tree) -> Call:
+    """What a walk would find, in short."""
+    call = _UsualCall()
+    call.function, call.roots, call.modules = module, (module,), tree.modules
+    call.tensors, call.extras, call.holders = list(tensors), [], [tree]
+    call.state, call.switches = list(tree.state), tree.switches
+    call.kinds = tree.layout.kinds
+    if len(tensors) > 1:
         call.twins = _twins(call.tensors)
     return call
 
