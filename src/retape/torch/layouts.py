@@ -231,12 +231,12 @@ class Tree:
 
     # What most trees leave as it is has its value here: setting fields is what making one costs.
     state: Sequence[Tensor] = ()
-    switches: Sequence[bool] = ()
+    switches: tuple[bool, ...] = ()
     others: Sequence[Any] = ()
     statistics: set[int] | None = None
     renormalised: set[int] | None = None
     _hook_copies: list[dict[Any, Any]] | None = None
-    _kept: Sequence[Any] = ()
+    _kept: Sequence[Any] | None = ()
     _entered: list[ModuleHolder] | None = None
     _fields_are_as_then = True
 
@@ -256,7 +256,7 @@ class Tree:
         elif layout.tensors is not None:
             self.state = layout.tensors(held)
         if layout.pick_switches is not None:
-            self.switches = layout.pick_switches(then)
+            self.switches = layout.pick_switches(then)  # type: ignore[assignment]  # a part of a tuple is one
         if not layout.is_simple:
             then = self._meet_rest(then, held)
         self._then = then
@@ -328,7 +328,7 @@ class Tree:
                 self._put_held_back()
                 return
             holders = self._one_by_one()
-            for holder, values in zip(holders, self._by_owner(kept), strict=True):
+            for holder, values in zip(holders, self._by_owner(kept or ()), strict=True):
                 holder.entered_with(values)
         self._entered, self._kept = None, ()
         for holder in holders:
@@ -442,10 +442,12 @@ def _forget(key: int, reference: weakref.ref[nn.Module]) -> None:
 def read_simple_tree(root: Any) -> Tree | None:
     """What a known module and those below it hold, if they are laid out as before and hold nothing but parameters and settings."""
     entry = _LAYOUTS.get(id(root))
-    if entry is None or entry[0]() is not root:
+    if entry is None:
         return None
-    layout = entry[1]
-    return layout.read(root) if layout.is_simple and layout.with_parameters else None
+    module, layout = entry[0](), entry[1]
+    if module is None or module is not root or not layout.is_simple or not layout.with_parameters:
+        return None
+    return layout.read(module)
 
 
 def read_tree(root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[Tree | None, list[nn.Module]]:

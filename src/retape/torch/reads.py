@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
-from retape.torch.holders import ATOMS, BLANKS, DictHolder, Holder, ListHolder, SlotHolder, tracked
+from retape.torch.closures import NEVER_READ, as_of_now
+from retape.torch.holders import ATOMS, BLANKS, DictHolder, ListHolder, SlotHolder, tracked
 from retape.torch.layouts import Tree, read_simple_tree, read_tree
 from retape.torch.opaque import CompiledCall, Opaque
 
@@ -242,7 +243,7 @@ class Call:
 
     def function_again(self) -> Callable[..., Any]:
         """The function over variables of its own: a re-run may write to them, and the next one must not see that."""
-        return _as_of_now(self.function) if type(self.function) is types.FunctionType else self.function
+        return as_of_now(self.function) if type(self.function) is types.FunctionType else self.function
 
     # --- the call, once more ------------------------------------------------------------------------------------
 
@@ -287,8 +288,6 @@ _NOT_FOLLOWED = (
     torch.optim.Optimizer,
     Opaque,
 )
-# Globals that hold no state: most of what a function names.
-_NEVER_READ = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type}
 
 
 def is_generator(value: Any) -> bool:
@@ -340,7 +339,7 @@ def _behind_function(function: types.FunctionType) -> list[Any]:
         [
             names[name]
             for name in function.__code__.co_names
-            if type(names.get(name)) not in _NEVER_READ and name in names
+            if type(names.get(name)) not in NEVER_READ and name in names
         ]
     )
     return found
@@ -398,7 +397,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.function = function
         return call
     call.meet(function)
-    call.function = _as_of_now(function) if type(function) is types.FunctionType else function
+    call.function = as_of_now(function) if type(function) is types.FunctionType else function
     return call
 
 
@@ -457,58 +456,3 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
     for key, item in items:
         container[key] = item
-
-
-class _Globals(dict[str, Any]):
-    """The globals of a function's twin: a few names as they were, the rest as they are."""
-
-    __slots__ = ("real",)
-
-    def __init__(self, pinned: dict[str, Any], real: dict[str, Any]) -> None:
-        super().__init__(pinned)
-        self.real = real
-        # What the interpreter itself reads, past __missing__: builtins, and for imports the names of the module.
-        self.update({name: value for name, value in real.items() if name.startswith("__")})
-        self.setdefault("__builtins__", __builtins__)
-
-    def __missing__(self, name: str) -> Any:
-        return self.real[name]
-
-
-def _as_of_now(function: types.FunctionType, depth: int = 0) -> types.FunctionType:
-    """The same function over variables of its own, so that one bound anew later does not reach the re-run.
-
-    A lambda in a loop closes over the loop's variable, not over its value: run again after the loop it would see the last.
-    """
-    names = function.__globals__
-    pinned = {
-        name: names[name]
-        for name in function.__code__.co_names
-        if name in names and type(names[name]) not in _NEVER_READ
-    }
-    if not pinned and not function.__closure__:
-        return function
-    cells = _cells_of_now(function, depth)
-    if cells is None:
-        return function
-    real = names.real if isinstance(names, _Globals) else names
-    space = _Globals(pinned, real) if pinned and type(real) is dict else names
-    twin = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__qualname__ = function.__qualname__
-    if function.__dict__:
-        twin.__dict__.update(function.__dict__)
-    return twin
-
-
-def _cells_of_now(function: types.FunctionType, depth: int) -> tuple[Any, ...] | None:
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # a variable that has no value yet: the function itself, perhaps
-            return None
-        if type(content) is types.FunctionType and content is not function and depth < 4:
-            content = _as_of_now(content, depth + 1)
-        cells.append(types.CellType(content))
-    return tuple(cells)

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -38,9 +38,9 @@ from retape.torch.opaque import CompiledCall
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
 from retape.torch.replay import Diverged, Replay
-from retape.torch.runs import THREAD, Stop, record, recomputing
+from retape.torch.runs import THREAD, Stop, recomputing, record
 from retape.torch.select import Answering
-from retape.torch.slots import Filler, Slot, changed_in_place
+from retape.torch.slots import Filler, Slot, as_it_is, checked, release
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
 from retape.torch.transforms import explained_transform, refuse_cached_parametrizations, refuse_transforms
 from retape.torch.watch import AsBefore, Guard, Watch, hold, version_of
@@ -72,6 +72,7 @@ class Region:
     _running = True  # for the first time
     _backward_inside = False  # the function asks for gradients itself
     _diverged = False  # from its recipe
+    _own_ids: set[int] | None = None
     _cargo: offload.Cargo | None = None  # where slots or inputs are moved
 
     def __init__(
@@ -89,9 +90,7 @@ class Region:
         call = captured or capture_call(function, arguments, keywords)
         self._begin(call, policy, check, early_stop, contexts)
 
-    def _begin(
-        self, call: Call, policy: Policy, check: Check, early_stop: bool, contexts: Contexts | None
-    ) -> None:
+    def _begin(self, call: Call, policy: Policy, check: Check, early_stop: bool, contexts: Contexts | None) -> None:
         self.policy = policy
         self.check, self._compares = check, check is not _OFF
         self.early_stop = early_stop
@@ -113,19 +112,25 @@ class Region:
         """Note how everything stands that a re-run must see again."""
         self._arguments = set(map(id, call.tensors))
         if not call.only_parameters:
-            self._own = set(map(id, call.state))
+            self._own_ids = set(map(id, call.state))
         self._watch = Watch(call)
         self._ambient = _capture()
         self._draws = _streams(call.generators)
 
-    @cached_property
+    @property
     def _own(self) -> set[int]:
         """The tensors of modules and containers, by id. Few regions ask: a parameter that needs a gradient is told by that."""
-        return set(map(id, self._call.state))
+        if self._own_ids is None:
+            self._own_ids = set(map(id, self._call.state))
+        return self._own_ids
 
     @property
     def name(self) -> str:
         return name_of(self._call.function)
+
+    @property
+    def region(self) -> Region:
+        return self
 
     def keep(self, value: Any) -> Any:
         """Write down what the function gives to `retape.keep`."""
@@ -222,7 +227,8 @@ class Region:
             slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
             return slot
         else:
-            held = id(base) in self._own
+            own = self._own_ids
+            held = id(base) in (self._own if own is None else own)
         if held or policy.hold_all or index in policy.held:
             slot.value = tensor if tensor.grad_fn is None else tensor.detach()
             slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)  # Rule 3
@@ -377,7 +383,7 @@ class Region:
         return type(function) is CompiledCall or any(map(_compat_compiler.is_compiled, (function, *self._call.modules)))
 
     def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        _push_hooks(filler.pack, _as_it_is)
+        _push_hooks(filler.pack, as_it_is)
         try:
             function = self._call.function
             if type(function) is FunctionType:
@@ -395,7 +401,7 @@ class Region:
         found = {}
         for slot in [reference() for reference in self._slots]:
             if slot is not None and slot.value is not None:
-                found[slot.index] = _checked(slot, slot.value)
+                found[slot.index] = checked(slot, slot.value)
             elif isinstance(slot, offload.MovedSlot):
                 found[slot.index] = slot.fetch()
         return found
@@ -414,16 +420,7 @@ class Region:
 
         Autograd frees what it has consumed itself, unless the graph is retained.
         """
-        waiting = False
-        for reference in self._slots:
-            slot = reference()
-            if slot is None or not slot.refilled or slot.value is None:
-                continue
-            if slot.consumed or all_slots:
-                slot.value = None
-            else:
-                waiting = True
-        return not waiting
+        return release(self._slots, all_slots=all_slots)
 
     def evict(self) -> int:
         """Drop every slot that is held, other than what costs nothing; returns how many."""
@@ -444,7 +441,7 @@ def unpack(slot: Slot) -> Tensor:
     if value is None:
         value = region.refill(slot)
     if slot.version != (value._version if type(value) is Tensor else version_of(value)):
-        _checked(slot, value)
+        checked(slot, value)
     slot.consumed = True
     return value
 
@@ -455,18 +452,6 @@ def _unpack_moved(slot: Slot) -> Tensor:
     assert cargo is not None
     cargo.reached(slot.region.policy.ahead)
     return unpack(slot)
-
-
-def _checked(slot: Slot, value: Tensor) -> Tensor:
-    """What a slot holds, if nobody has written to it since (Rule 3)."""
-    if slot.version != version_of(value):
-        raise changed_in_place(slot, value.shape)
-    return value
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    """Unpack in a re-run: the function runs a backward pass of its own."""
-    return tensor
 
 
 def run_region(
@@ -483,7 +468,7 @@ def run_region(
     return run_call(function, arguments, keywords or {}, policy, check, early_stop, contexts, done)
 
 
-def run_call(
+def run_call(  # noqa: PLR0917 - by position, see below
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,32 @@ class Slot:
 
     version: Any  # of the value, from when there is one
     consumed: bool  # from when it is refilled
+
+
+def checked(slot: Slot, value: Tensor) -> Tensor:
+    """What a slot holds, if nobody has written to it since (Rule 3)."""
+    if slot.version != version_of(value):
+        raise changed_in_place(slot, value.shape)
+    return value
+
+
+def release(slots: list[weakref.ref[Slot]], *, all_slots: bool) -> bool:
+    """Forget those that were refilled and consumed, or all that were refilled; returns whether none is left."""
+    waiting = False
+    for reference in slots:
+        slot = reference()
+        if slot is None or not slot.refilled or slot.value is None:
+            continue
+        if slot.consumed or all_slots:
+            slot.value = None
+        else:
+            waiting = True
+    return not waiting
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Unpack in a re-run: the function runs a backward pass of its own."""
+    return tensor
 
 
 def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
@@ -95,7 +122,10 @@ class Filler(Run):
         index = self._next
         self._next = index + 1
         if self._observed:
-            self._observe(index, tensor)
+            if self._observer is not None:
+                self._observer.saw_slot(tensor)
+            if self._replay is not None:
+                self._replay.saw_slot(index, tensor)
         slot = self._targets.get(index)
         plain = None
         if slot is not None:
@@ -114,12 +144,6 @@ class Filler(Run):
         if not self._for_itself:
             return None
         return plain if plain is not None else tensor if tensor.is_leaf else tensor.detach()
-
-    def _observe(self, index: int, tensor: Tensor) -> None:
-        if self._observer is not None:
-            self._observer.saw_slot(tensor)
-        if self._replay is not None:
-            self._replay.saw_slot(index, tensor)
 
     def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
         metadata = (tensor.shape, tensor.dtype, tensor.device)

@@ -44,7 +44,7 @@ class GeneratorStream:
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
         self._words = words = _compat.generator_words(generator)
-        self.views = () if words is None else (_part(words[0], 0), memoryview(words[1]))
+        self.views: tuple[memoryview, ...] = () if words is None else (_part(words[0], 0), memoryview(words[1]))
         # What the views showed when the state was last read, and that state.
         self._last: tuple[bytes, bytes] = (b"", b"")
 
@@ -118,7 +118,8 @@ class PythonStream:
 
     def __init__(self) -> None:
         self._words = _compat.python_random_words()
-        self.views = () if self._words is None else (_part(self._words, 0),)  # the index comes first
+        # The index comes first.
+        self.views: tuple[memoryview, ...] = () if self._words is None else (_part(self._words, 0),)
         self.instance: Any = random._inst
         self._last: tuple[bytes, Any] = (b"", None)
 
@@ -145,7 +146,9 @@ class NumpyStream:
 
     def __init__(self) -> None:
         self.current: Any = None
-        self.views: tuple[memoryview, ...] = ()  # of the first words, the index and the spare number, where they can be read
+        self.views: tuple[
+            memoryview, ...
+        ] = ()  # of the first words, the index and the spare number, where they can be read
         self._generator: Any = None
         self._words: Any = None
         self._last: tuple[bytes, bytes] = (b"", b"")
@@ -262,7 +265,7 @@ class _Usual:
     def meet(self) -> Draws:
         draws: Draws = _WITH_NUMPY, [stream.peek() for stream in _WITH_NUMPY]
         self.last = (None, NONE_DRAWN, NONE_DRAWN)  # what it shows may be gone by now
-        if all([stream.views for stream in _WITH_NUMPY]) and _NUMPY.current is not None:
+        if all(stream.views for stream in _WITH_NUMPY) and _NUMPY.current is not None:
             self._views = (*_CPU.views, *_PYTHON.views, *_NUMPY.views)
             seen = self.look()
             if draws[1] == [stream.peek() for stream in _WITH_NUMPY]:  # no other thread has drawn in between

@@ -74,21 +74,21 @@ class Watch:
     _leaves: list[bool] | None = None
     _plain = True  # all of it is watched by its version alone
     changed: frozenset[int] = _NOTHING
-    _kind: Any
+    _kind: tuple[Any, Any]  # whose call it is, and of which kind
     _rest: list[Tensor]  # what is watched beside the arguments
 
     def __init__(self, call: Call) -> None:
         self._call = call
         tensors, state = call.tensors, call.state
         if call.is_usual and call.kinds is not None:
-            self._kind = kind = (len(tensors), 0, len(state), call.switches)
-            self._kinds = kinds = call.kinds
+            kind = (len(tensors), 0, len(state), call.switches)
+            self._kind, self._kinds = (call.function, kind), call.kinds
+            kinds = call.kinds
             watched, known_types = tensors + state, True
         else:
             if call.fsdp:
                 self._fsdp = _sharded_twins(state)
-            key, self._kind = _kind_of(call)
-            kind = self._kind
+            self._kind = key, kind = _kind_of(call)
             self._kinds = kinds = _kinds_of(key) if call.kinds is None else call.kinds
             watched, known_types = tensors + call.extras + state, call.only_parameters and not call.extras
             self._plain = not self._fsdp and _PLAIN.issuperset(map(type, tensors if known_types else watched))
@@ -157,7 +157,7 @@ class Watch:
         else:
             changed |= self._known
         if not changed <= (self._known or _NOTHING) or self._known is None:
-            self._kinds[self._kind] = frozenset(changed) or _NOTHING
+            self._kinds[self._kind[1]] = frozenset(changed) or _NOTHING
         if not changed:
             return
         lost = {i for i in (changed - copies.indices if copies else changed) if not _compat.is_fake(watched[i])}
@@ -291,7 +291,7 @@ class AsBefore:
         if nn.Parameter in map(type, tensors):  # handed on as they are
             mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
             self._hook_counts = (self._hook_counts or [0] * len(self._leaves)) + _hook_counts(mine)
-            self._leaves = self._leaves + mine
+            self._leaves = [*self._leaves, *mine]
         return tensors
 
     def keep_gradients(self) -> None:
