@@ -417,7 +417,8 @@ def _usual(module: Any, tensors: tuple[Tensor, ...], tree: Tree) -> Call:
     call = _UsualCall()
     call.function, call.roots, call.modules = module, (module,), tree.modules
     call.tensors, call.extras, call.holders = list(tensors), [], [tree]
-    call.state, call.switches = list(tree.state), tree.switches
+    call.state = tree.state if type(tree.state) is list else list(tree.state)
+    call.switches = tree.switches
     call.kinds = tree.layout.kinds
     if len(tensors) > 1:
         call.twins = _twins(call.tensors)

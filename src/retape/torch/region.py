@@ -52,7 +52,7 @@ _weak, _new = weakref.ref, object.__new__
 _OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
 _is_grad_enabled = torch.is_grad_enabled
 _push_hooks, _pop_hooks, _top_hooks = _compat.push_hooks, _compat.pop_hooks, _compat.top_hooks
-_graph_task, _graph_is_kept = _compat.graph_task, _compat.graph_is_kept
+_graph_task = _compat.graph_task
 _count_dispatch_modes, _in_odd_surroundings = _compat.count_dispatch_modes, _compat.in_odd_surroundings
 _capture, _streams, _drawn, _Ambience = state.capture, state.streams, state.drawn, state.Replay
 _NO_TENSORS: list[Tensor] = []  # never changed, only replaced
@@ -215,7 +215,6 @@ class Region:
         slot = _new(Slot)
         slot.region, slot.refilled = self, False
         slot.index = index = len(slots)
-        slot.metadata = (tensor.shape, tensor.dtype, tensor.device) if self._compares else None
         slots.append(_weak(slot))
         base = tensor._base
         if base is None:
@@ -223,12 +222,12 @@ class Region:
         if id(base) in self._arguments:
             held = policy.reuse_inputs and self._inputs.holds_here
         elif base.is_leaf and base.requires_grad:  # a parameter or a view of one, whose history ends there: no cycle
-            slot.value = tensor
+            slot.value, slot.metadata = tensor, None
             slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
             return slot
         else:
-            own = self._own_ids
-            held = id(base) in (self._own if own is None else own)
+            held = id(base) in (self._own if self._own_ids is None else self._own_ids)
+        slot.metadata = (tensor.shape, tensor.dtype, tensor.device) if self._compares else None
         if held or policy.hold_all or index in policy.held:
             slot.value = tensor if tensor.grad_fn is None else tensor.detach()
             slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)  # Rule 3
@@ -259,13 +258,14 @@ class Region:
             task = _graph_task()
             # Outside a backward pass nobody consumes the other slots, so they are not filled.
             targets = self.missing() if task >= 0 else {wanted.index: wanted}
-            if len(targets) > 1 or links.others_refilled(task) or _graph_is_kept():
-                links.refilled(self, task)  # else autograd takes what is refilled, and frees it, right away
+            handed_over = len(targets) == 1
+            if not handed_over or links.others_refilled(task):
+                links.refilled(self, task)
             self._rerun(targets, self.early_stop)
             value = wanted.value
             if value is None:
                 raise self._explained(different_number(self.name, len(self._slots), wanted.index, "fewer"))
-            if task < 0:
+            if handed_over:  # what one slot held is the caller's alone, and consumed by now: nothing to let go of later
                 wanted.value = None
             return value
 

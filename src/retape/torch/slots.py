@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Slot:
     """One tensor that autograd saved. `value` is None while it is dropped; `refilled` says that a re-run put it there.
 
-    `metadata` is its shape, dtype and device, and with `check="values"` its checksum.
+    `metadata` is its shape, dtype and device, and with `check="values"` its checksum; none is noted of a parameter, which is never
+    filled again.
     """
 
     __slots__ = ("__weakref__", "consumed", "index", "metadata", "refilled", "region", "value", "version")
@@ -37,6 +38,13 @@ class Slot:
         self.metadata = metadata
         self.value: Tensor | None = None
         self.refilled = False
+
+    @property
+    def described(self) -> tuple[Any, ...] | None:
+        """Its metadata, that of a parameter too."""
+        if self.metadata is not None or self.value is None:
+            return self.metadata
+        return (self.value.shape, self.value.dtype, self.value.device)
 
     version: Any  # of the value, from when there is one
     consumed: bool  # from when it is refilled

@@ -288,7 +288,7 @@ def drawn(before: Draws) -> Draws:
     return tuple([found[i] for i in kept]), [tokens[i] for i in kept]
 
 
-# What surrounds a call: PyTorch's settings and autocast (`_AUTOCAST`), torch-function modes, the current CUDA device.
+# What surrounds a call: PyTorch's settings and behind them autocast's, torch-function modes, the current CUDA device.
 Ambient = tuple[list[Any], tuple[Any, ...], int | None]
 
 
@@ -303,7 +303,7 @@ def capture() -> Ambient:
 
 _DEVICES = ("cpu", "cuda") if _compat.CUDA_BUILT else ("cpu",)
 _SETTINGS = len(_compat.SETTINGS)
-_AUTOCAST = slice(_SETTINGS, _SETTINGS + len(_DEVICES))  # whether it is on
+_FIRST_AUTOCAST, _LAST_AUTOCAST = _SETTINGS, _SETTINGS + len(_DEVICES) - 1  # the CPU's, and CUDA's where there is one
 _GETTERS = (
     *[get for _, get, _ in _compat.SETTINGS],
     *[partial(torch.is_autocast_enabled, device) for device in _DEVICES],
@@ -320,7 +320,7 @@ class Replay:
         now = capture()
         self._grad = _is_grad_enabled()
         self._around: Any = None
-        if now != ambient or True in now[0][_AUTOCAST]:
+        if now != ambient or now[0][_FIRST_AUTOCAST] or now[0][_LAST_AUTOCAST]:  # one is on
             self._around = _as_then(ambient, now)
             self._around.__enter__()
         self._found, self._stood = draws
