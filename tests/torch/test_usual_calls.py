@@ -34,7 +34,7 @@ class Gated(nn.Linear):
             *self._modules.values(),
             *[v for k, v in vars(self).items() if k == "extra"],
         ):
-            out = out + (extra(out) if callable(extra) and not isinstance(extra, torch.Tensor) else extra)
+            out = out + (extra[1] if isinstance(extra, list) else extra(out) if callable(extra) else extra)
         return out.tanh()
 
 
@@ -71,6 +71,18 @@ def add_field(module):
     module.extra = torch.ones(4)
 
 
+def add_several(module):
+    module.extra = [torch.ones(4), torch.ones(4)]
+
+
+def add_function(module):
+    module.extra = torch.cos
+
+
+def add_number(module):
+    module.extra = 3.0
+
+
 def add_hook(module):
     module.register_forward_hook(lambda owner, inputs, out: out * 3)
 
@@ -84,8 +96,8 @@ def freeze(module):
     module.weight.requires_grad_(False)
 
 
-CHANGES = [other_gain, flip, other_weight, no_bias, weight_is_no_parameter, add_buffer, add_child, add_field, add_hook]
-CHANGES += [other_order, freeze]
+CHANGES = [other_gain, flip, other_weight, no_bias, weight_is_no_parameter, add_buffer, add_child, add_field]
+CHANGES += [add_several, add_function, add_number, add_hook, other_order, freeze]
 every_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 
 

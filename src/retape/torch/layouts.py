@@ -43,7 +43,6 @@ class Layout:
         "_children",
         "_count",
         "_expected",
-        "_field_keys",
         "_held_types",
         "_names",
         "_pick_fields",
@@ -51,6 +50,7 @@ class Layout:
         "_weak",
         "all_tensors",
         "content",
+        "field_keys",
         "field_lengths",
         "field_places",
         "field_types",
@@ -83,7 +83,7 @@ class Layout:
         self._weak = [weakref.ref(module) for module in modules[1:]]
         self.fills_what_it_saved = nn.RReLU in map(type, modules)
         fields = list(map(_vars, modules))
-        self._field_keys: list[str] = list(_flat(fields))
+        self.field_keys: list[str] = list(_flat(fields))
         self._count = len(fields[0]) if len(fields) == 1 else 0  # of the fields of a module without children
         self.field_lengths = list(map(len, fields))
         now = self._sort_fields(fields)
@@ -171,7 +171,7 @@ class Layout:
                 return self._pick_fields(only)  # type: ignore[no-any-return]
             except KeyError:
                 return None
-        if list(_flat(fields)) != self._field_keys or list(map(len, fields)) != self.field_lengths:
+        if list(_flat(fields)) != self.field_keys or list(map(len, fields)) != self.field_lengths:
             return None
         return self._pick_fields(list(_flat(map(_values, fields))))  # type: ignore[no-any-return]
 
@@ -384,14 +384,13 @@ class Tree:
         ]
         hooks = self._hook_copies or [{} for _ in self._hooks]
         holders = []
+        names = _slices(layout.field_keys, layout.field_lengths)
         for number, (fields, mine) in enumerate(zip(self.fields, settings, strict=True)):
             # Children and hooks, buffers, parameters: the last of `_HELD` is left alone where FSDP exchanges them.
             parts = slice(len(_HELD) * number, len(_HELD) * (number + 1) - (not layout.with_parameters))
             both = slice(len(_HOOKS) * number, len(_HOOKS) * (number + 1))
             dicts = (*self._content[parts], *self._hooks[both])
-            holders.append(
-                ModuleHolder(fields, layout.field_lengths[number], mine, dicts, [*held[parts], *hooks[both]])
-            )
+            holders.append(ModuleHolder(fields, names[number], mine, dicts, [*held[parts], *hooks[both]]))
         return holders
 
     def _by_owner(self, values: Sequence[Any]) -> list[dict[str, Any]]:
