@@ -34,6 +34,7 @@ class Room:
     def begin_step(self) -> None:
         self.account.begin_step()
         self.live.clear()
+        self.host.begin_step()
         self.position, self.turn, self.peak = 0, -1, 0
 
     @property
