@@ -47,6 +47,12 @@ class HostTier:
         """A new step: the lane is free."""
         self._computed_seconds = self._busy_seconds = 0.0
 
+    def occupy(self, size: int) -> None:
+        """Something else is being copied out."""
+        tier = self._tier() if self.on and size else None
+        if tier is not None:
+            self._busy_seconds += tier.write_seconds(size)
+
     def choose(
         self, trace: RegionTrace, menu: tuple[Rung, ...], *, seconds: float, rerun_seconds: float
     ) -> frozenset[int]:
@@ -104,9 +110,8 @@ class HostTier:
         assert value is not None
         flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(_compat.untyped_storage(value))
         parcel = offload.Parcel(copies, flat)
-        tier = self._tier()
-        taken = 0.0 if tier is None else tier.write_seconds(parcel.nbytes)
-        self._busy_seconds = max(self._busy_seconds, self._computed_seconds) + taken
+        self._busy_seconds = max(self._busy_seconds, self._computed_seconds)
+        self.occupy(parcel.nbytes)
         self.moved_bytes += parcel.nbytes
         for copy in copies:
             copy.parcel = parcel

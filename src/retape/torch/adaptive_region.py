@@ -132,6 +132,7 @@ class AdaptiveRegion(Region):
     def _hooks(self) -> tuple[Any, Any]:
         return self._pack, _unpack
 
+    @_compat_compiler.left_alone
     def _pack(self, tensor: Tensor) -> Slot:
         slot = super()._pack(tensor)
         base = tensor._base

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from retape.torch import _compat
 from retape.torch.meter import Scale, weighing
 from retape.torch.pressure import Kind, Mark, Needs, Phase
-from retape.torch.watch import version_of
 
 PAUSE = "pause"
 
@@ -24,7 +22,6 @@ class Gradients:
     def __init__(self) -> None:
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self._missing: list[weakref.ref[Tensor]] = []
-        self._before: dict[int, tuple[int, Any]] = {}  # of each gradient that was there: which it was, and its version
 
     def know(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -36,13 +33,10 @@ class Gradients:
     def begin(self) -> None:
         """A step begins."""
         self._parameters = {key: reference for key, reference in self._parameters.items() if reference() is not None}
-        self._missing, self._before = [], {}
-        for key, reference in self._parameters.items():
+        self._missing = []
+        for reference in self._parameters.values():
             parameter = reference()
-            gradient = None if parameter is None else parameter.grad
-            if gradient is not None:
-                self._before[key] = _which(gradient)
-            elif parameter is not None and parameter.requires_grad:
+            if parameter is not None and parameter.grad is None and parameter.requires_grad:
                 self._missing.append(reference)
 
     def traces(self) -> tuple[int, int]:
@@ -65,22 +59,6 @@ class Gradients:
         missing = {id(reference()) for reference in self._missing}
         found = [p for r in self._parameters.values() if (p := r()) is not None and id(p) not in missing]
         return sum(p.grad.nbytes for p in found if p.grad is not None and p.device == device)
-
-    def put_back(self) -> list[Tensor]:
-        """Leave none where there was none; returns the parameters whose gradients were there, and hold a part of this step now."""
-        for reference in self._missing:
-            parameter = reference()
-            if parameter is not None:
-                parameter.grad = None
-        return [
-            p
-            for key, before in self._before.items()
-            if (p := self._parameters[key]()) is not None and p.grad is not None and _which(p.grad) != before
-        ]
-
-
-def _which(gradient: Tensor) -> tuple[int, Any]:
-    return id(gradient), version_of(gradient)
 
 
 class StepScale:
