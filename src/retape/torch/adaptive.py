@@ -250,7 +250,9 @@ class Adaptive:
             return
         GIVE_WAY.remove(self._end_weighing)
         self._weighed_bytes = scale.end(self._room.needs)
-        if self._root is not None:
+        if self._weighed_bytes is None:
+            self._counts.weighed -= 1  # another step is to be weighed instead
+        elif self._root is not None:
             mark = Mark(phase=Phase.FORWARD, kind=self._root, number=0, held_bytes=0, gradient_bytes=0)
             self._room.needs.learn(mark, 0, self._weighed_bytes)
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from retape.core.errors import InvalidInput
 from retape.torch import _compat
 from retape.torch.meter import Scale, weighing
 from retape.torch.pressure import Kind, Mark, Needs, Phase
@@ -92,9 +93,12 @@ class StepScale:
         """What comes from here to the next phase is no part of the step."""
         self._scale.mark(PAUSE)
 
-    def end(self, needs: Needs) -> int:
-        """The step is over: learn from it; returns its peak above the start."""
-        self._stack.close()
+    def end(self, needs: Needs) -> int | None:
+        """The step is over: learn from it; returns its peak above the start, None where somebody else's profiler took the scale's place."""
+        try:
+            self._stack.close()
+        except InvalidInput:
+            return None
         readings = self._scale.readings
         begins = {reading.label: i for i, reading in enumerate(readings) if isinstance(reading.label, int)}
         needs.begin({mark.kind for mark in self._marks})
