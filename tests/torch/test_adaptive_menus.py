@@ -210,20 +210,41 @@ def test_rungs_go_down_from_cheap_to_dear():
     kind, trace = learnt(Menus(CPU), 256)
     assert kind.menu
     assert [rung.number for rung in kind.menu] == list(range(1, len(kind.menu) + 1))
-    costs = [(0, 0.0), *((-rung.held_bytes, rung.seconds) for rung in kind.menu)]
+    costs = [(0, 0.0), *((-rung.held_bytes, rung.share) for rung in kind.menu)]
     whole = sum(trace.storage_bytes[s] for s in {trace.slots[slot] for slot in range(len(trace.slots))})
     assert all(one.held > other.held for one, other in pairwise(kind.menu))
     slopes = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(costs[1:])]
     assert slopes == sorted(slopes)
     assert all(0 < rung.held_bytes < whole and rung.saved_bytes > 0 for rung in kind.menu)
-    assert kind.menu[0].seconds < 0.2, "the first rung runs no product again"
+    assert kind.menu[0].share < 0.2, "the first rung runs no product again"
 
 
 def test_what_comes_after_the_last_slot_is_in_no_rerun():
     """Of the two products of a cell the second saves nothing that is missing: a re-run takes half of a forward."""
     kind, _ = learnt(Menus(CPU), 256, seconds=2.0)
     assert kind.rerun_seconds == pytest.approx(1.0, abs=0.01)
-    assert kind.menu[-1].seconds < 0.01, "nor is it the engine's, which every rung would take"
+    assert kind.menu[-1].share < 0.01, "nor is it the engine's, which every rung would take"
+
+
+def test_prices_follow_the_seconds_of_their_kind(monkeypatch):
+    """When a kind turns out to be quicker than when its rungs were priced, what is dear does not become free."""
+    monkeypatch.setattr(adaptive_region, "OpTimer", PricedTimer)
+    model = build()
+    step(model)
+    live = retape.adaptive(model, budget=retape.Budget.activations(int(0.8 * peak_above(model))))
+    for _ in range(4):
+        step(model)
+    loss = model(X).square().mean()
+    kind = next(kind for kind in live._kinds._kinds.values() if kind.menu)
+    for seconds in (kind.seconds, kind.seconds / 100):
+        kind.seconds = seconds
+        units = max((list(live._room.live._slot_units(region, 0.0)) for region in live._room.live), key=len)
+        prices = [unit.candidate.seconds / unit.candidate.bytes for unit in units]
+        assert len(prices) > 1
+        assert prices == sorted(prices)
+        assert prices[-1] > prices[0] > 0
+    loss.backward()
+    live.remove()
 
 
 def test_relatives_share_an_order_and_far_ones_do_not(monkeypatch):

@@ -200,7 +200,7 @@ class AdaptiveRegion(Region):
     @property
     def rerun_seconds(self) -> float:
         """What a re-run is going to take."""
-        return self.kind.rerun_seconds if self.rung is None else self.rung.seconds
+        return self.kind.rerun_seconds * (1.0 if self.rung is None else self.rung.share)
 
     def _can_be_dropped_in_part(self) -> bool:
         if self.evicted or self._diverged or self.slot_count != self.kind.slot_count:

@@ -141,15 +141,16 @@ class LiveRegions:
             seconds = self._host.seconds_back(copied)
             candidate = Candidate(number=number, seconds=seconds, bytes=copied, once=True)
             yield Unit(candidate=candidate, region=region, host=True)
-        known = 0.0 if region.rung is None else region.rung.seconds + before
+        whole = region.kind.rerun_seconds
+        known = 0.0 if region.rung is None else region.rung.share * whole + before
         for rung, size in region.rungs():
             if size:
-                seconds = rung.seconds + before - known
+                seconds = rung.share * whole + before - known
                 candidate = Candidate(number=number, seconds=seconds, bytes=size, once=True)
                 yield Unit(candidate=candidate, region=region, rung=rung)
-                known, left = rung.seconds + before, left - size
+                known, left = rung.share * whole + before, left - size
         if left > 0:
-            rest = max(0.0, region.kind.rerun_seconds + before - known)
+            rest = max(0.0, whole + before - known)
             yield Unit(candidate=Candidate(number=number, seconds=rest, bytes=left, once=True), region=region)
 
     def _output_units(
