@@ -27,11 +27,12 @@ from retape.core.record import Record
 from retape.core.solve import limit_bytes, solve
 from retape.torch._compat_compiler import is_compiled
 from retape.torch.attach import put_on, take_off
-from retape.torch.budgets import resolved
-from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays
+from retape.torch.budgets import resolved, with_levers
+from retape.torch.compiled import WHOLE, CannotCompile, refuse_graph_replays
 from retape.torch.discover import Wanted, find_regions, refined, refuse_own_checkpointing
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
+from retape.torch.form_profiles import FormProfiles
 from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
@@ -53,7 +54,6 @@ TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a pa
 LONG_STEP_SECONDS = 4.0  # of a step that takes so long one is enough: what disturbs it does not take as long
 MOST_ROUNDS = 4
 
-FEW_BYTES = 1024  # a budget below is hardly meant as one
 SLOWER_THAN_PROMISED = 1.04  # beyond which a plan's figures leave something out
 A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
 
@@ -86,7 +86,8 @@ class Fitter:
         self._limit: int | None = None
         self._compiled = compiled or is_compiled(self.root)
         self._long = False
-        self._forms: list[Profiled] | None = None
+        self._forms = FormProfiles()
+        self._in_tiles = False  # regions that run compiled elsewhere in a plan may run in tiles, eager
         self._first_regions = find_regions(self.root, regions)
         refuse_own_checkpointing(self.root)
         refuse_graph_replays({"the model itself": self.root, **self._first_regions})
@@ -167,18 +168,14 @@ class Fitter:
         readings.append(read_seconds(marks))
         return float(marks[-1][1])
 
-    def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> list[Profiled]:
-        """The same step in the other compiled forms; those that save what one before them saves are left out."""
+    def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> tuple[list[Profiled], Profiled | None]:
+        """The same step in the other compiled forms, and without a compiler where parts may run in tiles."""
         if not self._compiled:
-            return []
-        if self._forms is None:  # how the loss is computed is not theirs: they are profiled once
-            found = [whole]
-            for share in SAVED_SHARES:
-                profiled = self.profiled(laboratory, share)
-                if profiled.calls_like(whole) and not any(profiled.runs_like(other) for other in found):
-                    found.append(profiled)
-            self._forms = found[1:]
-        return self._forms
+            return [], None
+        profiled = partial(self.profiled, laboratory)
+        few = self.regions is not self._first_regions
+        others = self._forms.others(self.regions, whole, profiled, few=few)
+        return others, self._forms.eager(self.regions, whole, profiled) if self._in_tiles else None
 
     def _first_step(self, laboratory: Laboratory) -> None:
         """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
@@ -253,35 +250,18 @@ class Fitter:
             if self.options is OptionSet.ALL and can_fuse_loss(self.root):
                 fitting = self._with_fused_loss(laboratory, fitting)
         if isinstance(fitting, BudgetTooSmall):
-            raise self._with_levers(fitting)
+            raise with_levers(fitting, self.budget, self.options, can_fuse=can_fuse_loss(self.root))
         self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
-
-    def _with_levers(self, error: BudgetTooSmall) -> BudgetTooSmall:
-        """The same error, with what else would lower the floor, or what was probably meant."""
-        few = self.budget.limit_bytes
-        if few is not None and few < FEW_BYTES:
-            more = f"{few} is a number of bytes; a share of the activations is a float, such as 0.5 or 1.0."
-        elif self.options is OptionSet.ALL:
-            return error
-        else:
-            fused = "computes the loss in slices, without whole logits, and " if can_fuse_loss(self.root) else ""
-            more = f"options=retape.ALL {fused}may run parts of a region in tiles; its gradients are summed in another order."
-        return BudgetTooSmall(
-            f"{error} {more}",
-            budget_bytes=error.budget_bytes,
-            floor_bytes=error.floor_bytes,
-            binding=error.binding,
-        )
 
     def _fitted(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
         try:
             try:
                 return self._settled(laboratory)
             except BudgetTooSmall as error:
-                return self._with_finer_regions(laboratory, error)
+                return self._with_less_at_once(laboratory, error)
         except BudgetTooSmall as error:
             return error
 
@@ -307,27 +287,33 @@ class Fitter:
         both = [each for each in (without, fused) if isinstance(each, BudgetTooSmall)]
         return min(both, key=lambda each: each.floor_bytes) if len(both) == 2 else without
 
-    def _with_finer_regions(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
-        """Smaller regions have a smaller working set, though more inputs to hold: where blocks do not fit, their parts may."""
-        finer = refined(self.regions) if self._may_refine and not self._compiled else {}
-        if not finer:
-            raise failure
-        self.tell("taking the regions apart")
-        self._take_regions(finer)
-        try:
-            return self._settled(laboratory)
-        except BudgetTooSmall as error:
-            raise min(failure, error, key=lambda each: each.floor_bytes) from None
+    def _with_less_at_once(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
+        """Where blocks do not fit: compiled ones may in tiles, which need no compiler, and else their parts may.
+
+        Smaller regions have a smaller working set, though more inputs to hold.
+        """
+        self._in_tiles = self._compiled and self.options is OptionSet.ALL
+        finer = refined(self.regions) if self._may_refine else {}
+        for regions in (self.regions if self._in_tiles else {}, finer):
+            if not regions:
+                continue
+            self.tell("taking the regions apart" if regions is finer else "with parts in tiles")
+            self._take_regions(regions)
+            try:
+                return self._settled(laboratory)
+            except BudgetTooSmall as error:
+                failure = min(failure, error, key=lambda each: each.floor_bytes)
+        raise failure
 
     def _settled(self, laboratory: Laboratory) -> Fitting:
         """Profile, and solve, run and compare until a plan is confirmed."""
         profiled = self.profiled(laboratory, WHOLE if self._compiled else None)
-        others = self._other_forms(laboratory, profiled)
+        others, eager = self._other_forms(laboratory, profiled)
         self.tell("solving")
         profile, fixed = profiled.profile, self.fixed_bytes
         overheads, host = engine_overheads(self.device), host_tier(self.device)
         modelled = decided_by_first(
-            lambda: model_of(profiled, fixed_bytes=fixed, overheads=overheads, host=host, others=others)
+            lambda: model_of(profiled, fixed_bytes=fixed, overheads=overheads, host=host, others=others, eager=eager)
         )
         rounds = Rounds(
             limit_bytes=self._limit_bytes(modelled.chain),
