@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retape.core.errors import OffloadError
 from retape.torch import _compat, _compat_compiler
@@ -30,6 +30,7 @@ from retape.torch.watch import version_of
 CRATE_BYTES = 64 << 20  # copied with one event: whoever adds to one of its gradients waits for all of them
 FIRST_LOOKS = 3  # blocks at whose beginning the process is searched for leaves
 LOOKING_SHARE = 0.01  # of the time that the search may take later on
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class GradientsBefore:
@@ -329,7 +330,9 @@ def _alive(leaves: dict[int, weakref.ref[Tensor]]) -> dict[int, weakref.ref[Tens
 
 def _leaves_in_reach() -> Iterator[Tensor]:
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.is_leaf and thing.requires_grad:
+        if (
+            type(thing) in _PLAIN and thing.is_leaf and thing.requires_grad
+        ):  # a subclass may do anything when it is asked
             yield thing
 
 

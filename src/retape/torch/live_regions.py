@@ -83,14 +83,13 @@ class LiveRegions:
         start = self.account.held_bytes()
         freed = 0
         while freed < wanted_bytes:
-            units = self._in_order(position, pinned, backward)
+            units = _enough(self._in_order(position, pinned, backward), wanted_bytes - freed)
             if not units:
                 break
             for unit in units:
                 self._drop(unit)
                 freed = start - self.account.held_bytes()
-                # Only a dropped input changes what the others would cost.
-                if freed >= wanted_bytes or unit.takers is not None:
+                if freed >= wanted_bytes:
                     break
         self.evicted_bytes += freed
         return freed
@@ -185,6 +184,27 @@ class LiveRegions:
             if taker is not None:
                 taker.take_again(place, outputs[output])
                 self.note(taker)
+
+
+def _enough(units: list[Unit], wanted_bytes: int) -> list[Unit]:
+    """The first units that come to so many bytes together; of the rungs of one region only the last, which drops those above it too.
+
+    They end with an input, if one is among them: when that is gone, the others cost something else.
+    """
+    chosen: dict[tuple[int, bool, int], Unit] = {}
+    found = 0
+    for unit in units:
+        key = (unit.region.serial, unit.host, unit.output)
+        if key not in chosen or _is_deeper(unit, chosen[key]):
+            chosen[key] = unit
+        found += unit.candidate.bytes
+        if found >= wanted_bytes or unit.takers is not None:
+            break
+    return list(chosen.values())
+
+
+def _is_deeper(unit: Unit, other: Unit) -> bool:
+    return unit.rung is None or (other.rung is not None and unit.rung.number > other.rung.number)
 
 
 def _can_drop(taker: AdaptiveRegion, place: int, pinned: set[int]) -> bool:
