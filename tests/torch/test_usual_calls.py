@@ -1,5 +1,6 @@
 """The usual call, a module of parameters with plain tensors, is noted in short: nothing may be missed for that."""
 
+import logging
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import retape
 from retape.torch import layouts
+from retape.torch.holders import DictHolder
 from retape.torch.reads import capture_call
 from retape.torch.region import run_region
 
@@ -101,6 +103,11 @@ CHANGES += [add_several, add_function, add_number, add_hook, other_order, freeze
 every_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 
 
+by_its_call = pytest.mark.parametrize(
+    "of", [lambda module: module, lambda module: module.__call__], ids=["module", "its call"]
+)
+
+
 def warm(call, module, *inputs):
     for _ in range(2):
         call(module, *inputs).sum().backward()
@@ -150,13 +157,14 @@ def test_it_finds_what_a_walk_finds(module, count):
     assert short[1] == walked[1]
 
 
+@by_its_call
 @every_change
-def test_a_change_before_a_call_is_seen(change):
+def test_a_change_before_a_call_is_seen(change, of):
     def case(call):
         module, x = Gated(), leaf()
         warm(call, module, x)
         change(module)
-        out = call(module, x)
+        out = call(of(module), x)
         out.sum().backward()
         return out, x.grad, [parameter.grad for parameter in module.parameters()]
 
@@ -166,12 +174,13 @@ def test_a_change_before_a_call_is_seen(change):
 @pytest.mark.parametrize(
     "change", CHANGES[:-1], ids=lambda change: change.__name__
 )  # a frozen parameter gets no gradient in plain
-def test_a_change_after_a_call_does_not_reach_the_re_run(change):
+@by_its_call
+def test_a_change_after_a_call_does_not_reach_the_re_run(change, of):
     def case(call):
         module, x = Gated(), leaf()
         warm(call, module, x)
         kept = list(module.parameters())
-        out = call(module, x)
+        out = call(of(module), x)
         change(module)
         now = [(key, dict(value) if isinstance(value, dict) else value) for key, value in vars(module).items()]
         out.sum().backward()
@@ -316,3 +325,36 @@ def test_regions_with_one_slot_let_go_of_what_those_before_them_consumed():
         y.backward(retain_graph=True)
         x.grad = None
         assert ledger.live == held
+
+
+LOG = logging.getLogger("a model's own")
+
+
+class Logging(nn.Linear):
+    """Its call has code of its own, which knows a global name."""
+
+    def __call__(self, *inputs):
+        LOG.debug("called")
+        return super().__call__(*inputs)
+
+    def twice(self, x):
+        LOG.debug("called")
+        return self(x) * 2
+
+
+def test_the_call_of_a_module_is_noted_like_the_module():
+    """A plan runs regions by the call that a module's class has: behind it stands the module, and nothing else."""
+    module, x = Logging(4, 4), leaf()
+    for _ in range(2):  # a walk, and then in short
+        by_itself, call = capture_call(module, (x,), {}), capture_call(module.__call__, (x,), {})
+        assert (call.roots, call.codes, call.holders and len(call.holders)) == ((module,), (), len(by_itself.holders))
+    assert call.is_usual
+    assert call.function == module.__call__
+
+
+def test_loggers_are_not_followed():
+    module, x = Logging(4, 4), leaf()
+    call = capture_call(module.twice, (x,), {})
+    assert call.roots == (module,)
+    assert len(call.codes) == 1
+    assert all(not isinstance(holder, DictHolder) for holder in call.holders)

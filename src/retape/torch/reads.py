@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 import random
 import sys
 import types
@@ -285,6 +286,7 @@ _NOT_FOLLOWED = (
     types.FunctionType,
     types.MethodType,
     functools.partial,
+    logging.Logger,
     torch.optim.Optimizer,
     Opaque,
 )
@@ -374,10 +376,11 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         keywords = {**function.keywords, **keywords}
         function = function.func
     fsdp = _compat.FSDP_STATE in _IMPORTED and _compat.fsdp_in_use()
+    called = _whose_call(function) if type(function) is types.MethodType else function
     if arguments and not keywords and not fsdp and _TENSOR.issuperset(map(type, arguments)):
-        tree = read_simple_tree(function)
+        tree = read_simple_tree(called)
         if tree is not None:
-            return _usual(function, arguments, tree)
+            return _usual(function, called, arguments, tree)
     call = Call()
     call.begin()
     call.fsdp = fsdp
@@ -390,15 +393,30 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.plain = call.plain and _holds_no_container(call.keywords.values())
     if len(call.tensors) > 1:
         call.twins = _twins(call.tensors)
-    if isinstance(function, nn.Module):
-        call._seen.add(id(function))
-        call.roots = (function,)
-        call._meet_modules(function, last=True)
+    if isinstance(called, nn.Module):
+        call._seen.add(id(called))
+        call.roots = (called,)
+        call._meet_modules(called, last=True)
         call.function = function
         return call
     call.meet(function)
     call.function = as_of_now(function) if type(function) is types.FunctionType else function
     return call
+
+
+def _whose_call(method: types.MethodType) -> Any:
+    """The module whose call a method is, as its class has it: nothing else stands behind it. Of any other method, itself."""
+    owner = method.__self__
+    if not isinstance(owner, nn.Module):
+        return method
+    key: Any = (type(owner), method.__func__)
+    return owner if _is_call(key) else method
+
+
+@functools.lru_cache(maxsize=512)
+def _is_call(key: tuple[type, Any]) -> bool:
+    kind, function = key
+    return any(vars(base).get("__call__") is function for base in kind.__mro__)
 
 
 class _UsualCall(Call):
@@ -412,10 +430,10 @@ class _UsualCall(Call):
         return found
 
 
-def _usual(module: Any, tensors: tuple[Tensor, ...], tree: Tree) -> Call:
+def _usual(function: Any, module: Any, tensors: tuple[Tensor, ...], tree: Tree) -> Call:
     """What a walk would find, in short."""
     call = _UsualCall()
-    call.function, call.roots, call.modules = module, (module,), tree.modules
+    call.function, call.roots, call.modules = function, (module,), tree.modules
     call.tensors, call.extras, call.holders = list(tensors), [], [tree]
     call.state = tree.state if type(tree.state) is list else list(tree.state)
     call.switches = tree.switches

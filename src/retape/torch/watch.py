@@ -82,7 +82,7 @@ class Watch:
         tensors, state = call.tensors, call.state
         if call.is_usual and call.kinds is not None:
             kind = (len(tensors), 0, len(state), call.switches)
-            self._kind, self._kinds = (call.function, kind), call.kinds
+            self._kind, self._kinds = (call.roots[0], kind), call.kinds
             kinds = call.kinds
             watched, known_types = tensors + state, True
         else:
