@@ -65,7 +65,8 @@ class Stage:
     """One element of a chain: a forward, its backward, their sizes and times.
 
     `state_bytes` is its input; `tape_bytes` holds its saved tensors and its output. The transient bytes are what
-    each run needs beyond what stands before and after it. `options` are further ways to tape it.
+    each run needs beyond what stands before and after it: the forward beside its tape, a re-run beside what it makes; a run that
+    makes no tape needs as much as a re-run does, the first time too. `options` are further ways to tape it.
     `pinned`: its forward is never run again, so its tape is always kept. That is the glue between regions (an embedding,
     the head and the loss, ops outside every region), which stands in a chain but is not ours to run.
     """

@@ -112,7 +112,7 @@ class MeasuredRegion:
             backward_seconds=seconds.backward,
             state_bytes=state_bytes,
             tape_bytes=held,
-            forward_transient_bytes=max(0, self._forward_peak(frozenset(tape)) - held, dropped),
+            forward_transient_bytes=max(0, self._forward_peak(frozenset(tape)) - held),
             backward_transient_bytes=max(0, self._backward_bytes - held),
             rerun_transient_bytes=max(0, dropped),
             options=options,

@@ -64,7 +64,7 @@ class ChainCosts:
         states = np.array([stage.state_bytes for stage in chain.stages] + [0], dtype=np.int64)
         times = np.array([stage.forward_seconds for stage in chain.stages])
         rerun = np.array([stage.rerun_transient_bytes for stage in chain.stages], dtype=np.int64)
-        first = np.array([stage.forward_transient_bytes for stage in chain.stages], dtype=np.int64)
+        first = np.maximum(rerun, np.array([stage.forward_transient_bytes for stage in chain.stages], dtype=np.int64))
         made = {stage: _costs(stage) for stage in set(chain.stages)}
         kept = {stage: _undominated(costs) for stage, costs in made.items()}
         leads = (states[1:] + rerun, states[1:] + first)
