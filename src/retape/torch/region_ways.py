@@ -104,7 +104,6 @@ class MeasuredRegion:
         seconds = self._seconds
         tape = {} if self._trace is None else tape_storages(self._trace)
         held = self._output_bytes + sum(tape.values())
-        dropped = self._forward_bytes - self._output_bytes
         options = (*(way.option for way in ways), self._recompute()) if self._call.has_tape else ()
         stage = Stage(
             name=self._call.name,
@@ -114,7 +113,8 @@ class MeasuredRegion:
             tape_bytes=held,
             forward_transient_bytes=max(0, self._forward_peak(frozenset(tape)) - held),
             backward_transient_bytes=max(0, self._backward_bytes - held),
-            rerun_transient_bytes=max(0, dropped),
+            rerun_transient_bytes=max(0, self._rerun_bytes - held),
+            untaped_transient_bytes=max(0, self._forward_bytes - self._output_bytes),
             options=options,
         )
         own = self._saved_share
