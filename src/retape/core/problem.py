@@ -414,6 +414,7 @@ def _plain(value: object) -> object:
 _CAME_LATER = frozenset(
     {
         "pinned",
+        "untaped_transient_bytes",
         "input_bytes",
         "forward_stall_seconds",
         "backward_stall_seconds",
