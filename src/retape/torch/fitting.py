@@ -44,13 +44,12 @@ from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, Sha
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
-from retape.torch.rounds import Fitting, Rounds, ran_out
+from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
+from retape.torch.turns import is_long, quickest, repeated
 
-TIMED_STEPS = 2
 WORTH_A_STEP = 0.99  # of the time of what there is: a plan that promises no less is not tried
 TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a part in so many less
-LONG_STEP_SECONDS = 4.0  # of a step that takes so long one is enough: what disturbs it does not take as long
 MOST_ROUNDS = 4
 
 FEW_BYTES = 1024  # a budget below is hardly meant as one
@@ -152,8 +151,8 @@ class Fitter:
             self.tell("weighing a step")
             weighed = self._weighed(laboratory, session)
             seconds: list[dict[int, RegionSeconds]] = []
-            taken = _repeated(partial(self._stopped, laboratory, session, seconds))
-            self._long = _is_long(min(taken))
+            taken = repeated(partial(self._stopped, laboratory, session, seconds))
+            self._long = is_long(min(taken))
         return Profiled(profile=profile, step=weighed, seconds=seconds, saved_share=saved_share)
 
     def _stopped(
@@ -236,7 +235,7 @@ class Fitter:
         """The plan that was chosen, with its seconds: no other is timed, for steps are dear."""
         self.tell("timing the plan")
         with nullcontext() if best.executor is None else self.attached(best.executor):
-            seconds = min(_repeated(partial(self._timed, laboratory)))
+            seconds = min(repeated(partial(self._timed, laboratory)))
         return replace(
             best,
             measured=replace(best.measured, seconds=seconds),
@@ -297,7 +296,7 @@ class Fitter:
             fused = self._fitted(laboratory)
         finally:
             better = isinstance(fused, Fitting) and (
-                isinstance(without, BudgetTooSmall) or bool(decided_by_first(partial(_quickest, [without, fused])))
+                isinstance(without, BudgetTooSmall) or bool(decided_by_first(partial(quickest, [without, fused])))
             )
             if not better:
                 unfuse_loss(self.root)
@@ -341,6 +340,8 @@ class Fitter:
             self._search(laboratory, profile, modelled.without(OptionKind.OFFLOAD), rounds)
         if rounds.best is not None:
             self._use_slack(laboratory, profile, modelled, rounds)
+            if rounds.is_far_off:
+                self._promise_again(laboratory, rounds)
             best = self._timed_best(laboratory, rounds.best)
             return self._or_plainer(laboratory, profile, modelled, rounds, best)
         if rounds.failure is not None:
@@ -365,7 +366,7 @@ class Fitter:
             self._search(laboratory, profile, modelled.without(*kinds), other)
             if other.best is not None and all(other.best.assignment != one.assignment for one in found):
                 found.append(self._timed_best(laboratory, other.best))
-        return found[decided_by_first(lambda: _quickest(found))]
+        return found[decided_by_first(lambda: quickest(found))]
 
     def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
         """Solve, run and compare until a plan is confirmed; whether one passed the budget that moves slots to the host."""
@@ -437,19 +438,11 @@ class Fitter:
     def _tried(
         self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: Rounds
     ) -> Fitting:
-        """Run a plan and measure it; one that was run before, and is only promised better now, need not run again."""
+        """Run a plan and measure it; one that was run before, too: what it promises now it is to keep now."""
         assignment = assign(meanings_of(profile, modelled), plan.actions())
-        before = rounds.best
-        if before is not None and before.assignment == assignment:
-            return replace(before, chain=modelled.chain, plan=plan)
         plain = assignment.keeps_everything and not assignment.is_compiled
         executor = None if plain else self._executor(assignment, profile)
-        self.tell("measuring the plan")
-        if executor is None:
-            record = self.measured(laboratory)
-        else:
-            with self.attached(executor):
-                record = self.measured(laboratory)
+        record = self._weighed_with(laboratory, executor)
         return Fitting(
             chain=modelled.chain,
             plan=plan,
@@ -462,6 +455,24 @@ class Fitter:
             executor=executor,
             regions=self.regions,
         )
+
+    def _promise_again(self, laboratory: Laboratory, rounds: Rounds) -> None:
+        """Make a promise that was far off again with what its step has taught: it is kept if another step keeps it."""
+        best = rounds.best
+        assert best is not None
+        chain, plan = decided_by_first(partial(promised_again, best, rounds.limit_bytes))
+        try:
+            record = self._weighed_with(laboratory, best.executor)
+        except torch.OutOfMemoryError as error:
+            raise self._ran_out(laboratory, plan, error) from error
+        rounds.are_over(replace(best, chain=chain, plan=plan, measured=record))
+        if rounds.best is None:
+            raise rounds.not_kept()
+
+    def _weighed_with(self, laboratory: Laboratory, executor: Executor | None) -> Record:
+        self.tell("measuring the plan")
+        with nullcontext() if executor is None else self.attached(executor):
+            return self.measured(laboratory)
 
     def _executor(self, assignment: Assignment, profile: Profile) -> Executor:
         executor = Executor(assignment, self.names, check=self.check)
@@ -480,19 +491,3 @@ class Fitter:
             bare = replace(chain, fixed_bytes=self.fixed_bytes)  # without what is put aside
             self._limit = decided_by_first(partial(limit_bytes, bare, self.budget))
         return self._limit
-
-
-def _repeated(run: Callable[[], float]) -> list[float]:
-    """The seconds of a few runs; of one, where it is long. Ranks run equally often."""
-    found = [run()]
-    while len(found) < TIMED_STEPS and not _is_long(found[-1]):
-        found.append(run())
-    return found
-
-
-def _is_long(seconds: float) -> bool:
-    return largest(int(1e3 * seconds)) >= 1e3 * LONG_STEP_SECONDS
-
-
-def _quickest(found: list[Fitting]) -> int:
-    return min(range(len(found)), key=lambda number: found[number].measured.seconds)
