@@ -72,6 +72,7 @@ def test_beside_a_plan_that_is_slower_than_it_promised_plainer_ones_are_tried(mo
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(Block(64) for _ in range(8))), torch.randn(1024, 64)
     monkeypatch.setattr(fitting, "engine_overheads", lambda device: Overheads())
+    monkeypatch.setattr(fitting, "turns_within", lambda seconds: 0)
     selecting = fit(model, batch, budget=0.5, step=Steps())
     kinds = {choice.option for choice in selecting.record.assignment.choices}
     assert OptionKind.SELECT in kinds

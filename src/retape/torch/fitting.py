@@ -44,16 +44,15 @@ from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, Sha
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
-from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out
+from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, with_levers
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
-from retape.torch.turns import is_long, quickest, repeated
+from retape.torch.turns import clearly_quicker, in_turns, is_long, quickest, repeated, turns_within
 
 WORTH_A_STEP = 0.99  # of the time of what there is: a plan that promises no less is not tried
 TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a part in so many less
 MOST_ROUNDS = 4
-
-FEW_BYTES = 1024  # a budget below is hardly meant as one
 SLOWER_THAN_PROMISED = 1.04  # beyond which a plan's figures leave something out
+MAY_BE_FASTER = 1.1  # times what another plan promises: beyond it a measurement would not say otherwise
 A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
 
 Tell = Callable[[str], None]
@@ -234,13 +233,11 @@ class Fitter:
     def _timed_best(self, laboratory: Laboratory, best: Fitting) -> Fitting:
         """The plan that was chosen, with its seconds: no other is timed, for steps are dear."""
         self.tell("timing the plan")
-        with nullcontext() if best.executor is None else self.attached(best.executor):
-            seconds = min(repeated(partial(self._timed, laboratory)))
-        return replace(
-            best,
-            measured=replace(best.measured, seconds=seconds),
-            devices=tuple(replace(each, measured=replace(each.measured, seconds=seconds)) for each in best.devices),
-        )
+        return best.taking(min(repeated(partial(self._timed_with, laboratory, best.executor))))
+
+    def _timed_with(self, laboratory: Laboratory, executor: Executor | None) -> float:
+        with nullcontext() if executor is None else self.attached(executor):
+            return self._timed(laboratory)
 
     # --- all of it -----------------------------------------------------------------------------------------------
 
@@ -252,28 +249,11 @@ class Fitter:
             if self.options is OptionSet.ALL and can_fuse_loss(self.root):
                 fitting = self._with_fused_loss(laboratory, fitting)
         if isinstance(fitting, BudgetTooSmall):
-            raise self._with_levers(fitting)
+            raise with_levers(fitting, self.budget, self.options, fusable=can_fuse_loss(self.root))
         self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
-
-    def _with_levers(self, error: BudgetTooSmall) -> BudgetTooSmall:
-        """The same error, with what else would lower the floor, or what was probably meant."""
-        few = self.budget.limit_bytes
-        if few is not None and few < FEW_BYTES:
-            more = f"{few} is a number of bytes; a share of the activations is a float, such as 0.5 or 1.0."
-        elif self.options is OptionSet.ALL:
-            return error
-        else:
-            fused = "computes the loss in slices, without whole logits, and " if can_fuse_loss(self.root) else ""
-            more = f"options=retape.ALL {fused}may run parts of a region in tiles; its gradients are summed in another order."
-        return BudgetTooSmall(
-            f"{error} {more}",
-            budget_bytes=error.budget_bytes,
-            floor_bytes=error.floor_bytes,
-            binding=error.binding,
-        )
 
     def _fitted(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
         try:
@@ -338,10 +318,9 @@ class Fitter:
         if self._search(laboratory, profile, modelled, rounds):
             # How long copies are on their way is the least certain part of a model: see what can be had without them.
             self._search(laboratory, profile, modelled.without(OptionKind.OFFLOAD), rounds)
+        self._use_slack(laboratory, profile, modelled, rounds)
+        self._promise_again(laboratory, rounds)
         if rounds.best is not None:
-            self._use_slack(laboratory, profile, modelled, rounds)
-            if rounds.is_far_off:
-                self._promise_again(laboratory, rounds)
             best = self._timed_best(laboratory, rounds.best)
             return self._or_plainer(laboratory, profile, modelled, rounds, best)
         if rounds.failure is not None:
@@ -355,18 +334,40 @@ class Fitter:
 
         On a GPU the host's work is hidden behind the kernels, and so it is not in the profile; with small kernels it is not hidden.
         """
-        promised = best.plan.promised_seconds or 0.0
-        slow = decided_by_first(lambda: best.measured.seconds > SLOWER_THAN_PROMISED * promised)
         used = {choice.option for choice in best.assignment.choices} & {OptionKind.SELECT, OptionKind.OFFLOAD}
-        if self._long or not (slow and used and hides_the_host(self.device)):
+        if self._long or not used:
+            return best
+        if not hides_the_host(self.device):
+            return self._or_whole_regions(laboratory, profile, modelled, rounds, best)
+        allowed = SLOWER_THAN_PROMISED * (best.plan.promised_seconds or 0.0)
+        if not decided_by_first(lambda: best.measured.seconds > allowed):
             return best
         found = [best]
         for kinds in ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD)):
-            other = Rounds(limit_bytes=rounds.limit_bytes, everything=False, frontier=rounds.frontier)
+            other = rounds.beside()
             self._search(laboratory, profile, modelled.without(*kinds), other)
+            self._promise_again(laboratory, other)
             if other.best is not None and all(other.best.assignment != one.assignment for one in found):
                 found.append(self._timed_best(laboratory, other.best))
         return found[decided_by_first(lambda: quickest(found))]
+
+    def _or_whole_regions(
+        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
+    ) -> Fitting:
+        """On a CPU, beside a plan that steers regions op by op: one that runs them whole, if that is clearly faster, in turns."""
+        turns, plainer = turns_within(best.measured.seconds), modelled.without(OptionKind.SELECT)
+        most, other = MAY_BE_FASTER * (best.plan.promised_seconds or 0.0), rounds.beside()
+        if not turns or self._promises(plainer, rounds.beside(), most) is None:
+            return best
+        self._search(laboratory, profile, plainer, other)
+        self._use_slack(laboratory, profile, plainer, other)
+        self._promise_again(laboratory, other)
+        if other.best is None:
+            return best
+        self.tell("timing it beside whole regions")
+        runs = [partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)]
+        taken = in_turns(runs, turns)
+        return other.best.taking(min(taken[1])) if decided_by_first(partial(clearly_quicker, *taken)) else best
 
     def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
         """Solve, run and compare until a plan is confirmed; whether one passed the budget that moves slots to the host."""
@@ -399,21 +400,24 @@ class Fitter:
 
     def _use_slack(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> None:
         """What is put aside may be just what a faster plan needs: a measurement decides."""
-        assert rounds.best is not None
-        best = rounds.best.plan.promised_seconds or 0.0
-        if self._long or not modelled.slack_bytes or rounds.everything:
+        if rounds.best is None or self._long or not modelled.slack_bytes or rounds.everything:
             return
         modelled = modelled.without_slack()
-        try:
-            plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
-        except BudgetTooSmall:  # what there is was found by what its own run has taught
-            return
-        if (plan.promised_seconds or 0.0) > WORTH_A_STEP * best:
+        plan = self._promises(modelled, rounds, WORTH_A_STEP * (rounds.best.plan.promised_seconds or 0.0))
+        if plan is None:
             return
         try:
             rounds.are_over(self._tried(laboratory, profile, modelled, plan, rounds))
         except torch.OutOfMemoryError as error:
             self._ran_out(laboratory, plan, error)
+
+    def _promises(self, modelled: Modelled, rounds: Rounds, seconds: float) -> Plan | None:
+        """The plan for a model, if there is one and it promises to take no longer than that."""
+        try:
+            plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
+        except BudgetTooSmall:
+            return None
+        return plan if (plan.promised_seconds or 0.0) <= seconds else None
 
     def _ran_out(self, laboratory: Laboratory, plan: Plan, error: torch.OutOfMemoryError) -> BudgetTooSmall:
         laboratory.rewind()
@@ -459,15 +463,16 @@ class Fitter:
     def _promise_again(self, laboratory: Laboratory, rounds: Rounds) -> None:
         """Make a promise that was far off again with what its step has taught: it is kept if another step keeps it."""
         best = rounds.best
-        assert best is not None
+        if best is None or not rounds.is_far_off:
+            return
         chain, plan = decided_by_first(partial(promised_again, best, rounds.limit_bytes))
         try:
             record = self._weighed_with(laboratory, best.executor)
         except torch.OutOfMemoryError as error:
-            raise self._ran_out(laboratory, plan, error) from error
-        rounds.are_over(replace(best, chain=chain, plan=plan, measured=record))
-        if rounds.best is None:
-            raise rounds.not_kept()
+            rounds.failed(self._ran_out(laboratory, plan, error))
+            rounds.best = None
+        else:
+            rounds.are_over(replace(best, chain=chain, plan=plan, measured=record))
 
     def _weighed_with(self, laboratory: Laboratory, executor: Executor | None) -> Record:
         self.tell("measuring the plan")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 
 from retape.torch.ranks import largest
 from retape.torch.rounds import Fitting
 
 TIMED_STEPS = 2
 LONG_STEP_SECONDS = 4.0  # of a step that takes so long one is enough: what disturbs it does not take as long
+
+COMPARED_SECONDS = 3.5  # spent on running two plans in turns
+FEWEST_TURNS, MOST_TURNS = 4, 6
+CLEARLY = 0.985  # of the seconds of another plan
 
 
 def repeated(run: Callable[[], float]) -> list[float]:
@@ -21,6 +26,24 @@ def repeated(run: Callable[[], float]) -> list[float]:
 
 def is_long(seconds: float) -> bool:
     return largest(int(1e3 * seconds)) >= 1e3 * LONG_STEP_SECONDS
+
+
+def turns_within(seconds: float) -> int:
+    """How often two plans whose step takes so long are run in turns; 0 where that would not be often enough to tell."""
+    turns = min(MOST_TURNS, int(COMPARED_SECONDS * 1e3) // (2 * max(1, largest(int(1e3 * seconds)))))
+    return turns if turns >= FEWEST_TURNS else 0
+
+
+def in_turns(runs: Sequence[Callable[[], float]], turns: int) -> list[list[float]]:
+    """The seconds of each run, in turns: what disturbs one disturbs the next."""
+    taken = [[run() for run in runs] for _ in range(turns)]
+    return [list(column) for column in zip(*taken, strict=True)]
+
+
+def clearly_quicker(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether the other took less in every turn, and by more than what two runs of the same differ by."""
+    ratios = [mine / its for its, mine in zip(one, other, strict=True)]
+    return max(ratios) < 1.0 and median(ratios) <= CLEARLY
 
 
 def quickest(found: list[Fitting]) -> int:
