@@ -14,7 +14,7 @@ from retape.torch.fitting import Fitter
 from retape.torch.modelling import Overheads
 from retape.torch.overheads import engine_overheads
 from retape.torch.region_ways import MeasuredRegion
-from retape.torch.turns import clearly_quicker, in_turns, turns_within
+from retape.torch.turns import TIMED_STEPS, in_turns, is_quicker, repeated, times_for, turns_within
 
 fit = partial(retape.fit, progress=False)
 
@@ -29,8 +29,22 @@ fit = partial(retape.fit, progress=False)
         ([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], False),
     ],
 )
-def test_a_win_is_clear_and_repeated(one, other, clear):
-    assert clearly_quicker(one, other) is clear
+def test_a_win_against_what_was_promised_is_clear_and_repeated(one, other, clear):
+    assert is_quicker(one, other, promised=1.5) is clear
+
+
+@pytest.mark.parametrize(("other", "wins"), [([0.99, 0.98, 1.2, 0.99], True), ([1.01, 0.5, 1.01, 1.01], False)])
+def test_where_both_promise_the_same_most_turns_decide(other, wins):
+    assert is_quicker([1.0] * 4, other, promised=1.01) is wins
+
+
+def test_a_kind_that_is_seldom_seen_is_timed_more_often(monkeypatch):
+    assert times_for(calls=48, kinds=1) == times_for(calls=8, kinds=2) == TIMED_STEPS
+    assert times_for(calls=7, kinds=7) == 2 * TIMED_STEPS
+    assert repeated(lambda: 0.1, 4) == [0.1] * 4
+    monkeypatch.setattr(turns, "LONG_STEP_SECONDS", 1.0)
+    assert repeated(lambda: 0.4, 4) == [0.4] * 3, "a second is over"
+    assert repeated(lambda: 2.0, 4) == [2.0]
 
 
 def test_turns_take_turns():
@@ -60,6 +74,7 @@ def fitted(monkeypatch, *seconds_of_select, may_be_faster=100.0):
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(Block() for _ in range(8))), torch.randn(512, 64)
     monkeypatch.setattr(MeasuredRegion, "_rerun_seconds", lambda region, way: 1e-9)
+    monkeypatch.setattr(turns, "HARDLY_MORE", 0.0)
     monkeypatch.setattr(fitting, "turns_within", lambda seconds: 4)
     monkeypatch.setattr(fitting, "MAY_BE_FASTER", may_be_faster)
     taken, timed = cycle(seconds_of_select), []

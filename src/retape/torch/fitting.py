@@ -44,9 +44,9 @@ from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, Sha
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
-from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, with_levers
+from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over, with_levers
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
-from retape.torch.turns import clearly_quicker, in_turns, is_long, quickest, repeated, turns_within
+from retape.torch.turns import in_turns, is_long, is_quicker, quickest, repeated, times_for, turns_within
 
 WORTH_A_STEP = 0.99  # of the time of what there is: a plan that promises no less is not tried
 TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a part in so many less
@@ -150,7 +150,8 @@ class Fitter:
             self.tell("weighing a step")
             weighed = self._weighed(laboratory, session)
             seconds: list[dict[int, RegionSeconds]] = []
-            taken = repeated(partial(self._stopped, laboratory, session, seconds))
+            times = times_for(len(profile.calls), len(profile.traces))
+            taken = repeated(partial(self._stopped, laboratory, session, seconds), times)
             self._long = is_long(min(taken))
         return Profiled(profile=profile, step=weighed, seconds=seconds, saved_share=saved_share)
 
@@ -366,8 +367,9 @@ class Fitter:
             return best
         self.tell("timing it beside whole regions")
         runs = [partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)]
-        taken = in_turns(runs, turns)
-        return other.best.taking(min(taken[1])) if decided_by_first(partial(clearly_quicker, *taken)) else best
+        taken, promised = in_turns(runs, turns), seconds_over(other.best, best)
+        better = decided_by_first(partial(is_quicker, *taken, promised=promised))
+        return other.best.taking(min(taken[1])) if better else best
 
     def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
         """Solve, run and compare until a plan is confirmed; whether one passed the budget that moves slots to the host."""

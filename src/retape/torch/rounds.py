@@ -155,6 +155,11 @@ def promised_again(tried: Fitting, limit_bytes: int) -> tuple[Chain, Plan]:
     )
 
 
+def seconds_over(one: Fitting, other: Fitting) -> float:
+    """How many times the seconds of the other one promises."""
+    return _seconds(one.plan) / (_seconds(other.plan) or 1.0)
+
+
 def _is_near(tried: Fitting, share: float) -> bool:
     peak = tried.measured.peak_bytes
     return abs(peak - tried.plan.promised_peak_bytes) <= share * peak

@@ -9,19 +9,26 @@ from retape.torch.ranks import largest
 from retape.torch.rounds import Fitting
 
 TIMED_STEPS = 2
+SELDOM = 4  # calls of a kind in a step: of fewer, one that was disturbed counts for much
 LONG_STEP_SECONDS = 4.0  # of a step that takes so long one is enough: what disturbs it does not take as long
 
 COMPARED_SECONDS = 3.5  # spent on running two plans in turns
 FEWEST_TURNS, MOST_TURNS = 4, 6
 CLEARLY = 0.985  # of the seconds of another plan
+HARDLY_MORE = 1.04  # times the seconds of another plan, as both promise: no model of a step is as exact as that
 
 
-def repeated(run: Callable[[], float]) -> list[float]:
-    """The seconds of a few runs; of one, where it is long. Ranks run equally often."""
+def repeated(run: Callable[[], float], times: int = TIMED_STEPS) -> list[float]:
+    """The seconds of a few runs; of fewer, where it is long. Ranks run equally often."""
     found = [run()]
-    while len(found) < TIMED_STEPS and not is_long(found[-1]):
+    while len(found) < times and not is_long(found[-1] if len(found) < TIMED_STEPS else sum(found)):
         found.append(run())
     return found
+
+
+def times_for(calls: int, kinds: int) -> int:
+    """How often to run a step with so many calls of regions of so many kinds: more often where a kind is seldom seen in it."""
+    return TIMED_STEPS if calls >= SELDOM * kinds else 2 * TIMED_STEPS
 
 
 def is_long(seconds: float) -> bool:
@@ -40,9 +47,15 @@ def in_turns(runs: Sequence[Callable[[], float]], turns: int) -> list[list[float
     return [list(column) for column in zip(*taken, strict=True)]
 
 
-def clearly_quicker(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the other took less in every turn, and by more than what two runs of the same differ by."""
+def is_quicker(one: Sequence[float], other: Sequence[float], *, promised: float) -> bool:
+    """Whether the other is taken to be faster, which promised so many times the seconds.
+
+    Where that is hardly more, the turns decide. Where it is more, it has to take less in every turn, and by more than what two
+    runs of the same differ by.
+    """
     ratios = [mine / its for its, mine in zip(one, other, strict=True)]
+    if promised <= HARDLY_MORE:
+        return median(ratios) < 1.0
     return max(ratios) < 1.0 and median(ratios) <= CLEARLY
 
 
