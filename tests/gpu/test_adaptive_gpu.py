@@ -1,12 +1,15 @@
 """A live budget on a GPU: the bits of plain autograd, the allocator inside its limit, real out-of-memory errors."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch import _compat
+from retape.torch import _compat, adaptive_host
+from retape.torch.lanes import lanes_of
 from retape.torch.pressure import Needs
 
 pytestmark = [
@@ -16,25 +19,61 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 
 
+@pytest.fixture
+def adaptive():
+    """Makes live budgets, and takes them away again however the test ends: a limit that stays on would fail the tests after it."""
+    made, before = [], _compat.memory_fraction(CUDA)
+
+    def make(*arguments, **keywords):
+        made.append(retape.adaptive(*arguments, **keywords))
+        return made[-1]
+
+    yield make
+    for live in made:
+        live.remove()
+    torch.cuda.set_per_process_memory_fraction(before, CUDA)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def fetches(monkeypatch):
+    """The copies back from the host, counted."""
+    found, lanes = [], lanes_of(CUDA)
+    fetch = lanes.fetch
+
+    def counting(pairs):
+        found.append(len(pairs))
+        return fetch(pairs)
+
+    monkeypatch.setattr(lanes, "fetch", counting)
+    return found
+
+
 class Block(nn.Module):
     """Large and cheap tensors beside dear ones, and a mask."""
 
-    def __init__(self, width=512):
+    def __init__(self, width=512, wider=4):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, wider * width),
+            nn.Linear(wider * width, width),
+        )
 
     def forward(self, x):
         y = nn.functional.dropout(nn.functional.gelu(self.up(self.norm(x))), 0.1)
         return x + self.down(y)
 
 
-def build():
+def build(**how):
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(8)]).to(CUDA)
+    with CUDA:
+        return nn.Sequential(*[Block(**how) for _ in range(8)])
 
 
-def rows(count):
-    return torch.randn(count, 512, device=CUDA, generator=torch.Generator(CUDA).manual_seed(count))
+def rows(count, width=512):
+    return torch.randn(count, width, device=CUDA, generator=torch.Generator(CUDA).manual_seed(count))
 
 
 def step(model, x, seed=1):
@@ -59,7 +98,7 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("share", [1.5, 0.7, 0.5, 0.35])
-def test_a_live_budget_holds_and_has_the_same_bits(share):
+def test_a_live_budget_holds_and_has_the_same_bits(share, adaptive):
     model, x = build(), rows(8192)
     for _ in range(2):
         step(model, x)
@@ -67,7 +106,7 @@ def test_a_live_budget_holds_and_has_the_same_bits(share):
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
     before = _compat.memory_fraction(CUDA)
-    live = retape.adaptive(model, budget=retape.Budget.activations(int(share * above)))
+    live = adaptive(model, budget=retape.Budget.activations(int(share * above)))
     for _ in range(3):
         step(model, x)
         assert_same(gradients(model), wanted)
@@ -83,25 +122,54 @@ def test_a_live_budget_holds_and_has_the_same_bits(share):
     assert _compat.memory_fraction(CUDA) == before
 
 
-@pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("share", [0.6, 0.35])
-def test_with_and_without_the_host(share, host):
-    model, x = build(), rows(8192)
+def settled(adaptive, model, x, share, **how):
+    """A live budget after a few steps, every one of them with the bits of plain autograd; a step with it stays inside."""
     for _ in range(2):
         step(model, x)
     wanted = gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
-    live = retape.adaptive(model, budget=retape.Budget.activations(int(share * above)), host=host)
+    live = adaptive(model, budget=retape.Budget.activations(int(share * above)), **how)
     for _ in range(6):
         step(model, x)
         assert_same(gradients(model), wanted)
     assert peak_bytes(model, x) <= live.stats().budget_bytes
+    assert_same(gradients(model), wanted)
+    return live
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("share", [0.6, 0.35])
+def test_with_and_without_the_host(share, host, adaptive, fetches, monkeypatch):
+    """With copies that are said to cost nothing, so that the host is used whatever the clock says."""
+    monkeypatch.setattr(adaptive_host, "host_tier", lambda device: None)
+    live = settled(adaptive, build(), rows(8192), share, host=host)
     assert (live.stats().moved_bytes > 0) == host
-    live.remove()
+    assert bool(fetches) == host
 
 
-def test_lengths_that_change():
+def test_the_host_has_what_takes_longer_to_make_again_than_to_copy(adaptive, fetches):
+    """Products of 4096 terms in float32 (no TF32, as by default) take twice as long as copying what they make."""
+    model, x = build(width=4096, wider=1), rows(8192, 4096)
+    live = settled(adaptive, model, x, 0.4)
+    before = live.stats()
+    step(model, x)
+    after = live.stats()
+    assert after.moved_bytes - before.moved_bytes >= 4 * x.nbytes, "not only the first block finds the lane free"
+    assert fetches
+
+
+def test_what_is_made_again_sooner_than_copied_stays_away_from_the_host(adaptive):
+    """Ops that only read and write the device's memory are many times as quick as the lane."""
+    torch.manual_seed(0)
+    with CUDA:
+        model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(4096), nn.GELU(), nn.LayerNorm(4096)) for _ in range(8)])
+    live = settled(adaptive, model, rows(32768, 4096), 0.6)
+    assert live.stats().reruns > 0
+    assert live.stats().moved_bytes == 0
+
+
+def test_lengths_that_change(adaptive):
     model = build()
     sizes = (1024, 8192, 2048, 4096, 8192, 1024)
     wanted = {}
@@ -110,7 +178,7 @@ def test_lengths_that_change():
         wanted[size] = gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, rows(8192)) - base
-    live = retape.adaptive(model, budget=retape.Budget.activations(above // 2))
+    live = adaptive(model, budget=retape.Budget.activations(above // 2))
     for _ in range(2):
         for size in sizes:
             step(model, rows(size))
@@ -129,7 +197,7 @@ def checkpointed(model, x):
     x.square().mean().backward()
 
 
-def test_the_allocator_runs_out_in_regions_and_every_step_ends_right():
+def test_the_allocator_runs_out_in_regions_and_every_step_ends_right(adaptive):
     """Nothing is known of what regions need, so that the hard limit is met again and again."""
     model, x = build(), rows(8192)
     for _ in range(2):
@@ -138,7 +206,7 @@ def test_the_allocator_runs_out_in_regions_and_every_step_ends_right():
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
     before = _compat.memory_fraction(CUDA)
-    live = retape.adaptive(budget=retape.Budget.activations(above // 2))
+    live = adaptive(budget=retape.Budget.activations(above // 2))
     for _ in range(3):
         with live:
             checkpointed(model, x)
@@ -157,10 +225,10 @@ def backward_and_too_much(model, x):
     torch.empty(2 << 30, dtype=torch.uint8, device=CUDA)
 
 
-def test_elsewhere_it_is_a_clear_error_and_the_limit_is_gone():
+def test_elsewhere_it_is_a_clear_error_and_the_limit_is_gone(adaptive):
     model, x = build(), rows(2048)
     before = _compat.memory_fraction(CUDA)
-    live = retape.adaptive(budget=retape.Budget.activations("256MiB"))
+    live = adaptive(budget=retape.Budget.activations("256MiB"))
     for _ in range(2):
         with live:
             checkpointed(model, x)
@@ -171,3 +239,35 @@ def test_elsewhere_it_is_a_clear_error_and_the_limit_is_gone():
     assert all(parameter.grad is None for parameter in model.parameters())
     assert _compat.memory_fraction(CUDA) == before
     assert torch.empty(2 << 30, dtype=torch.uint8, device=CUDA).numel() == 2 << 30
+
+
+def fill_and_fail(model, x):
+    torch.cuda.manual_seed(1)
+    model(x).square().mean().backward()
+    torch.empty(200 << 30, dtype=torch.uint8, device=CUDA)
+
+
+@pytest.mark.parametrize("share", [3.0, 0.5])
+def test_gradients_that_stood_come_back(share, adaptive):
+    """They are copied beside the forward, and what adds to them waits: every bit is there, step after step."""
+    model, x = build(width=2048, wider=1), rows(2048, 2048)
+    step(model, x)
+    base = torch.cuda.memory_allocated()
+    above = peak_bytes(model, x) - base
+    live = adaptive(model, budget=retape.Budget.activations(int(share * above)))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    wanted = gradients(model)
+    for _ in range(5):
+        with pytest.raises(BudgetTooSmall, match="Gradients are as they were before this step"), live:
+            fill_and_fail(model, x)
+        assert_same(gradients(model), wanted)
+    pool = lanes_of(CUDA).pool
+    allocations = pool.allocations
+    with live:
+        model(x).square().mean().backward()
+    gc.collect()
+    assert not all(map(torch.equal, gradients(model), wanted))
+    assert pool.allocations == allocations
+    assert pool.free_bytes == pool.allocated_bytes
+    assert live.stats().copied_gradient_bytes == 6 * sum(gradient.nbytes for gradient in wanted)

@@ -4,12 +4,16 @@ import pytest
 import torch
 from changing import gradients
 from compare import assert_equal
-from test_adaptive_menus import CountProducts, PricedTimer, X, build, peak_above, step
+from test_adaptive_menus import CountProducts, PricedTimer, X, build, learnt, peak_above, step
 
 import retape
+from retape.core.problem import Tier
 from retape.errors import OffloadError, StateChanged
-from retape.torch import adaptive_region, offload
+from retape.torch import adaptive_host, adaptive_region, offload
+from retape.torch.adaptive_host import SEEN_SHARE, HostTier
+from retape.torch.adaptive_menu import Menus
 from retape.torch.lanes import lanes_of
+from retape.torch.treatments import tape_storages
 
 CPU = torch.device("cpu")
 
@@ -130,4 +134,45 @@ def test_a_full_host_is_no_error(monkeypatch):
     assert_equal(gradients(model), wanted)
     assert live.stats().moved_bytes == before
     assert not live._room.host.on
+    live.remove()
+
+
+def moved_of(monkeypatch, bytes_per_second):
+    """The storages of a cell that are copied out over a lane of that speed; a product takes a second, and so does the copy of one."""
+    tier = Tier(name="host", write_bytes_per_second=bytes_per_second, read_bytes_per_second=bytes_per_second)
+    monkeypatch.setattr(adaptive_host, "host_tier", lambda device: tier)
+    kind, trace = learnt(Menus(CPU, HostTier(CPU, on=True)), 256, seconds=2.0)
+    return {trace.slots[slot] for slot in kind.moved}, tape_storages(trace)
+
+
+def test_only_what_takes_longer_to_make_again_than_to_fetch_is_copied(monkeypatch):
+    size = X.nbytes
+    moved, tape = moved_of(monkeypatch, 1.01 * size)
+    assert [tape[storage] for storage in moved] == [size], "what the product made"
+    assert not moved_of(monkeypatch, 0.49 * size)[0], "the lane would not be done when the region is"
+    assert not moved_of(monkeypatch, 0.9 * SEEN_SHARE * size)[0]
+
+
+def test_nothing_is_copied_where_the_host_is_not_used(monkeypatch):
+    monkeypatch.setattr(adaptive_host, "host_tier", pytest.fail)
+    kind, _ = learnt(Menus(CPU, HostTier(CPU, on=False)), 256)
+    assert not kind.moved
+
+
+@pytest.mark.parametrize(("regions_a_copy", "sent"), [(0.9, 8), (1.9, 4), (7.5, 1)])
+def test_the_lane_is_free_by_the_clock_of_the_device(monkeypatch, regions_a_copy, sent):
+    """The host is ahead of the device: whether a copy is done when it asks says nothing of when the region ends."""
+    model = build()
+    live, _ = settled(model, 0.5)
+    parcels, host = [], live._room.host
+    parcel = offload.Parcel
+    monkeypatch.setattr(offload, "Parcel", lambda *how: parcels.append(parcel(*how)) or parcels[-1])
+    kind = next(kind for kind in live._kinds._kinds.values() if kind.moved)
+    assert len(kind.moved) == 1
+    monkeypatch.setattr(type(kind), "ran", lambda kind, seconds: None)
+    kind.seconds = 1.0
+    speed = X.nbytes / regions_a_copy
+    monkeypatch.setattr(host, "_tier", lambda: Tier(name="host", write_bytes_per_second=speed))
+    model(X)
+    assert len(parcels) == sent
     live.remove()

@@ -198,8 +198,8 @@ def traced(module, x):
     return region.trace(PricedTimer(CPU)), outputs
 
 
-def learnt(menus, rows, owner="cell"):
-    kind = Kind(owner, ((rows,),), rows, seconds=1.0)
+def learnt(menus, rows, owner="cell", seconds=1.0):
+    kind = Kind(owner, ((rows,),), rows, seconds=seconds)
     for _ in range(LESSONS):
         trace, _ = traced(build(1)[0], torch.randn(rows, 64))
         menus.teach(kind, trace)
@@ -217,6 +217,13 @@ def test_rungs_go_down_from_cheap_to_dear():
     assert slopes == sorted(slopes)
     assert all(0 < rung.held_bytes < whole and rung.saved_bytes > 0 for rung in kind.menu)
     assert kind.menu[0].seconds < 0.2, "the first rung runs no product again"
+
+
+def test_what_comes_after_the_last_slot_is_in_no_rerun():
+    """Of the two products of a cell the second saves nothing that is missing: a re-run takes half of a forward."""
+    kind, _ = learnt(Menus(CPU), 256, seconds=2.0)
+    assert kind.rerun_seconds == pytest.approx(1.0, abs=0.01)
+    assert kind.menu[-1].seconds < 0.01, "nor is it the engine's, which every rung would take"
 
 
 def test_relatives_share_an_order_and_far_ones_do_not(monkeypatch):

@@ -8,7 +8,8 @@ from compare import assert_equal, seed
 from torch import nn
 
 import retape
-from retape.torch import attach, compiled, fitting
+from retape import Budget
+from retape.torch import attach, compiled, form_profiles
 from retape.torch._compat_compiler import compiler_is_on
 from retape.torch.attach import original_class
 from retape.torch.opaque import CompiledCall
@@ -44,7 +45,7 @@ def partitioned(share):
 def quick_compiler(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", partitioned)
     monkeypatch.setattr(compiled, "_FORMS", FORMS)
-    monkeypatch.setattr(fitting, "SAVED_SHARES", (0.5, 0.0))
+    monkeypatch.setattr(form_profiles, "SAVED_SHARES", (0.5, 0.0))
 
 
 @pytest.fixture
@@ -105,6 +106,64 @@ def test_compiled_blocks_inside_a_budget(budget):
     fit.remove()
     assert_equal(gradients(model, batch), wanted)
     assert all(type(block) is Block for block in model.blocks)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.Tanh(), nn.Linear(16 * WIDTH, WIDTH))
+
+
+class Wide(nn.Module):
+    """Two parts that treat rows independently."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.mlp = mlp(), mlp()
+
+    def forward(self, x):
+        return x + self.mlp(torch.sin(self.mix(x)))
+
+
+def wide():
+    seed()
+    model = Stack(blocks=4)
+    model.blocks = nn.ModuleList(Wide() for _ in range(4))
+    return model, torch.randn(2048, WIDTH)
+
+
+def floor_bytes(options, **keywords):
+    model, batch = wide()
+    with pytest.raises(retape.errors.BudgetTooSmall) as caught:
+        retape.fit(
+            model, (batch,), budget=Budget.activations(4096), compile=True, options=options, progress=False, **keywords
+        )
+    return caught.value.floor_bytes
+
+
+def test_compiled_blocks_that_do_not_fit_are_taken_apart():
+    in_blocks, in_parts = floor_bytes("exact", regions=[Wide]), floor_bytes("exact")
+    assert in_parts < in_blocks
+    model, batch = wide()
+    wanted = gradients(model, batch)
+    fit = fitted(model, batch, (in_parts + in_blocks) // 2)
+    assert {choice.name for choice in fit.record.assignment.choices} >= {"blocks.0.mix", "blocks.0.mlp"}
+    assert fit.measured.peak_bytes <= fit.record.budget_bytes
+    for found, plain in zip(gradients(model, batch), wanted, strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
+
+
+def test_compiled_blocks_that_do_not_fit_run_in_tiles_without_the_compiler():
+    whole, tiled = floor_bytes("exact", regions=[Wide]), floor_bytes("all", regions=[Wide])
+    assert tiled < 0.7 * whole
+    model, batch = wide()
+    wanted = gradients(model, batch)
+    budget = (tiled + whole) // 2
+    fit = retape.fit(model, (batch,), budget=budget, compile=True, options="all", regions=[Wide], progress=False)
+    shares = {choice.tiles: choice.saved_share for choice in fit.record.assignment.choices}
+    assert max(shares) > 1
+    assert all((share is None) == (tiles > 1) for tiles, share in shares.items())
+    assert fit.measured.peak_bytes <= budget
+    for found, plain in zip(gradients(model, batch), wanted, strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
 
 
 def test_each_form_saves_another_part():
@@ -313,7 +372,7 @@ def test_blocks_that_differ_in_a_number_are_all_compiled(fresh_forms, monkeypatc
     model.blocks.extend(Block(WIDTH) for _ in range(2))
     for number, block in enumerate(model.blocks):
         block.number = number
-    monkeypatch.setattr(fitting, "SAVED_SHARES", ())
+    monkeypatch.setattr(form_profiles, "SAVED_SHARES", ())
     fitted(model, batch, 0.7)
     assert not any(form.failed for form in fresh_forms.values())
     assert [form.compilations for form in fresh_forms.values()] == [len(model.blocks)]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import retape
 from retape.errors import InvalidInput, RegionError, StateChanged, UnsupportedTransform
+from retape.torch.meter import weighing
 from retape.torch.runs import plain
 
 WIDTH = 6
@@ -717,3 +718,33 @@ def test_bad_input(rows, options, words):
 def test_outputs_that_are_no_rows(fn, words):
     with pytest.raises(RegionError, match=words):
         retape.tile(fn, torch.randn(5, 2), tiles=2)
+
+
+def test_the_first_use_takes_no_more_memory_than_later_ones():
+    """Questions about other rows have no backward pass."""
+    seed()
+    wide, rows = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 16)), torch.randn(1024, 16)
+    peaks = []
+    for _ in range(2):
+        with weighing(torch.device("cpu")) as scale:
+            retape.tile(wide, rows.clone().requires_grad_(), tiles=8).sum().backward()
+        peaks.append(max(reading.peak_bytes for reading in scale.readings))
+    assert peaks[0] <= 1.1 * peaks[1]
+
+
+def test_a_function_that_takes_gradients_itself_is_asked_too():
+    def score(x):
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (found,) = torch.autograd.grad((inner**3).sum(), inner)
+        return x * found
+
+    def mixed(x):
+        return score(x) + x.mean(0, keepdim=True)
+
+    rows = torch.randn(8, 4)
+    given = rows.clone().requires_grad_()
+    retape.tile(score, given, tiles=4).sum().backward()
+    assert torch.equal(given.grad, 3 * rows**2)
+    with pytest.raises(RegionError, match="does not treat rows independently"):
+        retape.tile(mixed, rows.clone().requires_grad_(), tiles=4)

@@ -352,7 +352,8 @@ def memory_fraction(device: torch.device) -> float:
 def memory_events() -> Iterator[list[tuple[int, int | None]]]:
     """Every report of the CPU allocator while the context lasts, as (nanoseconds, bytes); None is a `mark_memory`.
 
-    The list is filled when the context is left. Only the calling thread and the backward passes it starts are heard.
+    The list is filled when the context is left. Only the calling thread and the backward passes it starts are heard. A profiler that the
+    user starts meanwhile takes the place of this one: it is left alone, and what was counted is lost.
     No function is recorded, only memory: a profiler that ends inside a function which it has seen begin leaves that one a pointer
     to freed memory, and the next profiler writes there.
     """
@@ -368,11 +369,18 @@ def memory_events() -> Iterator[list[tuple[int, int | None]]]:
     with _stderr_unheard():
         torch._C._autograd._prepare_profiler(config, activities)
         torch._C._autograd._enable_profiler(config, activities, nothing)  # type: ignore[call-arg]
+    results: Any = None
     try:
         yield events
     finally:
-        with _stderr_unheard():
-            results: Any = torch._C._autograd._disable_profiler()
+        if torch._C._autograd._profiler_enabled() and not torch.autograd.profiler._is_profiler_enabled:
+            with _stderr_unheard():
+                results = torch._C._autograd._disable_profiler()
+    if results is None:
+        raise InvalidInput(
+            "PyTorch's profiler was started while retape counted bytes on the CPU, and took its place: nothing was counted. "
+            "Leave it out here."
+        )
     cpu = torch._C._autograd.DeviceType.CPU
     found = [
         (e.start_ns(), int(e.nbytes())) for e in results.events() if e.name() == "[memory]" and e.device_type() == cpu

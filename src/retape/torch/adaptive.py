@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from retape.core.errors import BudgetTooSmall
 from retape.core.problem import Budget
 from retape.torch import _compat, attach, links
 from retape.torch.adaptive_attach import Attachment
 from retape.torch.adaptive_host import is_here, storage_of
 from retape.torch.adaptive_menu import Menus
-from retape.torch.adaptive_oom import elsewhere, rewind
+from retape.torch.adaptive_oom import elsewhere, rewind, with_gradients_left
 from retape.torch.adaptive_region import AdaptiveRegion
 from retape.torch.adaptive_room import CLOSE, Room
 from retape.torch.adaptive_roots import Attempt, Footprints, PlainSteps
@@ -50,9 +51,9 @@ class Adaptive:
     """
 
     def __init__(
-        self, model: nn.Module | None, budget: Budget, *, progress: bool, host: bool | None, fuse: bool
+        self, model: nn.Module | None, budget: Budget, *, progress: bool, host: bool | None, fuse: bool, restore: bool
     ) -> None:
-        self._budget, self._uses_host = budget, host
+        self._budget, self._uses_host, self._restores = budget, host, restore
         self._counts = Counts()
         self._stand_on(_device_of(model))
         self._kinds, self._gradients = Kinds(), Gradients()
@@ -72,7 +73,7 @@ class Adaptive:
             self._attachment.put_on()
 
     def _stand_on(self, device: torch.device) -> None:
-        self._room = Room(self._budget, device, self._counts, host=self._uses_host)
+        self._room = Room(self._budget, device, self._counts, host=self._uses_host, restore=self._restores)
         self._menus, self.account = Menus(device, self._room.host), self._room.account
 
     @property
@@ -99,7 +100,9 @@ class Adaptive:
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """The model itself is called: a step begins, unless the one before has not been through backward yet."""
         if torch.is_grad_enabled() and not THREAD.runs:
-            self._look_at_weights(list(module.parameters()))
+            parameters: list[Tensor] = list(module.parameters())
+            self._look_at_weights(parameters)
+            self._room.before.know(parameters)
             self._begin_step(self._kinds.of(module, args, keywords), (args, keywords))
         note_given(args, keywords)
         outer, THREAD.manager = THREAD.manager, self
@@ -161,6 +164,8 @@ class Adaptive:
             if not self._counts.steps:  # by now it is clear where the work is done
                 self._stand_on(_device_of(None))
             THREAD.manager = self
+        self._room.before.look_around()
+        if self._attachment is None:
             self._begin_step(None, None)
         return self
 
@@ -172,9 +177,15 @@ class Adaptive:
             self._room.limit.close()
         elif not self._outer:
             self.remove()
-        if isinstance(error, torch.OutOfMemoryError):
-            added_to = self._named(self._gradients.put_back())
-            raise elsewhere(error, limit_bytes=self._room.limit.bytes, now_bytes=now, added_to=added_to) from error
+        if isinstance(error, (torch.OutOfMemoryError, BudgetTooSmall)):
+            self._room.live.clear()  # nobody is going to come back for them, though the error's frames hold them
+            added_to = self._named(self._room.before.put_back())
+            if not isinstance(error, BudgetTooSmall):
+                raise elsewhere(error, limit_bytes=self._room.limit.bytes, now_bytes=now, added_to=added_to) from error
+            if added_to:
+                raise with_gradients_left(error, added_to) from error
+        if not self._outer:
+            self._room.before.end()
 
     def _named(self, parameters: list[Tensor]) -> list[str]:
         names = {} if self._attachment is None else self._attachment.names()
@@ -185,6 +196,7 @@ class Adaptive:
             self._room.limit.open()  # the forward before may have been in a block that is over
             return
         self._end_step()
+        self._room.before.end()
         self._room.begin_step()
         self._opened.clear()
         self._gradients.begin()
@@ -201,6 +213,8 @@ class Adaptive:
             if self._room.scale is not None:
                 self._counts.weighed += 1
                 GIVE_WAY.append(self._end_weighing)
+        if self._outer:  # outside a block nobody catches what the step may end in
+            self._room.keep_gradients()
         self._room.limit.unknown = self._room.scale is not None
         self._room.limit.enforce(undoable=False)
         self._room.met_unknown = False
@@ -236,7 +250,9 @@ class Adaptive:
             return
         GIVE_WAY.remove(self._end_weighing)
         self._weighed_bytes = scale.end(self._room.needs)
-        if self._root is not None:
+        if self._weighed_bytes is None:
+            self._counts.weighed -= 1  # another step is to be weighed instead
+        elif self._root is not None:
             mark = Mark(phase=Phase.FORWARD, kind=self._root, number=0, held_bytes=0, gradient_bytes=0)
             self._room.needs.learn(mark, 0, self._weighed_bytes)
 
@@ -255,8 +271,10 @@ class Adaptive:
         evictions, events = self._begun_with
         if self._root is None or self._under or self._plainly or self._counts.out_of_memory > events:
             return
-        whole = above_bytes if self._room.live.evictions == evictions else None
-        self._plainly.roots.learn(self._root, tuple(self._met), whole)
+        whole = above_bytes if self._room.live.evictions == evictions and not self._room.before.dropped else None
+        self._plainly.roots.learn(
+            self._root, tuple(self._met), None if whole is None else whole - self._room.before.bytes
+        )
 
     def stats(self) -> AdaptiveStats:
         """What it has cost so far."""
@@ -273,6 +291,7 @@ class Adaptive:
             evictions=live.evictions,
             evicted_bytes=live.evicted_bytes,
             moved_bytes=self._room.host.moved_bytes,
+            copied_gradient_bytes=self._room.before.copied_bytes,
         )
 
     # --- the first run of a region ---------------------------------------------------------------------------------

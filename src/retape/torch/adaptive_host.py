@@ -1,14 +1,14 @@
 """The host tier of a live budget: dear slots are copied out while the lane is free, so that missing them costs no re-run.
 
-Copies start when a region's forward is over, once bytes have run short before, and only while no earlier copy is on its way. The slots
-stay on the device as well until they are chosen: then they are let go of at once, and come back when backward asks, or shortly
-before. Copies and lanes are those of `offload.py`.
+Copies start when a region's forward is over, once bytes have run short before, and only where the lane is done with earlier ones by
+then. The slots stay on the device as well until they are chosen: then they are let go of at once, and come back when backward asks, or
+shortly before. Copies and lanes are those of `offload.py`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,21 +31,43 @@ SEEN_SHARE = 0.25  # of the seconds that a copy back takes: the rest is beside t
 
 
 class HostTier:
-    """Decides what of a region is copied out, and when."""
+    """Decides what of a region is copied out, and when.
+
+    The clock is the device's: how far its forward is by the measured seconds of the regions, and until when the lane copies. The host is
+    ahead of the device, so that asking whether a copy is done would find the lane busy whenever there is something to copy.
+    """
 
     def __init__(self, device: torch.device, *, on: bool | None) -> None:
         self.on = device.type in ON_WHERE if on is None else on
         self.moved_bytes = 0
         self._device = device
-        self._last: Callable[[], offload.Parcel | None] = lambda: None
+        self._computed_seconds = self._busy_seconds = 0.0
 
-    def choose(self, trace: RegionTrace, menu: tuple[Rung, ...], seconds: float) -> frozenset[int]:
-        """The slots of a kind that are dearest to make again, as many as the lane can take while such a region runs."""
-        if not self.on or not menu:
+    def begin_step(self) -> None:
+        """A new step: the lane is free."""
+        self._computed_seconds = self._busy_seconds = 0.0
+
+    def occupy(self, size: int) -> None:
+        """Something else is being copied out."""
+        tier = self._tier() if self.on and size else None
+        if tier is not None:
+            self._busy_seconds += tier.write_seconds(size)
+
+    def choose(
+        self, trace: RegionTrace, menu: tuple[Rung, ...], *, seconds: float, rerun_seconds: float
+    ) -> frozenset[int]:
+        """The slots of a kind that are dearest to make again, as many as the lane can take while such a region runs.
+
+        Those are what the last rung holds, and everything where there is none; nothing where making it again is quicker than the copy back.
+        """
+        if not self.on:
             return frozenset()
         tape, tier = tape_storages(trace), self._tier()
-        room = sum(tape.values()) if tier is None else int(tier.write_bytes_per_second * seconds)
-        dear = {trace.slots[slot] for slot in menu[-1].held} & tape.keys()
+        dear = {trace.slots[slot] for slot in menu[-1].held} & tape.keys() if menu else set(tape)
+        size = sum(tape[storage] for storage in dear)
+        if self.seconds_back(size) > rerun_seconds - (menu[-1].seconds if menu else 0.0):
+            return frozenset()
+        room = size if tier is None else min(size, tier.write_bytes_per_second * seconds)
         least = sum(tape.values()) // SMALL_PARTS
         chosen: set[int] = set()
         for storage in sorted(dear, key=lambda storage: -tape[storage]):
@@ -63,9 +85,9 @@ class HostTier:
         return 0.0 if tier is None else SEEN_SHARE * tier.read_seconds(size)
 
     def send(self, region: AdaptiveRegion) -> None:
-        """Copy out what was chosen of its kind, if the lane is free."""
-        last = self._last()
-        if not self.on or not region.kind.moved or (last is not None and not last._left.query()):
+        """Its forward is over: copy out what was chosen of its kind, if the lane is free by then."""
+        self._computed_seconds += region.kind.seconds
+        if not self.on or not region.kind.moved or self._busy_seconds > self._computed_seconds:
             return
         by_storage: dict[int, list[offload.MovedSlot]] = {}
         with _compat.unobserved():
@@ -88,7 +110,8 @@ class HostTier:
         assert value is not None
         flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(_compat.untyped_storage(value))
         parcel = offload.Parcel(copies, flat)
-        self._last = weakref.ref(parcel)
+        self._busy_seconds = max(self._busy_seconds, self._computed_seconds)
+        self.occupy(parcel.nbytes)
         self.moved_bytes += parcel.nbytes
         for copy in copies:
             copy.parcel = parcel

@@ -19,7 +19,7 @@ from retape.torch.policy import Policy
 from retape.torch.profile import quickest
 from retape.torch.select import plan_recipe
 from retape.torch.trace import RegionTrace
-from retape.torch.treatments import Treatment, is_steady, last_missing, tape_storages, treat
+from retape.torch.treatments import Treatment, is_steady, rerun_share, tape_storages, treat
 
 LESSONS = 2  # re-runs that are written down of each kind; of two times the shorter counts
 MOST_STORAGES = 16  # of a tape that are dropped on their own; the smaller ones go with the rest
@@ -45,6 +45,7 @@ class Learner(Protocol):
     owner: Any
     elements: int
     seconds: float
+    rerun_share: float
     lessons: int
     traces: list[RegionTrace]
     menu: tuple[Rung, ...]
@@ -77,9 +78,12 @@ class Menus:
         if found is not None and is_steady(found) and tape_storages(found):
             prices = _Prices(found, kind.seconds, engine_overheads(self._device).op_seconds)
             kind.menu = prices.menu(self._order(kind, found, prices))
+            kind.rerun_share = prices.rerun_seconds / kind.seconds if kind.seconds else 1.0
             kind.slot_count = len(found.slots)
             if self._host is not None:
-                kind.moved = self._host.choose(found, kind.menu, kind.seconds)
+                kind.moved = self._host.choose(
+                    found, kind.menu, seconds=kind.seconds, rerun_seconds=prices.rerun_seconds
+                )
 
     def _order(self, kind: Learner, trace: RegionTrace, prices: _Prices) -> tuple[int, ...]:
         ops = tuple(op.op for op in trace.ops)
@@ -100,10 +104,11 @@ class _Prices:
         self._trace, self._op_seconds = trace, op_seconds
         self._tape = tape_storages(trace)
         self._whole_bytes = sum(self._tape.values())
-        ops = sum(op.seconds for op in trace.ops[: last_missing(trace, frozenset())])
-        # What is not in the ops is the engine's, and stays however few of them are run.
-        self._function = min(ops, seconds)
-        self._fixed = seconds - self._function
+        ops = sum(op.seconds for op in trace.ops)
+        # What is not in the ops is the engine's, and stays however few of them are run; a re-run stops after the last slot.
+        self._fixed = max(0.0, seconds - ops)
+        self._function = (seconds - self._fixed) * rerun_share(trace)
+        self.rerun_seconds = self._fixed + self._function
         self._whole = treat(trace, frozenset())
 
     def order(self) -> tuple[int, ...]:
@@ -128,7 +133,7 @@ class _Prices:
             held -= {storage}
             if held:
                 ways.append(treat(self._trace, held))
-        end = (self._whole_bytes, self._fixed + self._function)
+        end = (self._whole_bytes, self.rerun_seconds)
         points = [(0, 0.0), *((self._whole_bytes - way.held_bytes, self._seconds(way)) for way in ways), end]
         chosen = [ways[i - 1] for i in _lower_hull(points)[1:-1]]
         return tuple(self._rung(number, way) for number, way in enumerate(chosen, start=1))

@@ -1,7 +1,7 @@
 """What happens when the allocator has nothing left: a region's first run is undone, so that it can be run again.
 
 A re-run undoes itself (`region.py`). Elsewhere, in a backward kernel or an optimizer, there is nothing to run again: the
-error says so, and gradients that the step began are taken away.
+error says so, and gradients are put back (`adaptive_gradients.py`).
 """
 
 from __future__ import annotations
@@ -72,13 +72,23 @@ def elsewhere(error: BaseException, *, limit_bytes: int, now_bytes: int, added_t
     )
 
 
+def with_gradients_left(error: BudgetTooSmall, added_to: list[str]) -> BudgetTooSmall:
+    """The same error, with the gradients that could not be put back."""
+    return BudgetTooSmall(
+        f"{error} {_gradients_left(added_to)}",
+        budget_bytes=error.budget_bytes,
+        floor_bytes=error.floor_bytes,
+        binding=error.binding,
+    )
+
+
 def _gradients_left(added_to: list[str]) -> str:
     """What .grad holds now, and what to do about it."""
     if not added_to:
         return "Gradients are as they were before this step."
     more = f" and {len(added_to) - MOST_NAMED} more" if len(added_to) > MOST_NAMED else ""
     return (
-        "Gradients that this step began are None again, but it had added to others, which cannot be put back: .grad holds a part "
+        "Of the gradients that it had added to, some could not be put back, because there was no copy of them: .grad holds a part "
         f"of this step in {len(added_to)} parameters ({', '.join(added_to[:MOST_NAMED])}{more}). Call zero_grad() and repeat every step "
         "that was accumulated since the last one."
     )

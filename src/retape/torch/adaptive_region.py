@@ -132,6 +132,7 @@ class AdaptiveRegion(Region):
     def _hooks(self) -> tuple[Any, Any]:
         return self._pack, _unpack
 
+    @_compat_compiler.left_alone
     def _pack(self, tensor: Tensor) -> Slot:
         slot = super()._pack(tensor)
         base = tensor._base
@@ -199,7 +200,7 @@ class AdaptiveRegion(Region):
     @property
     def rerun_seconds(self) -> float:
         """What a re-run is going to take."""
-        return self.kind.seconds if self.rung is None else self.rung.seconds
+        return self.kind.rerun_seconds if self.rung is None else self.rung.seconds
 
     def _can_be_dropped_in_part(self) -> bool:
         if self.evicted or self._diverged or self.slot_count != self.kind.slot_count:

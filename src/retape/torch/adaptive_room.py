@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from retape.core.problem import Budget
+from retape.torch.adaptive_gradients import GradientsBefore
 from retape.torch.adaptive_host import HostTier
 from retape.torch.adaptive_limit import Limit
 from retape.torch.adaptive_oom import nothing_left
@@ -22,10 +23,13 @@ CLOSE = 1.3  # two sizes on the scale are enough for those between them, if one 
 class Room:
     """The bytes of one device, and where a step is: at the region numbered `position`, in the backward of the one with serial `turn`."""
 
-    def __init__(self, budget: Budget, device: torch.device, counts: Counts, *, host: bool | None) -> None:
+    def __init__(
+        self, budget: Budget, device: torch.device, counts: Counts, *, host: bool | None, restore: bool
+    ) -> None:
         self.account, self.limit, self.counts = Account(device), Limit(budget, device), counts
         self.host = HostTier(device, on=host)
         self.live, self.needs = LiveRegions(self.account, self.host), Needs()
+        self.before = GradientsBefore(on=restore)
         self.scale: StepScale | None = None
         self.pinned: set[int] = set()
         self.position, self.turn, self.peak = 0, -1, 0
@@ -34,6 +38,7 @@ class Room:
     def begin_step(self) -> None:
         self.account.begin_step()
         self.live.clear()
+        self.host.begin_step()
         self.position, self.turn, self.peak = 0, -1, 0
 
     @property
@@ -64,8 +69,22 @@ class Room:
 
     def evict(self, wanted_bytes: int) -> int:
         """Drop what is cheapest to miss; returns the bytes that went."""
+        copies = self.before.drop()  # of gradients, on the CPU: what is only there for an error goes before all else
+        self.limit.base_bytes -= copies
+        if copies >= wanted_bytes:
+            return copies
         pinned = self.pinned | {self.turn}
-        return self.live.evict(wanted_bytes, self.position, pinned, backward=self.turn >= 0)
+        return copies + self.live.evict(wanted_bytes - copies, self.position, pinned, backward=self.turn >= 0)
+
+    def keep_gradients(self) -> None:
+        """A step begins that may end in an error: copy the gradients that stand, as far as there is room.
+
+        On the scale, which does not see memory going that was there before it.
+        """
+        copied = self.before.copied_bytes
+        self.before.begin(self.left_bytes)
+        self.limit.base_bytes += self.before.bytes
+        self.host.occupy(self.before.copied_bytes - copied)
 
     def _cannot_fit(self, phase: Phase, kind: Kind, need: Need, now: int) -> None:
         self.counts.over += 1

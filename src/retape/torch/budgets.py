@@ -1,4 +1,4 @@
-"""Budgets that speak of devices, as bytes: "auto", and one per device."""
+"""Budgets that speak of devices, as bytes: "auto", and one per device; and what to do about one that is too small."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from retape.core.errors import InvalidInput
+from retape.core.errors import BudgetTooSmall, InvalidInput
+from retape.core.option_set import OptionSet
 from retape.core.problem import Budget, BudgetKind
 
 MARGIN_SHARE = 0.05  # of the device: fragmentation, workspaces of libraries, what others take meanwhile
 LEAST_MARGIN_BYTES = 512 << 20
+FEW_BYTES = 1024  # a budget below is hardly meant as one
 
 
 def resolved(budget: Budget, device: torch.device) -> Budget:
@@ -62,4 +64,24 @@ def _host_bytes() -> int:
                 return int(line.split()[1]) * 1024
     raise InvalidInput(
         "This machine does not say how much memory it has free. Give a budget in bytes instead of 'auto'."
+    )
+
+
+def with_levers(error: BudgetTooSmall, budget: Budget, options: OptionSet, *, can_fuse: bool) -> BudgetTooSmall:
+    """The same error, with what else would lower the floor, or what was probably meant."""
+    few = budget.limit_bytes
+    if few is not None and few < FEW_BYTES:
+        more = f"{few} is a number of bytes; a share of the activations is a float, such as 0.5 or 1.0."
+    elif options is OptionSet.ALL:
+        return error
+    else:
+        fused = "computes the loss in slices, without whole logits, and " if can_fuse else ""
+        more = (
+            f"options=retape.ALL {fused}may run parts of a region in tiles; its gradients are summed in another order."
+        )
+    return BudgetTooSmall(
+        f"{error} {more}",
+        budget_bytes=error.budget_bytes,
+        floor_bytes=error.floor_bytes,
+        binding=error.binding,
     )

@@ -27,11 +27,12 @@ from retape.core.record import Record
 from retape.core.solve import limit_bytes, solve
 from retape.torch._compat_compiler import is_compiled
 from retape.torch.attach import put_on, take_off
-from retape.torch.budgets import resolved
-from retape.torch.compiled import SAVED_SHARES, WHOLE, CannotCompile, refuse_graph_replays
+from retape.torch.budgets import resolved, with_levers
+from retape.torch.compiled import WHOLE, CannotCompile, refuse_graph_replays
 from retape.torch.discover import Wanted, find_regions, refined, refuse_own_checkpointing
 from retape.torch.executor import Executor, answers
 from retape.torch.fingerprint import unwrapped
+from retape.torch.form_profiles import FormProfiles
 from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
@@ -44,7 +45,7 @@ from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, Sha
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
-from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over, with_levers
+from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.turns import in_turns, is_long, is_quicker, quickest, repeated, times_for, turns_within
 
@@ -84,7 +85,8 @@ class Fitter:
         self._limit: int | None = None
         self._compiled = compiled or is_compiled(self.root)
         self._long = False
-        self._forms: list[Profiled] | None = None
+        self._forms = FormProfiles()
+        self._in_tiles = False  # regions that run compiled elsewhere in a plan may run in tiles, eager
         self._first_regions = find_regions(self.root, regions)
         refuse_own_checkpointing(self.root)
         refuse_graph_replays({"the model itself": self.root, **self._first_regions})
@@ -166,18 +168,14 @@ class Fitter:
         readings.append(read_seconds(marks))
         return float(marks[-1][1])
 
-    def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> list[Profiled]:
-        """The same step in the other compiled forms; those that save what one before them saves are left out."""
+    def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> tuple[list[Profiled], Profiled | None]:
+        """The same step in the other compiled forms, and without a compiler where parts may run in tiles."""
         if not self._compiled:
-            return []
-        if self._forms is None:  # how the loss is computed is not theirs: they are profiled once
-            found = [whole]
-            for share in SAVED_SHARES:
-                profiled = self.profiled(laboratory, share)
-                if profiled.calls_like(whole) and not any(profiled.runs_like(other) for other in found):
-                    found.append(profiled)
-            self._forms = found[1:]
-        return self._forms
+            return [], None
+        profiled = partial(self.profiled, laboratory)
+        few = self.regions is not self._first_regions
+        others = self._forms.others(self.regions, whole, profiled, few=few)
+        return others, self._forms.eager(self.regions, whole, profiled) if self._in_tiles else None
 
     def _first_step(self, laboratory: Laboratory) -> None:
         """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
@@ -250,7 +248,7 @@ class Fitter:
             if self.options is OptionSet.ALL and can_fuse_loss(self.root):
                 fitting = self._with_fused_loss(laboratory, fitting)
         if isinstance(fitting, BudgetTooSmall):
-            raise with_levers(fitting, self.budget, self.options, fusable=can_fuse_loss(self.root))
+            raise with_levers(fitting, self.budget, self.options, can_fuse=can_fuse_loss(self.root))
         self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
@@ -261,7 +259,7 @@ class Fitter:
             try:
                 return self._settled(laboratory)
             except BudgetTooSmall as error:
-                return self._with_finer_regions(laboratory, error)
+                return self._with_less_at_once(laboratory, error)
         except BudgetTooSmall as error:
             return error
 
@@ -287,27 +285,33 @@ class Fitter:
         both = [each for each in (without, fused) if isinstance(each, BudgetTooSmall)]
         return min(both, key=lambda each: each.floor_bytes) if len(both) == 2 else without
 
-    def _with_finer_regions(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
-        """Smaller regions have a smaller working set, though more inputs to hold: where blocks do not fit, their parts may."""
-        finer = refined(self.regions) if self._may_refine and not self._compiled else {}
-        if not finer:
-            raise failure
-        self.tell("taking the regions apart")
-        self._take_regions(finer)
-        try:
-            return self._settled(laboratory)
-        except BudgetTooSmall as error:
-            raise min(failure, error, key=lambda each: each.floor_bytes) from None
+    def _with_less_at_once(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
+        """Where blocks do not fit: compiled ones may in tiles, which need no compiler, and else their parts may.
+
+        Smaller regions have a smaller working set, though more inputs to hold.
+        """
+        self._in_tiles = self._compiled and self.options is OptionSet.ALL
+        finer = refined(self.regions) if self._may_refine else {}
+        for regions in (self.regions if self._in_tiles else {}, finer):
+            if not regions:
+                continue
+            self.tell("taking the regions apart" if regions is finer else "with parts in tiles")
+            self._take_regions(regions)
+            try:
+                return self._settled(laboratory)
+            except BudgetTooSmall as error:
+                failure = min(failure, error, key=lambda each: each.floor_bytes)
+        raise failure
 
     def _settled(self, laboratory: Laboratory) -> Fitting:
         """Profile, and solve, run and compare until a plan is confirmed."""
         profiled = self.profiled(laboratory, WHOLE if self._compiled else None)
-        others = self._other_forms(laboratory, profiled)
+        others, eager = self._other_forms(laboratory, profiled)
         self.tell("solving")
         profile, fixed = profiled.profile, self.fixed_bytes
         overheads, host = engine_overheads(self.device), host_tier(self.device)
         modelled = decided_by_first(
-            lambda: model_of(profiled, fixed_bytes=fixed, overheads=overheads, host=host, others=others)
+            lambda: model_of(profiled, fixed_bytes=fixed, overheads=overheads, host=host, others=others, eager=eager)
         )
         rounds = Rounds(
             limit_bytes=self._limit_bytes(modelled.chain),
@@ -340,8 +344,8 @@ class Fitter:
             return best
         if not hides_the_host(self.device):
             return self._or_whole_regions(laboratory, profile, modelled, rounds, best)
-        allowed = SLOWER_THAN_PROMISED * (best.plan.promised_seconds or 0.0)
-        if not decided_by_first(lambda: best.measured.seconds > allowed):
+        promised = best.plan.promised_seconds or 0.0
+        if decided_by_first(lambda: best.measured.seconds <= SLOWER_THAN_PROMISED * promised):
             return best
         found = [best]
         for kinds in ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD)):
@@ -365,10 +369,9 @@ class Fitter:
         self._promise_again(laboratory, other)
         if other.best is None:
             return best
-        self.tell("timing it beside whole regions")
         runs = [partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)]
-        taken, promised = in_turns(runs, turns), seconds_over(other.best, best)
-        better = decided_by_first(partial(is_quicker, *taken, promised=promised))
+        taken = in_turns(runs, turns)
+        better = decided_by_first(partial(is_quicker, *taken, promised=seconds_over(other.best, best)))
         return other.best.taking(min(taken[1])) if better else best
 
     def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
@@ -448,13 +451,12 @@ class Fitter:
         assignment = assign(meanings_of(profile, modelled), plan.actions())
         plain = assignment.keeps_everything and not assignment.is_compiled
         executor = None if plain else self._executor(assignment, profile)
-        record = self._weighed_with(laboratory, executor)
         return Fitting(
             chain=modelled.chain,
             plan=plan,
             frontier=rounds.frontier,
             assignment=assignment,
-            measured=record,
+            measured=self._weighed_with(laboratory, executor),
             budget=self.budget,
             budget_bytes=rounds.limit_bytes,
             profile_seconds=0.0,
@@ -484,9 +486,7 @@ class Fitter:
     def _executor(self, assignment: Assignment, profile: Profile) -> Executor:
         executor = Executor(assignment, self.names, check=self.check)
         for choice, call in zip(assignment.choices, profile.calls, strict=True):
-            trace = profile.traces[call.kind]
-            if answers(choice) and trace is not None:
-                executor.learn(choice.kind, call.inputs, trace, answers(choice))
+            executor.learn(choice.kind, call.inputs, profile.traces[call.kind], answers(choice))
         return executor
 
     def _limit_bytes(self, chain: Chain) -> int:

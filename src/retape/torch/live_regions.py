@@ -149,7 +149,7 @@ class LiveRegions:
                 yield Unit(candidate=candidate, region=region, rung=rung)
                 known, left = rung.seconds + before, left - size
         if left > 0:
-            rest = max(0.0, region.kind.seconds + before - known)
+            rest = max(0.0, region.kind.rerun_seconds + before - known)
             yield Unit(candidate=Candidate(number=number, seconds=rest, bytes=left, once=True), region=region)
 
     def _output_units(

@@ -74,9 +74,11 @@ def model_of(
     overheads: Overheads,
     host: Tier | None = None,
     others: Sequence[Profiled] = (),
+    eager: Profiled | None = None,
     device: torch.device | None = None,
 ) -> Modelled:
-    """The chain of a profiled step. Slots may be moved to `host`; regions may run in the compiled forms of `others`.
+    """The chain of a profiled step. Slots may be moved to `host`; regions may run in the compiled forms of `others`, and in the
+    tiles of an `eager` one.
 
     Of a model on several devices it is the chain of `device`, and the step what was weighed there: regions that live elsewhere
     are pinned, with what they leave behind here.
@@ -84,6 +86,7 @@ def model_of(
     calls = profiled.profile.calls
     form = _Form(profiled, overheads, host)
     forms = [_Form(other, overheads, host) for other in others]
+    tiles = form if eager is None else _Form(eager, overheads, host)
     levels = form.levels
     stages, modelled = [], []
 
@@ -107,9 +110,11 @@ def model_of(
         for other in forms:
             variant = other.region(call.stage, linked)
             ways += other.ways(variant, linked, state_bytes if may_move else None, variant.kept())
+        if eager is not None:
+            ways += tiles.ways_in_tiles(call.stage, linked, state_bytes if may_move else None)
         if forms:
             ways = undominated(ways)
-        add(*region.stage(ways, state_bytes=state_bytes, tiled=form.tiling(call.kind).parts))
+        add(*region.stage(ways, state_bytes=state_bytes, tiled=tiles.parts_in_tiles(call.stage)))
         if not linked:
             add(glue_after(call, following, levels, profiled), ModelledStage(region=None))
     if not calls:
@@ -159,6 +164,17 @@ class _Form:
 
     def tiling(self, kind: Signature) -> Tiling:
         return self._profiled.profile.tilings.get(kind, NO_TILING)
+
+    def parts_in_tiles(self, stage: int) -> tuple[str, ...]:
+        return self.tiling(self._calls[stage].kind).parts
+
+    def ways_in_tiles(self, stage: int, linked: bool, input_bytes: int | None) -> list[Way]:
+        """Those ways of a call that run parts in tiles; none of them holds a slot."""
+        region = self.region(stage, linked)
+        ways = region.tiled(self.tiling(region.kind))
+        if ways and input_bytes and self._host is not None and has_room(self._host, input_bytes, len(self._calls)):
+            ways += region.moving_input(ways, input_bytes, self._host, len(self._calls))
+        return [way for way in ways if way.tiles > 1]
 
     def ways(self, region: MeasuredRegion, linked: bool, input_bytes: int | None, *more: Way) -> list[Way]:
         """The ways to hold or move a part of a region's tape, and its input of `input_bytes`; None where nothing may be moved."""

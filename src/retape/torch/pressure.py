@@ -131,7 +131,8 @@ class Kind:
 
     `lessons` is how many of its re-runs are still to be written down op by op; from them comes the `menu`, which says how it can be dropped
     in part. It is for regions with `slot_count` slots. `stateless` ones change nothing beside their output; the
-    slots in `moved` are copied to the host where there is a lane.
+    slots in `moved` are copied to the host where there is a lane. A re-run that refills everything takes `rerun_share` of `seconds`: it
+    stops after the last slot.
     """
 
     owner: Any
@@ -145,6 +146,12 @@ class Kind:
     slot_count: int = -1
     stateless: bool | None = None
     moved: frozenset[int] = frozenset()
+    rerun_share: float = 1.0
+
+    @property
+    def rerun_seconds(self) -> float:
+        """What a re-run takes that refills everything."""
+        return self.rerun_share * self.seconds
 
     @property
     def name(self) -> str:

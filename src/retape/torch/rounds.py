@@ -13,7 +13,6 @@ from retape.core.assignment import Assignment
 from retape.core.errors import BudgetTooSmall
 from retape.core.fit_record import DeviceRecord
 from retape.core.frontier import Frontier
-from retape.core.option_set import OptionSet
 from retape.core.plan import Plan, judge
 from retape.core.problem import Budget, Chain
 from retape.core.record import Record
@@ -22,7 +21,6 @@ from retape.core.units import format_bytes
 from retape.torch.executor import Executor
 
 WORTH_USING = 0.02  # of the peak: a promise that was further off is made again
-FEW_BYTES = 1024  # a budget below is hardly meant as one
 NEAR_ENOUGH = 0.05  # of the peak: even where a step is long, a promise is not to be further off
 
 
@@ -112,26 +110,6 @@ def ran_out(plan: Plan, device: str, said: str) -> BudgetTooSmall:
         budget_bytes=plan.budget_bytes,
         floor_bytes=plan.floor_bytes,
         binding="",
-    )
-
-
-def with_levers(error: BudgetTooSmall, budget: Budget, options: OptionSet, *, fusable: bool) -> BudgetTooSmall:
-    """The same error, with what else would lower the floor, or what was probably meant."""
-    few = budget.limit_bytes
-    if few is not None and few < FEW_BYTES:
-        more = f"{few} is a number of bytes; a share of the activations is a float, such as 0.5 or 1.0."
-    elif options is OptionSet.ALL:
-        return error
-    else:
-        fused = "computes the loss in slices, without whole logits, and " if fusable else ""
-        more = (
-            f"options=retape.ALL {fused}may run parts of a region in tiles; its gradients are summed in another order."
-        )
-    return BudgetTooSmall(
-        f"{error} {more}",
-        budget_bytes=error.budget_bytes,
-        floor_bytes=error.floor_bytes,
-        binding=error.binding,
     )
 
 

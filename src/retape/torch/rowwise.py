@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,14 +129,18 @@ class SliceRegion(Region):
         around, running[:] = list(running), [runs.Run(self, rerun=True) if decided else _Question(self, rerun=True)]
         try:
             with RERUN, _compat.unobserved(), state.Replay(self._ambient, self._draws):
-                return self._asked(tensors)
+                try:
+                    return self._asked(tensors, _forget)
+                except _TakesGradients:
+                    return self._asked(tensors, _as_it_is)
         finally:
             running[:] = around
 
-    def _asked(self, tensors: list[Tensor]) -> list[Any]:
+    def _asked(self, tensors: list[Tensor], keep: Callable[[Tensor], Tensor | None]) -> list[Any]:
         with AsBefore(self._watch) as before:
             args, keywords = self._call.rebuild(before.arguments(tensors))
-            _compat.push_hooks(_as_it_is, _as_it_is)  # hooks around the call must not see what is only asked
+            # Hooks around the call must not see what is only asked.
+            _compat.push_hooks(keep, _remember if keep is _forget else _as_it_is)
             try:
                 answer = self._call.function_again()(*args, **keywords)
             finally:
@@ -146,6 +150,18 @@ class SliceRegion(Region):
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+class _TakesGradients(Exception):
+    """The function that is asked takes gradients itself."""
+
+
+def _forget(tensor: Tensor) -> None:
+    """An answer has no backward pass: what that would need need not be there."""
+
+
+def _remember(nothing: None) -> Tensor:
+    raise _TakesGradients
 
 
 # --- the check ------------------------------------------------------------------------------------------------------

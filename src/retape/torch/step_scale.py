@@ -5,15 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from retape.core.errors import InvalidInput
 from retape.torch import _compat
 from retape.torch.meter import Scale, weighing
 from retape.torch.pressure import Kind, Mark, Needs, Phase
-from retape.torch.watch import version_of
 
 PAUSE = "pause"
 
@@ -24,7 +23,6 @@ class Gradients:
     def __init__(self) -> None:
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self._missing: list[weakref.ref[Tensor]] = []
-        self._before: dict[int, tuple[int, Any]] = {}  # of each gradient that was there: which it was, and its version
 
     def know(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -36,13 +34,10 @@ class Gradients:
     def begin(self) -> None:
         """A step begins."""
         self._parameters = {key: reference for key, reference in self._parameters.items() if reference() is not None}
-        self._missing, self._before = [], {}
-        for key, reference in self._parameters.items():
+        self._missing = []
+        for reference in self._parameters.values():
             parameter = reference()
-            gradient = None if parameter is None else parameter.grad
-            if gradient is not None:
-                self._before[key] = _which(gradient)
-            elif parameter is not None and parameter.requires_grad:
+            if parameter is not None and parameter.grad is None and parameter.requires_grad:
                 self._missing.append(reference)
 
     def traces(self) -> tuple[int, int]:
@@ -65,22 +60,6 @@ class Gradients:
         missing = {id(reference()) for reference in self._missing}
         found = [p for r in self._parameters.values() if (p := r()) is not None and id(p) not in missing]
         return sum(p.grad.nbytes for p in found if p.grad is not None and p.device == device)
-
-    def put_back(self) -> list[Tensor]:
-        """Leave none where there was none; returns the parameters whose gradients were there, and hold a part of this step now."""
-        for reference in self._missing:
-            parameter = reference()
-            if parameter is not None:
-                parameter.grad = None
-        return [
-            p
-            for key, before in self._before.items()
-            if (p := self._parameters[key]()) is not None and p.grad is not None and _which(p.grad) != before
-        ]
-
-
-def _which(gradient: Tensor) -> tuple[int, Any]:
-    return id(gradient), version_of(gradient)
 
 
 class StepScale:
@@ -114,9 +93,12 @@ class StepScale:
         """What comes from here to the next phase is no part of the step."""
         self._scale.mark(PAUSE)
 
-    def end(self, needs: Needs) -> int:
-        """The step is over: learn from it; returns its peak above the start."""
-        self._stack.close()
+    def end(self, needs: Needs) -> int | None:
+        """The step is over: learn from it; returns its peak above the start, None where somebody else's profiler took the scale's place."""
+        try:
+            self._stack.close()
+        except InvalidInput:
+            return None
         readings = self._scale.readings
         begins = {reading.label: i for i, reading in enumerate(readings) if isinstance(reading.label, int)}
         needs.begin({mark.kind for mark in self._marks})
