@@ -9,7 +9,7 @@ from torch import nn
 
 import retape
 from retape.core.problem import OptionKind
-from retape.torch import fitting, turns
+from retape.torch import fitting, profile, turns
 from retape.torch.fitting import Fitter
 from retape.torch.modelling import Overheads
 from retape.torch.overheads import engine_overheads
@@ -136,3 +136,11 @@ def test_what_the_engine_costs_is_measured():
     assert min(found.op_seconds, found.pack_seconds) > 1e-7
     assert max(found.op_seconds, found.pack_seconds, found.unpack_seconds) < 1e-2
     assert engine_overheads(torch.device("cuda", 0)) == Overheads()
+
+
+def test_what_is_spent_beside_the_steps_of_a_fit_is_bounded():
+    """Of the 5 s that a fit may take beside 12 steps: turns, more traces and more timed steps are each of so many seconds at most."""
+    longest = turns.COMPARED_SECONDS / (2 * turns.FEWEST_TURNS)
+    most = max(2 * seconds * turns_within(seconds) for seconds in (0.001, 0.01, 0.1, 0.2, 0.3, longest, 1.0, 3.0))
+    assert most <= turns.COMPARED_SECONDS
+    assert turns.COMPARED_SECONDS + profile.SPARE_SECONDS < 5.0
