@@ -128,15 +128,18 @@ def static(options, share: float) -> dict:
     live.remove()
     fitted.remove()
     medians = {name: statistics.median(taken) for name, taken in times.items()}
-    ratios = [a / f for a, f in zip(times["adaptive"], times["fit"], strict=True)]
+
+    def over(one: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
+
     return {
         "budget_share": share,
         "budget_mib": share * whole / 2**20,
         "adaptive_peak_mib": own / 2**20,
         "fit_peak_mib": (fitted.measured.peak_bytes - fitted.measured.base_bytes) / 2**20,
-        "adaptive_over_fit": statistics.median(ratios),
-        "adaptive_over_plain": medians["adaptive"] / medians["plain"],
-        "fit_over_plain": medians["fit"] / medians["plain"],
+        "adaptive_over_fit": over("adaptive", "fit"),
+        "adaptive_over_plain": over("adaptive", "plain"),
+        "fit_over_plain": over("fit", "plain"),
         "reruns_a_step": (after.reruns - before.reruns) / options.rounds,
         "evictions_a_step": (after.evictions - before.evictions) / options.rounds,
         "out_of_memory_events": after.out_of_memory_events,

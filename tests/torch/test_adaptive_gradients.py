@@ -292,6 +292,23 @@ def test_an_error_of_ours_in_the_middle_of_backward_puts_gradients_back(monkeypa
     hook.remove()
 
 
+def test_leaves_that_the_step_does_not_touch_are_left_alone():
+    """Somebody else may give them gradients meanwhile."""
+    model, other = Model(), Model()
+    live = retape.adaptive(budget="1GiB")
+
+    def run():
+        other.head.weight.grad = torch.ones_like(other.head.weight)
+        around(model)
+        raise torch.OutOfMemoryError("CPU out of memory (injected).")
+
+    for _ in range(2):
+        with pytest.raises(BudgetTooSmall, match="as they were"), live:
+            run()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert torch.equal(other.head.weight.grad, torch.ones_like(other.head.weight))
+
+
 def test_an_error_before_any_step_of_a_block_leaves_gradients_alone():
     model = Model()
     live = retape.adaptive(model, budget="1GiB")

@@ -9,10 +9,11 @@ from test_adaptive_menus import CountProducts, PricedTimer, X, build, learnt, pe
 import retape
 from retape.core.problem import Tier
 from retape.errors import OffloadError, StateChanged
-from retape.torch import adaptive_host, adaptive_region, offload
+from retape.torch import adaptive_host, adaptive_menu, adaptive_region, offload
 from retape.torch.adaptive_host import SEEN_SHARE, HostTier
 from retape.torch.adaptive_menu import Menus
 from retape.torch.lanes import lanes_of
+from retape.torch.region_ways import Overheads
 from retape.torch.treatments import tape_storages
 
 CPU = torch.device("cpu")
@@ -21,6 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def priced(monkeypatch):
     monkeypatch.setattr(adaptive_region, "OpTimer", PricedTimer)
+    monkeypatch.setattr(adaptive_menu, "engine_overheads", lambda device: Overheads())
 
 
 def settled(model, share, **how):

@@ -17,6 +17,7 @@ from retape.torch.policy import DROP
 from retape.torch.pressure import Kind
 from retape.torch.profile import OpTimer
 from retape.torch.region import Region
+from retape.torch.region_ways import Overheads
 from retape.torch.runs import THREAD
 
 CPU = torch.device("cpu")
@@ -78,7 +79,9 @@ def peak_above(model):
 
 @pytest.fixture
 def priced(monkeypatch):
+    """No clock: ops have prices, and the engine costs nothing."""
     monkeypatch.setattr(adaptive_region, "OpTimer", PricedTimer)
+    monkeypatch.setattr(adaptive_menu, "engine_overheads", lambda device: Overheads())
 
 
 @pytest.mark.usefixtures("priced")
@@ -210,20 +213,73 @@ def test_rungs_go_down_from_cheap_to_dear():
     kind, trace = learnt(Menus(CPU), 256)
     assert kind.menu
     assert [rung.number for rung in kind.menu] == list(range(1, len(kind.menu) + 1))
-    costs = [(0, 0.0), *((-rung.held_bytes, rung.seconds) for rung in kind.menu)]
+    costs = [(0, 0.0), *((-rung.held_bytes, rung.share) for rung in kind.menu)]
     whole = sum(trace.storage_bytes[s] for s in {trace.slots[slot] for slot in range(len(trace.slots))})
     assert all(one.held > other.held for one, other in pairwise(kind.menu))
     slopes = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(costs[1:])]
     assert slopes == sorted(slopes)
     assert all(0 < rung.held_bytes < whole and rung.saved_bytes > 0 for rung in kind.menu)
-    assert kind.menu[0].seconds < 0.2, "the first rung runs no product again"
+    assert kind.menu[0].share < 0.2, "the first rung runs no product again"
 
 
 def test_what_comes_after_the_last_slot_is_in_no_rerun():
     """Of the two products of a cell the second saves nothing that is missing: a re-run takes half of a forward."""
     kind, _ = learnt(Menus(CPU), 256, seconds=2.0)
     assert kind.rerun_seconds == pytest.approx(1.0, abs=0.01)
-    assert kind.menu[-1].seconds < 0.01, "nor is it the engine's, which every rung would take"
+    assert kind.menu[-1].share < 0.01, "nor is it the engine's, which every rung would take"
+
+
+@pytest.mark.usefixtures("priced")
+def test_prices_follow_the_seconds_of_their_kind():
+    """When a kind turns out to be quicker than when its rungs were priced, what is dear does not become free."""
+    model = build()
+    step(model)
+    live = retape.adaptive(model, budget=retape.Budget.activations(int(0.8 * peak_above(model))))
+    for _ in range(4):
+        step(model)
+    loss = model(X).square().mean()
+    kind = next(kind for kind in live._kinds._kinds.values() if kind.menu)
+    for seconds in (kind.seconds, kind.seconds / 100):
+        kind.seconds = seconds
+        units = max((list(live._room.live._slot_units(region, 0.0)) for region in live._room.live), key=len)
+        prices = [unit.candidate.seconds / unit.candidate.bytes for unit in units]
+        assert len(prices) > 1
+        assert prices == sorted(prices)
+        assert prices[-1] > 10 * prices[0] > 0, "the product"
+    loss.backward()
+    live.remove()
+
+
+@pytest.mark.usefixtures("priced")
+def test_a_region_goes_down_several_rungs_at_once(monkeypatch):
+    """What one eviction takes of a region goes in one piece, and no more goes than by rung after rung."""
+    model = build()
+    step(model)
+    wanted_gradients, whole = gradients(model), peak_above(model)
+    live = retape.adaptive(model, budget=retape.Budget.activations(int(0.8 * whole)))
+    for _ in range(4):
+        step(model)
+    model.zero_grad(set_to_none=False)
+    torch.manual_seed(3)
+    loss = model(X).square().mean()
+    regions = live._room.live
+    before = {region.serial: region.own_bytes for region in regions}
+    dropped, evict = [], adaptive_region.AdaptiveRegion.evict
+
+    def counting(region, rung=None):
+        dropped.append(region.serial)
+        return evict(region, rung)
+
+    monkeypatch.setattr(adaptive_region.AdaptiveRegion, "evict", counting)
+    largest = max(unit.candidate.bytes for region in regions for unit in regions._slot_units(region, 0.0))
+    wanted = sum(before.values()) * 9 // 10
+    freed = regions.evict(wanted, 8, set(), backward=False)
+    assert wanted <= freed < wanted + largest
+    assert len(dropped) == len(set(dropped)) > 4
+    assert sum(before.values()) - sum(region.own_bytes for region in regions) == freed
+    loss.backward()
+    assert_equal(gradients(model), wanted_gradients)
+    live.remove()
 
 
 def test_relatives_share_an_order_and_far_ones_do_not(monkeypatch):

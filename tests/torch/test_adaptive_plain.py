@@ -279,12 +279,18 @@ class FakeDevice:
 
     def __init__(self, monkeypatch):
         self.allocated, self.fragments, self.fractions = 10 << 30, 0, []
+        self.reserved, self.stuck, self.emptied = 12 << 30, 12 << 30, 0
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "memory_allocated", lambda device: self.allocated)
+        monkeypatch.setattr(cuda, "memory_reserved", lambda device: self.reserved)
+        monkeypatch.setattr(cuda, "empty_cache", self.empty)
         monkeypatch.setattr(cuda, "mem_get_info", lambda device: (50 << 30, self.total))
         monkeypatch.setattr(cuda, "memory_stats", lambda device: {"inactive_split_bytes.all.current": self.fragments})
         monkeypatch.setattr(cuda, "set_per_process_memory_fraction", lambda share, device: self.fractions.append(share))
         monkeypatch.setattr("retape.torch._compat.memory_fraction", lambda device: 1.0)
+
+    def empty(self):
+        self.reserved, self.emptied = self.stuck, self.emptied + 1
 
     @property
     def limit_bytes(self):
@@ -304,6 +310,24 @@ def test_the_hard_limit_leaves_room_for_fragments_where_nothing_can_be_undone(mo
     assert device.limit_bytes == (20 << 30) + max((20 << 30) // FRAGMENTS_PART, LEAST_FRAGMENT_BYTES)
     limit.close()
     assert device.fractions[-1] == 1.0
+
+
+def test_what_is_cached_above_the_limit_is_given_back_before_a_step(monkeypatch):
+    """The allocator asks for nothing while its cache has room, and so would pass a limit that was set below it."""
+    device = FakeDevice(monkeypatch)
+    limit = Limit(Budget.of("20GiB"), torch.device("cuda", 0))
+    limit.begin_step((), Gradients())
+    limit.give_back_cached()
+    limit.enforce(undoable=False)
+    limit.give_back_cached()
+    assert device.emptied == 0
+    device.reserved = 40 << 30
+    limit.give_back_cached()
+    assert (device.emptied, device.reserved) == (1, 12 << 30)
+    device.reserved = device.stuck = 30 << 30
+    for _ in range(3):
+        limit.give_back_cached()
+    assert device.emptied == 2, "what could not be given back is not asked for again"
 
 
 def test_a_backward_pass_after_the_end_leaves_the_allocator_alone(monkeypatch):

@@ -217,6 +217,7 @@ class Adaptive:
             self._room.keep_gradients()
         self._room.limit.unknown = self._room.scale is not None
         self._room.limit.enforce(undoable=False)
+        self._room.limit.give_back_cached()
         self._room.met_unknown = False
         wanted = None if self._under or self._room.scale is not None else root
         above = self._plainly.begin(wanted, self._room.left_bytes)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retape.core.errors import OffloadError
 from retape.torch import _compat, _compat_compiler
@@ -30,6 +30,7 @@ from retape.torch.watch import version_of
 CRATE_BYTES = 64 << 20  # copied with one event: whoever adds to one of its gradients waits for all of them
 FIRST_LOOKS = 3  # blocks at whose beginning the process is searched for leaves
 LOOKING_SHARE = 0.01  # of the time that the search may take later on
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class GradientsBefore:
@@ -86,10 +87,12 @@ class GradientsBefore:
                 by_device.setdefault(gradient.device, []).append((leaf, gradient))
         for device, members in by_device.items():
             self._copy(device, members[::-1], room_bytes)  # backward reaches the last first
-        for leaf, gradient in self._standing(self._bystanders):
-            if self.on and leaf.requires_grad:
-                hook = partial(_first_added_to, weakref.ref(self), weakref.ref(leaf), _which(gradient))
-                self._hooks.append(leaf.register_hook(hook))
+        for reference in self._bystanders.values():
+            bystander = reference()
+            if bystander is not None and bystander.requires_grad:
+                which = None if bystander.grad is None else _which(bystander.grad)
+                hook = partial(_first_added_to, weakref.ref(self), reference, which)
+                self._hooks.append(bystander.register_hook(hook))
 
     def _standing(self, leaves: dict[int, weakref.ref[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         for reference in leaves.values():
@@ -101,13 +104,18 @@ class GradientsBefore:
             elif leaf is not None:
                 self._none.append(reference)
 
-    def takes_part(self, leaf: Tensor, which: tuple[int, Any]) -> None:
-        """The gradient of a bystander is about to be added to; in the steps to come it is copied like the others'."""
-        gradient = leaf.grad
-        if id(leaf) in self._taking_part:
+    def takes_part(self, reference: weakref.ref[Tensor], which: tuple[int, Any] | None) -> None:
+        """A bystander is about to get a gradient, or more of one; in the steps to come it is treated like the others."""
+        leaf = reference()
+        if leaf is None or id(leaf) in self._taking_part:
             return
         self.know([leaf])
-        if gradient is None or _which(gradient) != which:  # it has been written to since the step began
+        if which is None:
+            self._none.append(reference)
+            return
+        self._stood.append((reference, which))
+        gradient = leaf.grad
+        if not self.on or gradient is None or _which(gradient) != which:  # it has been written to since the step began
             return
         if gradient.layout is torch.sparse_coo:
             self._clone(leaf, gradient)
@@ -302,11 +310,11 @@ class _Crate:
 
 @_compat_compiler.left_alone
 def _first_added_to(
-    before: weakref.ref[GradientsBefore], leaf: weakref.ref[Tensor], which: tuple[int, Any], gradient: Any
+    before: weakref.ref[GradientsBefore], leaf: weakref.ref[Tensor], which: tuple[int, Any] | None, gradient: Any
 ) -> None:
-    found, tensor = before(), leaf()
-    if found is not None and tensor is not None:
-        found.takes_part(tensor, which)
+    found = before()
+    if found is not None:
+        found.takes_part(leaf, which)
 
 
 @_compat_compiler.left_alone
@@ -322,7 +330,9 @@ def _alive(leaves: dict[int, weakref.ref[Tensor]]) -> dict[int, weakref.ref[Tens
 
 def _leaves_in_reach() -> Iterator[Tensor]:
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.is_leaf and thing.requires_grad:
+        if (
+            type(thing) in _PLAIN and thing.is_leaf and thing.requires_grad
+        ):  # a subclass may do anything when it is asked
             yield thing
 
 

@@ -65,7 +65,7 @@ class HostTier:
         tape, tier = tape_storages(trace), self._tier()
         dear = {trace.slots[slot] for slot in menu[-1].held} & tape.keys() if menu else set(tape)
         size = sum(tape[storage] for storage in dear)
-        if self.seconds_back(size) > rerun_seconds - (menu[-1].seconds if menu else 0.0):
+        if self.seconds_back(size) > rerun_seconds * (1.0 - (menu[-1].share if menu else 0.0)):
             return frozenset()
         room = size if tier is None else min(size, tier.write_bytes_per_second * seconds)
         least = sum(tape.values()) // SMALL_PARTS

@@ -73,6 +73,7 @@ class Limit:
         self._closed = True  # a backward pass after the end leaves the allocator alone
         self._share: float | None = None
         self._enforced_bytes, self._total_bytes = -1, 0
+        self._stuck_bytes = 0  # that the allocator could not give back when it was last asked to
         self._lost_bytes = 0  # to fragments, when the allocator last ran out inside the budget
         self.unknown = False  # this step stands on the scale
 
@@ -128,6 +129,14 @@ class Limit:
         if wanted != self._enforced_bytes:
             torch.cuda.set_per_process_memory_fraction(wanted / total, self.device)
             self._enforced_bytes = wanted
+
+    def give_back_cached(self) -> None:
+        """A step begins: what the allocator has cached above its limit it would hand out without asking for more."""
+        if self.device.type != "cuda" or self._enforced_bytes < 0:
+            return
+        if torch.cuda.memory_reserved(self.device) > max(self._enforced_bytes, self._stuck_bytes):
+            torch.cuda.empty_cache()
+            self._stuck_bytes = torch.cuda.memory_reserved(self.device)
 
     def count_fragments(self) -> int:
         """What the allocator has free inside blocks that are in use: it can neither be given back nor joined."""

@@ -24,17 +24,21 @@ from retape.torch.treatments import Treatment, is_steady, rerun_share, tape_stor
 LESSONS = 2  # re-runs that are written down of each kind; of two times the shorter counts
 MOST_STORAGES = 16  # of a tape that are dropped on their own; the smaller ones go with the rest
 SMALL_PARTS = 64  # a storage that is less than one of so many parts of a tape goes with the rest
+RERUN_OPS = 12  # a re-run itself, whatever is in it, takes the engine about as long as so many ops under a recipe
 NEAR = 4.0  # kinds of one owner share an order if one has at most so many times the numbers of the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Hold these slots and drop the rest: a re-run takes `seconds` then, and needs `saved_bytes` less than one of everything."""
+    """Hold these slots and drop the rest: a re-run takes `share` of the seconds of one of everything, and needs `saved_bytes` less.
+
+    It is a share, because the seconds of a kind become fewer as more of its runs are timed.
+    """
 
     number: int
     held: frozenset[int]
     held_bytes: int
-    seconds: float
+    share: float
     saved_bytes: int
     policy: Policy
 
@@ -104,10 +108,9 @@ class _Prices:
         self._trace, self._op_seconds = trace, op_seconds
         self._tape = tape_storages(trace)
         self._whole_bytes = sum(self._tape.values())
-        ops = sum(op.seconds for op in trace.ops)
-        # What is not in the ops is the engine's, and stays however few of them are run; a re-run stops after the last slot.
-        self._fixed = max(0.0, seconds - ops)
-        self._function = (seconds - self._fixed) * rerun_share(trace)
+        # The engine's part stays however few ops are run. It is not what is left of the seconds beside the ops: that is mostly noise.
+        self._fixed = min(seconds, RERUN_OPS * op_seconds)
+        self._function = (seconds - self._fixed) * rerun_share(trace)  # a re-run stops after the last slot
         self.rerun_seconds = self._fixed + self._function
         self._whole = treat(trace, frozenset())
 
@@ -146,7 +149,7 @@ class _Prices:
             number=number,
             held=way.held,
             held_bytes=way.held_bytes,
-            seconds=self._seconds(way),
+            share=self._seconds(way) / self.rerun_seconds if self.rerun_seconds else 1.0,
             saved_bytes=max(0, self._whole.rerun_bytes - (way.rerun_bytes - way.held_bytes)),
             policy=Policy(held=way.held, recipe=plan_recipe(self._trace, way.held)),
         )

@@ -76,6 +76,7 @@ class AdaptiveRegion(Region):
     __slots__ = (
         "_counted",
         "_own_bytes",
+        "_steps_down",
         "copies",
         "evicted",
         "handed_out",
@@ -104,6 +105,9 @@ class AdaptiveRegion(Region):
         self._counted: list[weakref.ref[Slot]] = []  # its slots, less those that cost nothing
         self.keys: list[Keys] = []  # under which the values of those are counted
         self._own_bytes: int | None = 0
+        self._steps_down: list[tuple[Rung, int]] | None = (
+            None  # the rungs below, as long as the slots hold what they did
+        )
         self.copies: dict[int, MovedSlot] = {}  # slots that are on the host too, by number
         super().__init__(*arguments, **keywords)
 
@@ -167,7 +171,7 @@ class AdaptiveRegion(Region):
                     keys[place] = _NO_KEYS
             elif not keys[place]:
                 keys[place] = account.hold(value)
-        self._own_bytes = None
+        self._own_bytes = self._steps_down = None
 
     def _forget_copies(self) -> None:
         for index in [index for index in self.copies if self._slots[index]() is None]:
@@ -180,10 +184,15 @@ class AdaptiveRegion(Region):
             self._own_bytes = self.manager.account.own_bytes([keys for keys in self.keys if keys])
         return self._own_bytes
 
-    def rungs(self) -> Iterator[tuple[Rung, int]]:
+    def rungs(self) -> list[tuple[Rung, int]]:
         """How far it can be dropped from here short of everything, with the bytes that go from one to the next."""
         if not self.kind.menu or not self._can_be_dropped_in_part():
-            return
+            return []
+        if self._steps_down is None:
+            self._steps_down = list(self._rungs_below())
+        return self._steps_down
+
+    def _rungs_below(self) -> Iterator[tuple[Rung, int]]:
         there = self.held_slots()
         for rung in self.kind.menu:
             if not self.is_below(rung):
@@ -200,7 +209,7 @@ class AdaptiveRegion(Region):
     @property
     def rerun_seconds(self) -> float:
         """What a re-run is going to take."""
-        return self.kind.rerun_seconds if self.rung is None else self.rung.seconds
+        return self.kind.rerun_seconds * (1.0 if self.rung is None else self.rung.share)
 
     def _can_be_dropped_in_part(self) -> bool:
         if self.evicted or self._diverged or self.slot_count != self.kind.slot_count:

@@ -83,14 +83,13 @@ class LiveRegions:
         start = self.account.held_bytes()
         freed = 0
         while freed < wanted_bytes:
-            units = self._in_order(position, pinned, backward)
+            units = _enough(self._in_order(position, pinned, backward), wanted_bytes - freed)
             if not units:
                 break
             for unit in units:
                 self._drop(unit)
                 freed = start - self.account.held_bytes()
-                # Only a dropped input changes what the others would cost.
-                if freed >= wanted_bytes or unit.takers is not None:
+                if freed >= wanted_bytes:
                     break
         self.evicted_bytes += freed
         return freed
@@ -141,15 +140,16 @@ class LiveRegions:
             seconds = self._host.seconds_back(copied)
             candidate = Candidate(number=number, seconds=seconds, bytes=copied, once=True)
             yield Unit(candidate=candidate, region=region, host=True)
-        known = 0.0 if region.rung is None else region.rung.seconds + before
+        whole = region.kind.rerun_seconds
+        known = 0.0 if region.rung is None else region.rung.share * whole + before
         for rung, size in region.rungs():
             if size:
-                seconds = rung.seconds + before - known
+                seconds = rung.share * whole + before - known
                 candidate = Candidate(number=number, seconds=seconds, bytes=size, once=True)
                 yield Unit(candidate=candidate, region=region, rung=rung)
-                known, left = rung.seconds + before, left - size
+                known, left = rung.share * whole + before, left - size
         if left > 0:
-            rest = max(0.0, region.kind.rerun_seconds + before - known)
+            rest = max(0.0, whole + before - known)
             yield Unit(candidate=Candidate(number=number, seconds=rest, bytes=left, once=True), region=region)
 
     def _output_units(
@@ -184,6 +184,27 @@ class LiveRegions:
             if taker is not None:
                 taker.take_again(place, outputs[output])
                 self.note(taker)
+
+
+def _enough(units: list[Unit], wanted_bytes: int) -> list[Unit]:
+    """The first units that come to so many bytes together; of the rungs of one region only the last, which drops those above it too.
+
+    They end with an input, if one is among them: when that is gone, the others cost something else.
+    """
+    chosen: dict[tuple[int, bool, int], Unit] = {}
+    found = 0
+    for unit in units:
+        key = (unit.region.serial, unit.host, unit.output)
+        if key not in chosen or _is_deeper(unit, chosen[key]):
+            chosen[key] = unit
+        found += unit.candidate.bytes
+        if found >= wanted_bytes or unit.takers is not None:
+            break
+    return list(chosen.values())
+
+
+def _is_deeper(unit: Unit, other: Unit) -> bool:
+    return unit.rung is None or (other.rung is not None and unit.rung.number > other.rung.number)
 
 
 def _can_drop(taker: AdaptiveRegion, place: int, pinned: set[int]) -> bool:
