@@ -38,9 +38,9 @@ def many_ops(x):
 @pytest.mark.parametrize(
     ("function", "share"),
     [
-        pytest.param(nn.Linear(4, 4), 0.5, id="one op"),
-        pytest.param(many_ops, 0.4, id="many ops"),
-        pytest.param(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 4)), 0.5, id="a block"),
+        pytest.param(nn.Linear(4, 4), 0.4, id="one op"),
+        pytest.param(many_ops, 0.3, id="many ops"),
+        pytest.param(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 4)), 0.45, id="a block"),
     ],
 )
 def test_a_region_makes_fewer_calls_than_pytorchs_checkpoint(function, share):

@@ -443,6 +443,12 @@ def test_generator_state():
     assert torch.equal(torch.randn(5, generator=other), torch.randn(5, generator=generator))
 
 
+def test_fsdp_state():
+    import torch.distributed._composable_state as composable
+
+    assert composable.__name__ == _compat.FSDP_STATE
+
+
 def test_fsdp_in_use():
     assert _compat.fsdp_in_use() in (True, False)
     import torch.distributed._composable_state as composable

@@ -38,9 +38,8 @@ top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def graph_is_kept() -> bool:
-    """Whether the backward pass that runs in this thread leaves its graph for another one (`retain_graph`)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+# Whether the backward pass that runs in this thread leaves its graph for another one (`retain_graph`).
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def sequence_number(node: Any) -> int:
@@ -220,15 +219,18 @@ def checkpoint_settings() -> tuple[bool | None, bool | None]:
     return torch_checkpoint._checkpoint_debug_enabled, torch_checkpoint._enable_checkpoint_early_stop
 
 
+FSDP_STATE = "torch.distributed._composable_state"  # the module in which what is sharded is known
+
+
 def fsdp_in_use() -> bool:
     """Whether this process has sharded anything, asked without importing it."""
-    state_module = sys.modules.get("torch.distributed._composable_state")
+    state_module = sys.modules.get(FSDP_STATE)
     return state_module is not None and len(state_module._module_state_mapping) > 0
 
 
 def fsdp_parameters() -> Iterator[Any]:
     """Every FSDP2 parameter of this process; empty unless `fully_shard` has been used."""
-    state_module = sys.modules.get("torch.distributed._composable_state")
+    state_module = sys.modules.get(FSDP_STATE)
     if state_module is None:
         return
     for reference in list(state_module._module_state_mapping.values()):

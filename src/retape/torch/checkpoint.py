@@ -19,7 +19,7 @@ from retape.core.errors import InvalidInput
 from retape.torch import _compat
 from retape.torch.debug import debug_contexts
 from retape.torch.policy import DROP_IN, Check, Inputs, Policy
-from retape.torch.region import Contexts, run_region
+from retape.torch.region import Contexts, run_call, run_region
 from retape.torch.select import select_contexts
 
 _METADATA = Check.METADATA
@@ -55,14 +55,15 @@ def checkpoint(
     unusual = debug or context_fn is not noop_context_fn
     if use_reentrant and unusual:
         raise InvalidInput("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
-    return run_region(
+    return run_call(
         function,
-        *args,
-        keywords=kwargs,
-        policy=DROP_IN,
-        check=_METADATA if check is None and determinism_check == "default" else _check_of(check, determinism_check),
-        early_stop=early_stop if stop_setting is None else stop_setting,
-        contexts=_contexts_of(context_fn, debug) if unusual else None,
+        args,
+        kwargs,
+        DROP_IN,
+        _METADATA if check is None and determinism_check == "default" else _check_of(check, determinism_check),
+        early_stop if stop_setting is None else stop_setting,
+        _contexts_of(context_fn, debug) if unusual else None,
+        None,
     )
 
 

@@ -118,14 +118,17 @@ class ListHolder:
 
 
 class ModuleHolder(DictHolder):
-    """A module's fields, and its dicts: parameters, buffers, children, forward hooks. Made only where something has changed."""
+    """A module's fields, and its dicts: parameters, buffers, children, forward hooks. Made only where something has changed.
 
-    __slots__ = ("_dicts", "_kept_dicts", "_then_dicts")
+    Fields that have come since, of whatever kind, are not there in a re-run: `hasattr` and `vars` tell code of a setting too.
+    """
+
+    __slots__ = ("_dicts", "_kept_dicts", "_names", "_then_dicts")
 
     def __init__(
         self,
         fields: dict[str, Any],
-        count: int,
+        names: list[str],
         then: dict[str, Any],
         dicts: tuple[dict[Any, Any], ...],
         then_dicts: list[dict[Any, Any]],
@@ -134,7 +137,8 @@ class ModuleHolder(DictHolder):
         self.then = then
         self.blanks = _EMPTY
         self._undone = []
-        self._count = count
+        self._count = len(names)
+        self._names = names
         self._kept = None
         self._dicts = dicts
         self._then_dicts = then_dicts
@@ -147,6 +151,11 @@ class ModuleHolder(DictHolder):
 
     def enter(self) -> None:
         super().enter()
+        fields = self.container
+        if len(fields) != len(self._names) or not all(map(fields.__contains__, self._names)):
+            self._undone = [key for key in fields if key not in self._names]
+            for key in self._undone:
+                del fields[key]
         self._kept_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
         for part, then in zip(self._dicts, self._then_dicts, strict=True):
             if (part or then) and not (len(part) == len(then) and all(map(operator.is_, part.values(), then.values()))):

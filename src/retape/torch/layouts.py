@@ -41,13 +41,16 @@ class Layout:
 
     __slots__ = (
         "_children",
+        "_count",
         "_expected",
-        "_field_keys",
         "_held_types",
+        "_names",
         "_pick_fields",
         "_root_type",
         "_weak",
+        "all_tensors",
         "content",
+        "field_keys",
         "field_lengths",
         "field_places",
         "field_types",
@@ -80,7 +83,8 @@ class Layout:
         self._weak = [weakref.ref(module) for module in modules[1:]]
         self.fills_what_it_saved = nn.RReLU in map(type, modules)
         fields = list(map(_vars, modules))
-        self._field_keys: list[str] = list(_flat(fields))
+        self.field_keys: list[str] = list(_flat(fields))
+        self._count = len(fields[0]) if len(fields) == 1 else 0  # of the fields of a module without children
         self.field_lengths = list(map(len, fields))
         now = self._sort_fields(fields)
         content = now[self.content]
@@ -88,6 +92,8 @@ class Layout:
         self.held_keys: list[Any] = list(_flat(map(_keys, content)))
         self.held_lengths = list(map(len, content))
         self.keys_of_parts: list[tuple[Any, ...]] = list(map(tuple, content))
+        alone = len(modules) == 1 and not self.keys_of_parts[0] and not self.keys_of_parts[1]
+        self._names = self.keys_of_parts[2] if alone else None  # of a module with nothing but parameters
         self._held_types = list(map(type, held))
         self._sort_held(modules, held)
         self._find_written(modules, list(_owned(content)))
@@ -139,6 +145,7 @@ class Layout:
         self.tensors = _picker(tensors)
         found = [held[number] for number in tensors]
         self.only_parameters = not self.tensor_fields and _PARAMETER.issuperset(map(type, found))
+        self.all_tensors = self.only_parameters and len(tensors) == len(held)
 
     def _find_written(self, modules: list[nn.Module], entries: list[tuple[int, Any]]) -> None:
         """What modules write to by themselves: the statistics of norms, the rows of an embedding that scales them."""
@@ -156,17 +163,28 @@ class Layout:
 
     def look(self, fields: list[dict[str, Any]]) -> tuple[Any, ...] | None:
         """What stands in the fields that matter, or None if the modules have others."""
-        if len(fields) == 1:  # the names that matter, and as many as there were: then the rest are the same too
+        if self._count:  # the names that matter, and as many as there were: then the rest are the same too
             only = fields[0]
-            if len(only) != len(self._field_keys):
+            if len(only) != self._count:
                 return None
             try:
                 return self._pick_fields(only)  # type: ignore[no-any-return]
             except KeyError:
                 return None
-        if list(_flat(fields)) != self._field_keys or list(map(len, fields)) != self.field_lengths:
+        if list(_flat(fields)) != self.field_keys or list(map(len, fields)) != self.field_lengths:
             return None
         return self._pick_fields(list(_flat(map(_values, fields))))  # type: ignore[no-any-return]
+
+    def held_in(self, content: tuple[dict[Any, Any], ...]) -> list[Any] | None:
+        """What stands in the dicts of buffers, children and parameters, or None if it has other names."""
+        if self._names is not None:  # in short
+            buffers, children, parameters = content
+            if buffers or children or tuple(parameters) != self._names:
+                return None
+            return list(_values(parameters))
+        if list(map(tuple, content)) != self.keys_of_parts:
+            return None
+        return list(_flat(map(_values, content)))
 
     def read(self, root: nn.Module) -> Tree | None:
         """What the tree holds now, or None if it is not laid out like this any more."""
@@ -182,16 +200,13 @@ class Layout:
         then = self.look(fields)
         if then is None or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
             return None
-        content = then[self.content]
-        if list(map(tuple, content)) != self.keys_of_parts:
-            return None
-        held = list(_flat(map(_values, content)))
-        if list(map(type, held)) != self._held_types:
+        held = self.held_in(then[self.content])
+        if held is None or list(map(type, held)) != self._held_types:
             return None
         children, expected = self._children, self._expected
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
-        return Tree(self, modules, fields, then=then, held=held)
+        return Tree(self, modules, fields, then, held)
 
 
 Pick = Callable[[Any], Sequence[Any]]
@@ -221,7 +236,7 @@ class Tree:
     statistics: set[int] | None = None
     renormalised: set[int] | None = None
     _hook_copies: list[dict[Any, Any]] | None = None
-    _kept: Sequence[Any] = ()
+    _kept: Sequence[Any] | None = ()
     _entered: list[ModuleHolder] | None = None
     _fields_are_as_then = True
 
@@ -230,25 +245,33 @@ class Tree:
         layout: Layout,
         modules: list[nn.Module],
         fields: list[dict[str, Any]],
-        *,
         then: tuple[Any, ...],
         held: list[Any],
     ) -> None:
         self.layout = layout
         self.modules = modules
         self.fields = fields
-        if layout.tensors is not None:
+        if layout.all_tensors:
+            self.state = held
+        elif layout.tensors is not None:
             self.state = layout.tensors(held)
         if layout.pick_switches is not None:
-            self.switches = tuple(layout.pick_switches(then))
+            self.switches = layout.pick_switches(then)  # type: ignore[assignment]  # a part of a tuple is one
         if not layout.is_simple:
             then = self._meet_rest(then, held)
         self._then = then
-        self._content: tuple[dict[Any, Any], ...] = then[layout.content]
         self._held = held
-        self._hooks: tuple[dict[Any, Any], ...] = then[layout.hooks]
-        if any(self._hooks):
+        if any(then[layout.hooks]):
             self._hook_copies = [hook.copy() for hook in self._hooks]
+
+    @property
+    def _content(self) -> tuple[dict[Any, Any], ...]:
+        """The dicts of children, buffers and parameters."""
+        return self._then[self.layout.content]
+
+    @property
+    def _hooks(self) -> tuple[dict[Any, Any], ...]:
+        return self._then[self.layout.hooks]
 
     def _meet_rest(self, now: tuple[Any, ...], held: list[Any]) -> tuple[Any, ...]:
         """Everything beside parameters and plain settings; returns what there is to compare with."""
@@ -305,7 +328,7 @@ class Tree:
                 self._put_held_back()
                 return
             holders = self._one_by_one()
-            for holder, values in zip(holders, self._by_owner(kept), strict=True):
+            for holder, values in zip(holders, self._by_owner(kept or ()), strict=True):
                 holder.entered_with(values)
         self._entered, self._kept = None, ()
         for holder in holders:
@@ -313,22 +336,22 @@ class Tree:
 
     def _is_as_then(self) -> bool:
         """Whether every module holds, by identity, what it held when the region first ran."""
-        layout, content = self.layout, self._content
-        self._fields_are_as_then = False
-        now = layout.look(self.fields)
-        if now is None:
-            return False
-        self._kept = now
+        layout = self.layout
+        self._kept = now = layout.look(self.fields)
         # Of what must not be held the kind counts: a tensor may have come in its place.
-        if layout.has_objects and list(map(type, now)) != layout.field_types:
-            return False
-        if not all(map(is_, self._then, now)):
+        if (
+            now is None
+            or not all(map(is_, self._then, now))
+            or (layout.has_objects and list(map(type, now)) != layout.field_types)
+        ):
+            self._fields_are_as_then = False
             return False
         self._fields_are_as_then = True
+        held = layout.held_in(now[layout.content])
         return (
-            all(map(is_, _flat(map(_values, content)), self._held))
-            and list(map(tuple, content)) == layout.keys_of_parts
-            and (not any(self._hooks) if self._hook_copies is None else self._hooks_are_as_then())
+            held is not None
+            and all(map(is_, held, self._held))
+            and (not any(now[layout.hooks]) if self._hook_copies is None else self._hooks_are_as_then())
         )
 
     def _put_held_back(self) -> None:
@@ -361,14 +384,13 @@ class Tree:
         ]
         hooks = self._hook_copies or [{} for _ in self._hooks]
         holders = []
+        names = _slices(layout.field_keys, layout.field_lengths)
         for number, (fields, mine) in enumerate(zip(self.fields, settings, strict=True)):
             # Children and hooks, buffers, parameters: the last of `_HELD` is left alone where FSDP exchanges them.
             parts = slice(len(_HELD) * number, len(_HELD) * (number + 1) - (not layout.with_parameters))
             both = slice(len(_HOOKS) * number, len(_HOOKS) * (number + 1))
             dicts = (*self._content[parts], *self._hooks[both])
-            holders.append(
-                ModuleHolder(fields, layout.field_lengths[number], mine, dicts, [*held[parts], *hooks[both]])
-            )
+            holders.append(ModuleHolder(fields, names[number], mine, dicts, [*held[parts], *hooks[both]]))
         return holders
 
     def _by_owner(self, values: Sequence[Any]) -> list[dict[str, Any]]:
@@ -414,6 +436,17 @@ def _keep(root: nn.Module, layout: Layout) -> None:
 def _forget(key: int, reference: weakref.ref[nn.Module]) -> None:
     if key in _LAYOUTS and _LAYOUTS[key][0] is reference:  # unless a new module has taken the id meanwhile
         del _LAYOUTS[key]
+
+
+def read_simple_tree(root: Any) -> Tree | None:
+    """What a known module and those below it hold, if they are laid out as before and hold nothing but parameters and settings."""
+    entry = _LAYOUTS.get(id(root))
+    if entry is None:
+        return None
+    module, layout = entry[0](), entry[1]
+    if module is None or module is not root or not layout.is_simple or not layout.with_parameters:
+        return None
+    return layout.read(module)
 
 
 def read_tree(root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[Tree | None, list[nn.Module]]:

@@ -266,6 +266,11 @@ def refilled(region: Region, task: int) -> None:
     regions[id(region)] = weakref.ref(region)
 
 
+def others_refilled(task: int) -> bool:
+    """Whether regions were refilled in this backward pass that may have something to let go of."""
+    return task in _REFILLED
+
+
 def _release(task: int) -> None:
     """At the end of a backward pass nothing that it refilled stays, or a partial backward would leave its tape behind."""
     for reference in _REFILLED.pop(task, {}).values():

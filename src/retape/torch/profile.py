@@ -360,7 +360,7 @@ class ProfiledRegion(Region):
 
     def slot_metadata(self) -> tuple[Any, ...]:
         """Shape, dtype and device of every slot: regions with other slots are of another kind."""
-        return tuple(slot.metadata for slot in (reference() for reference in self._slots) if slot is not None)
+        return tuple(slot.described for slot in (reference() for reference in self._slots) if slot is not None)
 
     @staticmethod
     def maker_stage(tensor: Tensor) -> int | None:

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import random
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
-from retape.torch.holders import ATOMS, BLANKS, DictHolder, Holder, ListHolder, SlotHolder, tracked
-from retape.torch.layouts import Tree, read_tree
+from retape.torch.closures import NEVER_READ, as_of_now
+from retape.torch.holders import ATOMS, BLANKS, DictHolder, ListHolder, SlotHolder, tracked
+from retape.torch.layouts import Tree, read_simple_tree, read_tree
 from retape.torch.opaque import CompiledCall, Opaque
 
 _MOST_DEPTH = 8
@@ -41,7 +43,8 @@ class Leaf:
 
 
 _LEAVES = tuple([Leaf(index) for index in range(32)])
-_ONE_LEAF = _LEAVES[:1]
+_TENSOR = frozenset({Tensor})
+_IMPORTED = sys.modules
 _ONLY_LEAVES = frozenset({Leaf})
 _NOTHING: frozenset[int] = frozenset()
 
@@ -52,12 +55,12 @@ class Call:
     # What most calls leave as it is has its value here: setting two dozen fields is what making one costs.
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
-    keywords: dict[str, Any]
+    keywords: dict[str, Any] = {}  # noqa: RUF012 - never changed, only replaced
     plain = True  # every argument is a tensor or no container: nothing to rebuild
     only_tensors = False  # every argument is a tensor
     has_switches = False  # some argument is a plain value
     roots: tuple[nn.Module, ...] = ()
-    modules: list[nn.Module] = []  # noqa: RUF012 - never changed, only replaced
+    modules: list[nn.Module] = []  # noqa: RUF012 - so is this
     kinds: dict[Any, frozenset[int]] | None = None  # what calls of the first root are known to change
     only_parameters = True  # `state` holds nothing else
     switches: tuple[bool, ...] = ()  # plain truth values in fields of modules
@@ -68,16 +71,19 @@ class Call:
     # Buffers that their module writes to, though its first batch may leave them as they are.
     statistics: frozenset[int] = _NOTHING
     twins: tuple[tuple[int, int], ...] = ()  # places that hold the same tensor: code asks `q is k`
+    is_usual = False  # a module by itself, which holds nothing but parameters, called with plain tensors alone
+    fsdp = False
+    tensors: list[Tensor]  # of the arguments, in order
+    extras: list[Tensor]  # of closures, defaults and globals
+    state: list[Tensor]  # the tensors that holders hold
+    holders: list[Any]
+    _placed: list[Any]
+    _seen: set[int]
 
-    def __init__(self) -> None:
-        self.keywords = {}
-        self.tensors: list[Tensor] = []  # of the arguments, in order
-        self.extras: list[Tensor] = []  # of closures, defaults and globals
-        self.state: list[Tensor] = []  # the tensors that holders hold
-        self.holders: list[Holder | Tree] = []
-        self.fsdp = _compat.fsdp_in_use()
-        self._placed: list[tuple[Any, Any] | Tree] = []
-        self._seen: set[int] = set()
+    def begin(self) -> None:
+        """Have room for what a walk meets."""
+        self.tensors, self.extras, self.state = [], [], []
+        self.holders, self._placed, self._seen = [], [], set()
 
     # --- arguments ----------------------------------------------------------------------------------------------
 
@@ -176,7 +182,7 @@ class Call:
         self.holders.append(tree)
         self._placed.append(tree)
         self.state += tree.state
-        self.switches += tree.switches
+        self.switches += tuple(tree.switches)
         if not layout.is_simple:
             self.only_parameters = self.only_parameters and layout.only_parameters
             self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
@@ -237,7 +243,7 @@ class Call:
 
     def function_again(self) -> Callable[..., Any]:
         """The function over variables of its own: a re-run may write to them, and the next one must not see that."""
-        return _as_of_now(self.function) if type(self.function) is types.FunctionType else self.function
+        return as_of_now(self.function) if type(self.function) is types.FunctionType else self.function
 
     # --- the call, once more ------------------------------------------------------------------------------------
 
@@ -282,8 +288,6 @@ _NOT_FOLLOWED = (
     torch.optim.Optimizer,
     Opaque,
 )
-# Globals that hold no state: most of what a function names.
-_NEVER_READ = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type}
 
 
 def is_generator(value: Any) -> bool:
@@ -335,7 +339,7 @@ def _behind_function(function: types.FunctionType) -> list[Any]:
         [
             names[name]
             for name in function.__code__.co_names
-            if type(names.get(name)) not in _NEVER_READ and name in names
+            if type(names.get(name)) not in NEVER_READ and name in names
         ]
     )
     return found
@@ -369,13 +373,17 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         arguments = (*function.args, *arguments)
         keywords = {**function.keywords, **keywords}
         function = function.func
+    fsdp = _compat.FSDP_STATE in _IMPORTED and _compat.fsdp_in_use()
+    if arguments and not keywords and not fsdp and _TENSOR.issuperset(map(type, arguments)):
+        tree = read_simple_tree(function)
+        if tree is not None:
+            return _usual(function, arguments, tree)
     call = Call()
-    if len(arguments) == 1 and type(arguments[0]) is Tensor:
-        call.tensors, call.arguments, call.only_tensors = [arguments[0]], _ONE_LEAF, True  # the usual call, in short
-    else:
-        call.arguments = tuple([call.take(value) for value in arguments])
-        call.only_tensors = _ONLY_LEAVES.issuperset(map(type, call.arguments))
-        call.plain = call.only_tensors or _holds_no_container(call.arguments)
+    call.begin()
+    call.fsdp = fsdp
+    call.arguments = tuple([call.take(value) for value in arguments])
+    call.only_tensors = _ONLY_LEAVES.issuperset(map(type, call.arguments))
+    call.plain = call.only_tensors or _holds_no_container(call.arguments)
     if keywords:
         call.only_tensors = False
         call.keywords = {key: call.take(value) for key, value in keywords.items()}
@@ -389,7 +397,31 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.function = function
         return call
     call.meet(function)
-    call.function = _as_of_now(function) if type(function) is types.FunctionType else function
+    call.function = as_of_now(function) if type(function) is types.FunctionType else function
+    return call
+
+
+class _UsualCall(Call):
+    """The call of a module by itself, which holds nothing but parameters, with plain tensors alone: nearly every one is like this."""
+
+    is_usual = only_tensors = True
+
+    @property
+    def places(self) -> list[tuple[Any, Any]]:
+        found: list[tuple[Any, Any]] = self.holders[0].places()
+        return found
+
+
+def _usual(module: Any, tensors: tuple[Tensor, ...], tree: Tree) -> Call:
+    """What a walk would find, in short."""
+    call = _UsualCall()
+    call.function, call.roots, call.modules = module, (module,), tree.modules
+    call.tensors, call.extras, call.holders = list(tensors), [], [tree]
+    call.state = tree.state if type(tree.state) is list else list(tree.state)
+    call.switches = tree.switches
+    call.kinds = tree.layout.kinds
+    if len(tensors) > 1:
+        call.twins = _twins(call.tensors)
     return call
 
 
@@ -425,58 +457,3 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
     for key, item in items:
         container[key] = item
-
-
-class _Globals(dict[str, Any]):
-    """The globals of a function's twin: a few names as they were, the rest as they are."""
-
-    __slots__ = ("real",)
-
-    def __init__(self, pinned: dict[str, Any], real: dict[str, Any]) -> None:
-        super().__init__(pinned)
-        self.real = real
-        # What the interpreter itself reads, past __missing__: builtins, and for imports the names of the module.
-        self.update({name: value for name, value in real.items() if name.startswith("__")})
-        self.setdefault("__builtins__", __builtins__)
-
-    def __missing__(self, name: str) -> Any:
-        return self.real[name]
-
-
-def _as_of_now(function: types.FunctionType, depth: int = 0) -> types.FunctionType:
-    """The same function over variables of its own, so that one bound anew later does not reach the re-run.
-
-    A lambda in a loop closes over the loop's variable, not over its value: run again after the loop it would see the last.
-    """
-    names = function.__globals__
-    pinned = {
-        name: names[name]
-        for name in function.__code__.co_names
-        if name in names and type(names[name]) not in _NEVER_READ
-    }
-    if not pinned and not function.__closure__:
-        return function
-    cells = _cells_of_now(function, depth)
-    if cells is None:
-        return function
-    real = names.real if isinstance(names, _Globals) else names
-    space = _Globals(pinned, real) if pinned and type(real) is dict else names
-    twin = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__qualname__ = function.__qualname__
-    if function.__dict__:
-        twin.__dict__.update(function.__dict__)
-    return twin
-
-
-def _cells_of_now(function: types.FunctionType, depth: int) -> tuple[Any, ...] | None:
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # a variable that has no value yet: the function itself, perhaps
-            return None
-        if type(content) is types.FunctionType and content is not function and depth < 4:
-            content = _as_of_now(content, depth + 1)
-        cells.append(types.CellType(content))
-    return tuple(cells)

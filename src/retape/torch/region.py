@@ -38,19 +38,25 @@ from retape.torch.opaque import CompiledCall
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
 from retape.torch.replay import Diverged, Replay
-from retape.torch.runs import THREAD, Run, Stop, recomputing
+from retape.torch.runs import THREAD, Stop, recomputing, record
 from retape.torch.select import Answering
-from retape.torch.slots import Filler, Slot, changed_in_place
+from retape.torch.slots import Filler, Slot, as_it_is, checked, release
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
 from retape.torch.transforms import explained_transform, refuse_cached_parametrizations, refuse_transforms
-from retape.torch.watch import AsBefore, Guard, Watch, version_of
+from retape.torch.watch import AsBefore, Guard, Watch, hold, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Asked for with every tensor that is saved: a name of the module's is the cheapest to find.
+# Asked for with every region or every tensor that is saved: a name of the module's is the cheapest to find.
 _weak, _new = weakref.ref, object.__new__
 _OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
 _is_grad_enabled = torch.is_grad_enabled
+_push_hooks, _pop_hooks, _top_hooks = _compat.push_hooks, _compat.pop_hooks, _compat.top_hooks
+_graph_task = _compat.graph_task
+_count_dispatch_modes, _in_odd_surroundings = _compat.count_dispatch_modes, _compat.in_odd_surroundings
+_capture, _streams, _drawn, _Ambience = state.capture, state.streams, state.drawn, state.Replay
+_NO_TENSORS: list[Tensor] = []  # never changed, only replaced
+_HeldHere, _MovedSlot = links.HeldHere, offload.MovedSlot
 
 # Re-runs put process-wide state back to how it was (buffers, streams, flags), so only one may do so at a time.
 RERUN = threading.RLock()
@@ -60,12 +66,14 @@ class Region:
     """One execution of a function whose saved tensors retape manages."""
 
     # What is as good as always the same at first has its value here: setting fields is much of what making one costs.
+    rerun = False  # it stands for its first run
     reruns = 0
     refilling = False  # its inputs are being made again
     _running = True  # for the first time
     _backward_inside = False  # the function asks for gradients itself
     _diverged = False  # from its recipe
-    _cargo: offload.Cargo
+    _own_ids: set[int] | None = None
+    _cargo: offload.Cargo | None = None  # where slots or inputs are moved
 
     def __init__(
         self,
@@ -79,17 +87,21 @@ class Region:
         contexts: Contexts | None = None,
         captured: Call | None = None,
     ) -> None:
+        call = captured or capture_call(function, arguments, keywords)
+        self._begin(call, policy, check, early_stop, contexts)
+
+    def _begin(self, call: Call, policy: Policy, check: Check, early_stop: bool, contexts: Contexts | None) -> None:
         self.policy = policy
         self.check, self._compares = check, check is not _OFF
         self.early_stop = early_stop
         self.kept: list[Any] = []
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
-        self._call = call = captured or capture_call(function, arguments, keywords)
+        self._call = call
         if call.fills_what_it_saved:
             self.early_stop = False
             self.check = Check.METADATA if self._compares else _OFF
-        if _compat.count_dispatch_modes():
+        if _count_dispatch_modes():
             with _compat.unobserved():
                 self._observe(call)
         else:
@@ -99,40 +111,57 @@ class Region:
     def _observe(self, call: Call) -> None:
         """Note how everything stands that a re-run must see again."""
         self._arguments = set(map(id, call.tensors))
-        self._own = set(map(id, call.state))
+        if not call.only_parameters:
+            self._own_ids = set(map(id, call.state))
         self._watch = Watch(call)
-        self._ambient = state.capture()
-        self._draws = state.streams(call.generators)
+        self._ambient = _capture()
+        self._draws = _streams(call.generators)
+
+    @property
+    def _own(self) -> set[int]:
+        """The tensors of modules and containers, by id. Few regions ask: a parameter that needs a gradient is told by that."""
+        if self._own_ids is None:
+            self._own_ids = set(map(id, self._call.state))
+        return self._own_ids
 
     @property
     def name(self) -> str:
         return name_of(self._call.function)
 
+    @property
+    def region(self) -> Region:
+        return self
+
+    def keep(self, value: Any) -> Any:
+        """Write down what the function gives to `retape.keep`."""
+        return record(self.kept, value)
+
     # --- the first run -----------------------------------------------------------------------------------------
 
     def _hold_inputs(self) -> links.Held:
-        tensors, inputs = self._call.tensors, self.policy.inputs
-        if self.policy.moved or self.policy.moved_inputs:
+        policy, tensors = self.policy, self._call.tensors
+        inputs = policy.inputs
+        if policy.moved or policy.moved_inputs:
             self._cargo = offload.Cargo()
-        if _compat.top_hooks(True) is not None:
+        if _top_hooks(True) is not None:
             return links.SavedInNode(tensors)  # Rule 7
         if inputs is _HOLD:
-            if self.policy.moved_inputs:
-                return MovedInputs(tensors, self.policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
-            return links.HeldHere([t if t.grad_fn is None else t.detach() for t in tensors])
+            if self._cargo is not None and policy.moved_inputs:
+                return MovedInputs(tensors, policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
+            return _HeldHere(list(map(hold, tensors)))
         return links.held_or_linked(tensors, inputs, checksum if self.check is Check.VALUES else None)
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run the function for the first time."""
-        call, contexts, policy = self._call, self._contexts, self.policy
-        tensors, call.tensors = call.tensors, []
+        call, contexts, cargo = self._call, self._contexts, self._cargo
+        tensors, call.tensors = call.tensors, _NO_TENSORS
         running = THREAD.runs
-        running.append(Run(self, rerun=False))
-        moves = policy.moved or policy.moved_inputs
-        if moves:
-            _compat.push_hooks(partial(offload.pack, self, self._cargo), _unpack_moved)
+        running.append(self)
+        if cargo is None:
+            pack, unpack_ = self._hooks()
+            _push_hooks(pack, unpack_)
         else:
-            _compat.push_hooks(*self._hooks())
+            _push_hooks(partial(offload.pack, self, cargo), _unpack_moved)
         try:
             outputs = (
                 function(*arguments, **keywords)
@@ -145,20 +174,20 @@ class Region:
                 raise
             raise explained from error
         finally:
-            _compat.pop_hooks()
+            _pop_hooks()
             running.pop()
-        self._draws = state.drawn(self._draws)
-        if _compat.count_dispatch_modes():
+        self._draws = _drawn(self._draws)
+        if _count_dispatch_modes():
             with _compat.unobserved():
                 self._watch.settle(tensors, self)
         else:
             self._watch.settle(tensors, self)
         self._running = False
-        if moves:
-            self._cargo.close()
+        if cargo is not None:
+            cargo.close()
         if contexts is not None:  # not repeatable
             links.forget_outputs(outputs)
-        elif policy.linkable:
+        elif self.policy.linkable:
             links.register_outputs(self, outputs)
         return outputs
 
@@ -186,18 +215,22 @@ class Region:
         slot = _new(Slot)
         slot.region, slot.refilled = self, False
         slot.index = index = len(slots)
-        slot.metadata = (tensor.shape, tensor.dtype, tensor.device) if self._compares else None
         slots.append(_weak(slot))
         base = tensor._base
         if base is None:
             base = tensor
         if id(base) in self._arguments:
-            costs_nothing = policy.reuse_inputs and self._inputs.holds_here
-        else:  # a parameter or a buffer, or a view of one
-            costs_nothing = id(base) in self._own or (base.requires_grad and base.is_leaf)
-        if costs_nothing or policy.hold_all or index in policy.held:
+            held = policy.reuse_inputs and self._inputs.holds_here
+        elif base.is_leaf and base.requires_grad:  # a parameter or a view of one, whose history ends there: no cycle
+            slot.value, slot.metadata = tensor, None
+            slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
+            return slot
+        else:
+            held = id(base) in (self._own if self._own_ids is None else self._own_ids)
+        slot.metadata = (tensor.shape, tensor.dtype, tensor.device) if self._compares else None
+        if held or policy.hold_all or index in policy.held:
             slot.value = tensor if tensor.grad_fn is None else tensor.detach()
-            slot.version = version_of(tensor)  # Rule 3
+            slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)  # Rule 3
             return slot
         slot.value = None
         if self.check is _VALUES:
@@ -217,19 +250,22 @@ class Region:
 
     def refill(self, wanted: Slot) -> Tensor:
         """Run again and return what `wanted` held; the other missing slots are refilled on the way. One that was moved is fetched."""
-        if isinstance(wanted, offload.MovedSlot):
+        if isinstance(wanted, _MovedSlot):
             return wanted.fetch()
         with RERUN:
             if wanted.value is not None:
                 return wanted.value
-            task = _compat.graph_task()
-            links.refilled(self, task)
+            task = _graph_task()
             # Outside a backward pass nobody consumes the other slots, so they are not filled.
-            self._rerun(self.missing() if task >= 0 else {wanted.index: wanted}, self.early_stop)
+            targets = self.missing() if task >= 0 else {wanted.index: wanted}
+            handed_over = len(targets) == 1
+            if not handed_over or links.others_refilled(task):
+                links.refilled(self, task)
+            self._rerun(targets, self.early_stop)
             value = wanted.value
             if value is None:
                 raise self._explained(different_number(self.name, len(self._slots), wanted.index, "fewer"))
-            if task < 0:
+            if handed_over:  # what one slot held is the caller's alone, and consumed by now: nothing to let go of later
                 wanted.value = None
             return value
 
@@ -266,11 +302,11 @@ class Region:
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
         inputs, watch = self._inputs, self._watch
-        if type(inputs) is links.HeldHere and inputs.holds_here:
+        if type(inputs) is _HeldHere and inputs.holds_here:
             held = inputs.held
             suspects = watch.check(held, self)
         else:
-            suspects = watch.check(inputs.present(), self)
+            suspects = watch.check_present(inputs.present(), self)
             self.refilling = True  # loading its inputs may refill others
             try:
                 held = inputs.load(self, watch.changed, {} if made is None else made)
@@ -294,7 +330,7 @@ class Region:
         """One re-run under `mode`; None if it was stopped."""
         self.reruns += 1
         running = THREAD.runs
-        running.append(Run(self, rerun=True))
+        running.append(filler)
         try:
             return self._replayed(filler, held, mode)
         except RerunMismatch as error:
@@ -311,7 +347,7 @@ class Region:
 
     def _replayed(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
         """Run again with everything as it was; afterwards all is as it is."""
-        around = state.Replay(self._ambient, self._draws)
+        around = _Ambience(self._ambient, self._draws)
         try:
             before = AsBefore(self._watch)
             try:
@@ -319,7 +355,7 @@ class Region:
                 args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
                 if self._backward_inside:
                     before.keep_gradients()
-                if self._contexts is None and mode is None:
+                if mode is None and self._contexts is None:
                     return self._hooked(filler, args, keywords)
                 with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext():
                     return self._hooked(filler, args, keywords)
@@ -347,7 +383,7 @@ class Region:
         return type(function) is CompiledCall or any(map(_compat_compiler.is_compiled, (function, *self._call.modules)))
 
     def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        _compat.push_hooks(filler.pack, _as_it_is)
+        _push_hooks(filler.pack, as_it_is)
         try:
             function = self._call.function
             if type(function) is FunctionType:
@@ -358,14 +394,14 @@ class Region:
                 raise
             return None
         finally:
-            _compat.pop_hooks()
+            _pop_hooks()
 
     def held_values(self) -> dict[int, Tensor]:
         """The slots that hold something now, by number; a write to one since is an error."""
         found = {}
         for slot in [reference() for reference in self._slots]:
             if slot is not None and slot.value is not None:
-                found[slot.index] = _checked(slot, slot.value)
+                found[slot.index] = checked(slot, slot.value)
             elif isinstance(slot, offload.MovedSlot):
                 found[slot.index] = slot.fetch()
         return found
@@ -384,16 +420,7 @@ class Region:
 
         Autograd frees what it has consumed itself, unless the graph is retained.
         """
-        waiting = False
-        for reference in self._slots:
-            slot = reference()
-            if slot is None or not slot.refilled or slot.value is None:
-                continue
-            if slot.consumed or all_slots:
-                slot.value = None
-            else:
-                waiting = True
-        return not waiting
+        return release(self._slots, all_slots=all_slots)
 
     def evict(self) -> int:
         """Drop every slot that is held, other than what costs nothing; returns how many."""
@@ -414,27 +441,17 @@ def unpack(slot: Slot) -> Tensor:
     if value is None:
         value = region.refill(slot)
     if slot.version != (value._version if type(value) is Tensor else version_of(value)):
-        _checked(slot, value)
+        checked(slot, value)
     slot.consumed = True
     return value
 
 
 @_compat_compiler.left_alone
 def _unpack_moved(slot: Slot) -> Tensor:
-    slot.region._cargo.reached(slot.region.policy.ahead)
+    cargo = slot.region._cargo
+    assert cargo is not None
+    cargo.reached(slot.region.policy.ahead)
     return unpack(slot)
-
-
-def _checked(slot: Slot, value: Tensor) -> Tensor:
-    """What a slot holds, if nobody has written to it since (Rule 3)."""
-    if slot.version != version_of(value):
-        raise changed_in_place(slot, value.shape)
-    return value
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    """Unpack in a re-run: the function runs a backward pass of its own."""
-    return tensor
 
 
 def run_region(
@@ -448,10 +465,23 @@ def run_region(
     done: Callable[[Region], None] | None = None,
 ) -> Any:
     """Call `function(*arguments, **keywords)` as a region; `done` is called with it when its first run is over."""
-    keywords = keywords or {}
+    return run_call(function, arguments, keywords or {}, policy, check, early_stop, contexts, done)
+
+
+def run_call(  # noqa: PLR0917 - by position, see below
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    policy: Policy,
+    check: Check,
+    early_stop: bool,
+    contexts: Contexts | None,
+    done: Callable[[Region], None] | None,
+) -> Any:
+    """`run_region` for the drop-in, which has all of it at hand: spelling keywords out twice costs as much as a region's record."""
     if not _is_grad_enabled() or THREAD.plain:
         return function(*arguments, **keywords)
-    odd = _compat.in_odd_surroundings()
+    odd = _in_odd_surroundings()
     if odd:
         refuse_transforms(function)
     call = capture_call(function, arguments, keywords)
@@ -462,16 +492,8 @@ def run_region(
     if THREAD.manager is not None and contexts is None and not policy.moves and not recomputing():
         how = {"policy": policy, "check": check, "early_stop": early_stop, "done": done}
         return THREAD.manager.run(call, function, arguments, keywords, **how)
-    region = Region(
-        function,
-        arguments,
-        keywords,
-        policy=policy,
-        check=check,
-        early_stop=early_stop,
-        contexts=contexts,
-        captured=call,
-    )
+    region = _new(Region)
+    region._begin(call, policy, check, early_stop, contexts)  # what `__init__` does, without spelling out keywords
     outputs = region.run(function, arguments, keywords)
     if done is not None:
         done(region)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,25 @@ class Stop(BaseException):
     """
 
 
+class Running(Protocol):
+    """One run of a region's function. A region itself stands for its first one, the filler of its slots for a re-run."""
+
+    @property
+    def rerun(self) -> bool: ...
+    @property
+    def region(self) -> Region: ...
+
+    def keep(self, value: Any) -> Any: ...
+
+
+def record(kept: list[Any], value: Any) -> Any:
+    """Write down what `keep` was given in a first run."""
+    kept.append(pytree.tree_map_only(Tensor, _Kept, value))
+    return value
+
+
 class Run:
-    """One run of a region's function: the first one, which records what `keep` is given, or a re-run, which returns it."""
+    """A run that records what `keep` is given, or a re-run that returns it."""
 
     __slots__ = ("_cursor", "region", "rerun")
 
@@ -39,8 +56,7 @@ class Run:
     def keep(self, value: Any) -> Any:
         recorded = self.region.kept
         if not self.rerun:
-            recorded.append(pytree.tree_map_only(Tensor, _Kept, value))
-            return value
+            return record(recorded, value)
         if self._cursor >= len(recorded):
             raise RecomputeMismatch(
                 f"Region {self.region.name} called retape.keep more often in its re-run than in its forward ({len(recorded)} times). "
@@ -71,7 +87,7 @@ class _Kept:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[Running] = []
         self.plain = 0
         self.manager: Any = None  # who runs regions in this thread under a live budget
 
@@ -79,7 +95,7 @@ class _Thread(threading.local):
 THREAD = _Thread()
 
 
-def current_runs() -> list[Run]:
+def current_runs() -> list[Running]:
     """The runs that the caller is inside of, outermost first."""
     return THREAD.runs
 

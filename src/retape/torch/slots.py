@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,7 +13,7 @@ from retape.torch import _compat
 from retape.torch.checksum import checksum
 from retape.torch.mismatch import different_metadata, different_number, different_values
 from retape.torch.policy import Check
-from retape.torch.runs import Stop
+from retape.torch.runs import Run, Stop
 from retape.torch.watch import version_of
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 class Slot:
     """One tensor that autograd saved. `value` is None while it is dropped; `refilled` says that a re-run put it there.
 
-    `metadata` is its shape, dtype and device, and with `check="values"` its checksum.
+    `metadata` is its shape, dtype and device, and with `check="values"` its checksum; none is noted of a parameter, which is never
+    filled again.
     """
 
     __slots__ = ("__weakref__", "consumed", "index", "metadata", "refilled", "region", "value", "version")
@@ -36,8 +39,41 @@ class Slot:
         self.value: Tensor | None = None
         self.refilled = False
 
+    @property
+    def described(self) -> tuple[Any, ...] | None:
+        """Its metadata, that of a parameter too."""
+        if self.metadata is not None or self.value is None:
+            return self.metadata
+        return (self.value.shape, self.value.dtype, self.value.device)
+
     version: Any  # of the value, from when there is one
     consumed: bool  # from when it is refilled
+
+
+def checked(slot: Slot, value: Tensor) -> Tensor:
+    """What a slot holds, if nobody has written to it since (Rule 3)."""
+    if slot.version != version_of(value):
+        raise changed_in_place(slot, value.shape)
+    return value
+
+
+def release(slots: list[weakref.ref[Slot]], *, all_slots: bool) -> bool:
+    """Forget those that were refilled and consumed, or all that were refilled; returns whether none is left."""
+    waiting = False
+    for reference in slots:
+        slot = reference()
+        if slot is None or not slot.refilled or slot.value is None:
+            continue
+        if slot.consumed or all_slots:
+            slot.value = None
+        else:
+            waiting = True
+    return not waiting
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Unpack in a re-run: the function runs a backward pass of its own."""
+    return tensor
 
 
 def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
@@ -49,11 +85,19 @@ def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
     )
 
 
-class Filler:
-    """The hooks of one re-run: puts what autograd saves into the missing slots, and stops after the last."""
+class Filler(Run):
+    """One re-run, and its hooks: puts what autograd saves into the missing slots, and stops after the last."""
 
-    _next = 0
+    # What most leave as it is has its value here: setting fields is what making one costs.
+    rerun = True
     done = False
+    _cursor = 0
+    _next = 0
+    _observed = False
+    _observer: Guard | Recorder | None = None
+    _replay: Replay | None = None
+    _for_itself = False
+    _detach: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
 
     def __init__(
         self,
@@ -63,56 +107,58 @@ class Filler:
         observer: Guard | Recorder | None = None,
         replay: Replay | None = None,
     ) -> None:
-        self._region = region
-        self._replay = replay
-        self._observer = observer
+        self.region = region
         self._targets = targets
         self._last = next(reversed(targets), -1)
-        if replay is not None:
-            self._last = max(self._last, replay.last_checked)
         self._early_stop = early_stop
-        # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
-        self._for_itself = region._backward_inside
-        # Modes of our own need not be told of what the hooks do; those of others may count on it.
-        usual = region.policy.recipe is None and region._contexts is None
-        self._detach = _compat.detach_unseen if not usual and region.is_selective else Tensor.detach
         self._filled: list[Slot] = []
+        if observer is not None:
+            self._observer, self._observed = observer, True
+        if replay is not None:
+            self._replay, self._observed = replay, True
+            self._last = max(self._last, replay.last_checked)
+        # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
+        if region._backward_inside:
+            self._for_itself = True
+        # Modes of our own need not be told of what the hooks do; those of others may count on it.
+        if (region.policy.recipe is not None or region._contexts is not None) and region.is_selective:
+            self._detach = _compat.detach_unseen
 
     def pack(self, tensor: Tensor) -> Any:
-        index = self._next
-        self._next = index + 1
         if self.done:
             raise Stop(self)  # user code swallowed the first one (Rule 2)
-        if self._observer is not None:
-            self._observer.saw_slot(tensor)
-        if self._replay is not None:
-            self._replay.saw_slot(index, tensor)
+        index = self._next
+        self._next = index + 1
+        if self._observed:
+            if self._observer is not None:
+                self._observer.saw_slot(tensor)
+            if self._replay is not None:
+                self._replay.saw_slot(index, tensor)
         slot = self._targets.get(index)
         plain = None
         if slot is not None:
-            plain = self._detach(tensor) if tensor.requires_grad else tensor
             wanted = slot.metadata
             if wanted is not None and wanted != (tensor.shape, tensor.dtype, tensor.device):
                 self._compare(slot, wanted, tensor)
-            slot.value = plain
+            slot.value = plain = tensor if tensor.is_leaf else self._detach(tensor)  # a leaf has no history
             slot.version = plain._version if type(plain) is Tensor else version_of(plain)
             slot.refilled, slot.consumed = True, False
             self._filled.append(slot)
-        elif index >= self._region.slot_count:
+        elif index >= self.region.slot_count:
             self._one_too_many(index)
-        if self._early_stop and index >= self._last:
+        if index >= self._last and self._early_stop:
             self.done = True
             raise Stop(self)
         if not self._for_itself:
             return None
-        return plain if plain is not None else tensor.detach() if tensor.requires_grad else tensor
+        return plain if plain is not None else tensor if tensor.is_leaf else tensor.detach()
 
     def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
         metadata = (tensor.shape, tensor.dtype, tensor.device)
         if wanted[:3] != metadata:
-            error = different_metadata(self._region.name, slot.index, wanted[:3], metadata)
+            error = different_metadata(self.region.name, slot.index, wanted[:3], metadata)
         elif checksum(tensor) != wanted[3]:
-            error = different_values(self._region.name, slot.index)
+            error = different_values(self.region.name, slot.index)
         else:
             return
         if self._replay is not None:
@@ -121,8 +167,8 @@ class Filler:
 
     def _one_too_many(self, index: int) -> None:
         # While the first run has not ended (the function calls backward itself) nobody knows how many there will be.
-        if not self._region._running and self._region.check is not Check.OFF:
-            raise different_number(self._region.name, self._region.slot_count, index + 1, "more")
+        if not self.region._running and self.region.check is not Check.OFF:
+            raise different_number(self.region.name, self.region.slot_count, index + 1, "more")
 
     def undo(self) -> None:
         for slot in self._filled:

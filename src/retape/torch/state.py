@@ -22,7 +22,11 @@ import torch
 from retape.torch import _compat
 
 Token = Any
-_is_grad_enabled = torch.is_grad_enabled  # a name of torch's own is slow to find
+# A name of torch's own is slow to find, and one of another module's slower than one of ours.
+_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _compat.set_grad_enabled
+_count_function_modes = _compat.count_function_modes
+_CUDA_BUILT = _compat.CUDA_BUILT
+_IMPORTED = sys.modules
 
 
 class Stream(Protocol):
@@ -35,29 +39,35 @@ class Stream(Protocol):
 class GeneratorStream:
     """A torch.Generator, of the CPU or of a device. Its token is the raw state, or what `get_state` says where that cannot be read."""
 
-    __slots__ = ("_glimpse", "_last", "_words", "generator")
+    __slots__ = ("_last", "_words", "generator", "views")
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self._words = _compat.generator_words(generator)
-        self._glimpse = None if self._words is None else _part(self._words[0], 0)
+        self._words = words = _compat.generator_words(generator)
+        self.views: tuple[memoryview, ...] = () if words is None else (_part(words[0], 0), memoryview(words[1]))
+        # What the views showed when the state was last read, and that state.
         self._last: tuple[bytes, bytes] = (b"", b"")
 
     def peek(self) -> Token:
         last = self._last
-        if self._glimpse is None or self._words is None:
+        if self._words is None:
             state = self.generator.get_state()  # on the CPU, whatever the generator's device
             token = ctypes.string_at(state.data_ptr(), state.numel())
             if token == last[1]:
                 return last[1]
             self._last = (b"", token)
             return token
-        spare = self._words[1].raw
-        if spare == last[0] and last[1].startswith(self._glimpse.raw):  # regions that draw nothing share one copy
+        if last[0] == _join(self.views):  # regions that draw nothing share one copy
             return last[1]
+        spare = bytes(self.views[1])
         token = _compat.read_generator(self._words)
-        self._last = (spare, token)
+        self._last = (token[:_GLIMPSE_BYTES] + spare, token)
         return token
+
+    def is_at(self, token: Token) -> bool:
+        """Whether it stands where it stood when it was last looked at, and that was `token`: then nothing need be read."""
+        last = self._last
+        return last[1] is token and last[0] == _join(self.views) != b""
 
     def seek(self, token: Token) -> None:
         if self._words is not None:
@@ -70,9 +80,12 @@ class GeneratorStream:
 _GLIMPSE_BYTES = 96
 
 
-def _part(words: Any, start: int, size: int = _GLIMPSE_BYTES) -> Any:
+_join = b"".join
+
+
+def _part(words: Any, start: int, size: int = _GLIMPSE_BYTES) -> memoryview:
     """A view of some bytes of another one."""
-    return (ctypes.c_char * size).from_buffer(words, start)
+    return memoryview((ctypes.c_char * size).from_buffer(words, start))
 
 
 class ObjectStream:
@@ -101,19 +114,20 @@ class ObjectStream:
 class PythonStream:
     """Python's `random`. Its token is the raw state words and the spare normal number, or `getstate()` where those cannot be read."""
 
-    __slots__ = ("_glimpse", "_instance", "_last", "_words")
+    __slots__ = ("_last", "_words", "instance", "views")
 
     def __init__(self) -> None:
         self._words = _compat.python_random_words()
-        self._glimpse = None if self._words is None else _part(self._words, 0)  # the index comes first
-        self._instance: Any = random._inst
+        # The index comes first.
+        self.views: tuple[memoryview, ...] = () if self._words is None else (_part(self._words, 0),)
+        self.instance: Any = random._inst
         self._last: tuple[bytes, Any] = (b"", None)
 
     def peek(self) -> Token:
-        if self._words is None or self._glimpse is None:
+        if self._words is None:
             return random.getstate()
-        last, spare = self._last, self._instance.gauss_next
-        if spare is last[1] and last[0].startswith(self._glimpse.raw):
+        last, spare = self._last, self.instance.gauss_next
+        if spare is last[1] and last[0].startswith(bytes(self.views[0])):
             return last
         self._last = last = (self._words.raw, spare)
         return last
@@ -128,35 +142,37 @@ class PythonStream:
 class NumpyStream:
     """numpy's global generator: its state words, and the second number that its legacy normal generator keeps in hand."""
 
-    __slots__ = ("_current", "_first", "_generator", "_index", "_last", "_spare", "_words")
+    __slots__ = ("_generator", "_last", "_words", "current", "views")
 
     def __init__(self) -> None:
-        self._current: Any = None
+        self.current: Any = None
+        self.views: tuple[
+            memoryview, ...
+        ] = ()  # of the first words, the index and the spare number, where they can be read
         self._generator: Any = None
         self._words: Any = None
-        self._spare: Any = None
-        self._first: Any = None
-        self._index: Any = None
         self._last: tuple[bytes, bytes] = (b"", b"")
 
     def _meet(self, generator: Any) -> None:
-        self._current = getattr(sys.modules["numpy.random"], "get_bit_generator", None)  # numpy 1.24 and later have it
+        self.current = getattr(sys.modules["numpy.random"], "get_bit_generator", None)  # numpy 1.24 and later have it
         self._generator = generator
-        self._words, self._spare = _compat.numpy_random_words(generator), _compat.numpy_spare_words()
-        if self._words is not None:
-            self._first, self._index = _part(self._words, 0), _part(self._words, 624 * 4, 4)
+        self._words, spare = _compat.numpy_random_words(generator), _compat.numpy_spare_words()
+        self.views = ()
+        if self._words is not None and spare is not None:
+            self.views = (_part(self._words, 0), _part(self._words, 624 * 4, 4), memoryview(spare))
         self._last = (b"", b"")
 
     def peek(self) -> Token:
-        generator = self._current() if self._current is not None else _compat.numpy_generator()
+        generator = self.current() if self.current is not None else _compat.numpy_generator()
         if generator is not self._generator:
             self._meet(generator)
-        if self._words is None or self._spare is None:
+        if not self.views:
             return _OtherState(sys.modules["numpy.random"].get_state(legacy=False))
-        last, spare = self._last, self._spare.raw
-        if spare == last[1] and last[0].startswith(self._first.raw) and last[0].endswith(self._index.raw):
+        first, index, spare = self.views
+        last = self._last
+        if last[1] == bytes(spare) and last[0].startswith(bytes(first)) and last[0].endswith(bytes(index)):
             return last
-        self._last = last = (self._words.raw, spare)
+        self._last = last = (self._words.raw, bytes(spare))
         return last
 
     def seek(self, token: Token) -> None:
@@ -215,8 +231,8 @@ def peek(found: tuple[Stream, ...]) -> list[Token]:
 
 def streams(generators: Sequence[Any]) -> Draws:
     """Where every random stream stands that the caller could draw from; the first is the CPU's own."""
-    devices = _compat.cuda_devices_in_use() if _compat.cuda_initialized() else ()
-    if devices or generators or "numpy.random" not in sys.modules:
+    devices = _compat.cuda_devices_in_use() if _CUDA_BUILT and _compat.cuda_initialized() else ()
+    if devices or generators or "numpy.random" not in _IMPORTED:
         others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
         more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
         found = (*(_WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY), *more)
@@ -235,26 +251,22 @@ _ONLY_CPU = (_CPU,)
 class _Usual:
     """The three streams of any process, looked at in one go: regions that draw nothing share one record of where they stand."""
 
-    __slots__ = ("last",)
+    __slots__ = ("_views", "last")
 
     def __init__(self) -> None:
+        self._views: tuple[memoryview, ...] = ()
         # What the last look saw, None where there was none; where all of them stood; where the CPU's stood.
         self.last: tuple[tuple[Any, ...] | None, Draws, Draws] = (None, NONE_DRAWN, NONE_DRAWN)
 
     def look(self) -> tuple[Any, ...]:
-        """Differs once one of them has moved."""
-        cpu: Any = _CPU  # asked only where the words of all three can be read
-        python: Any = _PYTHON
-        numpy = _NUMPY
-        return (
-            cpu._glimpse.raw, cpu._words[1].raw, python._glimpse.raw, python._instance.gauss_next,
-            numpy._current(), numpy._first.raw, numpy._index.raw, numpy._spare.raw,
-        )  # fmt: skip
+        """Differs once one of them has moved. Asked only where all three can be viewed."""
+        return _join(self._views), _PYTHON.instance.gauss_next, _NUMPY.current()
 
     def meet(self) -> Draws:
         draws: Draws = _WITH_NUMPY, [stream.peek() for stream in _WITH_NUMPY]
         self.last = (None, NONE_DRAWN, NONE_DRAWN)  # what it shows may be gone by now
-        if None not in (_CPU._glimpse, _PYTHON._glimpse, _NUMPY._current, _NUMPY._words, _NUMPY._spare):
+        if all(stream.views for stream in _WITH_NUMPY) and _NUMPY.current is not None:
+            self._views = (*_CPU.views, *_PYTHON.views, *_NUMPY.views)
             seen = self.look()
             if draws[1] == [stream.peek() for stream in _WITH_NUMPY]:  # no other thread has drawn in between
                 self.last = (seen, draws, (_ONLY_CPU, draws[1][:1]))
@@ -276,20 +288,22 @@ def drawn(before: Draws) -> Draws:
     return tuple([found[i] for i in kept]), [tokens[i] for i in kept]
 
 
-# What surrounds a call: PyTorch's settings and autocast (`_AUTOCAST`), torch-function modes, the current CUDA device.
+# What surrounds a call: PyTorch's settings and behind them autocast's, torch-function modes, the current CUDA device.
 Ambient = tuple[list[Any], tuple[Any, ...], int | None]
 
 
 def capture() -> Ambient:
     """What surrounds the caller now."""
-    modes = _compat.function_modes() if _compat.count_function_modes() else ()
-    if not _compat.cuda_initialized():
-        return list(map(_call, _GETTERS)), modes, None
-    return list(map(_call, _GETTERS)), modes, torch.cuda.current_device()
+    return (
+        list(map(_call, _GETTERS)),
+        _compat.function_modes() if _count_function_modes() else (),
+        torch.cuda.current_device() if _CUDA_BUILT and _compat.cuda_initialized() else None,
+    )
 
 
 _DEVICES = ("cpu", "cuda") if _compat.CUDA_BUILT else ("cpu",)
 _SETTINGS = len(_compat.SETTINGS)
+_FIRST_AUTOCAST, _LAST_AUTOCAST = _SETTINGS, _SETTINGS + len(_DEVICES) - 1  # the CPU's, and CUDA's where there is one
 _GETTERS = (
     *[get for _, get, _ in _compat.SETTINGS],
     *[partial(torch.is_autocast_enabled, device) for device in _DEVICES],
@@ -306,14 +320,15 @@ class Replay:
         now = capture()
         self._grad = _is_grad_enabled()
         self._around: Any = None
-        if now != ambient or True in now[0][_SETTINGS : _SETTINGS + len(_DEVICES)]:  # or autocast is on
+        if now != ambient or now[0][_FIRST_AUTOCAST] or now[0][_LAST_AUTOCAST]:  # one is on
             self._around = _as_then(ambient, now)
             self._around.__enter__()
-        self._found = draws[0]
-        self._stood = stood = peek(draws[0])
-        if stood != draws[1]:
-            seek(draws)
-        _compat.set_grad_enabled(True)
+        self._found, self._stood = draws
+        if self._found is not _ONLY_CPU or not _CPU.is_at(draws[1][0]):
+            self._stood = peek(self._found)
+            if self._stood != draws[1]:
+                seek(draws)
+        _set_grad_enabled(True)
 
     def __enter__(self) -> None:
         """Nothing: it is entered when it is made."""
@@ -322,9 +337,10 @@ class Replay:
         self.leave()
 
     def leave(self) -> None:
-        _compat.set_grad_enabled(self._grad)
-        if peek(self._found) != self._stood:
-            seek((self._found, self._stood))
+        _set_grad_enabled(self._grad)
+        found, stood = self._found, self._stood
+        if (found is not _ONLY_CPU or not _CPU.is_at(stood[0])) and peek(found) != stood:
+            seek((found, stood))
         if self._around is not None:
             self._around.__exit__(None, None, None)
 

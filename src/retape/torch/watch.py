@@ -72,32 +72,43 @@ class Watch:
     _after: list[Any] | None = None
     _copies: Copies | None = None
     _leaves: list[bool] | None = None
+    _plain = True  # all of it is watched by its version alone
     changed: frozenset[int] = _NOTHING
+    _kind: tuple[Any, Any]  # whose call it is, and of which kind
+    _rest: list[Tensor]  # what is watched beside the arguments
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        if call.fsdp:
-            self._fsdp = _sharded_twins(call.state)
-        self._kind = kind = _kind_of(call)
-        self._kinds = kinds = _kinds_of(kind[0]) if call.kinds is None else call.kinds
-        self._known = known = kinds.get(kind[1])
-        tensors = call.tensors
-        watched = tensors + call.extras + call.state
-        known_types = call.only_parameters and not call.extras
-        self._plain = not self._fsdp and _PLAIN.issuperset(map(type, tensors if known_types else watched))
+        tensors, state = call.tensors, call.state
+        if call.is_usual and call.kinds is not None:
+            kind = (len(tensors), 0, len(state), call.switches)
+            self._kind, self._kinds = (call.function, kind), call.kinds
+            kinds = call.kinds
+            watched, known_types = tensors + state, True
+        else:
+            if call.fsdp:
+                self._fsdp = _sharded_twins(state)
+            self._kind = key, kind = _kind_of(call)
+            self._kinds = kinds = _kinds_of(key) if call.kinds is None else call.kinds
+            watched, known_types = tensors + call.extras + state, call.only_parameters and not call.extras
+            self._plain = not self._fsdp and _PLAIN.issuperset(map(type, tensors if known_types else watched))
+        self._known = known = kinds.get(kind)
         self._before = self._versions(watched)
         self.arguments_need_grad = needed = list(map(_needs_grad, tensors))
-        self._needs_grad = list(map(_needs_grad, call.state))
+        self._needs_grad = list(map(_needs_grad, state))
         # Where modules hold nothing but parameters there is no history to leave out and nothing to copy but arguments.
         usual = known is _NOTHING and known_types
         if not usual or False in needed:
             worth = self._worth_copying(tensors if usual else watched)
             if worth:
                 self._copies = Copies(watched, worth)
-        if not usual:
-            self._leaves = [tensor.grad_fn is None for tensor in call.state]
-            call.state = [hold(tensor) for tensor in call.state]
+        if usual:
+            self._rest = state
+        else:
+            self._leaves = [tensor.grad_fn is None for tensor in state]
+            call.state = [hold(tensor) for tensor in state]
             call.extras = [hold(tensor) for tensor in call.extras]
+            self._rest = call.extras + call.state
 
     def _versions(self, tensors: list[Tensor]) -> list[Any]:
         if self._plain:
@@ -128,10 +139,12 @@ class Watch:
 
     def settle(self, arguments: list[Tensor], region: Region) -> None:
         """After the call: learn what it changed, and let go of the copies of what it did not."""
-        watched = arguments + self._call.extras + self._call.state
-        after = list(map(_version, watched)) if self._plain else self._versions(watched)
-        self._after = after
-        copies, self._copies = self._copies, None
+        watched = arguments + self._rest
+        self._after = after = list(map(_version, watched)) if self._plain else self._versions(watched)
+        copies = self._copies
+        if copies is None and self._known is _NOTHING and after == self._before:
+            return
+        self._copies = None
         # BatchNorm's kernels write without a version. Looking costs a wait on a GPU, so there only the first call is looked at.
         look = copies is not None and (self._known is None or copies.on_the_cpu(watched))
         unseen = copies.different(watched) if copies is not None and look else set()
@@ -157,16 +170,15 @@ class Watch:
             self._copies = copies.only(changed)
             self.changed = self._copies.indices
 
-    def check(self, arguments: list[Tensor | None], region: Region) -> list[Tensor]:
-        """What was written to since the call, other than what the call itself changes; a re-run must not read it.
+    def check_present(self, arguments: list[Tensor | None], region: Region) -> list[Tensor]:
+        """`check`, where arguments that are not held here (None) are somebody else's to check."""
+        return self.check([_ELSEWHERE if tensor is None else tensor for tensor in arguments], region)
 
-        Arguments that are not held here (None) are somebody else's to check.
-        """
+    def check(self, arguments: list[Tensor], region: Region) -> list[Tensor]:
+        """What was written to since the call, other than what the call itself changes; a re-run must not read it."""
         if self._after is None:  # the call has not ended: it asks for its own gradients
             return []
-        watched: list[Any] = arguments + self._call.extras + self._call.state
-        if type(None) in map(type, arguments):
-            watched = [_ELSEWHERE if tensor is None else tensor for tensor in watched]
+        watched = arguments + self._rest
         now = list(map(_version, watched)) if self._plain else self._versions(watched)
         if now == self._after:
             return []
@@ -229,7 +241,7 @@ class AsBefore:
         if watch._copies is not None:
             with _compat.unobserved():
                 self._put_copies(call, watch._copies)
-        self._leaves = leaves = call.extras + call.state
+        self._leaves = leaves = watch._rest
         if any(map(_backward_hooks, leaves)):
             self._hook_counts = _hook_counts(leaves)
 
@@ -264,9 +276,12 @@ class AsBefore:
     def arguments(self, held: list[Tensor]) -> list[Tensor]:
         """The tensor arguments as they were before the call, fit to be handed to a re-run."""
         watch, copies = self._watch, self._copies
+        needed = watch.arguments_need_grad
+        if watch._call.is_usual and copies is _NO_TWINS and len(held) == 1:  # in short
+            return [held[0].detach().requires_grad_()] if needed[0] else held
         tensors = [
-            tensor if not needed or type(tensor) is nn.Parameter else tensor.detach().requires_grad_(True)
-            for tensor, needed in zip(held, watch.arguments_need_grad, strict=True)
+            tensor if not need or type(tensor) is nn.Parameter else tensor.detach().requires_grad_(True)
+            for tensor, need in zip(held, needed, strict=True)
         ]
         for index in copies:
             if index < len(tensors):
@@ -276,7 +291,7 @@ class AsBefore:
         if nn.Parameter in map(type, tensors):  # handed on as they are
             mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
             self._hook_counts = (self._hook_counts or [0] * len(self._leaves)) + _hook_counts(mine)
-            self._leaves += mine
+            self._leaves = [*self._leaves, *mine]
         return tensors
 
     def keep_gradients(self) -> None:
@@ -292,14 +307,8 @@ class AsBefore:
         self.leave()
 
     def leave(self) -> None:
-        for tensor, value in reversed(self._overwritten):
-            _compat.write_unseen(tensor, value)
-        for tensor in self._needs_grad:
-            tensor.requires_grad_(not tensor.requires_grad)
-        for leaf, gradient, before in self._grads:
-            leaf.grad = gradient
-            if gradient is not None and before is not None:
-                _compat.write_unseen(gradient, before)
+        if self._overwritten or self._needs_grad or self._grads:
+            self._put_back()
         if any(map(_backward_hooks, self._leaves)):
             counts = self._hook_counts or [0] * len(self._leaves)
             for tensor, count in zip(self._leaves, counts, strict=True):
@@ -308,6 +317,17 @@ class AsBefore:
                     hooks.popitem()
         for holder in self._watch._call.holders:
             holder.leave()
+
+    def _put_back(self) -> None:
+        """Undo what was put into tensors themselves."""
+        for tensor, value in reversed(self._overwritten):
+            _compat.write_unseen(tensor, value)
+        for tensor in self._needs_grad:
+            tensor.requires_grad_(not tensor.requires_grad)
+        for leaf, gradient, before in self._grads:
+            leaf.grad = gradient
+            if gradient is not None and before is not None:
+                _compat.write_unseen(gradient, before)
 
 
 def _hook_counts(tensors: Sequence[Tensor]) -> list[int]:
