@@ -28,7 +28,7 @@ from retape.report.fit_text import explain
 from retape.report.frontier_file import write_frontier
 from retape.torch.attach import put_on, take_off
 from retape.torch.compiled import refuse_graph_replays
-from retape.torch.discover import Wanted
+from retape.torch.discover import Wanted, refuse_own_checkpointing
 from retape.torch.executor import Executor
 from retape.torch.fingerprint import fingerprint, refuse_replicas, unwrapped
 from retape.torch.fitting import Fitter
@@ -78,6 +78,11 @@ class Fit:
     @property
     def measured(self) -> Record:
         return self.record.measured
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget as bytes, everything counted; of a model on several devices that of the first."""
+        return self.record.budget_bytes
 
     @property
     def promised(self) -> Promise:
@@ -217,6 +222,7 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             f"{type(unwrapped(model)).__name__} of structure {found}: its modules, shapes, dtypes or trained parameters differ. "
             "Fit this model, or apply the plan that belongs to it."
         )
+    refuse_own_checkpointing(unwrapped(model))
     modules = dict(unwrapped(model).named_modules())
     regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
     refuse_graph_replays({"the model itself": unwrapped(model), **regions})

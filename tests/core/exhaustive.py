@@ -3,6 +3,7 @@
 import heapq
 import random
 from collections.abc import Collection
+from dataclasses import replace
 
 from retape.core import Chain, Option, OptionKind, Stage
 
@@ -45,6 +46,13 @@ def random_chain(seed: int, length: int, most: int = 6, transients: bool = True,
         )
 
     return Chain(stages=tuple(stage(i) for i in range(length)), fixed_bytes=rng.randint(0, 3))
+
+
+def untaped(chain: Chain, seed: int, most: int = 12) -> Chain:
+    """The same chain, where a run that makes no tape has a transient of its own."""
+    rng = random.Random(seed)
+    stages = (replace(stage, untaped_transient_bytes=rng.randint(0, most)) for stage in chain.stages)
+    return replace(chain, stages=tuple(stages))
 
 
 class Search:
@@ -113,7 +121,9 @@ class Search:
         if w >= remaining or (self.chain.stages[w].pinned and w < reached):
             return
         stage, rerun, after = self.chain.stages[w], w < reached, max(reached, w + 1)
-        transient = stage.rerun_transient_bytes if rerun else stage.forward_transient_bytes
+        transient = max(
+            stage.rerun_transient_bytes if rerun else stage.forward_transient_bytes, stage.untaped_transient_bytes
+        )
         there = w + 1 in states or w + 1 in taped or w in taped
         bare = w + 1 < remaining and not there and not stage.pinned
         if bare and self.weight(w, states | {w + 1}, tapes) + transient <= self.room:

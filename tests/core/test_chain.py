@@ -15,7 +15,7 @@ from retape.core.solvers.costs import ChainCosts
 from retape.core.solvers.floor import ChainFloor
 from retape.core.solvers.intervals import Intervals
 
-from .exhaustive import INF, Search, random_chain
+from .exhaustive import INF, Search, random_chain, untaped
 
 
 def equal_chain(length: int) -> Chain:
@@ -64,6 +64,18 @@ def test_optimal_among_persistent_schedules(seed):
         budgets.append(floor - 1)
     for budget in budgets:
         assert plans.bound_seconds(budget) == Search(chain, budget, persistent=True).least_seconds()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_optimal_where_a_run_without_a_tape_needs_more(seed):
+    chain = untaped(random_chain(seed, 3 + seed % 3), seed)
+    planner = ChainPlanner(chain)
+    floor, store_all = planner.floor_bytes, planner.store_all_bytes
+    for budget in (floor, (2 * floor + store_all) // 3, store_all):
+        plan = planner.best(budget)
+        assert simulate(chain, plan.schedule_actions).peak_bytes == plan.promised_peak_bytes <= budget
+        assert plan.promised_seconds == Search(chain, budget, persistent=True).least_seconds()
+    assert Search(chain, floor - 1, persistent=True).least_seconds() == INF
 
 
 def test_schedules_that_forget_are_never_slower_and_seldom_faster():

@@ -307,6 +307,26 @@ def test_transients_and_fixed_bytes_count_while_they_are_there():
     assert simulate(problem, rerun).peak_bytes == 100 + 2 + 4 + 50
 
 
+def test_a_run_without_a_tape_has_a_transient_of_its_own():
+    """What it makes on the way is in no tape that is counted already; where a tape is made, it is."""
+    stage = Stage(
+        forward_seconds=1,
+        backward_seconds=1,
+        state_bytes=2,
+        tape_bytes=40,
+        forward_transient_bytes=1,
+        rerun_transient_bytes=3,
+        untaped_transient_bytes=70,
+    )
+    problem = Chain(stages=(stage,) * 2)
+    kept = [Tape(0), Save(0, item=Item.TAPE), Tape(1), Backward(1), Backward(0)]
+    assert simulate(problem, kept).peak_bytes == 2 + 40 + 40 + 1
+    over = [Save(0), Forward(0, 1), Tape(1), Backward(1), Load(0), Tape(0), Backward(0)]
+    assert simulate(problem, over).peak_bytes == 2 + 2 + 70
+    again = [Save(0), Tape(0), Load(0), Forward(0, 1), Tape(1), Backward(1), Load(0), Tape(0), Backward(0)]
+    assert simulate(problem, again).peak_bytes == 2 + 40 + 70  # beside the tape that was made first
+
+
 def test_an_option_brings_its_own_bytes_and_seconds():
     option = Option(
         kind=OptionKind.SELECT, held_bytes=3, forward_seconds=2, backward_seconds=4, rerun_seconds=0.5, label="select"

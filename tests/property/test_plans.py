@@ -33,6 +33,7 @@ STAGES = st.builds(
     forward_transient_bytes=SIZES,
     backward_transient_bytes=SIZES,
     rerun_transient_bytes=SIZES,
+    untaped_transient_bytes=SIZES,
     options=st.lists(OPTIONS, max_size=2).map(tuple),
 )
 PINNED = STAGES.map(lambda stage: replace(stage, options=(), pinned=True))

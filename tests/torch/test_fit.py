@@ -256,6 +256,16 @@ def test_a_model_that_recomputes_by_itself(gpt2):
     refused(InvalidInput, "recomputes every layer by itself", model, batch, budget=0.5)
 
 
+def test_a_plan_is_not_put_on_a_model_that_recomputes_by_itself(fitted):
+    model, _, made = fitted
+    made.remove()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(InvalidInput, match="recomputes every layer by itself"):
+        retape.apply(model, made)
+    model.gradient_checkpointing_disable()
+    retape.apply(model, made).remove()
+
+
 def test_an_exception_of_the_step_leaves_the_model_as_it_was(gpt2):
     model, batch = gpt2
 
@@ -274,6 +284,13 @@ def test_a_second_fit_says_to_remove_the_first(fitted):
 
 
 # --- budgets -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_in_bytes(gpt2):
+    model, batch = gpt2
+    made = fit(model, batch, budget="4MiB")
+    assert made.budget_bytes == made.record.budget_bytes == 4 * 2**20
+    made.remove()
 
 
 def test_kinds_of_budget(gpt2):

@@ -6,7 +6,7 @@ from compare import seed
 from torch import nn
 
 import retape
-from retape.torch import fitting
+from retape.torch import fitting, turns
 
 
 def steps_of_a_fit(monkeypatch):
@@ -20,7 +20,7 @@ def steps_of_a_fit(monkeypatch):
         return run_step(fitter, *rest)
 
     monkeypatch.setattr(fitting.Fitter, "run_step", counted)
-    made = retape.fit(model, torch.randn(64, 16), budget=0.6, step=lambda m, b: m(b).square().mean(), progress=False)
+    made = retape.fit(model, torch.randn(1024, 16), budget=0.6, step=lambda m, b: m(b).square().mean(), progress=False)
     assert made.measured.peak_bytes <= made.record.budget_bytes
     made.remove()
     return len(calls)
@@ -29,6 +29,6 @@ def steps_of_a_fit(monkeypatch):
 @pytest.mark.parametrize(("long", "least"), [(0.0, 5), (1e9, 7)])
 def test_a_long_step_is_timed_once(monkeypatch, long, least):
     """Trace, weigh and time; weigh the plan and time it. Short ones are timed twice, and a promise that was off is made again."""
-    monkeypatch.setattr(fitting, "LONG_STEP_SECONDS", long)
+    monkeypatch.setattr(turns, "LONG_STEP_SECONDS", long)
     found = steps_of_a_fit(monkeypatch)
     assert found == least if long == 0.0 else found >= least

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from retape.torch.meter import Reading
 from retape.torch.profile import Phase
-from retape.torch.readings import RegionSeconds, read_bytes, read_seconds
+from retape.torch.readings import RegionSeconds, read_bytes, read_seconds, told_apart
 
 
 def labels(regions):
@@ -112,3 +112,22 @@ def test_peaks_of_regions_cover_the_peak_of_the_step(regions):
     found = read_bytes(steps)
     parts = ("forward_peak", "rerun_peak", "backward_peak", "glue_forward_peak", "glue_backward_peak")
     assert max(getattr(each, part) for each in found.regions.values() for part in parts) == found.peak
+
+
+def test_a_forward_and_a_re_run_that_were_disturbed_are_told_from_each_other():
+    """Three kinds run the same in both, and the engine takes 1 in a re-run: what is beyond that is not theirs."""
+    kinds = {
+        "calm": RegionSeconds(forward=0.5, body=10.0, rerun=11.0, backward=20.0),
+        "forward": RegionSeconds(body=30.0, rerun=11.0, backward=20.0),
+        "rerun": RegionSeconds(body=10.0, rerun=40.0, backward=20.0),
+        "short": RegionSeconds(body=10.0, rerun=6.0, backward=20.0),  # stops half way
+        "kept": RegionSeconds(body=7.0, backward=9.0),  # never ran again
+    }
+    shares = {kind: 0.5 if kind == "short" else 1.0 for kind in kinds}
+    found = told_apart(kinds, shares)
+    assert found["calm"] == kinds["calm"]
+    assert (found["forward"].body, found["forward"].rerun) == (10.0, 11.0)
+    assert (found["rerun"].body, found["rerun"].rerun) == (10.0, 11.0)
+    assert found["short"] == kinds["short"]
+    assert found["kept"] == kinds["kept"]
+    assert told_apart({"kept": kinds["kept"]}, shares) == {"kept": kinds["kept"]}

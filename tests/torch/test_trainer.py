@@ -1,5 +1,7 @@
 """Hugging Face's Trainer with `FitCallback`: the run of a plain Trainer, bit for bit, inside a budget."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -122,6 +124,56 @@ def test_training_begins_again_after_an_exception(tmp_path):
     trainer.train()
     assert callback.fitted is not first
     assert classes_of(trainer.model) == classes_of(made())
+
+
+@pytest.mark.parametrize("at", [1, 0])
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("options", [retape.EXACT, retape.ALL])
+def test_another_callback_takes_off_what_an_interrupted_run_has_left(tmp_path, at, gone, options):
+    """A notebook's cell that was stopped and is run again: a new Trainer and a new callback, on the same model."""
+    model = made()
+    first = FitCallback(budget=0.5, progress=False, options=options)
+    with pytest.raises(RuntimeError):
+        train(tmp_path, first, Fails(1) if at else FailsAtOnce(), model=model, steps=2)
+    assert type(model) is not transformers.GPT2LMHeadModel
+    old = first.fitted
+    if gone:
+        del first, old
+        gc.collect()
+    second = FitCallback(budget=0.6, progress=False)
+    trainer = trainer_of(tmp_path, second, Fails(1), model=model, steps=2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    ran = second.fitted._executor
+    assert ran.regions_run > 0
+    if not gone and old is not None:
+        old.remove()
+        assert type(model) is not transformers.GPT2LMHeadModel, "the new one is not taken off with the old one"
+    second.fitted.remove()
+    assert classes_of(model) == classes_of(made())
+    assert model.loss_function is made().loss_function
+
+
+def test_a_run_that_ended_is_nobodys(tmp_path):
+    """A fit of the user's own is not taken for what a callback has left."""
+    model = made()
+    train(tmp_path, FitCallback(budget=0.5, progress=False), model=model, steps=1)
+    gc.collect()
+    ids = Rows().ids[:8]
+    fitted = retape.fit(model, {"input_ids": ids, "labels": ids}, budget=0.6, progress=False)
+    with pytest.raises(InvalidInput, match="managed by a fit already"):
+        train(tmp_path, FitCallback(budget=0.5, progress=False), model=model, steps=1)
+    fitted.remove()
+
+
+def test_a_model_that_was_fitted_before_training_says_so(tmp_path):
+    model = made()
+    ids = Rows().ids[:8]
+    fitted = retape.fit(model, {"input_ids": ids, "labels": ids}, budget=0.6, progress=False)
+    with pytest.raises(InvalidInput, match=r"managed by a fit already. Call its remove\(\) first"):
+        train(tmp_path, FitCallback(budget=0.5, progress=False), model=model, steps=1)
+    assert type(model) is not transformers.GPT2LMHeadModel
+    fitted.remove()
 
 
 class FailsAtOnce(transformers.TrainerCallback):

@@ -6,6 +6,7 @@ It is what `Fit.save` writes, what `retape.apply` reads, and what reports are ma
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -110,7 +111,8 @@ class FitRecord:
     @property
     def promised_slowdown(self) -> float:
         """The promised time over that of keeping everything."""
-        return self.promised_seconds / self.plain_seconds if self.plain_seconds else 1.0
+        ratio = self.promised_seconds / self.plain_seconds if self.plain_seconds else 1.0
+        return 1.0 if math.isclose(ratio, 1.0) else ratio  # sums in another order
 
     def to_json(self) -> str:
         """The record as text; `FitRecord.from_json` reads it back, every float exactly."""

@@ -141,7 +141,8 @@ class ChainLedger:
 
     def forward_transient(self, step: int, rerun: bool) -> int:
         stage = self._stages[step]
-        return stage.rerun_transient_bytes if rerun else stage.forward_transient_bytes
+        taped = stage.rerun_transient_bytes if rerun else stage.forward_transient_bytes
+        return max(taped, stage.untaped_transient_bytes)
 
     def forward_seconds(self, start: int, stop: int) -> float:
         return sum(self._stages[step].forward_seconds for step in range(start, stop))

@@ -65,7 +65,8 @@ class Stage:
     """One element of a chain: a forward, its backward, their sizes and times.
 
     `state_bytes` is its input; `tape_bytes` holds its saved tensors and its output. The transient bytes are what
-    each run needs beyond what stands before and after it. `options` are further ways to tape it.
+    each run needs beyond what stands before and after it; a run that makes no tape needs `untaped_transient_bytes` at least, for
+    what it makes on the way is in no tape. `options` are further ways to tape it.
     `pinned`: its forward is never run again, so its tape is always kept. That is the glue between regions (an embedding,
     the head and the loss, ops outside every region), which stands in a chain but is not ours to run.
     """
@@ -77,6 +78,7 @@ class Stage:
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
     rerun_transient_bytes: int = 0
+    untaped_transient_bytes: int = 0
     options: tuple[Option, ...] = ()
     name: str = ""
     pinned: bool = False
@@ -412,6 +414,7 @@ def _plain(value: object) -> object:
 _CAME_LATER = frozenset(
     {
         "pinned",
+        "untaped_transient_bytes",
         "input_bytes",
         "forward_stall_seconds",
         "backward_stall_seconds",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -11,10 +12,13 @@ from transformers import TrainerCallback
 from retape.api import Fit, fit
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike
-from retape.torch.attach import attach, detach, replicated
+from retape.torch.attach import attach, detach, is_attached, replicated, take_off
 from retape.torch.discover import refuse_own_checkpointing
 from retape.torch.fingerprint import unwrapped
+from retape.torch.fused_loss import fused_causal_loss, unfuse_loss
 from retape.torch.ranks import is_distributed
+
+_MANAGED: WeakKeyDictionary[nn.Module, ref[FitCallback]] = WeakKeyDictionary()  # models, and whose callback they have
 
 
 class FitCallback(TrainerCallback):
@@ -28,12 +32,14 @@ class FitCallback(TrainerCallback):
         self._budget, self._options = budget, options
         self._optimizer: Any = None
         self._waiting: nn.Module | None = None
+        self._managed: nn.Module | None = None
         self.fitted: Fit | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._leave()  # a run that an exception ended, or that begins again with a smaller batch, was not told its end
         self.fitted = None
         model = unwrapped(kwargs["model"])
+        _leave_others(model)
         if is_distributed():
             raise InvalidInput(
                 "FitCallback fits in one process. Under several, call retape.fit on the model before training."
@@ -45,6 +51,7 @@ class FitCallback(TrainerCallback):
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         attach(model, self._first_call)
         self._waiting = model
+        self._managed, _MANAGED[model] = model, ref(self)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._leave()
@@ -55,7 +62,10 @@ class FitCallback(TrainerCallback):
             detach(self._waiting)
             self._waiting = None
         if self.fitted is not None:
-            self.fitted.remove()
+            self.fitted.remove()  # does nothing a second time, so nobody else's fit is taken off
+        if self._managed is not None:
+            _MANAGED.pop(self._managed, None)
+            self._managed = None
 
     def _first_call(
         self, model: nn.Module, plain_call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -70,6 +80,21 @@ class FitCallback(TrainerCallback):
         options = {"optimizer": self._optimizer, "step": _loss_of_model, **self._options}
         self.fitted = fit(model, keywords, budget=self._budget, **options)
         return model(**keywords)
+
+
+def _leave_others(model: nn.Module) -> None:
+    """A run with another callback that an exception ended has left the model to it: nobody else will ever take it off."""
+    owner = _MANAGED.pop(model, None)
+    if owner is None:
+        return
+    other = owner()
+    if other is not None:
+        other._leave()
+        return
+    if is_attached(model):  # the callback is gone, and what it did is not
+        take_off(model, {"": model})
+    if getattr(model, "loss_function", None) is fused_causal_loss:
+        unfuse_loss(model)
 
 
 def _loss_of_model(model: nn.Module, batch: dict[str, Any]) -> Tensor:

@@ -55,9 +55,10 @@ class Executor:
         self._is_compiled = assignment.is_compiled
         self.regions_run = 0
 
-    def learn(self, kind: int, inputs: Signature, trace: RegionTrace, there: tuple[int, ...]) -> None:
+    def learn(self, kind: int, inputs: Signature, trace: RegionTrace | None, there: tuple[int, ...]) -> None:
         """What the profile has seen already need not be traced again; the slots `there` are held or moved."""
-        self._recipes[(kind, there, inputs)] = plan_recipe(trace, frozenset(there))
+        if there and trace is not None and (kind, there, inputs) not in self._recipes:
+            self._recipes[(kind, there, inputs)] = plan_recipe(trace, frozenset(there))
 
     call_part = staticmethod(call_part)
 

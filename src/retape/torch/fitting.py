@@ -45,16 +45,15 @@ from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, Sha
 from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
-from retape.torch.rounds import Fitting, Rounds, ran_out
+from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
+from retape.torch.turns import in_turns, is_long, is_quicker, quickest, repeated, times_for, turns_within
 
-TIMED_STEPS = 2
 WORTH_A_STEP = 0.99  # of the time of what there is: a plan that promises no less is not tried
 TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a part in so many less
-LONG_STEP_SECONDS = 4.0  # of a step that takes so long one is enough: what disturbs it does not take as long
 MOST_ROUNDS = 4
-
 SLOWER_THAN_PROMISED = 1.04  # beyond which a plan's figures leave something out
+MAY_BE_FASTER = 1.1  # times what another plan promises: beyond it a measurement would not say otherwise
 A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
 
 Tell = Callable[[str], None]
@@ -153,8 +152,9 @@ class Fitter:
             self.tell("weighing a step")
             weighed = self._weighed(laboratory, session)
             seconds: list[dict[int, RegionSeconds]] = []
-            taken = _repeated(partial(self._stopped, laboratory, session, seconds))
-            self._long = _is_long(min(taken))
+            times = times_for(len(profile.calls), len(profile.traces))
+            taken = repeated(partial(self._stopped, laboratory, session, seconds), times)
+            self._long = is_long(min(taken))
         return Profiled(profile=profile, step=weighed, seconds=seconds, saved_share=saved_share)
 
     def _stopped(
@@ -232,13 +232,11 @@ class Fitter:
     def _timed_best(self, laboratory: Laboratory, best: Fitting) -> Fitting:
         """The plan that was chosen, with its seconds: no other is timed, for steps are dear."""
         self.tell("timing the plan")
-        with nullcontext() if best.executor is None else self.attached(best.executor):
-            seconds = min(_repeated(partial(self._timed, laboratory)))
-        return replace(
-            best,
-            measured=replace(best.measured, seconds=seconds),
-            devices=tuple(replace(each, measured=replace(each.measured, seconds=seconds)) for each in best.devices),
-        )
+        return best.taking(min(repeated(partial(self._timed_with, laboratory, best.executor))))
+
+    def _timed_with(self, laboratory: Laboratory, executor: Executor | None) -> float:
+        with nullcontext() if executor is None else self.attached(executor):
+            return self._timed(laboratory)
 
     # --- all of it -----------------------------------------------------------------------------------------------
 
@@ -277,7 +275,7 @@ class Fitter:
             fused = self._fitted(laboratory)
         finally:
             better = isinstance(fused, Fitting) and (
-                isinstance(without, BudgetTooSmall) or bool(decided_by_first(partial(_quickest, [without, fused])))
+                isinstance(without, BudgetTooSmall) or bool(decided_by_first(partial(quickest, [without, fused])))
             )
             if not better:
                 unfuse_loss(self.root)
@@ -325,8 +323,9 @@ class Fitter:
         if self._search(laboratory, profile, modelled, rounds):
             # How long copies are on their way is the least certain part of a model: see what can be had without them.
             self._search(laboratory, profile, modelled.without(OptionKind.OFFLOAD), rounds)
+        self._use_slack(laboratory, profile, modelled, rounds)
+        self._promise_again(laboratory, rounds)
         if rounds.best is not None:
-            self._use_slack(laboratory, profile, modelled, rounds)
             best = self._timed_best(laboratory, rounds.best)
             return self._or_plainer(laboratory, profile, modelled, rounds, best)
         if rounds.failure is not None:
@@ -340,18 +339,40 @@ class Fitter:
 
         On a GPU the host's work is hidden behind the kernels, and so it is not in the profile; with small kernels it is not hidden.
         """
-        promised = best.plan.promised_seconds or 0.0
-        slow = decided_by_first(lambda: best.measured.seconds > SLOWER_THAN_PROMISED * promised)
         used = {choice.option for choice in best.assignment.choices} & {OptionKind.SELECT, OptionKind.OFFLOAD}
-        if self._long or not (slow and used and hides_the_host(self.device)):
+        if self._long or not used:
+            return best
+        if not hides_the_host(self.device):
+            return self._or_whole_regions(laboratory, profile, modelled, rounds, best)
+        promised = best.plan.promised_seconds or 0.0
+        if decided_by_first(lambda: best.measured.seconds <= SLOWER_THAN_PROMISED * promised):
             return best
         found = [best]
         for kinds in ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD)):
-            other = Rounds(limit_bytes=rounds.limit_bytes, everything=False, frontier=rounds.frontier)
+            other = rounds.beside()
             self._search(laboratory, profile, modelled.without(*kinds), other)
+            self._promise_again(laboratory, other)
             if other.best is not None and all(other.best.assignment != one.assignment for one in found):
                 found.append(self._timed_best(laboratory, other.best))
-        return found[decided_by_first(lambda: _quickest(found))]
+        return found[decided_by_first(lambda: quickest(found))]
+
+    def _or_whole_regions(
+        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
+    ) -> Fitting:
+        """On a CPU, beside a plan that steers regions op by op: one that runs them whole, if that is clearly faster, in turns."""
+        turns, plainer = turns_within(best.measured.seconds), modelled.without(OptionKind.SELECT)
+        most, other = MAY_BE_FASTER * (best.plan.promised_seconds or 0.0), rounds.beside()
+        if not turns or self._promises(plainer, rounds.beside(), most) is None:
+            return best
+        self._search(laboratory, profile, plainer, other)
+        self._use_slack(laboratory, profile, plainer, other)
+        self._promise_again(laboratory, other)
+        if other.best is None:
+            return best
+        runs = [partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)]
+        taken = in_turns(runs, turns)
+        better = decided_by_first(partial(is_quicker, *taken, promised=seconds_over(other.best, best)))
+        return other.best.taking(min(taken[1])) if better else best
 
     def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
         """Solve, run and compare until a plan is confirmed; whether one passed the budget that moves slots to the host."""
@@ -384,21 +405,24 @@ class Fitter:
 
     def _use_slack(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> None:
         """What is put aside may be just what a faster plan needs: a measurement decides."""
-        assert rounds.best is not None
-        best = rounds.best.plan.promised_seconds or 0.0
-        if self._long or not modelled.slack_bytes or rounds.everything:
+        if rounds.best is None or self._long or not modelled.slack_bytes or rounds.everything:
             return
         modelled = modelled.without_slack()
-        try:
-            plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
-        except BudgetTooSmall:  # what there is was found by what its own run has taught
-            return
-        if (plan.promised_seconds or 0.0) > WORTH_A_STEP * best:
+        plan = self._promises(modelled, rounds, WORTH_A_STEP * (rounds.best.plan.promised_seconds or 0.0))
+        if plan is None:
             return
         try:
             rounds.are_over(self._tried(laboratory, profile, modelled, plan, rounds))
         except torch.OutOfMemoryError as error:
             self._ran_out(laboratory, plan, error)
+
+    def _promises(self, modelled: Modelled, rounds: Rounds, seconds: float) -> Plan | None:
+        """The plan for a model, if there is one and it promises to take no longer than that."""
+        try:
+            plan = decided_by_first(partial(self._solved, modelled.chain, rounds))
+        except BudgetTooSmall:
+            return None
+        return plan if (plan.promised_seconds or 0.0) <= seconds else None
 
     def _ran_out(self, laboratory: Laboratory, plan: Plan, error: torch.OutOfMemoryError) -> BudgetTooSmall:
         laboratory.rewind()
@@ -423,25 +447,16 @@ class Fitter:
     def _tried(
         self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: Rounds
     ) -> Fitting:
-        """Run a plan and measure it; one that was run before, and is only promised better now, need not run again."""
+        """Run a plan and measure it; one that was run before, too: what it promises now it is to keep now."""
         assignment = assign(meanings_of(profile, modelled), plan.actions())
-        before = rounds.best
-        if before is not None and before.assignment == assignment:
-            return replace(before, chain=modelled.chain, plan=plan)
         plain = assignment.keeps_everything and not assignment.is_compiled
         executor = None if plain else self._executor(assignment, profile)
-        self.tell("measuring the plan")
-        if executor is None:
-            record = self.measured(laboratory)
-        else:
-            with self.attached(executor):
-                record = self.measured(laboratory)
         return Fitting(
             chain=modelled.chain,
             plan=plan,
             frontier=rounds.frontier,
             assignment=assignment,
-            measured=record,
+            measured=self._weighed_with(laboratory, executor),
             budget=self.budget,
             budget_bytes=rounds.limit_bytes,
             profile_seconds=0.0,
@@ -449,12 +464,29 @@ class Fitter:
             regions=self.regions,
         )
 
+    def _promise_again(self, laboratory: Laboratory, rounds: Rounds) -> None:
+        """Make a promise that was far off again with what its step has taught: it is kept if another step keeps it."""
+        best = rounds.best
+        if best is None or not rounds.is_far_off:
+            return
+        chain, plan = decided_by_first(partial(promised_again, best, rounds.limit_bytes))
+        try:
+            record = self._weighed_with(laboratory, best.executor)
+        except torch.OutOfMemoryError as error:
+            rounds.failed(self._ran_out(laboratory, plan, error))
+            rounds.best = None
+        else:
+            rounds.are_over(replace(best, chain=chain, plan=plan, measured=record))
+
+    def _weighed_with(self, laboratory: Laboratory, executor: Executor | None) -> Record:
+        self.tell("measuring the plan")
+        with nullcontext() if executor is None else self.attached(executor):
+            return self.measured(laboratory)
+
     def _executor(self, assignment: Assignment, profile: Profile) -> Executor:
         executor = Executor(assignment, self.names, check=self.check)
         for choice, call in zip(assignment.choices, profile.calls, strict=True):
-            trace = profile.traces[call.kind]
-            if answers(choice) and trace is not None:
-                executor.learn(choice.kind, call.inputs, trace, answers(choice))
+            executor.learn(choice.kind, call.inputs, profile.traces[call.kind], answers(choice))
         return executor
 
     def _limit_bytes(self, chain: Chain) -> int:
@@ -466,19 +498,3 @@ class Fitter:
             bare = replace(chain, fixed_bytes=self.fixed_bytes)  # without what is put aside
             self._limit = decided_by_first(partial(limit_bytes, bare, self.budget))
         return self._limit
-
-
-def _repeated(run: Callable[[], float]) -> list[float]:
-    """The seconds of a few runs; of one, where it is long. Ranks run equally often."""
-    found = [run()]
-    while len(found) < TIMED_STEPS and not _is_long(found[-1]):
-        found.append(run())
-    return found
-
-
-def _is_long(seconds: float) -> bool:
-    return largest(int(1e3 * seconds)) >= 1e3 * LONG_STEP_SECONDS
-
-
-def _quickest(found: list[Fitting]) -> int:
-    return min(range(len(found)), key=lambda number: found[number].measured.seconds)

@@ -16,6 +16,7 @@ from retape.torch.readings import Profiled, RegionBytes, RegionSeconds, StepByte
 from retape.torch.signature import Signature
 
 LITTLE = 8192  # bytes of glue that a chain need not know of
+_FIGURES = RegionSeconds.__slots__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +80,11 @@ def glue(stage: int, levels: tuple[int, int], readings: Profiled, name: str, sta
     begin, end = levels
     measured = readings.step.of(stage)
     times = [reading[stage] for reading in readings.seconds if stage in reading]
+    least = _least(times) if times else RegionSeconds()
     return Stage(
         name=name,
-        forward_seconds=median([time.glue_forward for time in times] or [0.0]),
-        backward_seconds=median([time.glue_backward for time in times] or [0.0]),
+        forward_seconds=least.glue_forward,
+        backward_seconds=least.glue_backward,
         state_bytes=state_bytes,
         tape_bytes=end - begin,
         forward_transient_bytes=max(0, measured.glue_forward_peak - end),
@@ -94,16 +96,17 @@ def glue(stage: int, levels: tuple[int, int], readings: Profiled, name: str, sta
 def seconds_of_kinds(
     calls: list[RegionCall], seconds: list[dict[int, RegionSeconds]]
 ) -> dict[Signature, RegionSeconds]:
-    """The median of each figure over all regions of a kind and all timed steps."""
+    """The median of each figure over all regions of a kind, of each region that of its quickest step: what disturbs one is not its own."""
     found = {}
     for kind in {call.kind for call in calls}:
-        times = [t[call.stage] for t in seconds for call in calls if call.kind == kind and call.stage in t] or [
-            RegionSeconds()
-        ]
-        found[kind] = RegionSeconds(
-            **{name: median(getattr(time, name) for time in times) for name in RegionSeconds.__slots__}
-        )
+        regions = [[t[call.stage] for t in seconds if call.stage in t] for call in calls if call.kind == kind]
+        least = [_least(times) for times in regions if times] or [RegionSeconds()]
+        found[kind] = RegionSeconds(**{name: median(getattr(time, name) for time in least) for name in _FIGURES})
     return found
+
+
+def _least(times: list[RegionSeconds]) -> RegionSeconds:
+    return RegionSeconds(**{name: min(getattr(time, name) for time in times) for name in _FIGURES})
 
 
 def with_glue(measured: RegionBytes) -> RegionBytes:

@@ -27,14 +27,12 @@ from retape.torch.glue import (
     with_glue_seconds,
 )
 from retape.torch.profile import RegionCall
-from retape.torch.readings import Profiled
+from retape.torch.readings import Profiled, told_apart
 from retape.torch.region_ways import MeasuredRegion, ModelledStage, Overheads, Way, has_room, undominated
 from retape.torch.signature import Signature
 from retape.torch.tiling import Tiling
-from retape.torch.treatments import (
-    Treatment,
-    select_treatments,
-)
+from retape.torch.treatments import Treatment, rerun_share, select_treatments
+from retape.torch.turns import SELDOM
 
 NO_TILING = Tiling(parts=(), runs=())
 SLACK_SHARE = (
@@ -138,7 +136,11 @@ class _Form:
         self._profiled, self._overheads, self._host = profiled, overheads, host
         self._calls = profiled.profile.calls
         self.levels = Levels.of(profiled.step, len(self._calls))
+        traces = profiled.profile.traces
         self._seconds = seconds_of_kinds(self._calls, profiled.seconds)
+        if len(self._calls) < SELDOM * len(traces):  # few figures of each kind
+            shares = {kind: 1.0 if trace is None else rerun_share(trace) for kind, trace in traces.items()}
+            self._seconds = told_apart(self._seconds, shares)
         self._options = {kind: select_treatments(trace) for kind, trace in profiled.profile.traces.items()}
         self._moving: dict[tuple[Signature, bool], tuple[Treatment, ...]] = {}
 

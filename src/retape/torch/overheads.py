@@ -1,22 +1,23 @@
-"""What a recipe itself costs on this machine, in seconds an op, so that small ops are not planned as if it were free."""
+"""What the engine itself costs on this machine, for each slot and for each op under a recipe: small ops are not planned as if it were free.
+
+Measured once in a process, on a chain of ops so small that hardly anything else takes time.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, cast
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from retape.torch.policy import DROP, HOLD, Policy
 from retape.torch.region import Region
 from retape.torch.region_ways import Overheads
-from retape.torch.replay import Replay
-from retape.torch.select import Recipe, Step
-from retape.torch.trace import Recorder
+from retape.torch.select import plan_recipe
 
-ROUNDS = 20
+ROUNDS = 12
 OPS = 100
 
 
@@ -30,36 +31,59 @@ def engine_overheads(device: torch.device) -> Overheads:
     return Overheads() if hides_the_host(device) else _on_cpu()
 
 
+class _Taken(NamedTuple):
+    """Seconds of a forward and of a backward."""
+
+    forward: float
+    backward: float
+
+
 @cache
 def _on_cpu() -> Overheads:
-    recorder = Recorder()
-    with recorder:
-        _many()
-    ops = recorder.trace([]).ops
-    recipe = Recipe(ops=ops, steps=(Step.RUN,) * len(ops), slots=((),) * len(ops))
-    plain = _least(nullcontext)
-    followed = _least(lambda: Replay(recipe, cast(Region, _NothingHeld())))
-    return Overheads(op_seconds=max(0.0, (followed - plain) / len(ops)))
+    with torch.enable_grad():
+        half = frozenset(range(1, OPS, 2))  # every second op is answered, the others are run
+        select = Policy(held=half, recipe=plan_recipe(_region(DROP).trace(), half))
+        plain, held, dropped, followed = _least(None, HOLD, DROP, select)
+    whole, part = dropped.backward - held.backward, followed.backward - held.backward
+    return Overheads(
+        op_seconds=max(0.0, (part - whole / 2) / OPS),
+        pack_seconds=max(0.0, (held.forward - plain.forward) / OPS),
+        unpack_seconds=max(0.0, (held.backward - plain.backward) / OPS),
+    )
 
 
-class _NothingHeld:
-    """All that a recipe asks of a region."""
-
-    def held_values(self) -> dict[int, Any]:
-        return {}
-
-
-def _least(around: Callable[[], AbstractContextManager[Any]]) -> float:
-    times = []
-    for _ in range(ROUNDS):
-        with around():
-            start = time.perf_counter()
-            _many()
-            times.append(time.perf_counter() - start)
-    return min(times)
+def _least(*policies: Policy | None) -> list[_Taken]:
+    """The quickest of a few runs as a region under each policy; None is without the engine. In turns, so that all are as warm."""
+    found = [[_timed(policy) for policy in policies] for _ in range(ROUNDS)]
+    return [_Taken(*(min(times) for times in zip(*runs, strict=True))) for runs in zip(*found, strict=True)]
 
 
-def _many() -> None:
-    value = torch.ones(1)
+def _timed(policy: Policy | None) -> _Taken:
+    start = time.perf_counter()
+    value = _leaf()
+    made = _many(value) if policy is None else _run(Region(_many, (value,), {}, policy=policy), value)
+    between = time.perf_counter()
+    torch.autograd.grad(made.sum(), value)
+    return _Taken(between - start, time.perf_counter() - between)
+
+
+def _region(policy: Policy) -> Region:
+    value = _leaf()
+    region = Region(_many, (value,), {}, policy=policy)
+    _run(region, value)
+    return region
+
+
+def _run(region: Region, value: Tensor) -> Tensor:
+    made: Tensor = region.run(_many, (value,), {})
+    return made
+
+
+def _leaf() -> Tensor:
+    return torch.ones(1, requires_grad=True)
+
+
+def _many(value: Tensor) -> Tensor:
     for _ in range(OPS):
-        value = value + 1
+        value = value.sin()  # saves its input: a slot for each
+    return value

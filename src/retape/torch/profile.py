@@ -42,7 +42,8 @@ from retape.torch.tiling import (
 from retape.torch.trace import RegionTrace
 from retape.torch.transforms import refuse_transforms
 
-TRACES = 3  # of each kind; the quickest run of each op counts
+TRACES, MOST_TRACES = 3, 9  # of each kind; the quickest run of each op counts
+SPARE_SECONDS = 0.5  # for more than the fewest traces, of all kinds together
 
 
 class Phase(Enum):
@@ -193,6 +194,7 @@ class ProfileSession:
         self._rows: dict[int, Tensor] = {}  # a few of what each part was called with
         self._rowwise: set[int] = set()  # the parts that were found to treat them independently
         self._policy = Policy(inputs=inputs)
+        self._spare_seconds = SPARE_SECONDS
         self.profile = Profile()
         self.instrument: Instrument | None = None
         self._begin()
@@ -240,12 +242,12 @@ class ProfileSession:
         args, keywords, _ = without_cache(module, args, keywords)
         plain_call = in_form(module, plain_call, self._saved_share)
         refuse_transforms(plain_call)
+        self.mark(Phase.FORWARD, self._stage)  # what a region notes before it runs is a part of it
         captured = capture_call(plain_call, args, keywords)
         if captured.is_lazy:
             return plain_call(*args, **keywords)
         stage, self._stage = self._stage, self._stage + 1
         inputs = list(captured.tensors)
-        self.mark(Phase.FORWARD, stage)  # what a region notes before it runs is a part of it
         region = ProfiledRegion(
             plain_call, args, keywords, policy=self._policy, check=Check.METADATA, captured=captured
         )
@@ -280,7 +282,7 @@ class ProfileSession:
         home = self._home(module, tensors)
         kind = (original_class(type(module)), inputs, weights_signature(module), region.slot_metadata())
         if kind not in self.profile.traces:
-            self.profile.traces[kind] = region.timed_trace(home) if region.slot_count else None
+            self.profile.traces[kind] = self._traced(region, home) if region.slot_count else None
         makers = [region.maker_stage(tensor) for tensor in tensors]
         known = {maker for maker in makers if maker is not None}
         linked = [tensor for tensor, maker in zip(tensors, makers, strict=True) if maker is not None]
@@ -301,6 +303,16 @@ class ProfileSession:
                 training=module.training,
             )
         )
+
+    def _traced(self, region: ProfiledRegion, home: torch.device) -> RegionTrace | None:
+        """What a region does op by op, each with the least seconds of a few runs: of more on a CPU, where others may be at work."""
+        traces = [region.trace(OpTimer(home)) for _ in range(TRACES)]
+        alone = home.type == "cpu" and not is_distributed()  # ranks run a region equally often
+        while alone and len(traces) < MOST_TRACES and self._spare_seconds > 0:
+            start = time.perf_counter()
+            traces.append(region.trace(OpTimer(home)))
+            self._spare_seconds -= time.perf_counter() - start
+        return quickest(traces)
 
     def _note_tiles(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> None:
         """What it saves to run the parts of a kind of region in tiles, where they treat rows independently."""
@@ -349,11 +361,6 @@ class ProfiledRegion(Region):
     def slot_metadata(self) -> tuple[Any, ...]:
         """Shape, dtype and device of every slot: regions with other slots are of another kind."""
         return tuple(slot.described for slot in (reference() for reference in self._slots) if slot is not None)
-
-    def timed_trace(self, device: torch.device) -> RegionTrace | None:
-        """What it does op by op, each with the least seconds of a few runs."""
-        traces = [self.trace(OpTimer(device)) for _ in range(TRACES)]
-        return quickest(traces)
 
     @staticmethod
     def maker_stage(tensor: Tensor) -> int | None:

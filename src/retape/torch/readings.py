@@ -7,8 +7,9 @@ the opposite order. Glue is numbered by the region before it; the glue before th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from statistics import median
 from typing import Any
 
 from retape.torch.meter import Reading
@@ -178,3 +179,21 @@ def _intervals(marks: Iterable[tuple[Any, float]]) -> Iterator[tuple[Owner, floa
     for label, at in marks:
         yield follower.next(label), at - before
         before = at
+
+
+def told_apart(kinds: dict[Any, RegionSeconds], shares: dict[Any, float]) -> dict[Any, RegionSeconds]:
+    """The same figures, where the forward and the re-run of a kind, which run the same function, are held against each other.
+
+    A re-run does `shares` of a forward, and what the engine adds is much alike for all kinds: what one of the two took beyond
+    that, it was disturbed.
+    """
+    again = {kind: seconds for kind, seconds in kinds.items() if seconds.rerun and shares[kind]}
+    if not again:
+        return kinds
+    engine = median(max(0.0, each.rerun - each.body * shares[kind]) for kind, each in again.items())
+    found = dict(kinds)
+    for kind, each in again.items():
+        function = min(each.body * shares[kind], max(0.0, each.rerun - engine))
+        if function:
+            found[kind] = replace(each, body=function / shares[kind], rerun=min(each.rerun, function + engine))
+    return found

@@ -29,9 +29,13 @@ MOST_OFFLOADS = 12  # ways to move a region's slots that a plan may choose from
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """What the engine itself costs beside what a profile shows: seconds for each op under a recipe."""
+    """What the engine itself costs: seconds for each op under a recipe, which no profile shows, and for each slot to pack and to
+    unpack it, which every profile shows and a region that is kept does not pay.
+    """
 
     op_seconds: float = 0.0
+    pack_seconds: float = 0.0
+    unpack_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,20 +105,20 @@ class MeasuredRegion:
             self._rerun_share = rerun_share(trace)
 
     def stage(self, ways: list[Way], *, state_bytes: int, tiled: tuple[str, ...]) -> tuple[Stage, ModelledStage]:
-        seconds = self._seconds
+        forward, backward = self._kept_seconds()
         tape = {} if self._trace is None else tape_storages(self._trace)
         held = self._output_bytes + sum(tape.values())
-        dropped = self._forward_bytes - self._output_bytes
         options = (*(way.option for way in ways), self._recompute()) if self._call.has_tape else ()
         stage = Stage(
             name=self._call.name,
-            forward_seconds=seconds.body,
-            backward_seconds=seconds.backward,
+            forward_seconds=forward,
+            backward_seconds=backward,
             state_bytes=state_bytes,
             tape_bytes=held,
-            forward_transient_bytes=max(0, self._forward_peak(frozenset(tape)) - held, dropped),
+            forward_transient_bytes=max(0, self._forward_peak(frozenset(tape)) - held),
             backward_transient_bytes=max(0, self._backward_bytes - held),
-            rerun_transient_bytes=max(0, dropped),
+            rerun_transient_bytes=max(0, self._rerun_bytes - held),
+            untaped_transient_bytes=max(0, self._forward_bytes - self._output_bytes),
             options=options,
         )
         own = self._saved_share
@@ -141,9 +145,17 @@ class MeasuredRegion:
             forward=self._forward_peak(frozenset(tape)),
             rerun_peak=self._backward_bytes,
         )
-        option = replace(option, label=f"keep {format_bytes(option.held_bytes)}", forward_seconds=self._seconds.body)
+        forward, backward = self._kept_seconds()
+        label = f"keep {format_bytes(option.held_bytes)}"
+        option = replace(option, label=label, forward_seconds=forward, backward_seconds=backward)
         slots = frozenset(range(len(self._trace.slots) if self._trace is not None else 0))
         return Way(option=option, held=slots, saved_share=self._saved_share)
+
+    def _kept_seconds(self) -> tuple[float, float]:
+        """Forward and backward without the engine."""
+        slots = 0 if self._trace is None else len(self._trace.slots)
+        pack, unpack = slots * self._overheads.pack_seconds, slots * self._overheads.unpack_seconds
+        return max(0.0, self._seconds.body - pack), max(0.0, self._seconds.backward - unpack)
 
     def _forward_peak(self, held: frozenset[int]) -> int:
         """How high its forward stands when it holds these storages: as played through, and as much more as was measured without."""

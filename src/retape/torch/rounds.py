@@ -13,13 +13,15 @@ from retape.core.assignment import Assignment
 from retape.core.errors import BudgetTooSmall
 from retape.core.fit_record import DeviceRecord
 from retape.core.frontier import Frontier
-from retape.core.plan import Plan
+from retape.core.plan import Plan, judge
 from retape.core.problem import Budget, Chain
 from retape.core.record import Record
+from retape.core.solve import solve
 from retape.core.units import format_bytes
 from retape.torch.executor import Executor
 
 WORTH_USING = 0.02  # of the peak: a promise that was further off is made again
+NEAR_ENOUGH = 0.05  # of the peak: even where a step is long, a promise is not to be further off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,11 @@ class Fitting:
     fused_loss: bool = False
     devices: tuple[DeviceRecord, ...] = ()
 
+    def taking(self, seconds: float) -> Fitting:
+        """The same, with the seconds that its step was measured to take."""
+        devices = (replace(each, measured=replace(each.measured, seconds=seconds)) for each in self.devices)
+        return replace(self, measured=replace(self.measured, seconds=seconds), devices=tuple(devices))
+
 
 class Rounds:
     """Plans that were tried for one budget, and the best of those that were measured to stay inside it."""
@@ -52,6 +59,10 @@ class Rounds:
         self.last: Fitting | None = None
         self.failure: BudgetTooSmall | None = None
         self.best: Fitting | None = None
+
+    def beside(self) -> Rounds:
+        """Rounds for other plans, to compare with what these come to."""
+        return Rounds(limit_bytes=self.limit_bytes, everything=False, frontier=self.frontier)
 
     def failed(self, error: BudgetTooSmall) -> None:
         """The floor to name is the one with the slack put aside: that budget can be had."""
@@ -73,16 +84,22 @@ class Rounds:
     def are_over(self, tried: Fitting) -> bool:
         """Take the plan if it holds and is the fastest so far; whether no other need be tried."""
         self.last = tried
-        peak, promised = tried.measured.peak_bytes, tried.plan.promised_peak_bytes
+        peak = tried.measured.peak_bytes
         if self.everything and tried.assignment.keeps_everything:
             # Asked for all of the activations: what they are was a prediction until now.
             self.limit_bytes = max(self.limit_bytes, peak)
-        if peak > self.limit_bytes:
-            return False
         confirmed = self.best is not None and self.best.assignment == tried.assignment
+        if peak > self.limit_bytes:
+            self.best = None if confirmed else self.best  # it stayed inside once, and not the next time
+            return False
         if self.best is None or confirmed or _seconds(tried.plan) < _seconds(self.best.plan):
             self.best = replace(tried, budget_bytes=self.limit_bytes)
-        return confirmed or self._long or abs(peak - promised) <= WORTH_USING * peak
+        return confirmed or self._long or _is_near(tried, WORTH_USING)
+
+    @property
+    def is_far_off(self) -> bool:
+        """Whether what is kept promises something else than it was measured to take; of a long step a little is let pass."""
+        return self.best is not None and not _is_near(self.best, NEAR_ENOUGH if self._long else WORTH_USING)
 
 
 def ran_out(plan: Plan, device: str, said: str) -> BudgetTooSmall:
@@ -94,6 +111,36 @@ def ran_out(plan: Plan, device: str, said: str) -> BudgetTooSmall:
         floor_bytes=plan.floor_bytes,
         binding="",
     )
+
+
+def promised_again(tried: Fitting, limit_bytes: int) -> tuple[Chain, Plan]:
+    """The problem with what a step of this plan has taught, and what the same plan promises for it.
+
+    What it is beside the best plan for that problem is said too: there may be a faster one now, which was not measured to stay inside.
+    """
+    error_bytes = tried.measured.peak_bytes - tried.plan.promised_peak_bytes
+    chain = replace(tried.chain, fixed_bytes=max(0, tried.chain.fixed_bytes + error_bytes))
+    peak = tried.plan.promised_peak_bytes + chain.fixed_bytes - tried.chain.fixed_bytes
+    best = solve(chain, max(limit_bytes, peak))
+    return chain, replace(
+        tried.plan,
+        digest=chain.digest(),
+        budget_bytes=best.budget_bytes,
+        floor_bytes=best.floor_bytes,
+        promised_peak_bytes=peak,
+        lower_bound_seconds=best.lower_bound_seconds,
+        status=judge(_seconds(tried.plan), best.lower_bound_seconds),
+    )
+
+
+def seconds_over(one: Fitting, other: Fitting) -> float:
+    """How many times the seconds of the other one promises."""
+    return _seconds(one.plan) / (_seconds(other.plan) or 1.0)
+
+
+def _is_near(tried: Fitting, share: float) -> bool:
+    peak = tried.measured.peak_bytes
+    return abs(peak - tried.plan.promised_peak_bytes) <= share * peak
 
 
 def _seconds(plan: Plan) -> float:

@@ -219,7 +219,8 @@ class SpreadFitter(Fitter):
                 slack, places = False, [place.without_slack() for place in places]
                 continue
             last = self._tried_everywhere(laboratory, profile, places, plans)
-            if _is_inside(last) and (best is None or _extra_seconds(last) < _extra_seconds(best)):
+            again = best is not None and best.assignment == last.assignment  # with a promise that knows more
+            if _is_inside(last) and (best is None or again or _extra_seconds(last) < _extra_seconds(best)):
                 best = last
             errors = [each.measured.peak_bytes - each.plan.promised_peak_bytes for each in last.devices]
             if _is_inside(last) and _is_near(last):

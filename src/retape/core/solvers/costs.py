@@ -63,8 +63,9 @@ class ChainCosts:
     def of(cls, chain: Chain) -> ChainCosts:
         states = np.array([stage.state_bytes for stage in chain.stages] + [0], dtype=np.int64)
         times = np.array([stage.forward_seconds for stage in chain.stages])
-        rerun = np.array([stage.rerun_transient_bytes for stage in chain.stages], dtype=np.int64)
-        first = np.array([stage.forward_transient_bytes for stage in chain.stages], dtype=np.int64)
+        least = [stage.untaped_transient_bytes for stage in chain.stages]
+        rerun = np.maximum(least, np.array([stage.rerun_transient_bytes for stage in chain.stages], dtype=np.int64))
+        first = np.maximum(least, np.array([stage.forward_transient_bytes for stage in chain.stages], dtype=np.int64))
         made = {stage: _costs(stage) for stage in set(chain.stages)}
         kept = {stage: _undominated(costs) for stage, costs in made.items()}
         leads = (states[1:] + rerun, states[1:] + first)

@@ -1,0 +1,111 @@
+"""What a plan promises is said before the step that is held against it, and is made again where it was far off."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import retape
+from retape.core.plan import Status
+from retape.torch import fitting, turns
+from retape.torch.fitting import Fitter
+
+fit = partial(retape.fit, progress=False)
+
+
+class Block(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def example():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(8))), torch.randn(512, 32), lambda m, b: m(b).square().mean()
+
+
+def weighing_as(monkeypatch, *seen):
+    """Steps of plans weigh as much of the truth as `seen` says, one after the other, and the last for good; returns the true peaks."""
+    measured, left, true = Fitter.measured, list(seen), []
+
+    def weighed(fitter, laboratory):
+        record = measured(fitter, laboratory)
+        true.append(record.peak_bytes)
+        share = left.pop(0) if len(left) > 1 else left[0]
+        return replace(record, peak_bytes=int(share * record.peak_bytes))
+
+    monkeypatch.setattr(Fitter, "measured", weighed)
+    return true
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_promise_that_was_far_off_is_made_again_and_measured_again(monkeypatch, long):
+    """Here no round is left in which a better model of the step would have been solved."""
+    model, batch, step = example()
+    monkeypatch.setattr(fitting, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(fitting.Fitter, "_use_slack", lambda *rest: None)
+    if long:
+        monkeypatch.setattr(turns, "LONG_STEP_SECONDS", 0.0)
+    steps = weighing_as(monkeypatch, 0.88)
+    made = fit(model, batch, budget=0.6, step=step)
+    assert len(steps) == 2, "one taught, and another was promised"
+    assert made.promised.peak_bytes == pytest.approx(made.measured.peak_bytes, rel=0.02)
+    made.plan.check(made.record.chain)
+    assert made.plan.status in (Status.OPTIMAL, Status.WITHIN)
+    assert made.plan.promised_seconds >= made.plan.lower_bound_seconds
+    made.remove()
+
+
+def test_a_promise_that_is_near_is_left_alone(monkeypatch):
+    model, batch, step = example()
+    monkeypatch.setattr(fitting.Fitter, "_use_slack", lambda *rest: None)
+    steps = weighing_as(monkeypatch, 1.0)
+    made = fit(model, batch, budget=0.6, step=step)
+    assert len(steps) == 1
+    assert made.measured.peak_bytes == steps[0] != made.promised.peak_bytes
+    made.remove()
+
+
+def test_what_is_measured_is_a_step_after_the_promise(monkeypatch):
+    """The same plan solved again for a model that has learned: its first step cannot be what confirms it."""
+    model, batch, step = example()
+    steps = weighing_as(monkeypatch, 0.97, 0.975)
+    made = fit(model, batch, budget=0.6, step=step)
+    assert len(steps) > 1
+    assert made.measured.peak_bytes == int(0.975 * steps[-1])
+    assert made.promised.peak_bytes == pytest.approx(made.measured.peak_bytes, rel=0.02)
+    made.remove()
+
+
+def test_a_plan_that_stays_inside_once_and_not_again_is_not_kept(monkeypatch):
+    model, batch, step = example()
+    monkeypatch.setattr(fitting, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(fitting.Fitter, "_use_slack", lambda *rest: None)
+    weighing_as(monkeypatch, 0.8, 2.0)
+    with pytest.raises(retape.errors.BudgetTooSmall, match="No plan was measured to stay inside"):
+        fit(model, batch, budget=0.6, step=step, regions=Block)
+    assert all(type(block) is Block for block in model)
+
+
+def test_a_device_that_is_full_the_second_time(monkeypatch):
+    model, batch, step = example()
+    monkeypatch.setattr(fitting, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(fitting.Fitter, "_use_slack", lambda *rest: None)
+    measured, calls = Fitter.measured, []
+
+    def weighed(fitter, laboratory):
+        calls.append(None)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        record = measured(fitter, laboratory)
+        return replace(record, peak_bytes=int(0.8 * record.peak_bytes))
+
+    monkeypatch.setattr(Fitter, "measured", weighed)
+    with pytest.raises(retape.errors.BudgetTooSmall, match="ran out of memory on cpu when it was measured"):
+        fit(model, batch, budget=0.6, step=step, regions=Block)
+    assert all(type(block) is Block for block in model)
