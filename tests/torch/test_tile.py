@@ -748,3 +748,24 @@ def test_a_function_that_takes_gradients_itself_is_asked_too():
     assert torch.equal(given.grad, 3 * rows**2)
     with pytest.raises(RegionError, match="does not treat rows independently"):
         retape.tile(mixed, rows.clone().requires_grad_(), tiles=4)
+
+
+def test_a_function_that_takes_gradients_itself_may_draw_and_catch():
+    """It is asked twice, each time from the start."""
+
+    def noisy(x):
+        scale = torch.rand(())
+        inner = x.detach().requires_grad_()
+        try:
+            (found,) = torch.autograd.grad((inner * scale).sin().sum(), inner)
+        except Exception:
+            found = torch.zeros_like(x)
+        return found * x.exp()
+
+    rows = torch.randn(8, 4)
+    given = [rows.clone().requires_grad_() for _ in range(2)]
+    for each, call in zip(given, (noisy, lambda x: retape.tile(noisy, x, tiles=1)), strict=True):
+        torch.manual_seed(5)
+        call(each).sum().backward()
+    assert torch.equal(given[0].grad, given[1].grad)
+    retape.tile(noisy, rows.clone().requires_grad_(), tiles=2)

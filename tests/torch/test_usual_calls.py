@@ -1,6 +1,10 @@
 """The usual call, a module of parameters with plain tensors, is noted in short: nothing may be missed for that."""
 
+import dataclasses
+import gc
 import logging
+import types
+import warnings
 import weakref
 
 import pytest
@@ -13,7 +17,7 @@ import retape
 from retape.torch import layouts
 from retape.torch.holders import DictHolder
 from retape.torch.reads import capture_call
-from retape.torch.region import run_region
+from retape.torch.region import Region, run_region
 
 WIDTH = 1000
 
@@ -358,3 +362,91 @@ def test_loggers_are_not_followed():
     assert call.roots == (module,)
     assert len(call.codes) == 1
     assert all(not isinstance(holder, DictHolder) for holder in call.holders)
+
+
+GENERATOR = torch.Generator()
+
+
+class Drawing(nn.Linear):
+    """Its call draws from a generator that its code knows by a global name."""
+
+    def __call__(self, x):
+        return super().__call__(x) * torch.rand(4, generator=GENERATOR)
+
+
+def test_what_the_code_of_a_call_reads_is_replayed():
+    def case(call):
+        GENERATOR.manual_seed(3)
+        module, x = Drawing(4, 4), leaf()
+        for _ in range(2):
+            call(module.__call__, x).sum().backward()
+        return x.grad, module.weight.grad, GENERATOR.get_state()
+
+    same_as_plain(case)
+
+
+@dataclasses.dataclass
+class Scaling:
+    """A callable that cannot be hashed, bound to a module."""
+
+    by: float
+
+    def __call__(self, module, x):
+        return nn.Linear.forward(module, x) * self.by
+
+
+def test_a_bound_method_need_not_be_hashable():
+    def case(call):
+        module, x = nn.Linear(4, 4), leaf()
+        call(types.MethodType(Scaling(2.0), module), x).sum().backward()
+        return x.grad, module.weight.grad
+
+    same_as_plain(case)
+
+
+class Flat(torch.autograd.Function):
+    """Its output is a view of a parameter, and it saves that."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        view = weight.view(-1)
+        ctx.save_for_backward(view)
+        return view
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.view(4, 4)
+
+
+def test_a_view_of_a_parameter_that_a_function_made_keeps_nothing_alive():
+    weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(16, requires_grad=True)
+    region = Region(lambda x: Flat.apply(weight) * x, (x * 1,), {})
+    out = region.run(region._call.function, (x * 1,), {})
+    alive = weakref.ref(region)
+    del region, out
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_an_input_that_needs_a_gradient_only_later(inputs):
+    def case(call):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        x = torch.randn(4, 4)
+        out = call(module, x) if inputs == 1 else call(lambda a, b: module(a) + b, x, torch.ones(()))
+        x.requires_grad_()
+        out.sum().backward()
+        return [parameter.grad for parameter in module.parameters()]
+
+    same_as_plain(case)
+
+
+def test_scripted_modules():
+    def case(call):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's own word about scripting
+            module, x = torch.jit.script(nn.Linear(4, 4)), leaf()
+        call(module, x).sum().backward()
+        return x.grad, module.weight.grad
+
+    same_as_plain(case)

@@ -464,7 +464,7 @@ def _walked(root: nn.Module, seen: set[int], with_parameters: bool) -> tuple[Tre
     met = {id(root)}
     for module in found:
         fields = module.__dict__
-        if "_parameters" not in fields:
+        if not isinstance(fields.get("_parameters"), dict):
             scripted.append(module)
             continue
         modules.append(module)

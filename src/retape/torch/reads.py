@@ -405,18 +405,20 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
 
 
 def _whose_call(method: types.MethodType) -> Any:
-    """The module whose call a method is, as its class has it: nothing else stands behind it. Of any other method, itself."""
-    owner = method.__self__
-    if not isinstance(owner, nn.Module):
+    """The module whose call a method is, as its class has it, if nothing else stands behind it; else the method."""
+    owner, function = method.__self__, method.__func__
+    if type(function) is not types.FunctionType or not isinstance(owner, nn.Module):
         return method
-    key: Any = (type(owner), method.__func__)
-    return owner if _is_call(key) else method
+    if function is _MODULE_CALL:
+        return owner
+    if not any(vars(base).get("__call__") is function for base in type(owner).__mro__):
+        return method
+    behind = [value for value in _behind_function(function) if type(value) not in ATOMS]
+    return owner if all(isinstance(value, _BEHIND_EVERY_CALL) for value in behind) else method
 
 
-@functools.lru_cache(maxsize=512)
-def _is_call(key: tuple[type, Any]) -> bool:
-    kind, function = key
-    return any(vars(base).get("__call__") is function for base in kind.__mro__)
+_MODULE_CALL = nn.Module.__call__
+_BEHIND_EVERY_CALL = (type, logging.Logger)  # the class itself, for `super()`, and what only writes
 
 
 class _UsualCall(Call):

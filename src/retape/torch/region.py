@@ -221,8 +221,8 @@ class Region:
             base = tensor
         if id(base) in self._arguments:
             held = policy.reuse_inputs and self._inputs.holds_here
-        elif base.is_leaf and base.requires_grad:  # a parameter or a view of one, whose history ends there: no cycle
-            slot.value, slot.metadata = tensor, None
+        elif base.is_leaf and base.requires_grad:  # a parameter, or a view of one that a Function may have made
+            slot.value, slot.metadata = tensor if tensor.grad_fn is None else tensor.detach(), None
             slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
             return slot
         else:

@@ -125,14 +125,18 @@ class SliceRegion(Region):
 
     def ask(self, tensors: list[Tensor], *, decided: bool = False) -> list[Any]:
         """What the function returns for other tensors in the place of its arguments; `decided`: as `retape.keep` decided at first."""
+        try:
+            return self._as_run(tensors, _forget, decided=decided)
+        except _TakesGradients:
+            return self._as_run(tensors, _as_it_is, decided=decided)
+
+    def _as_run(self, tensors: list[Tensor], keep: Callable[[Tensor], Tensor | None], *, decided: bool) -> list[Any]:
+        """Each run begins where the first one did."""
         running = runs.current_runs()
         around, running[:] = list(running), [runs.Run(self, rerun=True) if decided else _Question(self, rerun=True)]
         try:
             with RERUN, _compat.unobserved(), state.Replay(self._ambient, self._draws):
-                try:
-                    return self._asked(tensors, _forget)
-                except _TakesGradients:
-                    return self._asked(tensors, _as_it_is)
+                return self._asked(tensors, keep)
         finally:
             running[:] = around
 
@@ -152,8 +156,8 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _TakesGradients(Exception):
-    """The function that is asked takes gradients itself."""
+class _TakesGradients(BaseException):
+    """The function that is asked takes gradients itself; what it catches itself must not be this."""
 
 
 def _forget(tensor: Tensor) -> None:

@@ -278,9 +278,11 @@ class AsBefore:
         watch, copies = self._watch, self._copies
         needed = watch.arguments_need_grad
         if watch._call.is_usual and copies is _NO_TWINS and len(held) == 1:  # in short
-            return [held[0].detach().requires_grad_()] if needed[0] else held
+            if needed[0]:
+                return [held[0].detach().requires_grad_()]
+            return [held[0].detach()] if held[0].requires_grad else held  # it may need a gradient by now
         tensors = [
-            tensor if not need or type(tensor) is nn.Parameter else tensor.detach().requires_grad_(True)
+            tensor if type(tensor) is nn.Parameter else _as_needed(tensor, need)
             for tensor, need in zip(held, needed, strict=True)
         ]
         for index in copies:
@@ -370,6 +372,13 @@ def _kind_of(call: Call) -> tuple[Any, Any]:
     if roots:
         return roots[0], (code, tuple(map(id, roots[1:])), shape)
     return code if code is not None else call.function, shape
+
+
+def _as_needed(tensor: Tensor, need: bool) -> Tensor:
+    """An argument without its history, that needs a gradient if it did in the first run, whatever has become of it since."""
+    if need:
+        return tensor.detach().requires_grad_(True)
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _may_change(tensor: Tensor) -> bool:
