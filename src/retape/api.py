@@ -5,6 +5,7 @@ What is measured, solved and attached is in `torch/fitting.py`; what it looks li
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -226,18 +227,13 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
     modules = dict(unwrapped(model).named_modules())
     regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
     refuse_graph_replays({"the model itself": unwrapped(model), **regions})
+    executor = None
+    if not record.assignment.keeps_everything or record.assignment.is_compiled:
+        names = {id(module): name for name, module in regions.items()}
+        executor = Executor(record.assignment, names, check=Check.of(check))
+        put_on(unwrapped(model), regions, executor)  # refused where a fit manages it already, whose loss may be fused
     if record.fused_loss:
         fuse_loss_as(unwrapped(model), record)
-    if record.assignment.keeps_everything and not record.assignment.is_compiled:
-        return Fit(model, record, regions, None)
-    names = {id(module): name for name, module in regions.items()}
-    executor = Executor(record.assignment, names, check=Check.of(check))
-    try:
-        put_on(unwrapped(model), regions, executor)
-    except InvalidInput:  # a fit manages it already
-        if record.fused_loss:
-            unfuse_loss(unwrapped(model))
-        raise
     return Fit(model, record, regions, executor)
 
 
@@ -271,9 +267,11 @@ def _telling(progress: bool) -> Iterator[Callable[[str], None]]:
     if not progress:
         yield lambda what: None
         return
+    drawn = random.getstate()
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    random.setstate(drawn)  # its import draws
     columns = (TextColumn("[bold]fit[/]"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=_USUAL_STEPS)

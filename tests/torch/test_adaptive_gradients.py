@@ -104,7 +104,7 @@ def test_at_every_op_of_backward_gradients_come_back(step):
     before = snapshot(model)
     assert ops > 30
     for at in range(ops // 2, ops + 1, 2):  # from somewhere in the forward to the last op of backward
-        assert "Gradients are as they were before this step." in str(failing_at(live, at, run))
+        assert "as they were before this step." in str(failing_at(live, at, run))
         assert_as_before(model, before)
     assert (live.stats().plain_steps > 0) == (step is attached)
 
@@ -507,3 +507,79 @@ def test_looking_around_finds_leaves_and_stops_when_it_takes_too_long(monkeypatc
         before.look_around()
         before._look_seconds = 1e9
     assert len(looks) == adaptive_gradients.FIRST_LOOKS
+
+
+def run_and_out(run):
+    run()
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def out_after(live, run):
+    with pytest.raises(BudgetTooSmall) as caught, live:
+        run_and_out(run)
+    return str(caught.value)
+
+
+def sine(weight):
+    return retape.checkpoint(torch.sin, weight, use_reentrant=False)
+
+
+def test_a_leaf_with_the_id_of_one_that_is_gone_is_not_taken_for_it():
+    live = retape.adaptive(budget="1GiB")
+    for _ in range(6):
+        weight = torch.ones(100, requires_grad=True)
+        weight.grad = torch.full((100,), 3.0)
+        out_after(live, lambda weight=weight: sine(weight).sum().backward())
+        assert torch.equal(weight.grad, torch.full((100,), 3.0))
+        del weight
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_leaves_made_after_the_search_has_stopped(monkeypatch):
+    monkeypatch.setattr(adaptive_gradients, "LOOKING_SHARE", -1.0)
+    monkeypatch.setattr(adaptive_gradients, "FIRST_LOOKS", 1)
+    live = retape.adaptive(budget="1GiB")
+    for fold in range(3):
+        gate, outside = Gate(), nn.Parameter(torch.ones(8))
+        inputs = torch.ones(8, requires_grad=True)
+        said = out_after(
+            live,
+            lambda g=gate, b=outside, x=inputs: (retape.checkpoint(g, x, use_reentrant=False) * b).sum().backward(),
+        )
+        assert gate.weight.grad is None, "a region has shown it"
+        assert ("Gradients are as they were before this step" in said) == (fold == 0)
+        assert outside.grad is None or "Gradients of the model, of regions" in said
+
+
+def test_a_copy_for_what_joins_in_the_middle_of_a_step_is_counted():
+    before = GradientsBefore(on=True)
+    weight = torch.ones(1 << 10, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    before.begin(1 << 20)
+    before.know([weight])
+    assert before.bytes == 1 << 12
+    weight.grad.mul_(2)
+    assert before.put_back() == []
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+
+
+def test_copies_of_sparse_gradients_are_counted():
+    before = GradientsBefore(on=True)
+    table = nn.Embedding(1000, 16, sparse=True)
+    table(torch.arange(500)).sum().backward()
+    before.know(table.parameters())
+    before.begin(1 << 20)
+    assert before.bytes == 500 * 16 * 4 + 500 * 8
+    assert before.drop() == 500 * 16 * 4 + 500 * 8
+    assert not before._clones
+    before.begin(1000)
+    assert before.bytes == 0, "there is no room for it"
+    before.end()

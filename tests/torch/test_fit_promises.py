@@ -109,3 +109,27 @@ def test_a_device_that_is_full_the_second_time(monkeypatch):
     with pytest.raises(retape.errors.BudgetTooSmall, match="ran out of memory on cpu when it was measured"):
         fit(model, batch, budget=0.6, step=step, regions=Block)
     assert all(type(block) is Block for block in model)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_no_promise_is_above_what_there_is(share):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(6))
+    )
+    made = retape.fit(
+        model, torch.randn(512, 64), budget=share, step=lambda model, x: model(x).square().mean(), progress=False
+    )
+    assert made.promised.peak_bytes <= made.budget_bytes
+    assert made.measured.peak_bytes <= made.budget_bytes
+    made.remove()
+    with pytest.raises(retape.errors.BudgetTooSmall) as caught:
+        retape.fit(
+            model, torch.randn(512, 64), budget=100_000, step=lambda model, x: model(x).square().mean(), progress=False
+        )
+    floor = caught.value.floor_bytes
+    made = retape.fit(
+        model, torch.randn(512, 64), budget=floor, step=lambda model, x: model(x).square().mean(), progress=False
+    )
+    assert made.promised.peak_bytes <= floor
+    made.remove()

@@ -79,6 +79,10 @@ class FitCallback(TrainerCallback):
         self._waiting = None
         options = {"optimizer": self._optimizer, "step": _loss_of_model, **self._options}
         self.fitted = fit(model, keywords, budget=self._budget, **options)
+        if (
+            not is_attached(model) and not self.fitted.record.fused_loss
+        ):  # nothing of ours is on it: whatever is later is not ours
+            _MANAGED.pop(model, None)
         return model(**keywords)
 
 

@@ -181,7 +181,8 @@ class Adaptive:
             self._room.live.clear()  # nobody is going to come back for them, though the error's frames hold them
             added_to = self._named(self._room.before.put_back())
             if not isinstance(error, BudgetTooSmall):
-                raise elsewhere(error, limit_bytes=self._room.limit.bytes, now_bytes=now, added_to=added_to) from error
+                limit, known = self._room.limit.bytes, self._room.before.knows_all
+                raise elsewhere(error, limit_bytes=limit, now_bytes=now, added_to=added_to, all_known=known) from error
             if added_to:
                 raise with_gradients_left(error, added_to) from error
         if not self._outer:
@@ -317,6 +318,8 @@ class Adaptive:
         self._room.position = number
         base = policy if policy.stage >= 0 else HOLD
         how = {"policy": base, "check": check, "early_stop": early_stop, "kind": kind, "number": number}
+        if self._outer and self._attachment is None:
+            self._room.before.know([*call.tensors, *call.state])
         region, outputs = self._first_run(call, function, arguments, keywords, how)
         self._counts.regions += 1
         region.drop_planned_inputs()

@@ -52,37 +52,54 @@ class GradientsBefore:
         self._clones: list[tuple[weakref.ref[Tensor], int, Tensor]] = []
         self._hooks: list[Any] = []
         self._looks, self._looked_at, self._look_seconds = 0, 0.0, 0.0
+        self._running = False
+        self.knows_all = False  # leaves that Python could reach when the block began
 
     def look_around(self) -> None:
         """A block begins: find every leaf that Python can reach, if that takes a small part of the time."""
         start = time.perf_counter()
-        if self._looks >= FIRST_LOOKS and self._look_seconds > LOOKING_SHARE * (start - self._looked_at):
+        self.knows_all = self._looks < FIRST_LOOKS or self._look_seconds <= LOOKING_SHARE * (start - self._looked_at)
+        if not self.knows_all:
             return
         for leaf in _leaves_in_reach():
-            if id(leaf) not in self._taking_part:
+            if not self._knows(leaf):
                 self._bystanders[id(leaf)] = weakref.ref(leaf)
         self._looks += 1
         self._looked_at = time.perf_counter()
         self._look_seconds = self._looked_at - start
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Leaves whose gradients steps add to."""
+        """Leaves whose gradients steps add to; one that nobody has seen joins in the middle of a step."""
         for tensor in tensors:
-            reference = self._taking_part.get(id(tensor))
-            if tensor.requires_grad and tensor.is_leaf and (reference is None or reference() is not tensor):
-                self._taking_part[id(tensor)] = weakref.ref(tensor)
-                self._bystanders.pop(id(tensor), None)
+            if not (tensor.requires_grad and tensor.is_leaf) or self._knows(tensor):
+                continue
+            watched = self._bystanders.get(id(tensor))
+            if not self._running:
+                self._note(tensor)
+            elif watched is None or watched() is not tensor:  # else its hook is going to tell
+                self._joins(tensor, None if tensor.grad is None else _which(tensor.grad))
+
+    def _note(self, leaf: Tensor) -> weakref.ref[Tensor]:
+        self._taking_part[id(leaf)] = reference = weakref.ref(leaf)
+        self._bystanders.pop(id(leaf), None)
+        return reference
+
+    def _knows(self, leaf: Tensor) -> bool:
+        """Whether it takes part in steps; one that is gone may have had its id."""
+        reference = self._taking_part.get(id(leaf))
+        return reference is not None and reference() is leaf
 
     # --- copying ---------------------------------------------------------------------------------------------------
 
     def begin(self, room_bytes: int) -> None:
         """A step begins: copy what stands, of the CPU's memory no more than that many bytes."""
         self.end()
+        self._running = True
         self._taking_part, self._bystanders = _alive(self._taking_part), _alive(self._bystanders)
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for leaf, gradient in self._standing(self._taking_part):
             if self.on and gradient.layout is torch.sparse_coo:
-                self._clone(leaf, gradient)
+                room_bytes -= self._clone(leaf, gradient, room_bytes)
             elif self.on and _can_be_copied(gradient):
                 by_device.setdefault(gradient.device, []).append((leaf, gradient))
         for device, members in by_device.items():
@@ -107,9 +124,12 @@ class GradientsBefore:
     def takes_part(self, reference: weakref.ref[Tensor], which: tuple[int, Any] | None) -> None:
         """A bystander is about to get a gradient, or more of one; in the steps to come it is treated like the others."""
         leaf = reference()
-        if leaf is None or id(leaf) in self._taking_part:
-            return
-        self.know([leaf])
+        if leaf is not None and not self._knows(leaf):
+            self._joins(leaf, which)
+
+    def _joins(self, leaf: Tensor, which: tuple[int, Any] | None) -> None:
+        """A leaf takes part from here on; `which` gradient stood when the step began. Nothing was put aside for a copy of it."""
+        reference = self._note(leaf)
         if which is None:
             self._none.append(reference)
             return
@@ -123,10 +143,18 @@ class GradientsBefore:
             with suppress(OffloadError):
                 self._add(_Crate(gradient.device, [(leaf, gradient)]))
                 self._crates[-1].settle()
+                self.bytes += self._crates[-1].nbytes if gradient.device.type == "cpu" else 0
 
-    def _clone(self, leaf: Tensor, gradient: Tensor) -> None:
+    def _clone(self, leaf: Tensor, gradient: Tensor, room_bytes: int | None = None) -> int:
+        """A copy of a sparse gradient where it is; of the CPU's memory no more than that many bytes. Returns how many it takes of those."""
         with _compat.unobserved():
+            size = gradient._values().nbytes + gradient._indices().nbytes
+            budgeted = size if gradient.device.type == "cpu" else 0
+            if room_bytes is not None and budgeted > room_bytes:
+                return 0
             self._clones.append((weakref.ref(leaf), id(gradient), gradient.detach().clone()))
+        self.bytes += budgeted
+        return budgeted
 
     def _copy(self, device: torch.device, members: list[tuple[Tensor, Tensor]], room_bytes: int) -> None:
         budgeted = device.type == "cpu"
@@ -148,6 +176,7 @@ class GradientsBefore:
         dropped, self.bytes = self.bytes, 0
         if dropped:
             self.dropped = True
+            self._clones = [clone for clone in self._clones if clone[2].device.type != "cpu"]
             for crate in [crate for crate in self._crates if crate.device.type == "cpu"]:
                 crate.close()
                 self._crates.remove(crate)
@@ -160,7 +189,7 @@ class GradientsBefore:
         for hook in self._hooks:
             hook.remove()
         self._crates, self._clones, self._none, self._stood, self._hooks = [], [], [], [], []
-        self.bytes, self.dropped = 0, False
+        self.bytes, self.dropped, self._running = 0, False, False
 
     # --- putting back ------------------------------------------------------------------------------------------------
 

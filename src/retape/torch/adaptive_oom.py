@@ -60,12 +60,18 @@ def nothing_left(
     )
 
 
-def elsewhere(error: BaseException, *, limit_bytes: int, now_bytes: int, added_to: list[str]) -> BudgetTooSmall:
-    """Out of memory where no region runs; `added_to` are parameters whose gradients hold a part of the step that ended."""
+def elsewhere(
+    error: BaseException, *, limit_bytes: int, now_bytes: int, added_to: list[str], all_known: bool = True
+) -> BudgetTooSmall:
+    """Out of memory where no region runs; `added_to` are parameters whose gradients hold a part of the step that ended.
+
+    Unless `all_known`, there may be leaves of which nobody noted what they were.
+    """
     return BudgetTooSmall(
         f"Out of memory outside any region's forward or re-run (a backward kernel, the loss or the optimizer), with "
         f"{format_bytes(now_bytes)} counted of a budget of {format_bytes(limit_bytes)}: {str(error).splitlines()[0]} "
-        f"{_gradients_left(added_to)} Lower the budget, so that more room is left beside the regions, or use a smaller batch.",
+        f"{_gradients_left(added_to, all_known=all_known)} "
+        "Lower the budget, so that more room is left beside the regions, or use a smaller batch.",
         budget_bytes=limit_bytes,
         floor_bytes=now_bytes,
         binding="outside regions",
@@ -82,8 +88,10 @@ def with_gradients_left(error: BudgetTooSmall, added_to: list[str]) -> BudgetToo
     )
 
 
-def _gradients_left(added_to: list[str]) -> str:
+def _gradients_left(added_to: list[str], *, all_known: bool = True) -> str:
     """What .grad holds now, and what to do about it."""
+    if not added_to and not all_known:
+        return "Gradients of the model, of regions, and of leaves that were there in blocks before are as they were before this step."
     if not added_to:
         return "Gradients are as they were before this step."
     more = f" and {len(added_to) - MOST_NAMED} more" if len(added_to) > MOST_NAMED else ""

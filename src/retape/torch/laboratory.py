@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retape.torch import state
 from retape.torch.buffers import Buffers
@@ -20,6 +20,7 @@ class Laboratory:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._found = [parameter.grad for parameter in self._parameters]
         # Kept on the host, so that the device holds no more gradients than it does in training.
         self._gradients = [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in self._parameters]
         self._buffers = Buffers(model)
@@ -29,25 +30,39 @@ class Laboratory:
         """Back to the start: gradients zero and allocated, buffers and random streams as they were."""
         with torch.no_grad():
             for parameter in self._parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                else:
-                    parameter.grad.detach_().zero_()
+                _zero(parameter)
         self._put_back()
 
     def close(self) -> None:
         """Leave everything as it was found."""
         with torch.no_grad():
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                if gradient is None:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.copy_(gradient)
+            for parameter, found, gradient in zip(self._parameters, self._found, self._gradients, strict=True):
+                if found is not None and gradient is not None and not _shares_numbers(found):
+                    found.copy_(gradient)
+                parameter.grad = found
         self._put_back()
 
     def _put_back(self) -> None:
         self._buffers.put_back()
         state.seek(self._draws)
+
+
+def _zero(parameter: nn.Parameter) -> None:
+    """Zero its gradient where it is (it may be a view of a buffer); one that cannot be written to gets another in its place."""
+    gradient = parameter.grad
+    if gradient is None or _shares_numbers(gradient):
+        parameter.grad = torch.zeros_like(parameter)
+        return
+    if gradient.requires_grad:  # made with create_graph
+        parameter.grad = gradient = gradient.detach()
+    gradient.zero_()
+
+
+def _shares_numbers(gradient: Tensor) -> bool:
+    """Whether several of its elements are one number in memory, as in an expanded tensor."""
+    if gradient.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
 
 
 @contextmanager

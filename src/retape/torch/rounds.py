@@ -98,8 +98,13 @@ class Rounds:
 
     @property
     def is_far_off(self) -> bool:
-        """Whether what is kept promises something else than it was measured to take; of a long step a little is let pass."""
-        return self.best is not None and not _is_near(self.best, NEAR_ENOUGH if self._long else WORTH_USING)
+        """Whether what is kept promises something else than it was measured to take, of which of a long step a little is let pass,
+        or more than there is.
+        """
+        if self.best is None:
+            return False
+        too_much = self.best.plan.promised_peak_bytes > self.limit_bytes
+        return too_much or not _is_near(self.best, NEAR_ENOUGH if self._long else WORTH_USING)
 
 
 def ran_out(plan: Plan, device: str, said: str) -> BudgetTooSmall:
