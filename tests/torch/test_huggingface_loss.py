@@ -295,6 +295,20 @@ def test_a_fit_and_its_saved_plan_bound_the_chunks_alike(monkeypatch):
     again.remove()
 
 
+def test_a_plan_that_is_refused_leaves_the_loss_of_the_fit_that_is_there():
+    import dataclasses
+
+    import retape
+
+    model = make()
+    fitted = retape.fit(model, batch(), budget=0.5, options=retape.ALL, progress=False)
+    there = model.loss_function
+    with pytest.raises(InvalidInput, match="managed by a fit already"):
+        retape.apply(model, dataclasses.replace(fitted.record, fused_loss=True))
+    assert model.loss_function is there
+    fitted.remove()
+
+
 def test_a_live_budget_fuses_the_loss_where_all_is_allowed():
     model, given = make(), batch()
     plain = model(**given)

@@ -166,6 +166,20 @@ def test_a_run_that_ended_is_nobodys(tmp_path):
     fitted.remove()
 
 
+def test_an_interrupted_run_that_left_nothing_is_nobodys(tmp_path):
+    """All of the activations fitted, so that nothing was put on the model: a fit that came later is the user's own."""
+    model = made()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(tmp_path, FitCallback(budget=1.0, progress=False), Fails(1), model=model, steps=2)
+    gc.collect()
+    assert classes_of(model) == classes_of(made())
+    ids = Rows().ids[:8]
+    fitted = retape.fit(model, {"input_ids": ids, "labels": ids}, budget=0.6, progress=False)
+    with pytest.raises(InvalidInput, match="managed by a fit already"):
+        train(tmp_path, FitCallback(budget=0.5, progress=False), model=model, steps=1)
+    fitted.remove()
+
+
 def test_a_model_that_was_fitted_before_training_says_so(tmp_path):
     model = made()
     ids = Rows().ids[:8]
