@@ -9,7 +9,7 @@ from torch import nn
 
 import retape
 from retape import Budget
-from retape.torch import attach, compiled, form_profiles
+from retape.torch import attach, compiled, form_profiles, tiling
 from retape.torch._compat_compiler import compiler_is_on
 from retape.torch.attach import original_class
 from retape.torch.opaque import CompiledCall
@@ -125,9 +125,9 @@ class Wide(nn.Module):
 
 def wide():
     seed()
-    model = Stack(blocks=4)
-    model.blocks = nn.ModuleList(Wide() for _ in range(4))
-    return model, torch.randn(2048, WIDTH)
+    model = Stack(blocks=2)
+    model.blocks = nn.ModuleList(Wide() for _ in range(2))
+    return model, torch.randn(ROWS, WIDTH)
 
 
 def floor_bytes(options, **keywords):
@@ -151,7 +151,8 @@ def test_compiled_blocks_that_do_not_fit_are_taken_apart():
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
 
 
-def test_compiled_blocks_that_do_not_fit_run_in_tiles_without_the_compiler():
+def test_compiled_blocks_that_do_not_fit_run_in_tiles_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(tiling, "TILES", (4,))
     whole, tiled = floor_bytes("exact", regions=[Wide]), floor_bytes("all", regions=[Wide])
     assert tiled < 0.7 * whole
     model, batch = wide()
