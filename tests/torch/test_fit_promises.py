@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from zoo import MlpBlock
 
 import retape
 from retape.core.plan import Status
@@ -15,18 +16,9 @@ from retape.torch.fitting import Fitter
 fit = partial(retape.fit, progress=False)
 
 
-class Block(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def example():
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(8))), torch.randn(512, 32), lambda m, b: m(b).square().mean()
+    return nn.Sequential(*(MlpBlock() for _ in range(8))), torch.randn(512, 32), lambda m, b: m(b).square().mean()
 
 
 def weighing_as(monkeypatch, *seen):
@@ -88,8 +80,8 @@ def test_a_plan_that_stays_inside_once_and_not_again_is_not_kept(monkeypatch):
     monkeypatch.setattr(fitting.Fitter, "_use_slack", lambda *rest: None)
     weighing_as(monkeypatch, 0.8, 2.0)
     with pytest.raises(retape.errors.BudgetTooSmall, match="No plan was measured to stay inside"):
-        fit(model, batch, budget=0.6, step=step, regions=Block)
-    assert all(type(block) is Block for block in model)
+        fit(model, batch, budget=0.6, step=step, regions=MlpBlock)
+    assert all(type(block) is MlpBlock for block in model)
 
 
 def test_a_device_that_is_full_the_second_time(monkeypatch):
@@ -107,8 +99,8 @@ def test_a_device_that_is_full_the_second_time(monkeypatch):
 
     monkeypatch.setattr(Fitter, "measured", weighed)
     with pytest.raises(retape.errors.BudgetTooSmall, match="ran out of memory on cpu when it was measured"):
-        fit(model, batch, budget=0.6, step=step, regions=Block)
-    assert all(type(block) is Block for block in model)
+        fit(model, batch, budget=0.6, step=step, regions=MlpBlock)
+    assert all(type(block) is MlpBlock for block in model)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9])

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from zoo import MlpBlock
 
 import retape
 from retape import api
@@ -33,18 +34,9 @@ CPU, OTHER = torch.device("cpu"), torch.device("meta")
 BLOCKS, BORDER = 6, 3
 
 
-class Block(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def make():
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS))), torch.randn(128, 32)
+    return nn.Sequential(*(MlpBlock() for _ in range(BLOCKS))), torch.randn(128, 32)
 
 
 def square(model, batch):

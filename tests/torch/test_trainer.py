@@ -154,16 +154,22 @@ def test_another_callback_takes_off_what_an_interrupted_run_has_left(tmp_path, a
     assert model.loss_function is made().loss_function
 
 
+def assert_a_fit_of_ones_own_stays(folder, model):
+    """A callback finds it, says what to do, and leaves it."""
+    ids = Rows().ids[:8]
+    fitted = retape.fit(model, {"input_ids": ids, "labels": ids}, budget=0.6, progress=False)
+    with pytest.raises(InvalidInput, match=r"managed by a fit already. Call its remove\(\) first"):
+        train(folder, FitCallback(budget=0.5, progress=False), model=model, steps=1)
+    assert type(model) is not transformers.GPT2LMHeadModel
+    fitted.remove()
+
+
 def test_a_run_that_ended_is_nobodys(tmp_path):
     """A fit of the user's own is not taken for what a callback has left."""
     model = made()
     train(tmp_path, FitCallback(budget=0.5, progress=False), model=model, steps=1)
     gc.collect()
-    ids = Rows().ids[:8]
-    fitted = retape.fit(model, {"input_ids": ids, "labels": ids}, budget=0.6, progress=False)
-    with pytest.raises(InvalidInput, match="managed by a fit already"):
-        train(tmp_path, FitCallback(budget=0.5, progress=False), model=model, steps=1)
-    fitted.remove()
+    assert_a_fit_of_ones_own_stays(tmp_path, model)
 
 
 def test_an_interrupted_run_that_left_nothing_is_nobodys(tmp_path):
@@ -173,21 +179,11 @@ def test_an_interrupted_run_that_left_nothing_is_nobodys(tmp_path):
         train(tmp_path, FitCallback(budget=1.0, progress=False), Fails(1), model=model, steps=2)
     gc.collect()
     assert classes_of(model) == classes_of(made())
-    ids = Rows().ids[:8]
-    fitted = retape.fit(model, {"input_ids": ids, "labels": ids}, budget=0.6, progress=False)
-    with pytest.raises(InvalidInput, match="managed by a fit already"):
-        train(tmp_path, FitCallback(budget=0.5, progress=False), model=model, steps=1)
-    fitted.remove()
+    assert_a_fit_of_ones_own_stays(tmp_path, model)
 
 
 def test_a_model_that_was_fitted_before_training_says_so(tmp_path):
-    model = made()
-    ids = Rows().ids[:8]
-    fitted = retape.fit(model, {"input_ids": ids, "labels": ids}, budget=0.6, progress=False)
-    with pytest.raises(InvalidInput, match=r"managed by a fit already. Call its remove\(\) first"):
-        train(tmp_path, FitCallback(budget=0.5, progress=False), model=model, steps=1)
-    assert type(model) is not transformers.GPT2LMHeadModel
-    fitted.remove()
+    assert_a_fit_of_ones_own_stays(tmp_path, made())
 
 
 class FailsAtOnce(transformers.TrainerCallback):

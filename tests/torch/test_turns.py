@@ -6,6 +6,7 @@ from itertools import cycle
 import pytest
 import torch
 from torch import nn
+from zoo import MlpBlock
 
 import retape
 from retape.core.problem import OptionKind
@@ -60,19 +61,10 @@ def test_as_many_turns_as_there_is_time_for():
     assert turns_within(turns.COMPARED_SECONDS / turns.FEWEST_TURNS) == 0, "too few to tell anything"
 
 
-class Block(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def fitted(monkeypatch, *seconds_of_select, may_be_faster=100.0):
     """A fit that would select, for that is promised to be free: it takes so long, one turn after the other, and all else a second."""
     torch.manual_seed(0)
-    model, batch = nn.Sequential(*(Block() for _ in range(8))), torch.randn(512, 64)
+    model, batch = nn.Sequential(*(MlpBlock(64) for _ in range(8))), torch.randn(512, 64)
     monkeypatch.setattr(MeasuredRegion, "_rerun_seconds", lambda region, way: 1e-9)
     monkeypatch.setattr(turns, "HARDLY_MORE", 0.0)
     monkeypatch.setattr(fitting, "turns_within", lambda seconds: 4)
@@ -117,7 +109,7 @@ def test_a_plan_that_is_far_from_being_faster_is_not_timed(monkeypatch):
 def test_a_region_that_is_kept_pays_for_no_slots(monkeypatch):
     """Packing and unpacking is in what a profile shows of every region."""
     torch.manual_seed(0)
-    model, batch = nn.Sequential(*(Block() for _ in range(3))), torch.randn(256, 64)
+    model, batch = nn.Sequential(*(MlpBlock(64) for _ in range(3))), torch.randn(256, 64)
     overheads = Overheads(pack_seconds=1e-6, unpack_seconds=2e-6)
     monkeypatch.setattr(fitting, "engine_overheads", lambda device: overheads)
     made = fit(model, batch, budget=0.6, step=lambda m, b: m(b).square().mean())

@@ -196,6 +196,17 @@ def lora():
     return model, batch, step
 
 
+class MlpBlock(nn.Module):
+    """A norm and an MLP beside a residual."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
 class Widening(nn.Module):
     """Blocks of different sizes."""
 

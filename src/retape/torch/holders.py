@@ -216,9 +216,6 @@ class SlotHolder:
             setattr(self._object, name, value)
 
 
-Holder = DictHolder | ListHolder | SlotHolder
-
-
 def _same(now: Any, then: Any) -> bool:
     """Whether a container still holds what it held: the object itself, or the tensor that a detached alias stands for."""
     if now is then:
