@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import retape
+from retape.errors import InvalidInput
 from retape.torch.laboratory import undisturbed
 
 
@@ -61,3 +62,10 @@ def test_python_s_random_numbers_are_as_before():
     before = random.getstate()
     retape.fit(model, torch.randn(8, 4), budget=1.0, step=lambda model, x: model(x).square().mean(), progress=True)
     assert random.getstate() == before
+
+
+@pytest.mark.parametrize(("enabled", "remedy"), [(False, r"outside torch\.no_grad"), (True, "Check requires_grad")])
+def test_a_loss_without_a_gradient_says_what_to_do(enabled, remedy):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(InvalidInput, match=remedy), torch.set_grad_enabled(enabled):
+        retape.fit(model, torch.randn(8, 4), budget=0.5, step=lambda m, x: m(x).detach().sum(), progress=False)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -54,9 +55,10 @@ def scalar_loss(step: StepFunction, model: nn.Module, batch: Any) -> Tensor:
             "or put labels into the batch."
         )
     if not loss.requires_grad:
-        raise InvalidInput(
-            "The loss does not depend on anything that requires gradients. Check requires_grad of the parameters."
-        )
+        remedy = "Check requires_grad of the parameters."
+        if not torch.is_grad_enabled():
+            remedy = "Gradients are switched off here: call it outside torch.no_grad()."
+        raise InvalidInput(f"The loss does not depend on anything that requires gradients. {remedy}")
     return loss
 
 
