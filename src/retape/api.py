@@ -176,7 +176,7 @@ def fit(
         raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     refuse_replicas(model)
     say_evaluation(unwrapped(model))
-    with _telling(progress) as tell:
+    with _python_stream_left_alone(), _telling(progress) as tell:
         asked = Budget.of(budget)
         fitter = (SpreadFitter if len(devices_of(model, asked)) > 1 else Fitter)(
             model,
@@ -208,7 +208,8 @@ def fit(
     )
     made = Fit(model, record, fitter.regions, found.executor)
     if progress:
-        _say(made)
+        with _python_stream_left_alone():
+            _say(made)
     return made
 
 
@@ -262,16 +263,24 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 @contextmanager
+def _python_stream_left_alone() -> Iterator[None]:
+    """What draws the progress bar draws random numbers too, when it is imported and when it makes a style."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+@contextmanager
 def _telling(progress: bool) -> Iterator[Callable[[str], None]]:
     """What to call with each thing that is being done; on a terminal it is a progress bar."""
     if not progress:
         yield lambda what: None
         return
-    drawn = random.getstate()
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    random.setstate(drawn)  # its import draws
     columns = (TextColumn("[bold]fit[/]"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=_USUAL_STEPS)
