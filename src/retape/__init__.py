@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 from retape import errors as errors
@@ -77,7 +78,11 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("retape.core.option_set"), name)
     if name not in _LAZY:
         raise AttributeError(f"module 'retape' has no attribute {name!r}")
+    drawn = random.getstate()
     value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    random.setstate(
+        drawn
+    )  # what is imported now may draw when it is imported, which the first use of a name must not show
     return value
 
 

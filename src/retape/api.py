@@ -150,6 +150,17 @@ def _largest_batch(record: FitRecord) -> int:
     return max(record.rows, record.rows * room // least) if least > 0 else record.rows
 
 
+@contextmanager
+def _python_stream_left_alone() -> Iterator[None]:
+    """What draws the progress bar draws random numbers too, when it is imported and when it makes a style."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+@_python_stream_left_alone()
 def fit(
     model: nn.Module,
     batch: Any,
@@ -176,7 +187,7 @@ def fit(
         raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     refuse_replicas(model)
     say_evaluation(unwrapped(model))
-    with _python_stream_left_alone(), _telling(progress) as tell:
+    with _telling(progress) as tell:
         asked = Budget.of(budget)
         fitter = (SpreadFitter if len(devices_of(model, asked)) > 1 else Fitter)(
             model,
@@ -208,8 +219,7 @@ def fit(
     )
     made = Fit(model, record, fitter.regions, found.executor)
     if progress:
-        with _python_stream_left_alone():
-            _say(made)
+        _say(made)
     return made
 
 
@@ -260,16 +270,6 @@ def _versions() -> tuple[tuple[str, str], ...]:
     except PackageNotFoundError:  # run from a source tree
         own = "source"
     return (("retape", own), ("torch", torch.__version__))
-
-
-@contextmanager
-def _python_stream_left_alone() -> Iterator[None]:
-    """What draws the progress bar draws random numbers too, when it is imported and when it makes a style."""
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
 
 
 @contextmanager
