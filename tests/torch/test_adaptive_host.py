@@ -5,6 +5,7 @@ import torch
 from changing import gradients
 from compare import assert_equal
 from test_adaptive_menus import CountProducts, PricedTimer, X, build, learnt, peak_above, step
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import retape
 from retape.core.problem import Tier
@@ -101,6 +102,26 @@ def test_a_graph_that_is_retained_can_be_walked_twice():
         model.zero_grad(set_to_none=False)
         loss.backward(retain_graph=True)
         assert_equal(gradients(model), wanted)
+    live.remove()
+
+
+def test_a_copy_keeps_nothing_on_the_device_once_backward_has_used_it(monkeypatch):
+    """Else a backward would need more than it did on the scale, where nothing was copied yet."""
+    model = build()
+    live, wanted = settled(model, 0.6)
+    monkeypatch.setattr(live._room.limit, "_budget", retape.Budget.activations("1GiB"))  # nothing has to leave
+    monkeypatch.setattr(live._plainly, "begin", lambda root, left: None)
+    model.zero_grad(set_to_none=False)
+    torch.manual_seed(3)
+    loss = model(X).square().mean()
+    *_, region = (region for region in live._room.live if region.copies and not region.away())
+    there = [StorageWeakRef(copy.parcel._source.untyped_storage()) for copy in region.copies.values()]
+    gone = []
+    cell = model[region.number]
+    cell.first.weight.register_hook(lambda gradient: gone.append([each.expired() for each in there]))
+    loss.backward()
+    assert gone == [[True]]
+    assert_equal(gradients(model), wanted)
     live.remove()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from retape.core.errors import BudgetTooSmall
 from retape.core.problem import Budget
 from retape.torch import _compat, attach, links
-from retape.torch.adaptive_attach import Attachment
+from retape.torch.adaptive_attach import Attachment, device_under
 from retape.torch.adaptive_host import is_here, storage_of
 from retape.torch.adaptive_menu import Menus
 from retape.torch.adaptive_oom import elsewhere, rewind, with_gradients_left
@@ -34,7 +34,6 @@ from retape.torch.policy import HOLD, Check, Policy
 from retape.torch.pressure import Kind, Kinds, Mark, Phase
 from retape.torch.reads import Call, capture_call
 from retape.torch.region import RERUN, Region, run_region
-from retape.torch.resident import device_of
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.slots import Slot
 from retape.torch.step_scale import Gradients, StepScale
@@ -55,7 +54,7 @@ class Adaptive:
     ) -> None:
         self._budget, self._uses_host, self._restores = budget, host, restore
         self._counts = Counts()
-        self._stand_on(_device_of(model))
+        self._stand_on(device_under(model))
         self._kinds, self._gradients = Kinds(), Gradients()
         self._opened: dict[int, weakref.ref[AdaptiveRegion]] = {}  # whose backward has begun: their slots go one by one
         self._line = ProgressLine() if progress else None
@@ -162,7 +161,7 @@ class Adaptive:
             self._attachment.put_on()
         else:
             if not self._counts.steps:  # by now it is clear where the work is done
-                self._stand_on(_device_of(None))
+                self._stand_on(device_under(None))
             THREAD.manager = self
         self._room.before.look_around()
         if self._attachment is None:
@@ -239,10 +238,10 @@ class Adaptive:
         self._in_step = False
         self._counts.steps += 1
         self._end_weighing()
-        above = self._weighed_bytes
+        above, limit = self._weighed_bytes, self._room.limit
         self._learn_root(above)
-        self._room.limit.count_fragments()
-        self._counts.peaks.append(self._room.peak if above is None else self._room.limit.start_bytes + above)
+        limit.count_fragments()
+        self._counts.peaks.append(self._room.peak if above is None else limit.start_bytes + above)
         if self._line is not None:
             self._line.show(self._stats())
 
@@ -385,6 +384,7 @@ class Adaptive:
             self._room.turn, self._room.position = region.serial, region.number
             self._settle_opened()
             self._opened[region.serial] = weakref.ref(region)
+            region.forget_copies_of_what_is_here()
             if filled:
                 self._room.enter(Phase.BACKWARD, region.kind, region.number)
             if self._room.host.moved_bytes:
@@ -492,9 +492,3 @@ class Adaptive:
         # On CUDA the host is ahead of the device: there the seconds are those that were measured on the scale.
         self._counts.seconds += time.perf_counter() - start if self._room.limit.device.type == "cpu" else seconds
         region.ran_again()
-
-
-def _device_of(model: nn.Module | None) -> torch.device:
-    if model is not None:
-        return device_of(model)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
 from retape.core.errors import InvalidInput
@@ -11,6 +12,7 @@ from retape.torch import attach
 from retape.torch.compiled import refuse_graph_replays
 from retape.torch.discover import find_regions
 from retape.torch.fused_loss import can_fuse_loss, fuse_loss, unfuse_loss
+from retape.torch.resident import device_of
 
 _LOG = logging.getLogger("retape")
 
@@ -84,3 +86,10 @@ class Attachment:
     def names(self) -> dict[int, str]:
         """The model's parameters by identity."""
         return {id(parameter): name for name, parameter in self._model.named_parameters()}
+
+
+def device_under(model: nn.Module | None) -> torch.device:
+    """Where a live budget counts: the model's device; without one the GPU in use, if any is."""
+    if model is not None:
+        return device_of(model)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

@@ -258,6 +258,11 @@ class AdaptiveRegion(Region):
         self._let_go_of_copied()
         self.settle()
 
+    def forget_copies_of_what_is_here(self) -> None:
+        """Its backward begins: a copy would keep a slot on the device after it was used."""
+        for index in [index for index, copy in self.copies.items() if copy.parcel and copy.parcel._source is not None]:
+            del self.copies[index]
+
     def _let_go_of_copied(self) -> None:
         for parcel in parcels_of(self.copies.values()):
             if parcel._source is not None:
