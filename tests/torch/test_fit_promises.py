@@ -10,6 +10,7 @@ from zoo import MlpBlock
 
 import retape
 from retape.core.plan import Status
+from retape.core.problem import OptionKind
 from retape.torch import fitting, turns
 from retape.torch.fitting import Fitter
 
@@ -33,6 +34,10 @@ def weighing_as(monkeypatch, *seen):
 
     monkeypatch.setattr(Fitter, "measured", weighed)
     return true
+
+
+def kept(made):
+    return sum(choice.option is OptionKind.KEEP for choice in made.record.assignment.choices)
 
 
 @pytest.mark.parametrize("long", [False, True])
@@ -60,6 +65,28 @@ def test_a_promise_that_is_near_is_left_alone(monkeypatch):
     made = fit(model, batch, budget=0.6, step=step)
     assert len(steps) == 1
     assert made.measured.peak_bytes == steps[0] != made.promised.peak_bytes
+    made.remove()
+
+
+def test_what_a_plan_did_not_need_is_given_to_a_faster_one(monkeypatch):
+    """A promise that was a little too high, as near as it need be, must not cost a region that would have fitted."""
+    model, batch, step = example()
+    whole = fit(model, batch, budget=1.0, step=step)
+    held = whole.record.chain
+    whole.remove()
+    needed = held.fixed_bytes + int(0.7 * (whole.measured.peak_bytes - held.fixed_bytes))
+    truly = fit(model, batch, budget=needed, step=step)
+    truly.remove()
+    model_of = fitting.model_of
+
+    def too_much(*arguments, **keywords):
+        return model_of(*arguments, **keywords).with_more_fixed(int(0.008 * needed))
+
+    monkeypatch.setattr(fitting, "model_of", too_much)
+    monkeypatch.setattr(fitting, "WORTH_A_STEP", 1.0)
+    made = fit(model, batch, budget=truly.measured.peak_bytes, step=step)
+    assert made.measured.peak_bytes <= made.record.budget_bytes
+    assert kept(made) >= kept(truly)
     made.remove()
 
 

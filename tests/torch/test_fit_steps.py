@@ -167,7 +167,7 @@ def test_what_recomputing_every_region_takes_is_enough_for_it():
 
 def test_a_plan_that_holds_is_not_lost_where_no_faster_one_can_be_solved_for(monkeypatch):
     model, batch, step = small()
-    monkeypatch.setattr(Modelled, "without_slack", lambda modelled: modelled.with_more_fixed(2**40))
+    monkeypatch.setattr(Modelled, "with_at_most_fixed", lambda modelled, most: modelled.with_more_fixed(2**40))
     made = fit(model, batch, budget=0.6, step=step)
     assert made.measured.peak_bytes <= made.record.budget_bytes
     made.remove()

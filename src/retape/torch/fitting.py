@@ -404,11 +404,11 @@ class Fitter:
         return moved_too_much
 
     def _use_slack(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> None:
-        """What is put aside may be just what a faster plan needs: a measurement decides."""
-        if rounds.best is None or self._long or not modelled.slack_bytes or rounds.everything:
+        """What is put aside, or promised and not needed, may be just what a faster plan needs: a measurement decides."""
+        if (best := rounds.best) is None or self._long or rounds.everything:
             return
-        modelled = modelled.without_slack()
-        plan = self._promises(modelled, rounds, WORTH_A_STEP * (rounds.best.plan.promised_seconds or 0.0))
+        modelled = modelled.without_slack().with_at_most_fixed(best.fixed_bytes)
+        plan = self._promises(modelled, rounds, WORTH_A_STEP * (best.plan.promised_seconds or 0.0))
         if plan is None:
             return
         try:
@@ -437,7 +437,7 @@ class Fitter:
         try:
             return solve(chain, rounds.limit_bytes)
         except BudgetTooSmall as error:
-            if error.floor_bytes > rounds.limit_bytes * (1 + A_HAIR) or rounds.tried_floor:
+            if rounds.tried_floor or error.floor_bytes > rounds.limit_bytes * (1 + A_HAIR):
                 if self.budget.kind is not BudgetKind.FRACTION:
                     solve(chain, self.budget)  # raises in the terms of the budget as it was given
                 raise

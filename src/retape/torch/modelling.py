@@ -52,6 +52,10 @@ class Modelled:
         """The same where so much more is there before a step, or less."""
         return replace(self, chain=replace(self.chain, fixed_bytes=max(0, self.chain.fixed_bytes + more_bytes)))
 
+    def with_at_most_fixed(self, most_bytes: int) -> Modelled:
+        """The same where no more than so much is there before a step."""
+        return self.with_more_fixed(min(0, most_bytes - self.chain.fixed_bytes))
+
     def without_slack(self) -> Modelled:
         """The same with nothing put aside for what the model does not see: for a measurement to decide."""
         less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)

@@ -41,6 +41,11 @@ class Fitting:
     fused_loss: bool = False
     devices: tuple[DeviceRecord, ...] = ()
 
+    @property
+    def fixed_bytes(self) -> int:
+        """What is there before a step, as a step of this plan has taught: then it would have promised what was measured."""
+        return max(0, self.chain.fixed_bytes + self.measured.peak_bytes - self.plan.promised_peak_bytes)
+
     def taking(self, seconds: float) -> Fitting:
         """The same, with the seconds that its step was measured to take."""
         devices = (replace(each, measured=replace(each.measured, seconds=seconds)) for each in self.devices)
@@ -123,8 +128,7 @@ def promised_again(tried: Fitting, limit_bytes: int) -> tuple[Chain, Plan]:
 
     What it is beside the best plan for that problem is said too: there may be a faster one now, which was not measured to stay inside.
     """
-    error_bytes = tried.measured.peak_bytes - tried.plan.promised_peak_bytes
-    chain = replace(tried.chain, fixed_bytes=max(0, tried.chain.fixed_bytes + error_bytes))
+    chain = replace(tried.chain, fixed_bytes=tried.fixed_bytes)
     peak = tried.plan.promised_peak_bytes + chain.fixed_bytes - tried.chain.fixed_bytes
     best = solve(chain, max(limit_bytes, peak))
     return chain, replace(
