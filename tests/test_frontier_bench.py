@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # benchmarks are run from the repository, and are no part of the package
 
 from benchmarks.frontier import __main__ as command  # noqa: E402
-from benchmarks.frontier.measuring import Laboratory, Verdict  # noqa: E402
+from benchmarks.frontier.measuring import Laboratory, Verdict, in_turns  # noqa: E402
 from benchmarks.frontier.models import SIZES, TINY, make  # noqa: E402
 from benchmarks.frontier.own import Wish, fitted  # noqa: E402
 from benchmarks.frontier.peers import peers, wrapped  # noqa: E402
@@ -52,7 +53,7 @@ def run():
     found = Run(case_of("bert"), started=0.0, limit_seconds=float("inf"))
     found.measure_peers(compiled=False, only=["checkpoint every block", "checkpoint 1/2", "save_on_cpu"])
     found.add(scaled(found.case, 1.01))
-    found.measure_own([], compiled=False)
+    found.measure_own([0.0], compiled=False)
     found.take_turns(1)
     return found
 
@@ -136,6 +137,23 @@ def test_a_peer_that_fails_has_a_row_that_says_so(run):
     assert run.results()["broken"]["skipped"].startswith("failed: RuntimeError")
 
 
+def test_the_step_that_counts_is_the_second_since_a_way_was_put_on(run):
+    """The first learns what it stands on; in training nearly every step comes later."""
+    seen = []
+
+    @contextmanager
+    def on():
+        seen.append(0)
+        yield
+
+    def forward():
+        seen[-1] += 1
+        return plain_way(run.case).forward()
+
+    in_turns(run.laboratory, [Way(name="counted", family=Family.EAGER, forward=forward, on=on)], 2)
+    assert seen == [1, 2, 2], "the first round warms up"
+
+
 def test_without_time_no_more_fits_are_made():
     hurried = Run(case_of("gpt2"), started=0.0, limit_seconds=0.0)
     hurried.measure_peers(compiled=False, only=["checkpoint every block"])
@@ -174,7 +192,7 @@ def test_a_fit_that_breaks_has_a_row_that_says_so(monkeypatch):
     found = Run(case_of("bert"), started=0.0, limit_seconds=float("inf"))
     found.measure_peers(compiled=False, only=["checkpoint every block"])
     monkeypatch.setattr(retape, "fit", broken)
-    found.measure_own([], compiled=False)
+    found.measure_own([0.0], compiled=False)
     found.take_turns(1)
     row = found.results()["retape.fit at the peak of checkpoint every block"]
     assert row == {"skipped": "failed: ZeroDivisionError: of nothing"}

@@ -36,7 +36,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scale", choices=("cpu", "cuda", "tiny"), help="sizes other than the device's own")
     parser.add_argument("--rounds", type=int, default=5, help="turns that count; one more warms up")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shares", type=float, nargs="*", default=[0.85, 0.6, 0.4, 0.25, 0.15], metavar="SHARE")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="*",
+        default=[0.85, 0.6, 0.4, 0.25, 0.15, 0.0],
+        metavar="SHARE",
+        help="0: the floor",
+    )
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,

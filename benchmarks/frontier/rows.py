@@ -81,7 +81,7 @@ class Run:
             torch.cuda.empty_cache()
 
     def measure_own(self, shares: Sequence[float], *, compiled: bool) -> None:
-        """retape at the peaks of its rivals, then at shares of plain's activations and at its floor."""
+        """retape at the peaks of its rivals, then at shares of plain's activations; where one is below it, at its floor."""
         families = [Family.RETAPE_EXACT]
         if can_fuse_loss(self.case.model):
             families.append(Family.RETAPE_ALL)
@@ -141,7 +141,7 @@ class Run:
         """Shares of plain's activations, down to the floor: the first that is too small says where that is."""
         whole = self._measured["plain"].step.peak_bytes
         there = [way.about["budget_activation_bytes"] for way in self._ways if way.family is family]
-        for share in (*shares, 0.0):
+        for share in shares:
             size = max(1, int(share * whole))
             if any(abs(size - other) <= CLOSE * size for other in there):
                 continue

@@ -27,7 +27,7 @@ from retape.torch.runs import current_runs, is_plain
 from retape.torch.tile import tile
 
 TILES = (2, 4, 8, 16, 32)
-WORTH = 0.9  # of what stands with half as many tiles: twice as many must be lower
+WORTH = 0.96  # of what stands with half as many tiles: twice as many must be lower
 ROWS_DIM = -2
 _ROWS_ASKED = 32
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
