@@ -284,6 +284,7 @@ def test_fit_moves_slots_inside_a_budget(deterministic, monkeypatch):
     """With copies that are said to cost nothing, so that they are surely worth planning, and no look at what the clock says of that."""
     monkeypatch.setattr(fitting, "host_tier", lambda device: Tier(name="host"))
     monkeypatch.setattr(fitting, "SLOWER_THAN_PROMISED", math.inf)
+    monkeypatch.setattr(fitting, "turns_within", lambda seconds: 0)
     torch.manual_seed(0)
     model = nn.Sequential(*blocks(count=8, width=2048, linears=6))
     batch = rows(8192, 2048)

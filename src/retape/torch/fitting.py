@@ -47,9 +47,18 @@ from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
-from retape.torch.turns import in_turns, is_long, is_quicker, quickest, repeated, times_for, turns_within
+from retape.torch.turns import (
+    TIMED_STEPS,
+    in_turns,
+    is_long,
+    is_quicker,
+    quickest,
+    repeated,
+    times_for,
+    turns_within,
+)
 
-WORTH_A_STEP = 0.99  # of the time of what there is: a plan that promises no less is not tried
+WORTH_A_STEP = 0.995  # of the time of what there is: a plan that promises no less is not tried
 TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a part in so many less
 MOST_ROUNDS = 4
 SLOWER_THAN_PROMISED = 1.04  # beyond which a plan's figures leave something out
@@ -335,39 +344,30 @@ class Fitter:
     def _or_plainer(
         self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
     ) -> Fitting:
-        """Beside a plan that is slower than it promised, one that asks less of the host, if that is faster.
+        """Beside a plan that copies, or steers regions op by op: those that do not, if one of them is faster.
 
-        On a GPU the host's work is hidden behind the kernels, and so it is not in the profile; with small kernels it is not hidden.
+        They ask less of the host. A GPU's kernels hide its work, and so it is not in the profile; small ones do not.
         """
-        used = {choice.option for choice in best.assignment.choices} & {OptionKind.SELECT, OptionKind.OFFLOAD}
-        if self._long or not used:
-            return best
-        if not hides_the_host(self.device):
-            return self._or_whole_regions(laboratory, profile, modelled, rounds, best)
-        promised = best.plan.promised_seconds or 0.0
-        if decided_by_first(lambda: best.measured.seconds <= SLOWER_THAN_PROMISED * promised):
-            return best
-        found = [best]
         for kinds in ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD)):
-            other = rounds.beside()
-            self._search(laboratory, profile, modelled.without(*kinds), other)
-            self._promise_again(laboratory, other)
-            if other.best is not None and all(other.best.assignment != one.assignment for one in found):
-                found.append(self._timed_best(laboratory, other.best))
-        return found[decided_by_first(lambda: quickest(found))]
+            if not self._long and any(choice.option in kinds for choice in best.assignment.choices):
+                best = self._or_other(laboratory, profile, modelled.without(*kinds), rounds, best)
+        return best
 
-    def _or_whole_regions(
-        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
+    def _or_other(
+        self, laboratory: Laboratory, profile: Profile, plainer: Modelled, rounds: Rounds, best: Fitting
     ) -> Fitting:
-        """On a CPU, beside a plan that steers regions op by op: one that runs them whole, if that is clearly faster, in turns."""
-        turns, plainer = turns_within(best.measured.seconds), modelled.without(OptionKind.SELECT)
-        most, other = MAY_BE_FASTER * (best.plan.promised_seconds or 0.0), rounds.beside()
+        """The best plan of a plainer model, if it is faster, in turns; of long steps only where this one is slower than promised."""
+        promised, measured = best.plan.promised_seconds or 0.0, best.measured.seconds
+        slower = hides_the_host(self.device) and decided_by_first(lambda: measured > SLOWER_THAN_PROMISED * promised)
+        turns = max(turns_within(measured), TIMED_STEPS if slower else 0)
+        most = max(MAY_BE_FASTER * promised, measured if slower else 0.0)
         if not turns or self._promises(plainer, rounds.beside(), most) is None:
             return best
+        other = rounds.beside()
         self._search(laboratory, profile, plainer, other)
         self._use_slack(laboratory, profile, plainer, other)
         self._promise_again(laboratory, other)
-        if other.best is None:
+        if other.best is None or other.best.assignment == best.assignment:
             return best
         runs = [partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)]
         taken = in_turns(runs, turns)
