@@ -47,21 +47,13 @@ from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
-from retape.torch.turns import (
-    TIMED_STEPS,
-    in_turns,
-    is_long,
-    is_quicker,
-    quickest,
-    repeated,
-    times_for,
-    turns_within,
-)
+from retape.torch.turns import in_turns, is_long, is_quicker, quickest, repeated, times_for, turns_within
 
 WORTH_A_STEP = 0.995  # of the time of what there is: a plan that promises no less is not tried
 TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a part in so many less
 MOST_ROUNDS = 4
 SLOWER_THAN_PROMISED = 1.04  # beyond which a plan's figures leave something out
+TURNS_OF_LONG_STEPS = 2
 MAY_BE_FASTER = 1.1  # times what another plan promises: beyond it a measurement would not say otherwise
 A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
 
@@ -359,8 +351,8 @@ class Fitter:
         """The best plan of a plainer model, if it is faster, in turns; of long steps only where this one is slower than promised."""
         promised, measured = best.plan.promised_seconds or 0.0, best.measured.seconds
         slower = hides_the_host(self.device) and decided_by_first(lambda: measured > SLOWER_THAN_PROMISED * promised)
-        turns = max(turns_within(measured), TIMED_STEPS if slower else 0)
-        most = max(MAY_BE_FASTER * promised, measured if slower else 0.0)
+        turns = turns_within(measured) or (TURNS_OF_LONG_STEPS if slower else 0)
+        most = max(MAY_BE_FASTER * promised, decided_by_first(lambda: measured) if slower else 0.0)
         if not turns or self._promises(plainer, rounds.beside(), most) is None:
             return best
         other = rounds.beside()
@@ -369,9 +361,10 @@ class Fitter:
         self._promise_again(laboratory, other)
         if other.best is None or other.best.assignment == best.assignment:
             return best
-        runs = [partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)]
-        taken = in_turns(runs, turns)
-        better = decided_by_first(partial(is_quicker, *taken, promised=seconds_over(other.best, best)))
+        taken = in_turns([partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)], turns)
+        # Where a promise left out what a step takes, it does not say which of the two is faster either.
+        promise = 1.0 if slower else seconds_over(other.best, best)
+        better = decided_by_first(partial(is_quicker, *taken, promised=promise))
         return other.best.taking(min(taken[1])) if better else best
 
     def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
