@@ -13,7 +13,7 @@ from retape.torch import _compat, adaptive_gradients
 from retape.torch.adaptive_gradients import GradientsBefore
 from retape.torch.host_pool import HostPool
 from retape.torch.lanes import PlainLanes
-from retape.torch.meter import weighing
+from retape.torch.meter import nbytes_of, weighing
 
 CPU = torch.device("cpu")
 
@@ -583,3 +583,17 @@ def test_copies_of_sparse_gradients_are_counted():
     before.begin(1000)
     assert before.bytes == 0, "there is no room for it"
     before.end()
+
+
+def test_sparse_gradients_that_stand_are_counted_with_what_stands():
+    model, plain = Model(sparse=True), Model(sparse=True)
+    live = retape.adaptive(model, budget="64MiB")
+    for _ in range(3):
+        stood = sum(nbytes_of(p.grad) for p in model.parameters() if p.grad is not None)
+        attached(model)
+        assert live._gradients.present_bytes(CPU) == stood
+        attached(plain)
+    assert nbytes_of(model.table.weight.grad) >= 24 * (16 * 4 + 8)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad.to_dense(), other.grad.to_dense())
+    live.remove()

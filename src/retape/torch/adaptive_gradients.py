@@ -24,6 +24,7 @@ from retape.core.errors import OffloadError
 from retape.torch import _compat, _compat_compiler
 from retape.torch.host_pool import Chunk
 from retape.torch.lanes import DONE, Pairs, lanes_of
+from retape.torch.meter import nbytes_of
 from retape.torch.offload import can_be_moved
 from retape.torch.watch import version_of
 
@@ -148,7 +149,7 @@ class GradientsBefore:
     def _clone(self, leaf: Tensor, gradient: Tensor, room_bytes: int | None = None) -> int:
         """A copy of a sparse gradient where it is; of the CPU's memory no more than that many bytes. Returns how many it takes of those."""
         with _compat.unobserved():
-            size = gradient._values().nbytes + gradient._indices().nbytes
+            size = nbytes_of(gradient)
             budgeted = size if gradient.device.type == "cpu" else 0
             if room_bytes is not None and budgeted > room_bytes:
                 return 0

@@ -195,8 +195,21 @@ def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(sizes.values())
 
 
+def nbytes_of(tensor: Tensor) -> int:
+    """What a tensor takes, a sparse one by its parts."""
+    return sum(part.nbytes for part in sparse_parts(tensor)) or (tensor.nbytes if tensor.layout is torch.strided else 0)
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The indices and values of a sparse gradient; none of any other tensor."""
+    if tensor.layout is not torch.sparse_coo:
+        return ()
+    with _compat.unobserved():
+        return tensor._indices(), tensor._values()
+
+
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    inner = inner_tensors(tensor)
+    inner = inner_tensors(tensor) or sparse_parts(tensor)
     if not inner:
         yield tensor
     for part in inner:

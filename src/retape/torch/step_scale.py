@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput
 from retape.torch import _compat
-from retape.torch.meter import Scale, weighing
+from retape.torch.meter import Scale, nbytes_of, weighing
 from retape.torch.pressure import Kind, Mark, Needs, Phase
 
 PAUSE = "pause"
@@ -59,7 +59,7 @@ class Gradients:
         """What the gradients take that were there when the step began."""
         missing = {id(reference()) for reference in self._missing}
         found = [p for r in self._parameters.values() if (p := r()) is not None and id(p) not in missing]
-        return sum(p.grad.nbytes for p in found if p.grad is not None and p.device == device)
+        return sum(nbytes_of(p.grad) for p in found if p.grad is not None and p.device == device)
 
 
 class StepScale:
