@@ -122,7 +122,7 @@ def test_storages_by_device_and_once():
     tensor = torch.ones(10)
     assert storage_bytes([tensor, tensor[2:], tensor.detach()], CPU) == 40
     assert storage_bytes([torch.ones(10, device="meta")], CPU) == 0
-    assert storage_bytes([torch.ones(3).to_sparse()], CPU) == 0
+    assert storage_bytes([torch.ones(3).to_sparse()], CPU) == 3 * 4 + 3 * 8, "values and indices"
     assert storage_bytes([], CPU) == 0
 
 
