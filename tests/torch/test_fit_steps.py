@@ -132,6 +132,37 @@ def test_a_plan_that_runs_out_of_memory_is_followed_by_a_smaller_one(monkeypatch
     made.remove()
 
 
+def test_a_plan_that_runs_out_of_memory_while_it_is_timed(monkeypatch):
+    model, batch, step = small()
+
+    def full(fitter, laboratory):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Fitter, "_timed", full)
+    with pytest.raises(retape.errors.BudgetTooSmall, match="ran out of memory on cpu when it was measured"):
+        fit(model, batch, budget=0.6, step=step)
+    assert all(type(block) is Block for block in model)
+
+
+def test_a_device_that_is_full_where_two_plans_are_compared_keeps_the_first(monkeypatch):
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Block(64) for _ in range(8))), torch.randn(1024, 64)
+    compared = []
+
+    def full(runs, turns):
+        compared.append(turns)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(fitting, "engine_overheads", lambda device: Overheads())
+    monkeypatch.setattr(fitting, "MAY_BE_FASTER", math.inf)
+    monkeypatch.setattr(fitting, "in_turns", full)
+    made = fit(model, batch, budget=0.5, step=Steps())
+    assert compared
+    assert OptionKind.SELECT in {choice.option for choice in made.record.assignment.choices}
+    assert retape.verify(model, batch, step=Steps()).equal
+    made.remove()
+
+
 @pytest.mark.parametrize("budget", [0.6, 1.0])
 def test_where_every_plan_runs_out_of_memory_the_error_says_so(monkeypatch, budget):
     model, batch, step = small()

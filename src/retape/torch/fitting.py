@@ -53,7 +53,6 @@ WORTH_A_STEP = 0.995  # of the time of what there is: a plan that promises no le
 TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a part in so many less
 MOST_ROUNDS = 4
 SLOWER_THAN_PROMISED = 1.04  # beyond which a plan's figures leave something out
-TURNS_OF_LONG_STEPS = 2
 MAY_BE_FASTER = 1.1  # times what another plan promises: beyond it a measurement would not say otherwise
 A_HAIR = 0.02  # by which a floor may be wrong: it moves with what was measured
 
@@ -233,7 +232,10 @@ class Fitter:
     def _timed_best(self, laboratory: Laboratory, best: Fitting) -> Fitting:
         """The plan that was chosen, with its seconds: no other is timed, for steps are dear."""
         self.tell("timing the plan")
-        return best.taking(min(repeated(partial(self._timed_with, laboratory, best.executor))))
+        try:
+            return best.taking(min(repeated(partial(self._timed_with, laboratory, best.executor))))
+        except torch.OutOfMemoryError as error:  # it fitted once: on this device that is no promise
+            raise self._ran_out(laboratory, best.plan, error) from error
 
     def _timed_with(self, laboratory: Laboratory, executor: Executor | None) -> float:
         with nullcontext() if executor is None else self.attached(executor):
@@ -338,7 +340,7 @@ class Fitter:
     ) -> Fitting:
         """Beside a plan that copies, or steers regions op by op: those that do not, if one of them is faster.
 
-        They ask less of the host. A GPU's kernels hide its work, and so it is not in the profile; small ones do not.
+        They ask less of the host, whose work no profile of a GPU shows: large kernels hide it, and small ones do not.
         """
         for kinds in ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD)):
             if not self._long and any(choice.option in kinds for choice in best.assignment.choices):
@@ -351,7 +353,7 @@ class Fitter:
         """The best plan of a plainer model, if it is faster, in turns; of long steps only where this one is slower than promised."""
         promised, measured = best.plan.promised_seconds or 0.0, best.measured.seconds
         slower = hides_the_host(self.device) and decided_by_first(lambda: measured > SLOWER_THAN_PROMISED * promised)
-        turns = turns_within(measured) or (TURNS_OF_LONG_STEPS if slower else 0)
+        turns = turns_within(measured) or (2 if slower else 0)
         most = max(MAY_BE_FASTER * promised, decided_by_first(lambda: measured) if slower else 0.0)
         if not turns or self._promises(plainer, rounds.beside(), most) is None:
             return best
@@ -361,7 +363,12 @@ class Fitter:
         self._promise_again(laboratory, other)
         if other.best is None or other.best.assignment == best.assignment:
             return best
-        taken = in_turns([partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)], turns)
+        runs = [partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)]
+        try:
+            taken = in_turns(runs, turns)
+        except torch.OutOfMemoryError as error:
+            self._ran_out(laboratory, other.best.plan, error)
+            return best
         # Where a promise left out what a step takes, it does not say which of the two is faster either.
         promise = 1.0 if slower else seconds_over(other.best, best)
         better = decided_by_first(partial(is_quicker, *taken, promised=promise))
