@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -174,25 +174,22 @@ def in_turns(
     """Each way once a round, in an order of the round's own; the first warms up, and after `until` none begins once two count.
 
     The step that counts is the second since a way was put on, as in training nearly every step is: in the first, what was put on learns
-    what it stands on. What takes several times as long as the fastest counts once only: nobody needs its second digit.
+    what it stands on. The peak is that of both. What takes several times as long as the fastest counts once only: nobody needs its second
+    digit.
     """
     taken: dict[str, list[Step]] = {way.name: [] for way in ways}
-    first: dict[str, float] = {}
     for number in range(rounds + 1):
         if number > 2 and time.perf_counter() > until:
             break
-        fastest = min(first.values(), default=float("inf"))
+        fastest = min((steps[0].seconds for steps in taken.values() if steps), default=float("inf"))
         for way in random.Random(number).sample(ways, len(ways)):  # so that nobody always follows the same one
-            slow = way.name in first and first[way.name] > SLOW * fastest
-            if number > 1 and slow:
+            if number > 1 and taken[way.name][0].seconds > SLOW * fastest:
                 continue
             with way.on():
-                step = laboratory.run(way)
-                if number and not slow:
-                    step = laboratory.run(way)
-            first.setdefault(way.name, step.seconds)
+                steps = [laboratory.run(way) for _ in range(2 if number else 1)]
             if number:
-                taken[way.name].append(step)
+                peak = max(step.peak_bytes for step in steps)
+                taken[way.name].append(replace(steps[-1], peak_bytes=peak))
     return taken
 
 

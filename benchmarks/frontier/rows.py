@@ -20,7 +20,7 @@ from retape.torch.fused_loss import can_fuse_loss
 
 ALIKE = 0.03  # of a peak: for a peer that is above another by no more, the fit inside the other's peak stands as well
 CLOSE = 0.04  # of a budget: a share this near to a peer's peak is not fitted for itself
-LEAST_TURNS = 4  # one to warm up, three to count
+LEAST_TURNS = 7  # steps: one to warm up, and three that count with one before each
 
 # Whose peaks each of retape's families is held against: those with the same kernels.
 RIVALS = {

@@ -251,7 +251,7 @@ class AdaptiveRegion(Region):
 
     def send_away(self) -> None:
         """Let go of what the host has."""
-        for index in self.copies:
+        for index in list(self.copies):
             slot = self._slots[index]()
             if slot is not None:
                 slot.value = None
@@ -259,7 +259,9 @@ class AdaptiveRegion(Region):
         self.settle()
 
     def forget_copies_of_what_is_here(self) -> None:
-        """Its backward begins: a copy would keep a slot on the device after it was used."""
+        """Its backward begins: a copy would keep a slot on the device after it was used. Outside a pass a slot is only looked at."""
+        if _compat.graph_task() < 0:
+            return
         for index in [index for index, copy in self.copies.items() if copy.parcel and copy.parcel._source is not None]:
             del self.copies[index]
 

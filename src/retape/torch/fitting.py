@@ -338,10 +338,7 @@ class Fitter:
     def _or_plainer(
         self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
     ) -> Fitting:
-        """Beside a plan that copies, or steers regions op by op: those that do not, if one of them is faster.
-
-        They ask less of the host, whose work no profile of a GPU shows: large kernels hide it, and small ones do not.
-        """
+        """Beside a plan that copies, or steers regions op by op: those that ask less of the host, whose work no profile of a GPU shows."""
         for kinds in ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD)):
             if not self._long and any(choice.option in kinds for choice in best.assignment.choices):
                 best = self._or_other(laboratory, profile, modelled.without(*kinds), rounds, best)
@@ -361,7 +358,7 @@ class Fitter:
         self._search(laboratory, profile, plainer, other)
         self._use_slack(laboratory, profile, plainer, other)
         self._promise_again(laboratory, other)
-        if other.best is None or other.best.assignment == best.assignment:
+        if other.best is None or not rounds.compares(best, other.best):
             return best
         runs = [partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)]
         try:
@@ -412,7 +409,10 @@ class Fitter:
         if plan is None:
             return
         try:
-            rounds.are_over(self._tried(laboratory, profile, modelled, plan, rounds))
+            tried = self._tried(laboratory, profile, modelled, plan, rounds)
+            rounds.are_over(tried)
+            if rounds.best is not best and tried.assignment.moves_something:  # copies are not always as far
+                rounds.are_over(self._tried(laboratory, profile, modelled, plan, rounds))
         except torch.OutOfMemoryError as error:
             self._ran_out(laboratory, plan, error)
 

@@ -64,6 +64,15 @@ class Rounds:
         self.last: Fitting | None = None
         self.failure: BudgetTooSmall | None = None
         self.best: Fitting | None = None
+        self._before: Fitting | None = None  # the best, until a faster one came
+        self._compared: list[Assignment] = []
+
+    def compares(self, one: Fitting, other: Fitting) -> bool:
+        """Whether there is something to compare: another plan, with which none was compared yet."""
+        if other.assignment in (one.assignment, *self._compared):
+            return False
+        self._compared.append(other.assignment)
+        return True
 
     def beside(self) -> Rounds:
         """Rounds for other plans, to compare with what these come to."""
@@ -95,9 +104,11 @@ class Rounds:
             self.limit_bytes = max(self.limit_bytes, peak)
         confirmed = self.best is not None and self.best.assignment == tried.assignment
         if peak > self.limit_bytes:
-            self.best = None if confirmed else self.best  # it stayed inside once, and not the next time
+            if confirmed:  # it stayed inside once, and not the next time
+                self.best, self._before = self._before, None
             return False
         if self.best is None or confirmed or _seconds(tried.plan) < _seconds(self.best.plan):
+            self._before = self._before if confirmed else self.best
             self.best = replace(tried, budget_bytes=self.limit_bytes)
         return confirmed or self._long or _is_near(tried, WORTH_USING)
 
