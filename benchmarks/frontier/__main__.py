@@ -2,8 +2,8 @@
 
     python -m benchmarks.frontier --model llama-1b --device cuda [--seconds 220] [--out FILE]
     python -m benchmarks.frontier --model gpt2 --device cpu [--compile] [--own-compile] [--rounds 5] [--seed 0]
-    python -m benchmarks.frontier --plot benchmarks/results/frontier_gpt2_cpu_2026-11-15.json [--out FILE.svg]
-    python -m benchmarks.frontier --table benchmarks/results/frontier_gpt2_cpu_2026-11-15.json
+    python -m benchmarks.frontier --plot benchmarks/results/frontier_gpt2_cpu_2026-11-16.json [--out FILE.svg]
+    python -m benchmarks.frontier --table benchmarks/results/frontier_gpt2_cpu_2026-11-16.json
 
 Forward and backward of one model, random weights, made-up data. `peak_bytes` counts all: weights, gradients, batch and what the
 step allocates. Peers are measured first; `retape.fit` then gets the peak of each as its budget, and shares of plain's

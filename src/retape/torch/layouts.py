@@ -43,8 +43,10 @@ class Layout:
         "_children",
         "_count",
         "_expected",
+        "_filled",
         "_held_types",
         "_names",
+        "_names_filled",
         "_pick_fields",
         "_root_type",
         "_weak",
@@ -60,8 +62,8 @@ class Layout:
         "held_lengths",
         "hooks",
         "is_simple",
-        "keys_of_parts",
         "kinds",
+        "object_types",
         "only_parameters",
         "others",
         "pick_switches",
@@ -91,9 +93,11 @@ class Layout:
         held = list(_flat(map(_values, content)))
         self.held_keys: list[Any] = list(_flat(map(_keys, content)))
         self.held_lengths = list(map(len, content))
-        self.keys_of_parts: list[tuple[Any, ...]] = list(map(tuple, content))
-        alone = len(modules) == 1 and not self.keys_of_parts[0] and not self.keys_of_parts[1]
-        self._names = self.keys_of_parts[2] if alone else None  # of a module with nothing but parameters
+        # Most of those dicts are empty: the others are looked into.
+        self._filled = _picker([number for number, length in enumerate(self.held_lengths) if length])
+        self._names_filled = [tuple(part) for part in content if part]
+        alone = len(modules) == 1 and not content[0] and not content[1]
+        self._names = tuple(content[2]) if alone else None  # of a module with nothing but parameters
         self._held_types = list(map(type, held))
         self._sort_held(modules, held)
         self._find_written(modules, list(_owned(content)))
@@ -130,6 +134,7 @@ class Layout:
         now = self.look(fields)
         assert now is not None
         self.field_types = list(map(type, now))
+        self.object_types = self.field_types[last:]
         self.pick_switches = _picker([number for number in range(first) if type(now[number]) is bool])
         self.tensor_fields = [number for number in range(first) if isinstance(now[number], Tensor)]
         return now
@@ -182,9 +187,12 @@ class Layout:
             if buffers or children or tuple(parameters) != self._names:
                 return None
             return list(_values(parameters))
-        if list(map(tuple, content)) != self.keys_of_parts:
+        if list(map(len, content)) != self.held_lengths:
             return None
-        return list(_flat(map(_values, content)))
+        filled = self._filled(content) if self._filled is not None else ()
+        if list(map(tuple, filled)) != self._names_filled:
+            return None
+        return list(_flat(map(_values, filled)))
 
     def read(self, root: nn.Module) -> Tree | None:
         """What the tree holds now, or None if it is not laid out like this any more."""
@@ -342,7 +350,7 @@ class Tree:
         if (
             now is None
             or not all(map(is_, self._then, now))
-            or (layout.has_objects and list(map(type, now)) != layout.field_types)
+            or (layout.has_objects and list(map(type, now[layout.hooks.stop :])) != layout.object_types)
         ):
             self._fields_are_as_then = False
             return False
