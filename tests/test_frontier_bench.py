@@ -138,7 +138,7 @@ def test_a_peer_that_fails_has_a_row_that_says_so(run):
 
 
 def test_the_step_that_counts_is_the_second_since_a_way_was_put_on(run):
-    """The first learns what it stands on; in training nearly every step comes later."""
+    """In training nearly every step comes later than the first."""
     seen = []
 
     @contextmanager

@@ -173,9 +173,8 @@ def in_turns(
 ) -> dict[str, list[Step]]:
     """Each way once a round, in an order of the round's own; the first warms up, and after `until` none begins once two count.
 
-    The step that counts is the second since a way was put on, as in training nearly every step is: in the first, what was put on learns
-    what it stands on. The peak is that of both. What takes several times as long as the fastest counts once only: nobody needs its second
-    digit.
+    The step that counts is the second since a way was put on, as in training nearly every step is. The peak is that of both. What takes
+    several times as long as the fastest counts once only: nobody needs its second digit.
     """
     taken: dict[str, list[Step]] = {way.name: [] for way in ways}
     for number in range(rounds + 1):

@@ -78,11 +78,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("retape.core.option_set"), name)
     if name not in _LAZY:
         raise AttributeError(f"module 'retape' has no attribute {name!r}")
-    drawn = random.getstate()
+    drawn = random.getstate()  # what is imported now may draw, which the first use of a name must not show
     value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
-    random.setstate(
-        drawn
-    )  # what is imported now may draw when it is imported, which the first use of a name must not show
+    random.setstate(drawn)
     return value
 
 

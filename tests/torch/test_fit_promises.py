@@ -10,7 +10,6 @@ from zoo import MlpBlock
 
 import retape
 from retape.core.plan import Status
-from retape.core.problem import OptionKind
 from retape.torch import fitting, turns
 from retape.torch.fitting import Fitter
 
@@ -34,10 +33,6 @@ def weighing_as(monkeypatch, *seen):
 
     monkeypatch.setattr(Fitter, "measured", weighed)
     return true
-
-
-def kept(made):
-    return sum(choice.option is OptionKind.KEEP for choice in made.record.assignment.choices)
 
 
 @pytest.mark.parametrize("long", [False, True])
@@ -86,7 +81,7 @@ def test_what_a_plan_did_not_need_is_given_to_a_faster_one(monkeypatch):
     monkeypatch.setattr(fitting, "WORTH_A_STEP", 1.0)
     made = fit(model, batch, budget=truly.measured.peak_bytes, step=step)
     assert made.measured.peak_bytes <= made.record.budget_bytes
-    assert kept(made) >= kept(truly)
+    assert made.measured.peak_bytes > 0.95 * truly.measured.peak_bytes, "with one block less it would be lower by more"
     made.remove()
 
 

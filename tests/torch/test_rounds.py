@@ -79,4 +79,4 @@ def test_the_bytes_that_stand_are_those_with_which_the_promise_would_have_held(t
     measured = replace(tried.measured, peak_bytes=970)
     chain = replace(tried.chain, fixed_bytes=400)
     plan = promising(tried.plan, 1.0, 1000)
-    assert replace(tried, plan=plan, measured=measured, chain=chain).fixed_bytes == 370
+    assert replace(tried, plan=plan, measured=measured, chain=chain).taught_fixed_bytes == 370

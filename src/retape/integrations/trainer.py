@@ -79,10 +79,8 @@ class FitCallback(TrainerCallback):
         self._waiting = None
         options = {"optimizer": self._optimizer, "step": _loss_of_model, **self._options}
         self.fitted = fit(model, keywords, budget=self._budget, **options)
-        if (
-            not is_attached(model) and not self.fitted.record.fused_loss
-        ):  # nothing of ours is on it: whatever is later is not ours
-            _MANAGED.pop(model, None)
+        if not is_attached(model) and not self.fitted.record.fused_loss:
+            _MANAGED.pop(model, None)  # nothing of ours is on it: whatever is later is not ours
         return model(**keywords)
 
 

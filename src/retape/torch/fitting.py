@@ -404,7 +404,7 @@ class Fitter:
         """What is put aside, or promised and not needed, may be just what a faster plan needs: a measurement decides."""
         if (best := rounds.best) is None or self._long or rounds.everything:
             return
-        modelled = modelled.without_slack().with_at_most_fixed(best.fixed_bytes)
+        modelled = modelled.without_slack().with_at_most_fixed(best.taught_fixed_bytes)
         plan = self._promises(modelled, rounds, WORTH_A_STEP * (best.plan.promised_seconds or 0.0))
         if plan is None:
             return

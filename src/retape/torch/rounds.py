@@ -42,7 +42,7 @@ class Fitting:
     devices: tuple[DeviceRecord, ...] = ()
 
     @property
-    def fixed_bytes(self) -> int:
+    def taught_fixed_bytes(self) -> int:
         """What is there before a step, as a step of this plan has taught: then it would have promised what was measured."""
         return max(0, self.chain.fixed_bytes + self.measured.peak_bytes - self.plan.promised_peak_bytes)
 
@@ -139,7 +139,7 @@ def promised_again(tried: Fitting, limit_bytes: int) -> tuple[Chain, Plan]:
 
     What it is beside the best plan for that problem is said too: there may be a faster one now, which was not measured to stay inside.
     """
-    chain = replace(tried.chain, fixed_bytes=tried.fixed_bytes)
+    chain = replace(tried.chain, fixed_bytes=tried.taught_fixed_bytes)
     peak = tried.plan.promised_peak_bytes + chain.fixed_bytes - tried.chain.fixed_bytes
     best = solve(chain, max(limit_bytes, peak))
     return chain, replace(
