@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import operator
 import os
 import random
 import struct
@@ -42,9 +43,8 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def sequence_number(node: Any) -> int:
-    """When an autograd node was made, counted in its thread; an AccumulateGrad has the largest number there is."""
-    return int(node._sequence_nr())
+# When an autograd node was made, counted in its thread; an AccumulateGrad has the largest number there is.
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 def linear_places(node: Any) -> tuple[Any, Any] | None:

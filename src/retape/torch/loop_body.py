@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import InvalidInput
-from retape.torch import runs
+from retape.torch import _compat, runs
 from retape.torch.loop_state import Spec, State, check_same, flatten, unflatten
 from retape.torch.loop_tape import Grads, StepEnds, Tape
-from retape.torch.watch import version_of
+from retape.torch.watch import versions_of
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -24,7 +24,7 @@ class Xs:
         self.leaves, self._spec = flatten(tree)
         self.needs_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves]
         self._held = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        self._versions = self._now()
+        self._versions = versions_of(self._held)
 
     def length(self) -> int | None:
         """The steps that the tensors have slices for; None if there is no tensor."""
@@ -52,6 +52,10 @@ class Xs:
             made.append(part.detach().requires_grad_() if needed else part)
         return made
 
+    def bare(self, step: int) -> list[Any]:
+        """The leaves for one step that records no graph."""
+        return [leaf.select(0, step) if isinstance(leaf, Tensor) else leaf for leaf in self._held]
+
     def plain(self, step: int) -> Any:
         """What one step is given in the plain loop: slices with their history."""
         return self.tree([leaf[step] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
@@ -59,11 +63,8 @@ class Xs:
     def tree(self, leaves: list[Any]) -> Any:
         return unflatten(leaves, self._spec)
 
-    def _now(self) -> list[Any]:
-        return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in self._held]
-
     def written_to(self) -> bool:
-        return self._now() != self._versions
+        return versions_of(self._held) != self._versions
 
 
 class Ys:
@@ -166,6 +167,7 @@ class Body:
         self.alias: dict[int, tuple[int, ...]] = {}
         self._usual_alias: tuple[int, ...] | None = None
         self.rerun = False
+        self._usual_run: runs.Run | None = None
         self.y_spec: Spec | None = None
 
     def tape(self, state: State, start: int, stop: int) -> tuple[Tape, State]:
@@ -207,27 +209,47 @@ class Body:
         self._check_kind(state, start, carry, spec)
         return State(carry, spec)
 
+    def advance_bare(self, state: State, start: int, stop: int, needs_grad: tuple[bool, ...]) -> State:
+        """The same without gradients; `needs_grad` says which leaves of the last state would need them."""
+        carry, spec = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in state.leaves], state.spec
+        _compat.set_grad_enabled(False)
+        try:
+            for step in range(start, stop):
+                out, spec = flatten(self._run(unflatten(carry, spec), self.xs.bare(step), step)[0])
+                # A step may have switched gradients on inside.
+                carry = [leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in out]
+        finally:
+            _compat.set_grad_enabled(True)
+        self._check_kind(state, start, carry, spec)
+        return State(carry, spec, needs_grad)
+
     def _check_kind(self, before: State, step: int, leaves: list[Any], spec: Spec) -> None:
         if not (self._first_differs and step == 0):
             check_same(self.name, step, before, leaves, spec)
 
     def _run(self, carry: Any, x_leaves: list[Any], step: int) -> Any:
-        rerun = self.rerun
-        kept = self._kept.get(step, []) if rerun else []
+        rerun, run = self.rerun, self._usual_run
+        if rerun and step in self._kept:
+            run = self._new_run(self._kept[step])
+        elif run is None or run.rerun is not rerun:  # one run after the other may use it, as long as nothing is kept
+            run = self._usual_run = self._new_run([])
         running = runs.current_runs()
-        running.append(runs.Run(_Kept(self.name, kept), rerun=rerun))  # type: ignore[arg-type]  # all that a run asks of a region
+        running.append(run)
         try:
             result = self._step(carry, self.xs.tree(x_leaves))
         finally:
             running.pop()
-        if kept and not rerun:
-            self._kept[step] = kept
+        if not rerun and run.region.kept:
+            self._kept[step], self._usual_run = run.region.kept, None
         return result
+
+    def _new_run(self, kept: list[Any]) -> runs.Run:
+        return runs.Run(_Kept(self.name, kept), rerun=self.rerun)  # type: ignore[arg-type]  # all that a run asks of a region
 
     def _call(self, before: State, carry: list[Any], step: int) -> tuple[list[Any], Spec, StepEnds]:
         x_leaves = self.xs.at(step)
         result = self._run(unflatten(carry, before.spec), x_leaves, step)
-        tree, y = self._two(result, step)
+        tree, y = result if type(result) is tuple and len(result) == 2 else self._two(result, step)
         out, spec = flatten(tree)
         self._check_kind(before, step, out, spec)
         self._check_writes(before, step)
@@ -257,8 +279,10 @@ class Body:
 
     def _note_alias(self, step: int, out: list[Any], ys: list[Any]) -> None:
         """Which leaf of the next carry each y is, if it is one; most steps are alike, and only others are remembered."""
-        places = {id(leaf): index for index, leaf in enumerate(out) if isinstance(leaf, Tensor)}
-        alias = tuple([places.get(id(leaf), -1) for leaf in ys])
+        alias: tuple[int, ...] = (-1,) * len(ys)
+        if any(isinstance(leaf, Tensor) for leaf in ys):
+            places = {id(leaf): index for index, leaf in enumerate(out) if isinstance(leaf, Tensor)}
+            alias = tuple([places.get(id(leaf), -1) for leaf in ys])
         if self._usual_alias is None:
             self._usual_alias = alias
         elif alias != self._usual_alias:

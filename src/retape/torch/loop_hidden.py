@@ -30,7 +30,7 @@ from retape.torch.loop_places import (
     same,
 )
 from retape.torch.reads import Call
-from retape.torch.watch import version_of
+from retape.torch.watch import version_of, versions_of
 
 _SMALL_BYTES = 64 * 1024
 _LARGE_BYTES = 256 * 1024 * 1024  # a table or a data set: copying it could be what does not fit
@@ -57,7 +57,7 @@ class Hidden:
         self._places = list(places_of(name, call, function))
         self._start = [place.get() for place in self._places]
         self._seen = list(self._start)
-        self._start_versions = _versions(self._start)
+        self._start_versions = versions_of(self._start)
         self._versions = list(self._start_versions)
         self._initial = Copies(self._seen, self._worth(_LARGE_BYTES))
         self._dicts = [(fields, set(fields)) for fields in dicts_of(call)]
@@ -97,7 +97,7 @@ class Hidden:
         if not self._steps:
             self._add_new_fields()
         contents = [place.get() for place in self._places]
-        versions = _versions(contents)
+        versions = versions_of(contents)
         changed = set() if self._steps else self._unseen(contents)
         if versions != self._versions or not all(map(same, contents, self._seen)):
             pairs = zip(contents, self._seen, versions, self._versions, strict=True)
@@ -187,7 +187,7 @@ class Hidden:
         for index, value in saved.values.items():
             self._places[index].put(value)
         self._seen = [place.get() for place in self._places]
-        self._versions = _versions(self._seen)
+        self._versions = versions_of(self._seen)
         self._glance = None
         self._initial = self._initial.only({*self._worth(_SMALL_BYTES), *self.changed})
         self._steps += 1
@@ -246,7 +246,3 @@ class Hidden:
                     "re-run of later steps would read another value. Keep a copy (.clone()), or make it a part of the carry."
                 )
             self._places[index].put(value)
-
-
-def _versions(contents: list[Any]) -> list[Any]:
-    return [version_of(value) if isinstance(value, Tensor) else None for value in contents]

@@ -17,7 +17,7 @@ from retape.core.errors import InvalidInput
 from retape.torch import _compat
 from retape.torch.holders import ATOMS, OWN_FIELDS, DictHolder, ListHolder
 from retape.torch.reads import Call
-from retape.torch.watch import version_of
+from retape.torch.watch import version_of, versions_of
 
 ABSENT = object()
 _FUNCTIONS_DEEP = 4
@@ -174,7 +174,7 @@ class Glance:
             lookup = itemgetter(*keys, first.key)  # the first twice: of one key alone it would return no tuple
             self._groups.append((partial(lookup, first.container), (*[now for _, now in entries], held)))
         self._tensors = [now for now in contents if isinstance(now, Tensor)]
-        self._versions = list(map(version_of, self._tensors))
+        self._versions = versions_of(self._tensors)
 
     def same(self) -> bool:
         try:
@@ -184,7 +184,7 @@ class Glance:
                     return False
         except (KeyError, IndexError):
             return False
-        return list(map(version_of, self._tensors)) == self._versions
+        return versions_of(self._tensors) == self._versions
 
 
 def _alone(place: Place) -> tuple[Any]:

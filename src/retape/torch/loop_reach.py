@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput, RegionError
 from retape.torch import _compat
+from retape.torch.loop_tape import Tape
 
 
 def _leaf_node() -> type:
@@ -34,6 +35,7 @@ class Reached:
         self._edges: dict[tuple[Any, int], Tensor] = {}
         self.tensors: list[Tensor] = []
         self._indices: dict[int, int] = {}
+        self._known: set[Any] = set()  # nodes of leaves that were noted; while they are held, a leaf keeps its node
         self._candidates = list(candidates)
         self._closed = False
         for tensor in self._candidates:
@@ -47,17 +49,41 @@ class Reached:
                 self._note(tensor)
         self._closed = True
 
-    def walk(self, roots: Iterable[Tensor], own: set[int], since: int) -> None:
-        """Note what a graph that was begun at sequence number `since` reaches, beside its `own` leaves (by id).
+    def walk(self, tape: Tape, since: int) -> None:
+        """Note what a graph that was begun at sequence number `since` reaches, beside its own leaves.
 
         This runs once a step, over every node of its graph: plain code, no calls where none are needed.
         """
-        stack: list[tuple[Any, int]] = []
-        for root in roots:
+        own = tape.own_leaves()
+        edges: list[tuple[Any, int]] = []
+        for root in tape.roots():
             if root.grad_fn is not None:
-                stack.append((root.grad_fn, root.output_nr))
+                edges.append((root.grad_fn, root.output_nr))
             elif id(root) not in own:
                 self._note(root)
+        if self._edges:
+            self._walk_edges(edges, own, since)
+        else:
+            self._walk_nodes([node for node, _ in edges], own, since)
+
+    def _walk_nodes(self, nodes: list[Any], own: set[int], since: int) -> None:
+        """Where no tensor with a history is known, by which of its outputs a node is reached makes no difference."""
+        accumulate, made_at, known = _ACCUMULATE, _compat.sequence_number, self._known
+        seen = {None, *nodes}  # None: where an edge leads nowhere
+        for node in nodes:  # which grow on the way
+            if made_at(node) < since and not _made_elsewhere(node, own):
+                raise self._unknown(node)
+            for following, _ in node.next_functions:
+                if following in known or following in seen:
+                    continue
+                seen.add(following)
+                if type(following) is not accumulate:
+                    nodes.append(following)
+                elif id(following.variable) not in own:
+                    self._note(following.variable)
+                    known.add(following)
+
+    def _walk_edges(self, stack: list[tuple[Any, int]], own: set[int], since: int) -> None:
         edges, seen, made_at = self._edges, set[Any](), _compat.sequence_number
         while stack:
             edge = stack.pop()
@@ -68,7 +94,7 @@ class Reached:
                 leaf = node.variable
                 if id(leaf) not in own and id(leaf) not in self._indices:
                     self._note(leaf)
-            elif edges and edge in edges:
+            elif edge in edges:
                 self._note(edges[edge])
                 continue  # another output of this node may be one that is not known
             else:
@@ -76,6 +102,10 @@ class Reached:
                     raise self._unknown(node)
                 stack.extend(node.next_functions)
             seen.add(node)
+
+    def settle(self) -> None:
+        """The last graph has been walked."""
+        self._known.clear()
 
     def _unknown(self, node: Any) -> RegionError:
         return RegionError(

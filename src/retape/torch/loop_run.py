@@ -8,7 +8,7 @@ of `core`; how a run goes on from files is in `loop_resume.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from retape.torch.loop_reach import Reached
 from retape.torch.loop_resume import Progress, Resume
 from retape.torch.loop_state import State, mark_of
 from retape.torch.loop_tape import Grads, Tape
+from retape.torch.loop_untaped import Differed, Untaped
 from retape.torch.snapshots import Snapshot, Store
 from retape.torch.watch import version_of
 
@@ -47,6 +48,7 @@ class Driver:
         snapshots: int,
         block: int,
         resume: Resume | None = None,
+        bare: bool = True,
     ) -> None:
         self.body = body
         self.reached = reached
@@ -57,14 +59,16 @@ class Driver:
         self.store = store
         self.block = block
         self.snapshots = snapshots
-        self.ambient = state.capture()
+        self.ambient = self.called_in = state.capture()
         self.streams, self.start_tokens = state.streams(generators)
         self._resume = resume
+        self._untaped = Untaped(body, initial, self.streams, allowed=bare and resume is None)
         self._tapes: dict[int, Tape] = {}
         self._working = initial
         self._at = 0
         self._tape: Tape | None = None
         self._rest: Actions = lambda: iter(())
+        self._whole: Actions = lambda: iter(())
         self._read: list[tuple[str, Tensor]] = []
         self._after: list[Any] = []
         self._released = False
@@ -86,7 +90,7 @@ class Driver:
                 if isinstance(action, TapeSteps) and action.stop == steps:
                     break
         if not begin.ended:
-            self._rest = lambda: islice(actions(), done, None)
+            self._rest, self._whole = lambda: islice(actions(), done, None), actions
         self._settle(from_files=begin.ended)
 
     def run_unknown(self, goes_on: Callable[[State, int], bool]) -> None:
@@ -118,8 +122,9 @@ class Driver:
                 self.store.drop(last)
             end = self.steps if tape is None else last
             stored = [step for step in self.store.steps() if step < end]
-            taped, snapshots, block = tape is not None, self.snapshots, self.block
+            taped, snapshots, block, steps = tape is not None, self.snapshots, self.block, self.steps
             self._rest = lambda: _from_last(taped, stored, end, snapshots, block)
+            self._whole = lambda: chain([Save(0)], reversal([0], steps, snapshots, block))
         self._settle(from_files=begin.ended)
 
     def _advance_while(self, more: Callable[[], bool], stop: int) -> bool:
@@ -153,6 +158,7 @@ class Driver:
 
     def _settle(self, *, from_files: bool) -> None:
         self.final = self._working
+        self.reached.settle()
         self._read = [*self.hidden.unchanged(), *[("its graph", tensor) for tensor in self.reached.tensors]]
         self._after = [version_of(tensor) for _, tensor in self._read]
         self.body.rerun = True
@@ -176,6 +182,7 @@ class Driver:
             self.store.drop(action.step, action.tier)
             if not self.body.rerun:
                 self._marks.pop(action.step, None)
+                self._untaped.dropped(action.step)
                 if self._resume is not None:
                     self._resume.freed(action.step)
         else:
@@ -183,23 +190,33 @@ class Driver:
 
     def _advance(self, start: int, stop: int) -> None:
         if self.body.rerun:
-            self._working = self.body.advance(self._working, start, stop) if start < stop else self._working
+            self._working = self._untaped.advance(self._working, start, stop) if start < stop else self._working
             return
         for step in range(start, stop):
             self._tape_steps(step, step + 1)
 
     def _tape_steps(self, start: int, stop: int) -> Tape:
+        if self.body.rerun:
+            return self._tape_again(start, stop)
         since = _compat.next_sequence_number()
         tape, self._working = self.body.tape(self._working, start, stop)
-        if not self.body.rerun:
-            self.reached.walk(tape.roots(), tape.own_leaves(), since)
-            self.hidden.after_step()
-        elif self._marks.get(stop) not in (None, mark_of(self._working.leaves)):
+        self.reached.walk(tape, since)
+        self.hidden.after_step()
+        self._untaped.stepped(start, stop, self._working)
+        return tape
+
+    def _tape_again(self, start: int, stop: int) -> Tape:
+        self._untaped.taping(start, self._working)
+        tape, self._working = self.body.tape(self._working, start, stop)
+        if self._marks.get(stop) not in (None, mark_of(self._working.leaves)):
+            if self._untaped.used:
+                raise Differed
             raise RecomputeMismatch(
                 f"{self.body.name}: running the steps before step {stop} again came to another state than the first run, so that gradients "
                 "would be wrong. The step reads something that changes from run to run and that cannot be put back (a file, a clock, an "
                 "object that it cannot be seen to reach). Put it into the carry or xs, or record it with retape.keep."
             )
+        self._untaped.taped(stop, self._working)
         return tape
 
     def _save(self, action: Save) -> None:
@@ -211,6 +228,7 @@ class Driver:
         self.store.put(action.step, snapshot, action.tier)
         if not self.body.rerun:
             self._marks[action.step] = mark_of(self._working.leaves)
+            self._untaped.saved(action.step)
             if self._resume is not None:
                 self._resume.saved(action.step, snapshot)
 
@@ -231,10 +249,14 @@ class Driver:
             start = known
             break
         snapshot.state.check(self.body.name, start)
+        self._stand_at(snapshot)
+        self._advance(start, step)
+
+    def _stand_at(self, snapshot: Snapshot) -> None:
         self._working = snapshot.state
+        self._untaped.loaded()
         self.hidden.restore(snapshot.hidden)
         self._seek(snapshot.tokens)
-        self._advance(start, step)
 
     def _seek(self, tokens: list[Any]) -> None:
         """Put the random streams where they stood; most steps draw from few of them, and looking is cheaper than setting."""
@@ -257,9 +279,10 @@ class Driver:
         if keep:
             self.store = self.store.fork()
         self.hidden.lend()
+        self.called_in = state.capture()
         try:
             with state.Replay(self.ambient, (self.streams, self.start_tokens)):
-                found = _Reversal(self, carry, ys, keep=keep).run(self._rest)
+                found = self._reversed(carry, ys, keep=keep)
         except BaseException:
             if not keep:
                 self.store.close()  # no pass can start from it any more, and files must not wait for the garbage collector
@@ -271,6 +294,31 @@ class Driver:
         if not keep:
             self.release()
         return found
+
+    def _reversed(self, carry: Grads, ys: Grads, *, keep: bool) -> tuple[Grads, Grads, Grads]:
+        self._untaped.begin(allowed=not self.hidden.changed)
+        try:
+            found = _Reversal(self, list(carry), ys, keep=keep).run(self._rest)
+            self._untaped.finish()
+        except Differed:
+            self._untaped.give_up()
+            self.store.clear()
+            self._tapes, self._tape = {}, None
+            self.initial.check(self.body.name, 0)
+            self._stand_at(self._first())
+            found = _Reversal(self, carry, ys, keep=keep).run(self._whole)
+        self._check_bare()
+        return found
+
+    def _check_bare(self) -> None:
+        """Only steps without gradients can have written to what no step of the first run wrote to."""
+        for (place, tensor), then in zip(self._read, self._after, strict=True):
+            if version_of(tensor) != then:
+                raise StateChanged(
+                    f"{self.body.name}: without gradients the step writes to a tensor ({place}, shape {tuple(tensor.shape)}) that it "
+                    "leaves alone with them; run again that way, it has changed it. Let it do the same, whatever "
+                    "torch.is_grad_enabled() says."
+                )
 
     def _check_unchanged(self) -> None:
         if self.body.xs.written_to():
@@ -391,10 +439,11 @@ class _Reversal:
 
     def _reverse(self, tape: Tape, *, retain: bool) -> None:
         start, stop = tape.start, tape.start + len(tape.steps)
-        with torch.enable_grad():
-            ys = [
-                self._y_grads(step, handed_on=step == stop - 1 < self._driver.steps - 1) for step in range(start, stop)
-            ]
+        driver = self._driver
+        # Steps are run as they were; gradients of them are taken as plain autograd would, in whatever surrounds the backward pass.
+        around = driver.called_in != driver.ambient
+        with state.Replay(driver.called_in, state.NONE_DRAWN) if around else torch.enable_grad():
+            ys = [self._y_grads(step, handed_on=step == stop - 1 < driver.steps - 1) for step in range(start, stop)]
             found = tape.reverse(
                 self._carry,
                 ys,

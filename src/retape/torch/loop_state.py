@@ -6,6 +6,7 @@ passed through as it is. No running and no storing here.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import zlib
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, StateChanged
 from retape.torch.holders import ATOMS
-from retape.torch.watch import version_of
+from retape.torch.watch import versions_of
 
 
 class _Dataclass(NamedTuple):
@@ -38,7 +39,8 @@ class Spec(NamedTuple):
 
 
 _LEAF = Spec(None)
-_SIMPLE = ATOMS | {Tensor, Parameter}
+_PLAIN = frozenset({Tensor, Parameter})
+_SIMPLE = ATOMS | _PLAIN
 _TUPLES = [Spec(count) for count in range(16)]
 
 
@@ -110,7 +112,7 @@ class State:
         self.needs_grad = needs_grad
         self.leaves: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.spec = spec
-        self._versions = self._now()
+        self._versions = versions_of(self.leaves)
 
     @classmethod
     def of(cls, tree: Any) -> State:
@@ -123,12 +125,9 @@ class State:
             for leaf, needed in zip(self.leaves, self.needs_grad, strict=True)
         ]
 
-    def _now(self) -> list[Any]:
-        return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in self.leaves]
-
     def written_to(self) -> int | None:
         """The first leaf that has been changed in place since this state was made, if any."""
-        now = self._now()
+        now = versions_of(self.leaves)
         if now == self._versions:
             return None
         return next(i for i, (then, new) in enumerate(zip(self._versions, now, strict=True)) if then != new)
@@ -166,11 +165,14 @@ def mark_of(leaves: Sequence[Any]) -> int | None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             continue
-        if leaf.device.type != "cpu" or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
+        if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
             return None
-        plain = leaf.detach().contiguous()
-        if plain.numel():
-            total = zlib.crc32(octets_of(plain).numpy().data, total)
+        plain = leaf if leaf.is_contiguous() else leaf.detach().contiguous()
+        size = plain.nbytes
+        if type(plain) in _PLAIN and size:  # looking at the memory itself is quicker than making a tensor of its bytes
+            total = zlib.crc32((ctypes.c_char * size).from_address(plain.data_ptr()), total)
+        elif size:
+            total = zlib.crc32(octets_of(plain.detach()).numpy().data, total)
     return total
 
 
@@ -189,6 +191,8 @@ def check_same(name: str, step: int, before: State, leaves: Sequence[Any], spec:
             "Return the same containers in every step."
         )
     for index, (old, new) in enumerate(zip(before.leaves, leaves, strict=True)):
+        if type(old) is Tensor is type(new) and _alike_on_the_cpu(old, new):
+            continue
         if isinstance(old, Tensor) != isinstance(new, Tensor):
             raise InvalidInput(
                 f"{name}: step {step} returned a {type(new).__name__} for leaf {index} of the carry, which was a {type(old).__name__}. "
@@ -199,6 +203,11 @@ def check_same(name: str, step: int, before: State, leaves: Sequence[Any], spec:
                 f"{name}: step {step} changed leaf {index} of the carry from {_kind(old)} to {_kind(new)}. "
                 "A carry must keep its shapes, dtypes and devices; start with a carry of the final kind."
             )
+
+
+def _alike_on_the_cpu(one: Tensor, other: Tensor) -> bool:
+    """What most leaves are; quicker to ask than what they are exactly."""
+    return one.is_cpu and other.is_cpu and one.dtype is other.dtype and one.shape == other.shape
 
 
 def _shown(spec: Spec) -> str:

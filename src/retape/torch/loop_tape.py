@@ -40,16 +40,14 @@ class Tape(NamedTuple):
     carry_out: list[Any]
     steps: list[StepEnds]
 
-    def roots(self) -> Iterator[Tensor]:
+    def roots(self) -> list[Tensor]:
         """Everything that a gradient may come in through."""
-        for leaves in (self.carry_out, *[step.ys for step in self.steps]):
-            for leaf in leaves:
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    yield leaf
+        leaves = chain(self.carry_out, *[step.ys for step in self.steps])
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def own_leaves(self) -> set[int]:
         """The ids of the leaves of this graph that stand for the carry and the xs."""
-        return {id(leaf) for leaves in (self.carry_in, *[step.xs for step in self.steps]) for leaf in leaves}
+        return set(map(id, chain(self.carry_in, *[step.xs for step in self.steps])))
 
     def reverse(
         self,

@@ -54,6 +54,14 @@ def version_of(tensor: Tensor) -> Any:
     return (tensor._version, *[version_of(inner) for inner in inner_tensors(tensor)])
 
 
+def versions_of(values: Sequence[Any]) -> list[Any]:
+    """`version_of` of each tensor, and None for whatever is none."""
+    try:
+        return [v._version if type(v) in _PLAIN else version_of(v) if isinstance(v, Tensor) else None for v in values]
+    except RuntimeError:  # an inference tensor
+        return [version_of(v) if isinstance(v, Tensor) else None for v in values]
+
+
 def hold(tensor: Tensor) -> Tensor:
     """The tensor without its history: holding that could close a cycle through the graph. A leaf has none."""
     return tensor if tensor.grad_fn is None else tensor.detach()
