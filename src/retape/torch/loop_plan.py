@@ -107,14 +107,19 @@ def reversal(stored: Sequence[int], end: int, snapshots: int, block: int) -> Ite
     if block == 1:
         yield from in_steps(reverse_phase(list(stored), end, snapshots), 0, end, 1)
         return
-    for index in range(len(stored) - 1, -1, -1):
+    index = len(stored) - 1
+    while index >= 0:
+        last = index
+        while index and end - stored[index - 1] <= block:  # states that lie closer than a block is long: one tape reverses more
+            index -= 1
+        yield from map(Free, stored[index + 1 : last + 1])
         start = stored[index]
         units = -(-(end - start) // block)
         yield Load(start)
         if units == 1:
             yield Free(start)
         yield from in_steps(reverse_segment(0, units, max(1, snapshots - index)), start, end, block)
-        end = start
+        end, index = start, index - 1
 
 
 def default_block(steps: int, snapshots: int | None = None) -> int:

@@ -208,7 +208,7 @@ class Driver:
     def _tape_again(self, start: int, stop: int) -> Tape:
         self._untaped.taping(start, self._working)
         tape, self._working = self.body.tape(self._working, start, stop)
-        if self._marks.get(stop) not in (None, mark_of(self._working.leaves)):
+        if self._marks.get(stop) not in (None, self._working.mark()):
             if self._untaped.used:
                 raise Differed
             raise RecomputeMismatch(
@@ -227,7 +227,7 @@ class Driver:
         snapshot = self._snapshot()
         self.store.put(action.step, snapshot, action.tier)
         if not self.body.rerun:
-            self._marks[action.step] = mark_of(self._working.leaves)
+            self._marks[action.step] = self._working.mark()
             self._untaped.saved(action.step)
             if self._resume is not None:
                 self._resume.saved(action.step, snapshot)

@@ -104,7 +104,7 @@ def _rebuilt(kind: type, names: tuple[str, ...], fields: list[Any]) -> Any:
 class State:
     """The carry before a step, without its history. `needs_grad` says which leaves would require gradients in the plain loop."""
 
-    __slots__ = ("_versions", "leaves", "needs_grad", "spec")
+    __slots__ = ("_mark", "_versions", "leaves", "needs_grad", "spec")
 
     def __init__(self, leaves: Sequence[Any], spec: Spec, needs_grad: tuple[bool, ...] | None = None) -> None:
         if needs_grad is None:
@@ -113,6 +113,7 @@ class State:
         self.leaves: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.spec = spec
         self._versions = versions_of(self.leaves)
+        self._mark: int | None = -1  # not yet known
 
     @classmethod
     def of(cls, tree: Any) -> State:
@@ -124,6 +125,12 @@ class State:
             leaf.detach().requires_grad_() if needed else leaf
             for leaf, needed in zip(self.leaves, self.needs_grad, strict=True)
         ]
+
+    def mark(self) -> int | None:
+        """A checksum of it; see `mark_of`. A state stays as it is, so it is looked at once."""
+        if self._mark == -1:
+            self._mark = mark_of(self.leaves)
+        return self._mark
 
     def written_to(self) -> int | None:
         """The first leaf that has been changed in place since this state was made, if any."""

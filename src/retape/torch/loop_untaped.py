@@ -20,7 +20,7 @@ import torch
 
 from retape.torch import _compat_compiler
 from retape.torch.loop_body import Body
-from retape.torch.loop_state import State, mark_of
+from retape.torch.loop_state import State
 from retape.torch.reads import Call
 from retape.torch.state import Stream
 
@@ -65,7 +65,7 @@ class Untaped:
             self._needs_grad.append(state.needs_grad)
             self._allowed = len(self._since) <= _MOST_KINDS
         if self._saved is not None:
-            mark = mark_of(state.leaves) if (self._saved, start + 1) == (start, stop) else None
+            mark = state.mark() if (self._saved, start + 1) == (start, stop) else None
             if mark is not None:
                 self._after[start] = mark
             self._saved = None
@@ -106,7 +106,7 @@ class Untaped:
         stood = [stream.peek() for stream in self._streams]
         try:
             after = self._bare(state, start, start + 1)
-            self._proved = mark_of(after.leaves) == self._after[start]
+            self._proved = after.mark() == self._after[start]
         except Exception:  # some steps need a graph: they take gradients themselves
             self._proved = False
         if self._proved:
@@ -147,7 +147,7 @@ class Untaped:
             raise Differed
 
     def _look(self, state: State) -> tuple[int, list[Any]]:
-        mark = mark_of(state.leaves)
+        mark = state.mark()
         if mark is None:  # a carry that was plain before
             raise Differed
         return mark, [stream.peek() for stream in self._streams]
