@@ -297,17 +297,25 @@ class Driver:
 
     def _reversed(self, carry: Grads, ys: Grads, *, keep: bool) -> tuple[Grads, Grads, Grads]:
         self._untaped.begin(allowed=not self.hidden.changed)
-        try:
-            found = _Reversal(self, list(carry), ys, keep=keep).run(self._rest)
-            self._untaped.finish()
-        except Differed:
+        found = self._as_planned(list(carry), ys, keep=keep)
+        if found is None:
             self._untaped.give_up()
             self.store.clear()
             self._tapes, self._tape = {}, None
             self.initial.check(self.body.name, 0)
             self._stand_at(self._first())
             found = _Reversal(self, carry, ys, keep=keep).run(self._whole)
-        self._check_bare()
+        if self._untaped.ran:
+            self._check_bare()
+        return found
+
+    def _as_planned(self, carry: Grads, ys: Grads, *, keep: bool) -> tuple[Grads, Grads, Grads] | None:
+        """None, and nothing of it is held any more, where steps without gradients were seen to differ."""
+        try:
+            found = _Reversal(self, carry, ys, keep=keep).run(self._rest)
+            self._untaped.finish()
+        except Differed:
+            return None
         return found
 
     def _check_bare(self) -> None:

@@ -46,7 +46,8 @@ class Untaped:
         self._proved = False
         self._starts: dict[int, tuple[int, list[Any]]] = {}  # of tapes: where the tape before must end
         self._goes_on = False  # the working state is the end of a tape
-        self.used = False
+        self.used = False  # states come from steps without gradients
+        self.ran = False  # some step was run without, if only to see
 
     # --- the first run -----------------------------------------------------------------------------------------
 
@@ -74,13 +75,18 @@ class Untaped:
 
     def begin(self, *, allowed: bool) -> None:
         """A backward pass begins. It may not be `allowed`: where steps hide state, that would have to be compared, too."""
+        self.ran = False
         self._allowed = self._allowed and allowed
-        self._proved = self.used = self._goes_on = False
-        self._starts.clear()
+        self._forget()
 
     def give_up(self) -> None:
         """From now on all steps are run with gradients."""
-        self.begin(allowed=False)
+        self._allowed = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._proved = self.used = self._goes_on = False
+        self._starts.clear()
 
     def loaded(self) -> None:
         """The working state is that of a snapshot now."""
@@ -118,6 +124,7 @@ class Untaped:
         return self._body.advance(state, start, start + 1)
 
     def _bare(self, state: State, start: int, stop: int) -> State:
+        self.ran = True
         needs_grad = self._needs_grad[bisect_right(self._since, stop) - 1]
         try:
             return self._body.advance_bare(state, start, stop, needs_grad)
