@@ -337,6 +337,12 @@ def test_a_loop_that_can_be_resumed_keeps_gradients_on(tmp_path):
     assert bare(compared(tanh_step(weight), [weight], resume=tmp_path / "run")) == 0
 
 
+def test_ranks_do_not_decide_each_for_itself(monkeypatch):
+    monkeypatch.setattr(loop, "is_distributed", lambda: True)
+    weight = random(3, grad=True)
+    assert bare(compared(tanh_step(weight), [weight])) == 0
+
+
 def test_reductions():
     weight, start, xs = random(3, grad=True), random(3), random(STEPS, 3)
     counted = counting(tanh_step(weight))

@@ -363,7 +363,9 @@ def test_sums_are_added_up_in_place():
     tape, _ = body.tape(state, 0, 3)
     sums = [torch.ones(4, 4)]
     place = sums[0].data_ptr()
-    found = tape.reverse([torch.ones(2, 4)], [[None]] * 3, seeds=[None], captured=[weight], sums=sums, retain=False)
+    found = tape.reverse(
+        [torch.ones(2, 4)], [[None]] * 3, seeds=[None], captured=[weight], sums=sums, xs_wanted=False, retain=False
+    )
     assert found.sums[0].data_ptr() == place
     assert sums == [None]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from retape.core.errors import InvalidInput
 from retape.torch import _compat, runs
 from retape.torch.loop_state import Spec, State, check_same, flatten, unflatten
-from retape.torch.loop_tape import Grads, StepEnds, Tape
+from retape.torch.loop_tape import StepEnds, Tape
 from retape.torch.watch import versions_of
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -23,6 +23,7 @@ class Xs:
     def __init__(self, tree: Any) -> None:
         self.leaves, self._spec = flatten(tree)
         self.needs_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves]
+        self.any_needs_grad = any(self.needs_grad)
         self._held = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         self._versions = versions_of(self._held)
 
@@ -46,6 +47,8 @@ class Xs:
 
     def at(self, step: int) -> list[Any]:
         """The leaves for one step, fit to be the inputs of a graph of their own."""
+        if not self.any_needs_grad:
+            return self.bare(step)
         made: list[Any] = []
         for leaf, needed in zip(self._held, self.needs_grad, strict=True):
             part = leaf.select(0, step) if isinstance(leaf, Tensor) else leaf
@@ -322,6 +325,3 @@ class Body:
 
     def alias_of(self, step: int) -> tuple[int, ...]:
         return self.alias.get(step, self._usual_alias or ())
-
-    def no_y_grads(self) -> Grads:
-        return [None] * len(self._usual_alias or ())

@@ -451,13 +451,15 @@ class _Reversal:
         # Steps are run as they were; gradients of them are taken as plain autograd would, in whatever surrounds the backward pass.
         around = driver.called_in != driver.ambient
         with state.Replay(driver.called_in, state.NONE_DRAWN) if around else torch.enable_grad():
-            ys = [self._y_grads(step, handed_on=step == stop - 1 < driver.steps - 1) for step in range(start, stop)]
+            rows = range(start, stop) if any(grad is not None for grad in self._ys) else ()
+            ys = [self._y_grads(step, handed_on=step == stop - 1 < driver.steps - 1) for step in rows]
             found = tape.reverse(
                 self._carry,
                 ys,
                 seeds=self._seeds(start, len(tape.carry_in)),
                 captured=self._captured,
                 sums=self._sums,
+                xs_wanted=driver.body.xs.any_needs_grad,
                 retain=retain,
             )
         self._carry, self._sums = found.carry, found.sums
@@ -468,8 +470,6 @@ class _Reversal:
 
     def _y_grads(self, step: int, *, handed_on: bool) -> Grads:
         """The gradients of the ys of a step; one that is a leaf of the next carry was handed to the step that follows."""
-        if not self._ys:
-            return self._driver.body.no_y_grads()
         alias = self._driver.body.alias_of(step) if handed_on else ()
         return [
             None if grad is None or (alias and alias[index] >= 0) else grad[step] for index, grad in enumerate(self._ys)

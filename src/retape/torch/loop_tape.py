@@ -57,15 +57,19 @@ class Tape(NamedTuple):
         seeds: Grads,
         captured: Sequence[Tensor],
         sums: Grads,
+        xs_wanted: bool,
         retain: bool,
     ) -> Reversed:
         """Carry gradients back through these steps. `seeds` are gradients of the first carry that come before all others.
+
+        `ys` are those of each step's ys, or nothing at all; the gradients of xs are found only if they are `xs_wanted`.
 
         What is given is taken out of its list, and where the graph is not kept its far ends are let go: then the engine frees
         gradients as soon as they are used, and adds to the sums in place.
         """
         pairs = [(captured, sums), (self.carry_in, seeds), (self.carry_out, carry)]
-        pairs += zip([step.ys for step in self.steps], ys, strict=True)
+        if ys:
+            pairs += zip([step.ys for step in self.steps], ys, strict=True)
         ends: list[Tensor] = []
         grads: Grads = []
         for leaves, given in pairs:
@@ -74,7 +78,7 @@ class Tape(NamedTuple):
                     ends.append(leaf)
                     grads.append(grad)
                     given[index] = None
-        groups = [self.carry_in, *[step.xs for step in self.steps], list(captured)]
+        groups = [self.carry_in, *[step.xs for step in self.steps if xs_wanted], list(captured)]
         wanted = [[isinstance(leaf, Tensor) and leaf.requires_grad for leaf in group] for group in groups]
         inputs = list(compress(chain.from_iterable(groups), chain.from_iterable(wanted)))
         found: Sequence[Tensor | None] = [None] * len(inputs)
