@@ -1,5 +1,7 @@
 """Loops whose step computes otherwise without gradients, always or now and then: the gradients are those of the plain loop all the same."""
 
+import random as python_random
+
 import pytest
 import torch
 from loops import bare, counting, gradients, loss_of, runs, same, unrolled, unrolled_while
@@ -208,3 +210,18 @@ def test_a_buffer_that_is_written_to_without_gradients_only():
         StateChanged, match=r"without gradients the step writes to a tensor .*shape \(3,\).* leaves alone"
     ):
         h.sum().backward()
+
+
+def test_a_stream_that_only_others_draw_from():
+    """A thread that draws while the backward pass runs: played by the step itself, which is run again where gradients are off."""
+    weight = random(3, grad=True)
+
+    def step(h, x):
+        if not torch.is_grad_enabled():
+            python_random.random()
+        h = torch.tanh(h * weight + x)
+        return h, h
+
+    counted = compared(step, [weight])
+    assert runs(counted) == promised()
+    assert bare(counted) > STEPS / 2

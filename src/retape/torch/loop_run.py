@@ -159,6 +159,7 @@ class Driver:
     def _settle(self, *, from_files: bool) -> None:
         self.final = self._working
         self.reached.settle()
+        self._untaped.settle(self.start_tokens)
         self._read = [*self.hidden.unchanged(), *[("its graph", tensor) for tensor in self.reached.tensors]]
         self._after = [version_of(tensor) for _, tensor in self._read]
         self.body.rerun = True

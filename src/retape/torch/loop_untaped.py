@@ -38,6 +38,7 @@ class Untaped:
     def __init__(self, body: Body, initial: State, streams: Sequence[Stream], *, allowed: bool) -> None:
         self._body = body
         self._streams = streams
+        self._drawn = streams  # those that steps draw from
         self._allowed = allowed
         self._after: dict[int, int] = {}  # checksums of the states one step after snapshots
         self._saved: int | None = None  # the snapshot that was taken last, until a step follows it
@@ -70,6 +71,11 @@ class Untaped:
             if mark is not None:
                 self._after[start] = mark
             self._saved = None
+
+    def settle(self, start: Sequence[Any]) -> None:
+        """The first run is over, before which the random streams stood at `start`. Of the others, threads of others may draw meanwhile."""
+        pairs = zip(self._streams, start, strict=True)
+        self._drawn = [stream for stream, token in pairs if stream.peek() != token]
 
     # --- the backward pass -------------------------------------------------------------------------------------
 
@@ -157,7 +163,7 @@ class Untaped:
         mark = state.mark()
         if mark is None:  # a carry that was plain before
             raise Differed
-        return mark, [stream.peek() for stream in self._streams]
+        return mark, [stream.peek() for stream in self._drawn]
 
 
 def _in_autocast() -> bool:
