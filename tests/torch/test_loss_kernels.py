@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import retape
-from retape.torch import _compat_compiler, head_loss, loss_kernels
+from retape.torch import _compat_compiler, head_loss, logits, loss_kernels
 from retape.torch.loss_kernels import compiled_loss, losses_and_slopes, may_compile
 
 ROWS, FEATURES, CLASSES = 40, 16, 33
@@ -124,3 +124,18 @@ def test_where_it_does_not_compile_it_stays_eager_and_says_so(monkeypatch, caplo
     for one, other in zip(found, losses_and_slopes(logits, labels, torch.float32), strict=True):
         assert torch.equal(one, other)
     assert "does not compile and stays eager" in caplog.text
+
+
+def test_a_chunk_of_the_compiled_loss_holds_more_rows(monkeypatch):
+    monkeypatch.setattr(logits, "usual_chunk_bytes", lambda *a, **k: 10 * CLASSES * 100)
+    head = torch.nn.Linear(FEATURES, CLASSES, bias=False, dtype=torch.bfloat16)
+    rows = torch.empty(1000, FEATURES, dtype=torch.bfloat16)
+    standing = logits.Logits(rows, head)
+    standing.device = CUDA
+    vars(head)[logits.CHUNK_BYTES] = 2**40
+    assert standing._chunk_rows() == 200, "twice what is usual, on a GPU"
+    with may_compile(True):
+        assert standing._chunk_rows() == 333, "four bytes of a logit and two of its slope"
+        vars(head)[logits.CHUNK_BYTES] = 6 * CLASSES * 150
+        assert standing._chunk_rows() == 150
+        assert (standing / 5.0).tanh()._chunk_rows() < 150

@@ -262,9 +262,9 @@ def usual_chunk_bytes(device: torch.device, classes: int, features: int, *, weig
     return max(at_least, classes * features * 4 if weight_gradient else 0)
 
 
-def rows_within(chunk_bytes: int, classes: int) -> int:
+def rows_within(chunk_bytes: int, classes: int, bytes_per_logit: int = _BYTES_PER_LOGIT) -> int:
     """How many rows of logits have buffers of so many bytes."""
-    return max(1, chunk_bytes // (_BYTES_PER_LOGIT * max(1, classes)))
+    return max(1, chunk_bytes // (bytes_per_logit * max(1, classes)))
 
 
 def _chunks(rows: Tensor, classes: int, loss: _Loss, weight_gradient: bool) -> Iterator[slice]:

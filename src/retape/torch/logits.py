@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.torch.head_loss import linear_cross_entropy, rows_within, usual_chunk_bytes
-from retape.torch.loss_kernels import may_compile
+from retape.torch.loss_kernels import compiled_loss, may_compile
 
 CHUNK_BYTES = "_retape_chunk_bytes"  # of a head: what the buffers of a chunk may take at most
 COMPILED = "_retape_compiled_loss"  # of a head: whether what its loss does between matrix products may be compiled
@@ -58,7 +58,12 @@ class Logits:
             return None
         usual = usual_chunk_bytes(self.device, *weight.shape, weight_gradient=weight.requires_grad)
         roomy = _ROOMY * usual if self.device.type == "cuda" else usual
-        return None if usual == roomy <= most else max(_LEAST_ROWS, rows_within(min(most, roomy), len(weight)))
+        if usual == roomy <= most:
+            return None
+        plain = self.cap is None and self.head.bias is None and compiled_loss(self.device) is not None
+        # Compiled, the slopes are made from the logits, and nothing stands between.
+        each = (torch.float32.itemsize + weight.dtype.itemsize,) if plain else ()
+        return max(_LEAST_ROWS, rows_within(min(most, roomy), len(weight), *each))
 
     def __mul__(self, factor: Any) -> Logits:
         if not isinstance(factor, (int, float)) or (self.cap is not None and factor <= 0):
