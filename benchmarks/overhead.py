@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import retape
 from retape.torch.policy import Policy
-from retape.torch.region import Region, run_region
+from retape.torch.entrance import run_region
+from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 
 TINY_OPS = 200

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import retape
 from retape.torch.policy import Check, Inputs, Policy
-from retape.torch.region import Region, run_region
+from retape.torch.entrance import run_region
+from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 
 

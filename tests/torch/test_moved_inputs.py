@@ -22,7 +22,8 @@ from retape.torch import fitting, lanes, profile
 from retape.torch.host_pool import HostPool
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.readings import RegionSeconds, read_seconds
-from retape.torch.region import Region, run_region
+from retape.torch.entrance import run_region
+from retape.torch.region import Region
 from retape.torch.region_ways import Overheads
 
 INPUT = Policy(moved_inputs=frozenset({0}))

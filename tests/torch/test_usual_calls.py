@@ -17,7 +17,8 @@ import retape
 from retape.torch import layouts
 from retape.torch.holders import DictHolder
 from retape.torch.reads import capture_call
-from retape.torch.region import Region, run_region
+from retape.torch.entrance import run_region
+from retape.torch.region import Region
 
 WIDTH = 1000
 

@@ -33,7 +33,8 @@ from retape.torch.offload import MovedSlot, Parcel
 from retape.torch.policy import HOLD, Check, Policy
 from retape.torch.pressure import Kind, Kinds, Mark, Phase
 from retape.torch.reads import Call, capture_call
-from retape.torch.region import RERUN, Region, run_region
+from retape.torch.entrance import run_region
+from retape.torch.region import RERUN, Region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.slots import Slot
 from retape.torch.step_scale import Gradients, StepScale

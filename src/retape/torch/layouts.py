@@ -32,6 +32,7 @@ _flat = chain.from_iterable
 _values = dict.values
 _keys = dict.keys
 _vars: Callable[[Any], dict[str, Any]] = vars
+_new = object.__new__
 
 
 class Layout:
@@ -61,6 +62,7 @@ class Layout:
         "held_keys",
         "held_lengths",
         "hooks",
+        "is_bare",
         "is_simple",
         "kinds",
         "object_types",
@@ -104,6 +106,7 @@ class Layout:
         self.is_simple = self.only_parameters and not (
             self.has_objects or self.renormalised or self.statistics or self.fills_what_it_saved
         )
+        self.is_bare = self.is_simple and alone
 
     def _sort_fields(self, fields: list[dict[str, Any]]) -> tuple[Any, ...]:
         """Which fields matter: settings, tensors among them, dicts, objects to be followed; and what stands in them.
@@ -196,15 +199,13 @@ class Layout:
 
     def read(self, root: nn.Module) -> Tree | None:
         """What the tree holds now, or None if it is not laid out like this any more."""
-        modules: list[Any] = [root]
-        if self._weak:
-            modules += [reference() for reference in self._weak]
-            try:
-                fields: list[dict[str, Any]] = list(map(_vars, modules))
-            except TypeError:  # one is gone
-                return None
-        else:
-            fields = [root.__dict__]
+        if self._names is not None:
+            return self.read_lone(root)
+        modules: list[Any] = [root, *[reference() for reference in self._weak]]
+        try:
+            fields: list[dict[str, Any]] = list(map(_vars, modules))
+        except TypeError:  # one is gone
+            return None
         then = self.look(fields)
         if then is None or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
             return None
@@ -215,6 +216,35 @@ class Layout:
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
         return Tree(self, modules, fields, then, held)
+
+    def read_lone(self, root: nn.Module) -> Tree | None:
+        """`read` for a module with nothing but parameters, in one piece: nearly every leaf is one."""
+        fields = root.__dict__
+        try:
+            then = self._pick_fields(fields)
+        except KeyError:
+            return None
+        buffers, children, parameters = then[self.content]
+        held = list(_values(parameters))
+        if (
+            len(fields) != self._count
+            or list(map(type, then)) != self.field_types
+            or buffers
+            or children
+            or tuple(parameters) != self._names
+            or list(map(type, held)) != self._held_types
+            or type(root) is not self._root_type
+        ):
+            return None
+        if not self.is_bare:
+            return Tree(self, [root], [fields], then, held)
+        tree = _new(Tree)
+        tree.layout, tree.modules, tree.fields = self, [root], [fields]
+        tree._then, tree._held, tree.state = then, held, held if self.all_tensors else list(self.tensors(held))
+        tree.switches = self.pick_switches(then)
+        if then[-2] or then[-1]:
+            tree._hook_copies = [then[-2].copy(), then[-1].copy()]
+        return tree
 
 
 Pick = Callable[[Any], Sequence[Any]]
@@ -238,7 +268,7 @@ class Tree:
     """What a tree of modules held when a region first ran: a holder of them all."""
 
     # What most trees leave as it is has its value here: setting fields is what making one costs.
-    state: Sequence[Tensor] = ()
+    state: list[Tensor] = []  # noqa: RUF012 - never changed, only replaced
     switches: tuple[bool, ...] = ()
     others: Sequence[Any] = ()
     statistics: set[int] | None = None
@@ -262,7 +292,7 @@ class Tree:
         if layout.all_tensors:
             self.state = held
         elif layout.tensors is not None:
-            self.state = layout.tensors(held)
+            self.state = list(layout.tensors(held))
         if layout.pick_switches is not None:
             self.switches = layout.pick_switches(then)  # type: ignore[assignment]  # a part of a tuple is one
         if not layout.is_simple:
@@ -345,6 +375,8 @@ class Tree:
     def _is_as_then(self) -> bool:
         """Whether every module holds, by identity, what it held when the region first ran."""
         layout = self.layout
+        if layout.is_bare and self._hook_copies is None:
+            return self._is_bare_as_then(layout, self.fields[0])
         self._kept = now = layout.look(self.fields)
         # Of what must not be held the kind counts: a tensor may have come in its place.
         if (
@@ -360,6 +392,23 @@ class Tree:
             held is not None
             and all(map(is_, held, self._held))
             and (not any(now[layout.hooks]) if self._hook_copies is None else self._hooks_are_as_then())
+        )
+
+    def _is_bare_as_then(self, layout: Layout, fields: dict[str, Any]) -> bool:
+        """`_is_as_then` for a module with nothing but parameters and no hooks, in short."""
+        try:
+            self._kept = now = layout._pick_fields(fields) if len(fields) == layout._count else None
+        except KeyError:
+            self._kept = now = None
+        if now is None or not all(map(is_, self._then, now)):
+            self._fields_are_as_then = False
+            return False
+        self._fields_are_as_then = True
+        buffers, children, parameters, before, after = now[-5:]
+        return (
+            all(map(is_, _values(parameters), self._held))
+            and tuple(parameters) == layout._names
+            and not (buffers or children or before or after)
         )
 
     def _put_held_back(self) -> None:
@@ -451,10 +500,10 @@ def read_simple_tree(root: Any) -> Tree | None:
     entry = _LAYOUTS.get(id(root))
     if entry is None:
         return None
-    module, layout = entry[0](), entry[1]
-    if module is None or module is not root or not layout.is_simple or not layout.with_parameters:
+    layout = entry[1]
+    if not layout.is_simple or not layout.with_parameters or entry[0]() is not root:
         return None
-    return layout.read(module)
+    return layout.read_lone(root) if layout.is_bare else layout.read(root)
 
 
 def read_tree(root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[Tree | None, list[nn.Module]]:

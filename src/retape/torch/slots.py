@@ -13,7 +13,7 @@ from retape.torch import _compat
 from retape.torch.checksum import checksum
 from retape.torch.mismatch import different_metadata, different_number, different_values
 from retape.torch.policy import Check
-from retape.torch.runs import Run, Stop
+from retape.torch.runs import Run, stop_of
 from retape.torch.watch import version_of
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Filler(Run):
 
     def pack(self, tensor: Tensor) -> Any:
         if self.done:
-            raise Stop(self)  # user code swallowed the first one (Rule 2)
+            raise stop_of(self)  # user code swallowed the first one (Rule 2)
         index = self._next
         self._next = index + 1
         if self._observed:
@@ -148,7 +148,7 @@ class Filler(Run):
             self._one_too_many(index)
         if index >= self._last and self._early_stop:
             self.done = True
-            raise Stop(self)
+            raise stop_of(self)
         if not self._for_itself:
             return None
         return plain if plain is not None else tensor if tensor.is_leaf else tensor.detach()
