@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-from retape.torch.policy import Check, Policy
 from retape.torch.entrance import run_region
+from retape.torch.policy import Check, Policy
 from retape.torch.region import Region
 from retape.torch.select import Step, plan_recipe
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import retape
 from retape.torch import checkpoint as checkpoint_room
-from retape.torch.policy import HOLD, Inputs, Policy
 from retape.torch.entrance import run_region
+from retape.torch.policy import HOLD, Inputs, Policy
 from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 

@@ -5,7 +5,8 @@ finds them is kept for each root module. The next call reads all fields of all m
 types and the identity of every child with those of the walk; where anything differs, the tree is walked anew. A layout knows
 places and no values: what stands in them is read each time. It holds modules weakly, and so keeps nothing alive.
 
-Functions, arguments and other objects are in `reads.py`, what one module held and how it is put back in `holders.py`.
+Which layouts are known is in `known_layouts.py`. Functions, arguments and other objects are in `reads.py`, what one module held and
+how it is put back in `holders.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, islice
 from operator import is_, itemgetter
 from typing import Any
@@ -106,7 +106,8 @@ class Layout:
         self.is_simple = self.only_parameters and not (
             self.has_objects or self.renormalised or self.statistics or self.fills_what_it_saved
         )
-        self.is_bare = self.is_simple and alone
+        # A lone module with plain settings and parameters, all of which are there.
+        self.is_bare = self.is_simple and alone and self.all_tensors and self.pick_switches is not None
 
     def _sort_fields(self, fields: list[dict[str, Any]]) -> tuple[Any, ...]:
         """Which fields matter: settings, tensors among them, dicts, objects to be followed; and what stands in them.
@@ -224,24 +225,18 @@ class Layout:
             then = self._pick_fields(fields)
         except KeyError:
             return None
+        if len(fields) != self._count or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
+            return None
         buffers, children, parameters = then[self.content]
         held = list(_values(parameters))
-        if (
-            len(fields) != self._count
-            or list(map(type, then)) != self.field_types
-            or buffers
-            or children
-            or tuple(parameters) != self._names
-            or list(map(type, held)) != self._held_types
-            or type(root) is not self._root_type
-        ):
+        if buffers or children or tuple(parameters) != self._names or list(map(type, held)) != self._held_types:
             return None
         if not self.is_bare:
             return Tree(self, [root], [fields], then, held)
-        tree = _new(Tree)
+        tree = _new(Tree)  # what making one does, in short
         tree.layout, tree.modules, tree.fields = self, [root], [fields]
-        tree._then, tree._held, tree.state = then, held, held if self.all_tensors else list(self.tensors(held))
-        tree.switches = self.pick_switches(then)
+        tree._then, tree._held, tree.state = then, held, held
+        tree.switches = self.pick_switches(then)  # type: ignore[misc, assignment]  # a bare layout has some
         if then[-2] or then[-1]:
             tree._hook_copies = [then[-2].copy(), then[-1].copy()]
         return tree
@@ -458,9 +453,6 @@ class Tree:
         return found
 
 
-_NONE: list[Any] = []
-
-
 def _slices(items: Sequence[Any], lengths: list[int]) -> list[list[Any]]:
     """A list cut into pieces of these lengths."""
     rest = iter(items)
@@ -470,74 +462,3 @@ def _slices(items: Sequence[Any], lengths: list[int]) -> list[list[Any]]:
 def _spread(owners: Any, lengths: list[int]) -> list[Any]:
     """Each owner as often as it has items."""
     return [owner for owner, length in zip(owners, lengths, strict=True) for _ in range(length)]
-
-
-# --- which layout -----------------------------------------------------------------------------------------------------
-
-# By the id of the root, held weakly: asking a WeakKeyDictionary costs as much as the rest of a look.
-_LAYOUTS: dict[int, tuple[weakref.ref[nn.Module], Layout]] = {}
-
-
-def known_layout(root: nn.Module) -> Layout | None:
-    """The layout of the last walk from `root`, if it is kept."""
-    entry = _LAYOUTS.get(id(root))
-    return entry[1] if entry is not None and entry[0]() is root else None
-
-
-def _keep(root: nn.Module, layout: Layout) -> None:
-    before, key = known_layout(root), id(root)
-    layout.kinds = before.kinds if before is not None else {}
-    _LAYOUTS[key] = (weakref.ref(root, partial(_forget, key)), layout)
-
-
-def _forget(key: int, reference: weakref.ref[nn.Module]) -> None:
-    if key in _LAYOUTS and _LAYOUTS[key][0] is reference:  # unless a new module has taken the id meanwhile
-        del _LAYOUTS[key]
-
-
-def read_simple_tree(root: Any) -> Tree | None:
-    """What a known module and those below it hold, if they are laid out as before and hold nothing but parameters and settings."""
-    entry = _LAYOUTS.get(id(root))
-    if entry is None:
-        return None
-    layout = entry[1]
-    if not layout.is_simple or not layout.with_parameters or entry[0]() is not root:
-        return None
-    return layout.read_lone(root) if layout.is_bare else layout.read(root)
-
-
-def read_tree(root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[Tree | None, list[nn.Module]]:
-    """What a root and the modules below it hold, but for those in `seen`; and the scripted ones, which keep theirs elsewhere."""
-    entry = _LAYOUTS.get(id(root))
-    if entry is not None and entry[0]() is root and entry[1].with_parameters is not fsdp:
-        tree = entry[1].read(root)
-        if tree is not None and (len(seen) <= 1 or seen.isdisjoint(map(id, tree.modules[1:]))):
-            return tree, _NONE
-    return _walked(root, seen, not fsdp)
-
-
-def _walked(root: nn.Module, seen: set[int], with_parameters: bool) -> tuple[Tree | None, list[nn.Module]]:
-    found, modules, scripted, whole = [root], [], [], True
-    met = {id(root)}
-    for module in found:
-        fields = module.__dict__
-        if not isinstance(fields.get("_parameters"), dict):
-            scripted.append(module)
-            continue
-        modules.append(module)
-        for child in fields["_modules"].values():
-            if child is None or id(child) in met:
-                continue
-            if id(child) in seen:
-                whole = False
-                continue
-            met.add(id(child))
-            found.append(child)
-    if not modules:
-        return None, scripted
-    layout = Layout(modules, with_parameters=with_parameters)
-    if whole and not scripted:
-        _keep(root, layout)
-    tree = layout.read(modules[0])
-    assert tree is not None
-    return tree, scripted

@@ -26,7 +26,8 @@ from torch.nn.parameter import is_lazy
 from retape.torch import _compat
 from retape.torch.closures import NEVER_READ, as_of_now
 from retape.torch.holders import ATOMS, BLANKS, DictHolder, ListHolder, SlotHolder, tracked
-from retape.torch.layouts import Tree, read_simple_tree, read_tree
+from retape.torch.known_layouts import read_simple_tree, read_tree
+from retape.torch.layouts import Tree
 from retape.torch.opaque import CompiledCall, Opaque
 
 _MOST_DEPTH = 8

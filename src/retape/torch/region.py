@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
@@ -38,11 +38,11 @@ from retape.torch.opaque import CompiledCall
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
 from retape.torch.replay import Diverged, Replay
-from retape.torch.runs import THREAD, Stop, recomputing, record
+from retape.torch.runs import THREAD, Stop, record
 from retape.torch.select import Answering
 from retape.torch.slots import Filler, Slot, as_it_is, checked, release
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
-from retape.torch.transforms import explained_transform, refuse_cached_parametrizations, refuse_transforms
+from retape.torch.transforms import explained_transform
 from retape.torch.watch import AsBefore, Guard, Watch, hold, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -73,7 +73,7 @@ class Region:
     _backward_inside = False  # the function asks for gradients itself
     _diverged = False  # from its recipe
     _own_ids: set[int] | None = None
-    kept: Sequence[Any] = ()  # what was given to `retape.keep`
+    kept: list[Any] = ()  # type: ignore[assignment]  # what was given to `retape.keep`: a list from the first on
     _cargo: offload.Cargo | None = None  # where slots or inputs are moved
 
     def __init__(
@@ -110,7 +110,7 @@ class Region:
 
     def _observe(self, call: Call) -> None:
         """Note how everything stands that a re-run must see again."""
-        self._arguments = set(map(id, call.tensors))
+        self._arguments: Collection[int] = set(map(id, call.tensors))
         if not call.only_parameters:
             self._own_ids = set(map(id, call.state))
         self._watch = Watch(call)
@@ -136,7 +136,7 @@ class Region:
         """Write down what the function gives to `retape.keep`."""
         if not self.kept:
             self.kept = []
-        return record(self.kept, value)  # type: ignore[arg-type]  # a list by now
+        return record(self.kept, value)
 
     # --- the first run -----------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ Token = Any
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _compat.set_grad_enabled
 _count_function_modes = _compat.count_function_modes
 _CUDA_BUILT = _compat.CUDA_BUILT
-_IMPORTED = sys.modules
 
 
 class Stream(Protocol):
@@ -230,15 +229,17 @@ def peek(found: tuple[Stream, ...]) -> list[Token]:
 def streams(generators: Sequence[Any]) -> Draws:
     """Where every random stream stands that the caller could draw from; the first is the CPU's own."""
     devices = _compat.cuda_devices_in_use() if _CUDA_BUILT and _compat.cuda_initialized() else ()
-    if devices or generators or "numpy.random" not in _IMPORTED:
-        others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
-        more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
-        found = (*(_WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY), *more)
-        return found, peek(found)
-    last, usual = _USUAL.last, _USUAL
-    if last[0] is not None and last[0] == (_join(usual.views), _PYTHON.instance.gauss_next, _NUMPY.current()):
-        return last[1]
-    return usual.meet()
+    last, alone = _USUAL.last, not (devices or generators)
+    if alone and last[0] is not None:  # the three were met together: numpy is there
+        if last[0] == (_join(_USUAL.views), _PYTHON.instance.gauss_next, _NUMPY.current()):
+            return last[1]
+        return _USUAL.meet()
+    if alone and "numpy.random" in sys.modules:
+        return _USUAL.meet()
+    others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
+    more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
+    found = (*(_WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY), *more)
+    return found, peek(found)
 
 
 _WITH_NUMPY = (_CPU, _PYTHON, _NUMPY)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -18,7 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from retape.torch import _compat, links, state
-from retape.torch.layouts import Tree, read_simple_tree
+from retape.torch.known_layouts import read_simple_tree
+from retape.torch.layouts import Tree
 from retape.torch.policy import DROP_IN, Check, Inputs, Policy
 from retape.torch.reads import Call, twins_of, usual_call, whose_call
 from retape.torch.region import Region, unpack
@@ -29,35 +31,41 @@ from retape.torch.watch import Watch, drop_hooks, is_known_to_change_nothing, re
 
 # Asked for with every region: a name of the module's is the cheapest to find.
 _new = object.__new__
-_version, _needs_grad, _backward_hooks = attrgetter("_version"), attrgetter("requires_grad"), attrgetter("_backward_hooks")
+_version, _needs_grad = attrgetter("_version"), attrgetter("requires_grad")
+_backward_hooks = attrgetter("_backward_hooks")
 _push_hooks, _pop_hooks, _top_hooks = _compat.push_hooks, _compat.pop_hooks, _compat.top_hooks
 _count_dispatch_modes = _compat.count_dispatch_modes
 _capture, _streams, _drawn, _Ambience = state.capture, state.streams, state.drawn, state.Replay
 _HeldHere, _HOLD, _OFF = links.HeldHere, Inputs.HOLD, Check.OFF
 _FSDP_STATE, _IMPORTED = _compat.FSDP_STATE, sys.modules
 _TENSOR = frozenset({Tensor})
+_NONE: set[int] = set()  # never changed, only replaced
 
 
 class UsualRegion(Region):
     """A region whose call and watch are made only where somebody asks for them."""
 
     _contexts = None
+    _is_watched = False
     _twins: Sequence[tuple[int, int]] = ()
     _function: Callable[..., Any]
     _tree: Tree  # what the module held
     _state: list[Tensor]  # its parameters
     _before: list[int]  # the versions of the arguments and the parameters
+    _inputs: links.HeldHere
     _needed: list[bool]  # which parameters needed gradients
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_call":
-            self._call = call = usual_call(self._function, self._tree, [])
-            call.twins = tuple(self._twins)
-            return call
-        if name == "_watch":
-            self._watch = watch = recalled(self._call, self._before, self._needed, over=not self._running)
-            return watch
-        raise AttributeError(name)
+    # What is found here, and not in the instance, is made when it is asked for. (A `__getattr__` would slow every other field down.)
+    @cached_property
+    def _call(self) -> Call:  # type: ignore[override]
+        call = usual_call(self._function, self._tree, [])
+        call.twins = tuple(self._twins)
+        return call
+
+    @cached_property
+    def _watch(self) -> Watch:  # type: ignore[override]
+        self._is_watched = True
+        return recalled(self._call, self._before, self._needed, over=not self._running)
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         running = THREAD.runs
@@ -74,7 +82,7 @@ class UsualRegion(Region):
             _pop_hooks()
             running.pop()
         self._draws = _drawn(self._draws)
-        if "_watch" in self.__dict__ or list(map(_version, [*arguments, *self._state])) != self._before:
+        if self._is_watched or list(map(_version, [*arguments, *self._state])) != self._before:
             with _compat.unobserved():
                 self._watch.settle(list(arguments), self)
         self._running = False
@@ -118,9 +126,9 @@ class UsualRegion(Region):
     def _arguments_again(self, held: list[Tensor]) -> list[Tensor]:
         arguments = []
         for tensor in held:
-            tensor = tensor.detach()
-            tensor.requires_grad = True
-            arguments.append(tensor)
+            leaf = tensor.detach()
+            leaf.requires_grad = True
+            arguments.append(leaf)
         for place, first in self._twins:
             arguments[place] = arguments[first]
         return arguments
@@ -147,7 +155,8 @@ def usual_region(
         region._before = list(map(_version, [*arguments, *parameters]))
     except RuntimeError:  # an inference tensor has no version
         return None
-    region._needed = list(map(_needs_grad, parameters))
+    region._needed = needed = list(map(_needs_grad, parameters))
+    region._own_ids = set(map(id, parameters)) if False in needed else _NONE
     region._function, region._tree = function, tree
     region.policy, region.early_stop = policy, early_stop
     region.check, region._compares = check, check is not _OFF
