@@ -411,7 +411,7 @@ class Tree:
         lengths = self.layout.held_lengths
         pairs = zip(_slices(self.layout.held_keys, lengths), _slices(self._held, lengths), strict=True)
         for part, (keys, values) in zip(self._content, pairs, strict=True):
-            if len(part) != len(values) or not all(map(is_, _values(part), values)):
+            if list(part) != keys or not all(map(is_, _values(part), values)):
                 part.clear()
                 part.update(zip(keys, values, strict=True))
 
