@@ -19,10 +19,11 @@ import torch
 from benchmarks.blocks import SIZES, build
 from benchmarks.fit import in_turns, kinds_of, peak_bytes, seconds, step
 from benchmarks.records import record
+from torch._functorch import config as functorch
+from torch._inductor.compile_fx import compile_fx
 
 import retape
 from retape.integrations.huggingface import checkpointable_layers
-from retape.torch._compat_compiler import inductor_saving
 from retape.torch.fused_loss import fuse_loss_as, unfuse_loss
 from retape.torch.runs import plain
 
@@ -40,7 +41,12 @@ class Peer:
             return kind.__call__(layer, *arguments, **keywords)
 
         run.__code__ = run.__code__.replace(co_name=f"peer_{int(share * 100)}")
-        self._run = torch.compile(run, backend=inductor_saving(share))
+
+        def backend(graph, inputs, **options):
+            with functorch.patch(activation_memory_budget=share):
+                return compile_fx(graph, inputs, **options)
+
+        self._run = torch.compile(run, backend=backend)
 
     @contextmanager
     def on(self):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import retape
 from retape.torch import products
+from retape.torch.loss_kernels import may_compile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,9 +126,10 @@ def head(dtype, rows=2048, features=128, classes=4000):
     return hidden, weight, labels
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_loss_errs_no_more_than_plain(dtype, reduction):
+def test_the_loss_errs_no_more_than_plain(dtype, reduction, compiled):
     hidden, weight, labels = head(dtype)
 
     def run(function, hidden, weight):
@@ -135,7 +137,8 @@ def test_the_loss_errs_no_more_than_plain(dtype, reduction):
         return [g.double() for g in torch.autograd.grad(loss.sum(), [hidden, weight])]
 
     truth = run(plain, hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
-    ours = run(functools.partial(retape.linear_cross_entropy, chunk_rows=256), hidden, weight)
+    with may_compile(compiled):
+        ours = run(functools.partial(retape.linear_cross_entropy, chunk_rows=256), hidden, weight)
     others = run(plain, hidden, weight)
     for wanted, mine, other in zip(truth, ours, others, strict=True):
         assert float((mine - wanted).norm()) <= 1.1 * float((other - wanted).norm())

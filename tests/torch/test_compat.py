@@ -629,9 +629,47 @@ def test_inductor_saving(monkeypatch):
 
     seen = []
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs: seen.append(config.activation_memory_budget))
-    _compat_compiler.inductor_saving(0.25)(None, [])
-    assert seen == [0.25]
+    for share in (0.25, 1.0, 0.0):
+        _compat_compiler.inductor_saving(share)(None, [])
+    assert seen == [pytest.approx(0.25, rel=1e-4), 1.0, 0.0]
+    assert seen[0] != 0.25  # what is cached of a compiler that takes attention for cheap is not ours
     assert config.activation_memory_budget == 1.0
+
+
+def attentions_in_backward(share):
+    """How often a backward that may keep so much of what it needs runs a fused attention again."""
+    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+    from torch._functorch import config
+
+    again = []
+
+    def forward(graph, inputs):
+        return make_boxed_func(graph)
+
+    def backward(graph, inputs):
+        again.extend(node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        return make_boxed_func(graph)
+
+    def function(x, weight):
+        q = (x @ weight).view(1, 4, 32, 8)
+        return (torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos()) @ q.mT).sin()
+
+    compiled = aot_function(function, forward, backward, partition_fn=min_cut_rematerialization_partition)
+    x, weight = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    with config.patch(activation_memory_budget=share):
+        compiled(x, weight).sum().backward()
+    return sum("backward" not in str(node.target) for node in again)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_costly_attention():
+    from torch._functorch import partitioners
+
+    plain = partitioners.get_default_op_list
+    assert attentions_in_backward(0.4) == 1
+    with _compat_compiler.costly_attention():
+        assert attentions_in_backward(0.4) == 0
+    assert partitioners.get_default_op_list is plain
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -46,6 +46,7 @@ def quick_compiler(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", partitioned)
     monkeypatch.setattr(compiled, "_FORMS", FORMS)
     monkeypatch.setattr(form_profiles, "SAVED_SHARES", (0.5, 0.0))
+    monkeypatch.setattr(form_profiles, "TILED_SHARES", ())
 
 
 @pytest.fixture
@@ -151,8 +152,11 @@ def test_compiled_blocks_that_do_not_fit_are_taken_apart():
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
 
 
-def test_compiled_blocks_that_do_not_fit_run_in_tiles_without_the_compiler(monkeypatch):
+@pytest.mark.parametrize("compiles", [True, False])
+def test_compiled_blocks_that_do_not_fit_run_in_tiles(monkeypatch, compiles):
     monkeypatch.setattr(tiling, "TILES", (4,))
+    monkeypatch.setattr(form_profiles, "TILED_SHARES", (0.5,) if compiles else ())
+    monkeypatch.setattr(form_profiles, "TILES", (4,))
     whole, tiled = floor_bytes("exact", regions=[Wide]), floor_bytes("all", regions=[Wide])
     assert tiled < 0.7 * whole
     model, batch = wide()
@@ -161,7 +165,7 @@ def test_compiled_blocks_that_do_not_fit_run_in_tiles_without_the_compiler(monke
     fit = retape.fit(model, (batch,), budget=budget, compile=True, options="all", regions=[Wide], progress=False)
     shares = {choice.tiles: choice.saved_share for choice in fit.record.assignment.choices}
     assert max(shares) > 1
-    assert all((share is None) == (tiles > 1) for tiles, share in shares.items())
+    assert all((share is None) == (tiles > 1 and not compiles) for tiles, share in shares.items())
     assert fit.measured.peak_bytes <= budget
     for found, plain in zip(gradients(model, batch), wanted, strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)

@@ -39,6 +39,11 @@ def test_where_both_promise_the_same_most_turns_decide(other, wins):
     assert is_quicker([1.0] * 4, other, promised=1.01) is wins
 
 
+@pytest.mark.parametrize(("promised", "wins"), [(1.01, False), (1.0, True)])
+def test_one_that_promised_more_has_to_have_the_fastest_turn_too(promised, wins):
+    assert is_quicker([0.9, 1.1, 1.1, 1.0], [0.95, 0.96, 0.96, 1.01], promised=promised) is wins
+
+
 def test_a_kind_that_is_seldom_seen_is_timed_more_often(monkeypatch):
     assert times_for(calls=48, kinds=1) == times_for(calls=8, kinds=2) == TIMED_STEPS
     assert times_for(calls=7, kinds=7) == 2 * TIMED_STEPS

@@ -115,7 +115,7 @@ def why(row: RegionRow, *, everything: bool) -> str:
     match row.option:
         case OptionKind.KEEP:
             if row.saved_share is not None and row.dropped_bytes:
-                return f"its compiled code saves {dropped} less than it would by itself"
+                return f"its compiled code saves {dropped} less than it would by itself{_tiles(row)}"
             return f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}"
         case OptionKind.SELECT:
             return _why_select(row)

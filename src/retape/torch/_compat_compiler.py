@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -61,17 +61,49 @@ def uncompiled(function: _Function) -> _Function:
     return cast(_Function, _disable_dynamo(function))
 
 
+_ATTENTIONS = (  # fused ones that the partitioner of some PyTorch takes for cheap, and would run again whatever may be saved
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_A_HAIR = (
+    1e-6  # compiled code is cached by its share: another number than the same share elsewhere, where attention is cheap
+)
+
+
 def inductor_saving(share: float) -> Callable[..., Any]:
     """A backend for torch.compile whose functions save this share of the tape that they would save by themselves."""
+    budget = share - _A_HAIR if 0 < share < 1 else share
 
     def backend(graph: Any, inputs: Any, **keywords: Any) -> Any:
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
-        with config.patch(activation_memory_budget=share):
+        with config.patch(activation_memory_budget=budget), costly_attention():
             return compile_fx(graph, inputs, **keywords)
 
     return backend
+
+
+@contextmanager
+def costly_attention() -> Iterator[None]:
+    """Inside, a graph is cut into forward and backward by a compiler that knows attention for what it costs, like a product of matrices."""
+    from torch._functorch import partitioners
+
+    plain = partitioners.get_default_op_list
+
+    def with_attention() -> Any:
+        known = plain()
+        for name in _ATTENTIONS:
+            if hasattr(torch.ops.aten, name):
+                known.compute_intensive_ops.add(getattr(torch.ops.aten, name))
+        return known
+
+    partitioners.get_default_op_list = with_attention
+    try:
+        yield
+    finally:
+        partitioners.get_default_op_list = plain
 
 
 def many_compilations() -> AbstractContextManager[Any]:

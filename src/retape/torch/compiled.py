@@ -20,9 +20,10 @@ from retape.torch import _compat, _compat_compiler
 from retape.torch.attach import original_class
 from retape.torch.opaque import CompiledCall
 from retape.torch.signature import Signature, weights_signature
+from retape.torch.tiled_form import Parts, running_in_tiles
 
 WHOLE = 1.0  # the form that recomputes nothing but what fuses for free
-SAVED_SHARES = (0.7, 0.5, 0.3, 0.2, 0.1, 0.0)  # of what that form saves, for the others
+SAVED_SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.22, 0.15, 0.08, 0.0)  # of what that form saves, for the others
 
 _LOG = logging.getLogger("retape")
 BACKEND: Callable[[float], Callable[..., Any]] = _compat_compiler.inductor_saving
@@ -33,10 +34,11 @@ class CannotCompile(UnsupportedTransform):
 
 
 class Form:
-    """One compiled function, for all blocks of one class whose weights are alike."""
+    """One compiled function, for all blocks of one class whose weights are alike; in it, some parts may run in tiles."""
 
-    def __init__(self, kind: type[nn.Module], share: float) -> None:
+    def __init__(self, kind: type[nn.Module], share: float, tiles: int = 1, parts: Parts = ()) -> None:
         self.failed = False
+        self._tiles, self._parts = tiles, parts
         self.compilations = 0
         self._name = kind.__name__
         backend = BACKEND(share)
@@ -45,11 +47,11 @@ class Form:
             self.compilations += 1
             return backend(*arguments, **keywords)
 
-        self._run = torch.compile(_function(kind, share), backend=counted)
+        self._run = torch.compile(_function(kind, share, tiles), backend=counted)
 
     def __call__(self, module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         try:
-            with _compat_compiler.many_compilations():
+            with _compat_compiler.many_compilations(), running_in_tiles(module, self._parts, self._tiles):
                 return self._run(module, *arguments, **keywords)
         except _compat_compiler.compiler_errors() as error:
             self.refuse(error)
@@ -65,24 +67,26 @@ class Form:
             _LOG.warning("retape: %s does not compile and stays eager: %s", self._name, reason[0])
 
 
-_FORMS: dict[tuple[type, Signature, float], Form] = {}  # of this process, like the compiler's own
+_FORMS: dict[tuple[type, Signature, float, int, Parts], Form] = {}  # of this process, like the compiler's own
 
 
-def form_of(module: nn.Module, share: float) -> Form:
-    """The form of a block that saves this share."""
+def form_of(module: nn.Module, share: float, tiles: int = 1, parts: Parts = ()) -> Form:
+    """The form of a block that saves this share, with these parts in tiles."""
     kind = original_class(type(module))
-    key = (kind, weights_signature(module), share)
+    key = (kind, weights_signature(module), share, tiles, parts)
     form = _FORMS.get(key)
     if form is None:
-        form = _FORMS[key] = Form(kind, share)
+        form = _FORMS[key] = Form(kind, share, tiles, parts)
     return form
 
 
-def in_form(module: nn.Module, plain_call: Callable[..., Any], share: float | None) -> Callable[..., Any]:
+def in_form(
+    module: nn.Module, plain_call: Callable[..., Any], share: float | None, tiles: int = 1, parts: Parts = ()
+) -> Callable[..., Any]:
     """How to call a block: in a compiled form, or as it is (`share` is None, it did not compile, or the user compiled it already)."""
     if share is None or _compat_compiler.is_compiled(module):
         return plain_call
-    form = form_of(module, share)
+    form = form_of(module, share, tiles, parts)
     return plain_call if form.failed else CompiledCall(module, form)
 
 
@@ -105,12 +109,12 @@ def refuse_kept_graph() -> None:
         )
 
 
-def _function(kind: type[nn.Module], share: float) -> FunctionType:
+def _function(kind: type[nn.Module], share: float, tiles: int) -> FunctionType:
     """A function that calls a block as its class does, with code of its own: the compiler caches by code, and only so often."""
     call = kind.__call__
 
     def run(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         return call(module, *arguments, **keywords)
 
-    code = run.__code__.replace(co_name=f"{kind.__name__}_saving_{share}".replace(".", "_"))
+    code = run.__code__.replace(co_name=f"{kind.__name__}_saving_{share}_in_{tiles}".replace(".", "_"))
     return FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)

@@ -25,6 +25,7 @@ from retape.torch.entrance import run_region
 from retape.torch.modes import depends_on_mode, mode_name
 from retape.torch.opaque import CompiledCall
 from retape.torch.policy import HOLD, Check, Inputs, Policy, Way
+from retape.torch.profile import Profile
 from retape.torch.region import Region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
@@ -52,7 +53,8 @@ class Executor:
         self._other_modes: set[str] = set()
         self._answers = {number: answers(choice) for number, choice in enumerate(assignment.choices)}
         self._moves = assignment.moves_something
-        self._tiled = {choice.name: choice.tiled for choice in assignment.choices if choice.tiles > 1}
+        # A compiled form runs its parts in tiles itself.
+        self._tiled = {c.name: c.tiled for c in assignment.choices if c.tiles > 1 and c.saved_share is None}
         self._is_compiled = assignment.is_compiled
         self.regions_run = 0
 
@@ -96,7 +98,7 @@ class Executor:
         number, choice = self._choice(self._names[id(module)])
         if choice.training is not None and choice.training is not module.training:
             self._in_other_mode(module, choice)
-        form = in_form(module, plain_call, choice.saved_share)
+        form = in_form(module, plain_call, choice.saved_share, choice.tiles, choice.tiled)
         try:
             outputs = self._ran(number, self._as_it_can_be(choice, form), form, args, keywords)
         except CannotCompile:
@@ -110,7 +112,7 @@ class Executor:
         """A choice that was made for a compiled form, of a block that does not compile here: what its eager tape weighs nobody knows."""
         if choice.saved_share is None or type(call) is CompiledCall:
             return choice
-        return replace(choice, option=OptionKind.RECOMPUTE, held=(), moved=(), saved_share=None)
+        return replace(choice, option=OptionKind.RECOMPUTE, held=(), moved=(), saved_share=None, tiles=1, tiled=())
 
     def _ran(self, number: int, choice: Choice, call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         if choice.option is not OptionKind.KEEP:
@@ -176,6 +178,14 @@ class Executor:
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(what, stacklevel=4)
+
+
+def executor_of(profile: Profile, assignment: Assignment, names: dict[int, str], *, check: Check) -> Executor:
+    """An executor that knows what a profile has seen of the regions."""
+    executor = Executor(assignment, names, check=check)
+    for choice, call in zip(assignment.choices, profile.calls, strict=True):
+        executor.learn(choice.kind, call.inputs, profile.traces[call.kind], answers(choice))
+    return executor
 
 
 def _sized(inputs: Signature) -> int:

@@ -30,7 +30,7 @@ from retape.torch.attach import put_on, take_off
 from retape.torch.budgets import resolved, with_levers
 from retape.torch.compiled import WHOLE, CannotCompile, refuse_graph_replays
 from retape.torch.discover import Wanted, find_regions, refined, refuse_own_checkpointing
-from retape.torch.executor import Executor, answers
+from retape.torch.executor import Executor, executor_of
 from retape.torch.fingerprint import unwrapped
 from retape.torch.form_profiles import FormProfiles
 from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
@@ -47,7 +47,8 @@ from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
-from retape.torch.turns import in_turns, is_long, is_quicker, quickest, repeated, times_for, turns_within
+from retape.torch.tiled_form import PartsInTiles
+from retape.torch.turns import in_turns, is_long, is_quicker, nearest, repeated, times_for, turns_within, wins
 
 WORTH_A_STEP = 0.995  # of the time of what there is: a plan that promises no less is not tried
 TIGHTER = 20  # a plan that ran out of memory is followed by one that takes a part in so many less
@@ -86,7 +87,7 @@ class Fitter:
         self._compiled = compiled or is_compiled(self.root)
         self._long = False
         self._forms = FormProfiles()
-        self._in_tiles = False  # regions that run compiled elsewhere in a plan may run in tiles, eager
+        self._in_tiles = False  # parts of compiled regions may run in tiles
         self._first_regions = find_regions(self.root, regions)
         refuse_own_checkpointing(self.root)
         refuse_graph_replays({"the model itself": self.root, **self._first_regions})
@@ -122,13 +123,15 @@ class Fitter:
 
     # --- profile -------------------------------------------------------------------------------------------------
 
-    def profiled(self, laboratory: Laboratory, saved_share: float | None = None) -> Profiled:
+    def profiled(
+        self, laboratory: Laboratory, saved_share: float | None = None, tiled: PartsInTiles | None = None
+    ) -> Profiled:
         """Profile with every region recomputed; where even that is too much, with the inputs dropped as well."""
         for inputs in (Inputs.HOLD, Inputs.LINK):
             try:
-                return self._profiled(laboratory, inputs, saved_share)
+                return self._profiled(laboratory, self._session(inputs, saved_share, tiled))
             except CannotCompile:
-                return self.profiled(laboratory, saved_share)  # what was refused is eager now
+                return self.profiled(laboratory, saved_share, tiled)  # what was refused is eager now
             except torch.OutOfMemoryError as error:
                 failure = error
             laboratory.rewind()
@@ -142,10 +145,9 @@ class Fitter:
             binding="",
         ) from failure
 
-    def _profiled(self, laboratory: Laboratory, inputs: Inputs, saved_share: float | None) -> Profiled:
-        session = self._session(inputs, saved_share)
+    def _profiled(self, laboratory: Laboratory, session: ProfileSession) -> Profiled:
         with self.attached(session):
-            self.tell("tracing the regions" if saved_share is None else f"compiling, saving {saved_share:.0%}")
+            self.tell(session.described)
             session.begin_step(None)
             self._first_step(laboratory)
             profile = session.profile
@@ -155,7 +157,7 @@ class Fitter:
             times = times_for(len(profile.calls), len(profile.traces))
             taken = repeated(partial(self._stopped, laboratory, session, seconds), times)
             self._long = is_long(min(taken))
-        return Profiled(profile=profile, step=weighed, seconds=seconds, saved_share=saved_share)
+        return Profiled(profile=profile, step=weighed, seconds=seconds)
 
     def _stopped(
         self, laboratory: Laboratory, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
@@ -169,13 +171,11 @@ class Fitter:
         return float(marks[-1][1])
 
     def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> tuple[list[Profiled], Profiled | None]:
-        """The same step in the other compiled forms, and without a compiler where parts may run in tiles."""
+        """The same step in the other compiled forms, and without a compiler, where parts may run in tiles."""
         if not self._compiled:
             return [], None
-        profiled = partial(self.profiled, laboratory)
-        few = self.regions is not self._first_regions
-        others = self._forms.others(self.regions, whole, profiled, few=few)
-        return others, self._forms.eager(self.regions, whole, profiled) if self._in_tiles else None
+        few, profiled = self.regions is not self._first_regions, partial(self.profiled, laboratory)
+        return self._forms.all(tuple(self.regions), whole, profiled, few=few, tiles=self._in_tiles)
 
     def _first_step(self, laboratory: Laboratory) -> None:
         """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
@@ -186,9 +186,9 @@ class Fitter:
         gc.collect()  # what a compiler leaves in cycles is not there for good
         self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
 
-    def _session(self, inputs: Inputs, saved_share: float | None) -> ProfileSession:
+    def _session(self, inputs: Inputs, saved_share: float | None, tiled: PartsInTiles | None) -> ProfileSession:
         tiles = self.options is OptionSet.ALL
-        return ProfileSession(self.names, self.device, inputs, saved_share, tiles=tiles)
+        return ProfileSession(self.names, self.device, inputs, saved_share, tiles=tiles, tiled=tiled)
 
     def _weighed(self, laboratory: Laboratory, session: ProfileSession) -> StepBytes:
         with weighing(self.device) as scale:
@@ -248,7 +248,7 @@ class Fitter:
         start = time.perf_counter()
         with undisturbed(self.model) as laboratory:
             fitting = self._fitted(laboratory)
-            if self.options is OptionSet.ALL and can_fuse_loss(self.root):
+            if self._may_fuse:
                 fitting = self._with_fused_loss(laboratory, fitting)
         if isinstance(fitting, BudgetTooSmall):
             raise with_levers(fitting, self.budget, self.options, can_fuse=can_fuse_loss(self.root))
@@ -257,11 +257,17 @@ class Fitter:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
 
+    @property
+    def _may_fuse(self) -> bool:
+        return self.options is OptionSet.ALL and can_fuse_loss(self.root)
+
     def _fitted(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
         try:
             try:
                 return self._settled(laboratory)
             except BudgetTooSmall as error:
+                if self._may_fuse and error.binding not in self.regions:
+                    return error  # it is the loss that does not fit: other regions would not help
                 return self._with_less_at_once(laboratory, error)
         except BudgetTooSmall as error:
             return error
@@ -272,24 +278,21 @@ class Fitter:
             return without
         self.tell("with the loss fused")
         self._take_regions(self._first_regions)
-        fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes))
+        fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes), compiled=self._compiled)
         fused: Fitting | BudgetTooSmall | None = None
         try:
             fused = self._fitted(laboratory)
         finally:
-            better = isinstance(fused, Fitting) and (
-                isinstance(without, BudgetTooSmall) or bool(decided_by_first(partial(quickest, [without, fused])))
-            )
+            better = isinstance(fused, Fitting) and decided_by_first(partial(wins, fused, without))
             if not better:
                 unfuse_loss(self.root)
         if better:
             assert isinstance(fused, Fitting)
             return replace(fused, fused_loss=True)
-        both = [each for each in (without, fused) if isinstance(each, BudgetTooSmall)]
-        return min(both, key=lambda each: each.floor_bytes) if len(both) == 2 else without
+        return nearest(without, fused)
 
     def _with_less_at_once(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
-        """Where blocks do not fit: compiled ones may in tiles, which need no compiler, and else their parts may.
+        """Where blocks do not fit: compiled ones may with what treats rows by themselves in tiles, and else their parts may.
 
         Smaller regions have a smaller working set, though more inputs to hold.
         """
@@ -484,10 +487,7 @@ class Fitter:
             return self.measured(laboratory)
 
     def _executor(self, assignment: Assignment, profile: Profile) -> Executor:
-        executor = Executor(assignment, self.names, check=self.check)
-        for choice, call in zip(assignment.choices, profile.calls, strict=True):
-            executor.learn(choice.kind, call.inputs, profile.traces[call.kind], answers(choice))
-        return executor
+        return executor_of(profile, assignment, self.names, check=self.check)
 
     def _limit_bytes(self, chain: Chain) -> int:
         """The budget as the bytes that the peak of one microbatch must not pass, everything counted.

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.torch.logits import CHUNK_BYTES, Logits
+from retape.torch.logits import CHUNK_BYTES, COMPILED, Logits
 
 _LOG = logging.getLogger("retape")
-_PARTS = 8  # of what activations may take, one is for a chunk
+_PARTS = 4  # of what activations may take, one is for a chunk
 
 
 class _Thread(threading.local):
@@ -33,17 +33,19 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None) -> nn.Module:
+def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: bool = False) -> nn.Module:
     """Compute the training loss of a causal language model without whole logits; returns the model.
 
-    The buffers of a chunk of logits take at most `chunk_bytes`, where that is less than usual.
+    The buffers of a chunk of logits take at most `chunk_bytes`. Where it may be `compiled`, what is done to them is, on a GPU.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     head = _head_of(model)
-    vars(head).pop(CHUNK_BYTES, None)
+    _forget_settings(head)
     if chunk_bytes is not None:
         setattr(head, CHUNK_BYTES, chunk_bytes)
+    if compiled:
+        setattr(head, COMPILED, True)
     if getattr(model, "loss_function", None) is fused_causal_loss:
         return model
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
@@ -69,7 +71,7 @@ def can_fuse_loss(model: nn.Module) -> bool:
 
 def unfuse_loss(model: nn.Module) -> nn.Module:
     """Undo `fuse_loss`; returns the model."""
-    vars(_head_of(model)).pop(CHUNK_BYTES, None)
+    _forget_settings(_head_of(model))
     if getattr(model, "loss_function", None) is fused_causal_loss:
         del model._loss_function
     for module in (model, _head_of(model)):
@@ -81,9 +83,15 @@ def unfuse_loss(model: nn.Module) -> nn.Module:
     return model
 
 
+def _forget_settings(head: nn.Module) -> None:
+    for name in (CHUNK_BYTES, COMPILED):
+        vars(head).pop(name, None)
+
+
 def fuse_loss_as(model: nn.Module, record: FitRecord) -> None:
     """As a fit left it: the size of a chunk follows from the budget."""
-    fuse_loss(model, chunk_bytes=chunk_within(record.budget_bytes, record.measured.base_bytes))
+    chunk_bytes = chunk_within(record.budget_bytes, record.measured.base_bytes)
+    fuse_loss(model, chunk_bytes=chunk_bytes, compiled=record.assignment.is_compiled)
 
 
 def chunk_within(budget_bytes: int | None, fixed_bytes: int) -> int | None:

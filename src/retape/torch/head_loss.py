@@ -20,6 +20,7 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput, UnsupportedTransform
 from retape.torch import _compat, _compat_compiler
+from retape.torch.loss_kernels import compiled_loss
 from retape.torch.products import Products, add_product, products_of, wide
 
 _CHUNK_BYTES = {"cuda": 512 * 1024 * 1024}
@@ -165,6 +166,10 @@ class _Head:
         """
         loss, labels = self.loss, self._labels[part]
         logits = self._logits(rows)
+        quick = compiled_loss(logits.device) if slope and self._is_usual else None
+        if quick is not None:
+            losses, slopes = quick(logits, labels, self.products.slope_dtype)
+            return losses.where(self.valid[part], 0.0), slopes
         bent = None if loss.soft_cap is None else logits.div_(loss.soft_cap).tanh_()
         if bent is not None and loss.soft_cap is not None:
             logits = bent * loss.soft_cap
@@ -183,6 +188,19 @@ class _Head:
         if not slope:
             return losses, None
         return losses, self._slope(chances, labels, weights, log_sum, bent)
+
+    @property
+    def _is_usual(self) -> bool:
+        """Whether it is plain cross entropy, without anything else that uses the slopes of a chunk as they are before rounding."""
+        loss = self.loss
+        extras = (
+            loss.label_smoothing,
+            loss.z_loss,
+            loss.soft_cap,
+            self._class_weight is not None,
+            self._bias is not None,
+        )
+        return not any(extras) and loss.reduction is not Reduction.NONE
 
     def _logits(self, rows: Tensor) -> Tensor:
         logits = self.products.logits(rows)
@@ -225,7 +243,7 @@ class _Gradients:
         products = self._head.products
         if self.bias is not None:
             self.bias += factor @ slope
-        slope = products.narrowed(slope)
+        slope = slope.to(products.slope_dtype)
         if self.rows is not None:
             gradient = products.rows_gradient(slope)
             gradient *= (factor if early is None else factor * early).unsqueeze(1)
@@ -244,9 +262,9 @@ def usual_chunk_bytes(device: torch.device, classes: int, features: int, *, weig
     return max(at_least, classes * features * 4 if weight_gradient else 0)
 
 
-def rows_within(chunk_bytes: int, classes: int) -> int:
+def rows_within(chunk_bytes: int, classes: int, bytes_per_logit: int = _BYTES_PER_LOGIT) -> int:
     """How many rows of logits have buffers of so many bytes."""
-    return max(1, chunk_bytes // (_BYTES_PER_LOGIT * max(1, classes)))
+    return max(1, chunk_bytes // (bytes_per_logit * max(1, classes)))
 
 
 def _chunks(rows: Tensor, classes: int, loss: _Loss, weight_gradient: bool) -> Iterator[slice]:

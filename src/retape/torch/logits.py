@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.torch.head_loss import linear_cross_entropy, rows_within, usual_chunk_bytes
+from retape.torch.loss_kernels import compiled_loss, may_compile
 
 CHUNK_BYTES = "_retape_chunk_bytes"  # of a head: what the buffers of a chunk may take at most
+COMPILED = "_retape_compiled_loss"  # of a head: whether what its loss does between matrix products may be compiled
 _LEAST_ROWS = 64  # a chunk of fewer would keep a GPU waiting
+_ROOMY = (
+    2  # times the usual bytes: larger matrix products are faster, and the gradient of the weight is added up less often
+)
 
 
 class Logits:
@@ -32,26 +37,33 @@ class Logits:
 
     def loss(self, labels: Tensor, *, ignore_index: int, reduction: str, shift: bool) -> Tensor:
         """The cross entropy of the logits with `labels`."""
-        return linear_cross_entropy(
-            self.rows,
-            self.head.weight,
-            labels.reshape(self.shape[:-1]) if labels.numel() == self.shape[:-1].numel() else labels,
-            bias=self.head.bias,
-            ignore_index=ignore_index,
-            logit_scale=self.scale,
-            soft_cap=self.cap,
-            reduction=reduction,
-            shift=shift,
-            chunk_rows=self._chunk_rows(),
-        )
+        with may_compile(getattr(self.head, COMPILED, False)):
+            return linear_cross_entropy(
+                self.rows,
+                self.head.weight,
+                labels.reshape(self.shape[:-1]) if labels.numel() == self.shape[:-1].numel() else labels,
+                bias=self.head.bias,
+                ignore_index=ignore_index,
+                logit_scale=self.scale,
+                soft_cap=self.cap,
+                reduction=reduction,
+                shift=shift,
+                chunk_rows=self._chunk_rows(),
+            )
 
     def _chunk_rows(self) -> int | None:
-        """Fewer rows than usual, where the head says that there is less room."""
+        """Fewer rows than usual, where the head says that there is less room; more on a GPU, where it says that there is room."""
         weight, most = self.head.weight, getattr(self.head, CHUNK_BYTES, None)
         if most is None:
             return None
         usual = usual_chunk_bytes(self.device, *weight.shape, weight_gradient=weight.requires_grad)
-        return None if most >= usual else max(_LEAST_ROWS, rows_within(most, len(weight)))
+        roomy = _ROOMY * usual if self.device.type == "cuda" else usual
+        if usual == roomy <= most:
+            return None
+        plain = self.cap is None and self.head.bias is None and compiled_loss(self.device) is not None
+        # Compiled, the slopes are made from the logits, and nothing stands between.
+        each = (torch.float32.itemsize + weight.dtype.itemsize,) if plain else ()
+        return max(_LEAST_ROWS, rows_within(min(most, roomy), len(weight), *each))
 
     def __mul__(self, factor: Any) -> Logits:
         if not isinstance(factor, (int, float)) or (self.cap is not None and factor <= 0):

@@ -161,6 +161,7 @@ class _Form:
             trace=self._profiled.profile.traces[call.kind],
             overheads=self._overheads,
             saved_share=call.saved_share,
+            tiles=call.tiles,
         )
 
     def elsewhere(self, call: RegionCall) -> Stage:

@@ -25,10 +25,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class Products(Protocol):
     """The products of one weight; `rows` and `weight` have one dtype, what comes out is `wide` of it."""
 
+    slope_dtype: torch.dtype  # in which the two products of the backward pass take a slope
+
     def logits(self, rows: Tensor) -> Tensor: ...
     def rows_gradient(self, slope: Tensor) -> Tensor: ...
-    def narrowed(self, slope: Tensor) -> Tensor:
-        """The slope in the dtype in which the two products of the backward pass take it."""
 
 
 def products_of(weight: Tensor) -> Products:
@@ -41,16 +41,14 @@ def products_of(weight: Tensor) -> Products:
 class _AsTheyAre:
     """Operands of float32 or float64."""
 
-    __slots__ = ("_weight",)
+    __slots__ = ("_weight", "slope_dtype")
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
+        self.slope_dtype = weight.dtype
 
     def logits(self, rows: Tensor) -> Tensor:
         return rows @ self._weight.T
-
-    def narrowed(self, slope: Tensor) -> Tensor:
-        return slope
 
     def rows_gradient(self, slope: Tensor) -> Tensor:
         return slope @ self._weight
@@ -59,10 +57,11 @@ class _AsTheyAre:
 class _InSlabs:
     """16-bit operands where no kernel sums them in float32: a slab of the weight at a time is made float32."""
 
-    __slots__ = ("_weight",)
+    __slots__ = ("_weight", "slope_dtype")
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
+        self.slope_dtype = torch.float32
 
     def logits(self, rows: Tensor) -> Tensor:
         rows = rows.float()
@@ -70,9 +69,6 @@ class _InSlabs:
         for part in _slabs(self._weight):
             out[:, part] = rows @ self._weight[part].float().T
         return out
-
-    def narrowed(self, slope: Tensor) -> Tensor:
-        return slope
 
     def rows_gradient(self, slope: Tensor) -> Tensor:
         out = slope.new_zeros(len(slope), self._weight.shape[1])
@@ -84,16 +80,14 @@ class _InSlabs:
 class _OnTensorCores:
     """16-bit operands on CUDA, whose kernels take them as they are and sum in float32."""
 
-    __slots__ = ("_weight",)
+    __slots__ = ("_weight", "slope_dtype")
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
+        self.slope_dtype = weight.dtype
 
     def logits(self, rows: Tensor) -> Tensor:
         return torch.mm(rows, self._weight.T, out_dtype=torch.float32)
-
-    def narrowed(self, slope: Tensor) -> Tensor:
-        return slope.to(self._weight.dtype)
 
     def rows_gradient(self, slope: Tensor) -> Tensor:
         return torch.mm(slope, self._weight, out_dtype=torch.float32)

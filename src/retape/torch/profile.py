@@ -30,6 +30,7 @@ from retape.torch.region import Region
 from retape.torch.runs import is_plain, managed_elsewhere
 from retape.torch.signature import Signature, signature, weights_signature
 from retape.torch.slots import Slot
+from retape.torch.tiled_form import PartsInTiles
 from retape.torch.tiling import (
     Tiling,
     call_part,
@@ -146,7 +147,8 @@ class RegionCall:
 
     `maker` is the stage whose outputs are all that other regions made of its inputs, or None where there is no single one;
     `linked_bytes` is what those inputs weigh, and `linked` which they are among the tensors of the call. `device` is where it
-    lives, or None where there is but one. `saved_share` names the compiled form that it really ran in, `training` the mode.
+    lives, or None where there is but one. `saved_share` names the compiled form that it really ran in, whose parts ran in so
+    many `tiles`; `training` the mode.
     """
 
     stage: int
@@ -161,6 +163,7 @@ class RegionCall:
     linked: frozenset[int] = frozenset()
     device: torch.device | None = None
     saved_share: float | None = None
+    tiles: int = 1
     training: bool = True
 
 
@@ -184,13 +187,15 @@ class ProfileSession:
         saved_share: float | None = None,
         *,
         tiles: bool = False,
+        tiled: PartsInTiles | None = None,
         homes: Mapping[int, torch.device] | None = None,
     ) -> None:
         self._names = names
         self._device = device
         self._homes = homes
         self._saved_share = saved_share
-        self._tiles = tiles and saved_share is None  # a compiled form is one piece
+        self._tiles = tiles and saved_share is None  # which parts of a compiled form may, is asked without the compiler
+        self._tiled = tiled or PartsInTiles(1, {})
         self._rows: dict[int, Tensor] = {}  # a few of what each part was called with
         self._rowwise: set[int] = set()  # the parts that were found to treat them independently
         self._policy = Policy(inputs=inputs)
@@ -203,6 +208,14 @@ class ProfileSession:
         self._stage = 0
         self._root_call = -1
         self._counts: dict[int, int] = {}
+
+    @property
+    def described(self) -> str:
+        """What a fit is doing with it."""
+        if self._saved_share is None:
+            return "tracing the regions"
+        tiles = f", parts in {self._tiled.tiles} tiles" if self._tiled.of_region else ""
+        return f"compiling, saving {self._saved_share:.0%}{tiles}"
 
     def begin_step(self, instrument: Instrument | None) -> None:
         """A new step follows, in which the marks go to `instrument`; without one, what is new is traced."""
@@ -240,7 +253,8 @@ class ProfileSession:
         if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = without_cache(module, args, keywords)
-        plain_call = in_form(module, plain_call, self._saved_share)
+        parts = self._tiled.of_region.get(self._names[id(module)], ())
+        plain_call = in_form(module, plain_call, self._saved_share, self._tiled.tiles if parts else 1, parts)
         refuse_transforms(plain_call)
         self.mark(Phase.FORWARD, self._stage)  # what a region notes before it runs is a part of it
         captured = capture_call(plain_call, args, keywords)
@@ -300,6 +314,9 @@ class ProfileSession:
                 linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
                 device=None if self._homes is None else home,
                 saved_share=self._saved_share if region.runs_a_form else None,
+                tiles=self._tiled.tiles
+                if region.runs_a_form and self._names[id(module)] in self._tiled.of_region
+                else 1,
                 training=module.training,
             )
         )

@@ -106,15 +106,11 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """A profiled step: its regions, what they weighed, and their seconds in each timed step.
-
-    `saved_share` names the compiled form that every region ran in; None is eager.
-    """
+    """A profiled step: its regions, what they weighed, and their seconds in each timed step."""
 
     profile: Profile
     step: StepBytes
     seconds: list[dict[int, RegionSeconds]]
-    saved_share: float | None = None
 
     def calls_like(self, other: Profiled) -> bool:
         """Whether the same modules were called in the same order."""
@@ -123,6 +119,23 @@ class Profiled:
     def runs_like(self, other: Profiled) -> bool:
         """Whether it has the same calls with the same slots: a form that saves what the other saves."""
         return [call.kind for call in self.profile.calls] == [call.kind for call in other.profile.calls]
+
+    def rowwise_parts(self) -> dict[str, tuple[str, ...]]:
+        """The parts of each region, by its name, that were found to treat rows independently."""
+        calls, tilings = self.profile.calls, self.profile.tilings
+        return {
+            call.name: tilings[call.kind].parts for call in calls if call.kind in tilings and tilings[call.kind].parts
+        }
+
+    @property
+    def runs_in_tiles(self) -> bool:
+        """Whether some region ran in a compiled form with parts in tiles."""
+        return any(call.tiles > 1 for call in self.profile.calls)
+
+    @property
+    def highest_backward_bytes(self) -> int:
+        """How high the backward of a region stood above where that region began, at most."""
+        return max((region.backward_peak - region.start for region in self.step.regions.values()), default=0)
 
 
 _PEAKS = {

@@ -86,10 +86,11 @@ class MeasuredRegion:
         trace: RegionTrace | None,
         overheads: Overheads,
         saved_share: float | None = None,
+        tiles: int = 1,
     ) -> None:
         self._call, self._seconds, self._overheads = call, seconds, overheads
         self._trace = trace
-        self._saved_share = saved_share
+        self._saved_share, self._tiles = saved_share, tiles
         self.kind = call.kind
         begin = levels.starts[call.stage]
         self._output_bytes = levels.ends[call.stage] - begin
@@ -146,10 +147,14 @@ class MeasuredRegion:
             rerun_peak=self._backward_bytes,
         )
         forward, backward = self._kept_seconds()
-        label = f"keep {format_bytes(option.held_bytes)}"
+        label = f"keep {format_bytes(option.held_bytes)}{self._in_tiles}"
         option = replace(option, label=label, forward_seconds=forward, backward_seconds=backward)
         slots = frozenset(range(len(self._trace.slots) if self._trace is not None else 0))
-        return Way(option=option, held=slots, saved_share=self._saved_share)
+        return Way(option=option, held=slots, saved_share=self._saved_share, tiles=self._tiles)
+
+    @property
+    def _in_tiles(self) -> str:
+        return f", in {self._tiles} tiles" if self._tiles > 1 else ""
 
     def _kept_seconds(self) -> tuple[float, float]:
         """Forward and backward without the engine."""
@@ -183,7 +188,7 @@ class MeasuredRegion:
             forward=way.forward_bytes + self._unseen_forward,
             rerun_peak=way.rerun_bytes + self._unseen_rerun,
         )
-        return Way(option=option, held=way.held, saved_share=self._saved_share)
+        return Way(option=option, held=way.held, saved_share=self._saved_share, tiles=self._tiles)
 
     def tiled(self, tiling: Tiling) -> list[Way]:
         """Recompute, with parts in tiles: as much lower and as much longer as one region by itself was with them."""
@@ -218,8 +223,8 @@ class MeasuredRegion:
 
     def moving(self, ways: tuple[Treatment, ...], host: Tier) -> list[Way]:
         """The ways to move slots that are worth it: no other is at least as good in every respect."""
-        share = self._saved_share
-        return worth_having([Way(self._offload(way, host), way.held, way.moved, saved_share=share) for way in ways])
+        made = [Way(self._offload(way, host), way.held, way.moved) for way in ways]
+        return worth_having([way._replace(saved_share=self._saved_share, tiles=self._tiles) for way in made])
 
     def moving_input(self, ways: list[Way], size: int, host: Tier, regions: int) -> list[Way]:
         """What is worth it of recomputing with the input moved, and of `ways` with the input moved too."""
@@ -227,9 +232,9 @@ class MeasuredRegion:
             return []
         made = [self._with_input_moved(way, size, host) for way in ways]
         fitting = [way for way in made if has_room(host, way.option.moved_bytes, regions)]
-        in_tiles = [way for way in fitting if way.tiles > 1]
-        others = worth_having([way for way in fitting if way.tiles == 1])
-        bare = Way(option=self._recompute(), saved_share=self._saved_share)
+        in_tiles = [way for way in fitting if way.tiles > self._tiles]
+        others = worth_having([way for way in fitting if way.tiles == self._tiles])
+        bare = Way(option=self._recompute(), saved_share=self._saved_share, tiles=self._tiles)
         return [*others, *in_tiles, self._with_input_moved(bare, size, host)]
 
     def _with_input_moved(self, way: Way, size: int, host: Tier) -> Way:
@@ -277,7 +282,7 @@ class MeasuredRegion:
         )
         return replace(
             option,
-            label=f"offload {format_bytes(moved)}, hold {format_bytes(way.held_bytes)}",
+            label=f"offload {format_bytes(moved)}, hold {format_bytes(way.held_bytes)}{self._in_tiles}",
             moved_bytes=moved,
             backward_seconds=option.backward_seconds + back,
             backward_stall_seconds=back,

@@ -40,6 +40,7 @@ from retape.torch.ranks import decided_by_first, largest
 from retape.torch.readings import Profiled, StepBytes, read_bytes
 from retape.torch.resident import allocated_bytes, devices_of, fixed_bytes
 from retape.torch.rounds import WORTH_USING, Fitting
+from retape.torch.tiled_form import PartsInTiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,7 @@ class SpreadFitter(Fitter):
             self.fixed[device] += max(0, allocated_bytes(device) - before[device])
         self.fixed_bytes = self.fixed[self.device]
 
-    def _session(self, inputs: Inputs, saved_share: float | None) -> ProfileSession:
+    def _session(self, inputs: Inputs, saved_share: float | None, tiled: PartsInTiles | None) -> ProfileSession:
         homes = {id(module): home_of(name, module) for name, module in self.regions.items()}
         known = {module: home for module, home in homes.items() if home is not None}
         return ProfileSession(self.names, self.device, inputs, saved_share, homes=known)

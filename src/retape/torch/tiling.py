@@ -88,7 +88,7 @@ def treats_rows_independently(call: Callable[..., Any], rows: Tensor) -> bool:
                 return False
             if any(not torch.equal(a, b) for a, b in zip(before, _random_state(rows.device), strict=True)):
                 return False
-            _in_tiles(call, rows, 2).sum().backward(inputs=[rows])
+            run_in_tiles(call, rows, 2).sum().backward(inputs=[rows])
     except (RetapeError, RuntimeError):  # or its own code does not take slices
         return False
     return True
@@ -114,10 +114,11 @@ def call_part(module: nn.Module, plain_call: Callable[..., Any], args: Any, keyw
     tiles = running[-1].region.policy.tiles if running else 1
     if tiles == 1 or is_plain() or not torch.is_grad_enabled() or not is_given_rows(args, keywords):
         return plain_call(*args, **keywords)
-    return _in_tiles(plain_call, args[0], tiles)
+    return run_in_tiles(plain_call, args[0], tiles)
 
 
-def _in_tiles(call: Callable[..., Any], rows: Tensor, tiles: int) -> Tensor:
+def run_in_tiles(call: Callable[..., Any], rows: Tensor, tiles: int) -> Tensor:
+    """A part on slices of its rows."""
     # A slice of a batch is not in one piece, and code that flattens its input with `view` would refuse it.
     found: Tensor = tile(partial(_in_one_piece, call), rows, tiles=tiles, dim=ROWS_DIM)
     return found

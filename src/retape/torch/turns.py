@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from retape.core.errors import BudgetTooSmall
 from retape.torch.ranks import largest
 from retape.torch.rounds import Fitting
 
@@ -50,14 +51,23 @@ def in_turns(runs: Sequence[Callable[[], float]], turns: int) -> list[list[float
 def is_quicker(one: Sequence[float], other: Sequence[float], *, promised: float) -> bool:
     """Whether the other is taken to be faster, which promised so many times the seconds.
 
-    Where that is hardly more, the turns decide. Where it is more, it has to take less in every turn, and by more than what two
+    Where that is hardly more, the turns decide: most of them, and the fastest too if it promised more at all, for a few turns of a
+    card that is now hot and now cold say little. Where it is more, it has to take less in every turn, and by more than what two
     runs of the same differ by.
     """
     ratios = [mine / its for its, mine in zip(one, other, strict=True)]
     if promised <= HARDLY_MORE:
-        return median(ratios) < 1.0
+        return median(ratios) < 1.0 and (promised <= 1.0 or min(other) < min(one))
     return max(ratios) < 1.0 and median(ratios) <= CLEARLY
 
 
-def quickest(found: list[Fitting]) -> int:
-    return min(range(len(found)), key=lambda number: found[number].measured.seconds)
+def wins(one: Fitting, other: Fitting | BudgetTooSmall) -> bool:
+    """Whether a plan is the better one: the other is none, or a slower one."""
+    return isinstance(other, BudgetTooSmall) or one.measured.seconds < other.measured.seconds
+
+
+def nearest(one: Fitting | BudgetTooSmall, other: Fitting | BudgetTooSmall | None) -> Fitting | BudgetTooSmall:
+    """The one, unless both failed and the other has the lower floor."""
+    if isinstance(one, BudgetTooSmall) and isinstance(other, BudgetTooSmall):
+        return min(one, other, key=lambda each: each.floor_bytes)
+    return one

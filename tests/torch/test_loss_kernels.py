@@ -1,0 +1,141 @@
+"""The usual loss of a chunk as one function for a compiler: the same numbers, and only where it may be."""
+
+import logging
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import retape
+from retape.torch import _compat_compiler, head_loss, logits, loss_kernels
+from retape.torch.loss_kernels import compiled_loss, losses_and_slopes, may_compile
+
+ROWS, FEATURES, CLASSES = 40, 16, 33
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_refused(monkeypatch):
+    monkeypatch.setattr(loss_kernels, "_REFUSED", [])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """As if it were compiled, with what it was called for."""
+    found = []
+
+    def counted(logits, labels, narrow):
+        found.append(len(logits))
+        return losses_and_slopes(logits, labels, narrow)
+
+    monkeypatch.setattr(head_loss, "compiled_loss", lambda device: counted)
+    return found
+
+
+def errors(logits, labels):
+    """Of the losses and the slopes: how far ours, and those of plain autograd, are from float64's."""
+
+    def plainly(values):
+        values = values.detach().requires_grad_()
+        losses = F.cross_entropy(values, labels.squeeze(1), reduction="none")
+        return losses.detach(), torch.autograd.grad(losses.sum(), values)[0]
+
+    exact, plain, ours = plainly(logits.double()), plainly(logits), losses_and_slopes(logits, labels, logits.dtype)
+    return [
+        [(one.double() - true).norm().item() for one, true in zip(found, exact, strict=True)] for found in (ours, plain)
+    ]
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_the_error_is_no_larger_than_plain(spread):
+    torch.manual_seed(0)
+    logits, labels = spread * torch.randn(400, CLASSES), torch.randint(0, CLASSES, (400, 1))
+    for ours, plain in zip(*errors(logits, labels), strict=True):
+        assert ours <= 1.1 * plain
+
+
+def test_large_logits_do_not_overflow():
+    logits = torch.tensor([[1e30, -1e30, 0.0], [-3e38, -3e38, -3e38]])
+    losses, slopes = losses_and_slopes(logits, torch.tensor([[0], [2]]), torch.float32)
+    assert losses[0] == 0
+    assert slopes.isfinite().all()
+
+
+def case(dtype, bias=False):
+    torch.manual_seed(1)
+    hidden = torch.randn(ROWS, FEATURES).to(dtype).requires_grad_()
+    weight = torch.randn(CLASSES, FEATURES).to(dtype).requires_grad_()
+    labels = torch.randint(0, CLASSES, (ROWS,))
+    labels[:3] = -100
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_usual_loss_goes_through_it(calls, monkeypatch, dtype, reduction):
+    hidden, weight, labels = case(dtype)
+    loss = retape.linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_rows=16)
+    found = (loss, *torch.autograd.grad(loss, [hidden, weight]))
+    assert sum(calls) == ROWS
+    monkeypatch.undo()
+    loss = retape.linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_rows=16)
+    for one, other in zip(found, (loss, *torch.autograd.grad(loss, [hidden, weight])), strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        {"label_smoothing": 0.1},
+        {"z_loss": 0.1},
+        {"soft_cap": 5.0},
+        {"class_weight": torch.ones(CLASSES)},
+        {"bias": torch.ones(CLASSES)},
+        {"reduction": "none"},
+    ],
+)
+def test_any_other_loss_does_not(calls, unusual):
+    hidden, weight, labels = case(torch.float32)
+    retape.linear_cross_entropy(hidden, weight, labels, **unusual).sum().backward()
+    assert not calls
+
+
+def test_it_is_compiled_on_a_gpu_where_it_may_be():
+    assert compiled_loss(CUDA) is None
+    with may_compile(True):
+        assert compiled_loss(CUDA) is not None
+        assert compiled_loss(torch.device("cpu")) is None
+        with may_compile(False):
+            assert compiled_loss(CUDA) is None
+    assert compiled_loss(CUDA) is None
+
+
+def test_where_it_does_not_compile_it_stays_eager_and_says_so(monkeypatch, caplog):
+    def refusing(*arguments):
+        raise _compat_compiler.compiler_errors()[0]("never")
+
+    monkeypatch.setattr(loss_kernels, "_compiled", lambda: refusing)
+    logits, labels = torch.randn(4, 5), torch.zeros(4, 1, dtype=torch.long)
+    with may_compile(True), caplog.at_level(logging.WARNING, "retape"):
+        run = compiled_loss(CUDA)
+        found = run(logits, labels, torch.float32)
+        assert compiled_loss(CUDA) is None
+    for one, other in zip(found, losses_and_slopes(logits, labels, torch.float32), strict=True):
+        assert torch.equal(one, other)
+    assert "does not compile and stays eager" in caplog.text
+
+
+def test_a_chunk_of_the_compiled_loss_holds_more_rows(monkeypatch):
+    monkeypatch.setattr(logits, "usual_chunk_bytes", lambda *a, **k: 10 * CLASSES * 100)
+    head = torch.nn.Linear(FEATURES, CLASSES, bias=False, dtype=torch.bfloat16)
+    rows = torch.empty(1000, FEATURES, dtype=torch.bfloat16)
+    standing = logits.Logits(rows, head)
+    standing.device = CUDA
+    vars(head)[logits.CHUNK_BYTES] = 2**40
+    assert standing._chunk_rows() == 200, "twice what is usual, on a GPU"
+    with may_compile(True):
+        assert standing._chunk_rows() == 333, "four bytes of a logit and two of its slope"
+        vars(head)[logits.CHUNK_BYTES] = 6 * CLASSES * 150
+        assert standing._chunk_rows() == 150
+        assert (standing / 5.0).tanh()._chunk_rows() < 150
