@@ -555,6 +555,10 @@ def test_settings(setting):
     assert get() == before
 
 
+def test_read_settings():
+    assert _compat.read_settings() == [get() for _, get, _ in _compat.SETTINGS]
+
+
 def test_compiled_code():
     assert callable(_compat.COMPILED_CODE) or _compat.COMPILED_CODE is None
 
