@@ -19,8 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import retape
+from retape.torch.entrance import run_region
 from retape.torch.policy import Policy
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 
 TINY_OPS = 200

@@ -12,8 +12,8 @@ from retape.core.problem import OptionKind, Tier
 from retape.core.simulate import simulate
 from retape.errors import OffloadError
 from retape.torch import fitting, lanes, offload
+from retape.torch.entrance import run_region
 from retape.torch.policy import Policy
-from retape.torch.region import run_region
 
 pytestmark = [
     pytest.mark.gpu,

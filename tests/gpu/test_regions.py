@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import retape
+from retape.torch.entrance import run_region
 from retape.torch.policy import Policy
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.runs import plain
 from retape.torch.select import plan_recipe
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import retape
 from retape.errors import StateChanged
+from retape.torch.entrance import run_region
 from retape.torch.policy import Policy
-from retape.torch.region import run_region
 
 
 def edited_output(call):

@@ -6,8 +6,9 @@ import warnings
 import pytest
 import torch
 
+from retape.torch.entrance import run_region
 from retape.torch.policy import Check, Policy
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.select import Step, plan_recipe
 
 from .programs import SHAPE, draw, run

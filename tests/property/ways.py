@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import retape
+from retape.torch.entrance import run_region
 from retape.torch.policy import Check, Inputs, Policy
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import retape
+from retape.torch.entrance import run_region
 from retape.torch.policy import HOLD, Policy
-from retape.torch.region import run_region
 
 Caller = Callable[..., Any]
 Case = Callable[[Caller], Any]

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import retape
 from retape.core.errors import BudgetTooSmall, StateChanged
+from retape.torch.entrance import run_region
 from retape.torch.policy import HOLD, Inputs, Policy
-from retape.torch.region import run_region
 from retape.torch.resident import fixed_bytes
 
 WIDTH = 8

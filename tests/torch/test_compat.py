@@ -555,6 +555,10 @@ def test_settings(setting):
     assert get() == before
 
 
+def test_read_settings():
+    assert _compat.read_settings() == [get() for _, get, _ in _compat.SETTINGS]
+
+
 def test_compiled_code():
     assert callable(_compat.COMPILED_CODE) or _compat.COMPILED_CODE is None
 
@@ -632,10 +636,11 @@ def test_inductor_saving(monkeypatch):
     assert config.activation_memory_budget == 1.0
 
 
-def attentions_in_backward(share):
-    """How often a backward that may keep so much of what it needs runs a fused attention again."""
+def run_again(share):
+    """How many attentions and how many matrix products of a block its backward runs again, if it may keep so much of what it needs."""
     from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
     from torch._functorch import config
+    from torch.nn import functional as F
 
     again = []
 
@@ -643,29 +648,40 @@ def attentions_in_backward(share):
         return make_boxed_func(graph)
 
     def backward(graph, inputs):
-        again.extend(node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        again.extend(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph)
 
-    def function(x, weight):
-        q = (x @ weight).view(1, 4, 32, 8)
-        return (torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos()) @ q.mT).sin()
+    def block(x, *weights):
+        heads = [part.view(1, 256, 4, 16).transpose(1, 2) for part in (F.rms_norm(x, (64,)) @ weights[0]).chunk(3, -1)]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(256, 64)
+        x = x + mixed @ weights[1]
+        rows = F.rms_norm(x, (64,))
+        return x + (F.silu(rows @ weights[2]) * (rows @ weights[3])) @ weights[4]
 
-    compiled = aot_function(function, forward, backward, partition_fn=min_cut_rematerialization_partition)
-    x, weight = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    shapes = [(256, 64), (64, 192), (64, 64), (64, 256), (64, 256), (256, 64)]
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
     with config.patch(activation_memory_budget=share):
-        compiled(x, weight).sum().backward()
-    return sum("backward" not in str(node.target) for node in again)
+        aot_function(block, forward, backward, partition_fn=min_cut_rematerialization_partition)(
+            *tensors
+        ).sum().backward()
+    attentions = sum("scaled_dot_product" in name and "backward" not in name for name in again)
+    return attentions, sum(name.startswith("aten.mm") for name in again) - 2 * (len(tensors) - 1)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_costly_attention():
     from torch._functorch import partitioners
+    from torch.utils.flop_counter import flop_registry
 
-    plain = partitioners.get_default_op_list
-    assert attentions_in_backward(0.4) == 1
-    with _compat_compiler.costly_attention():
-        assert attentions_in_backward(0.4) == 0
+    plain, counted = partitioners.get_default_op_list, set(flop_registry)
+    for share in (0.5, 0.3, 0.15):
+        assert run_again(share)[0] == 1, "without, it is run again whatever there is room for"
+        with _compat_compiler.costly_attention():
+            attentions, products = run_again(share)
+        assert not attentions
+        assert products
     assert partitioners.get_default_op_list is plain
+    assert set(flop_registry) == counted
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

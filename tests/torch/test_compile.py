@@ -8,8 +8,9 @@ from torch import nn
 
 import retape
 from retape.torch import checkpoint as checkpoint_room
+from retape.torch.entrance import run_region
 from retape.torch.policy import HOLD, Inputs, Policy
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 
 BACKENDS = ["eager", "aot_eager"]  # inductor takes 40 s here, and sees the same graphs

@@ -163,12 +163,47 @@ def test_compiled_blocks_that_do_not_fit_run_in_tiles(monkeypatch, compiles):
     wanted = gradients(model, batch)
     budget = (tiled + whole) // 2
     fit = retape.fit(model, (batch,), budget=budget, compile=True, options="all", regions=[Wide], progress=False)
-    shares = {choice.tiles: choice.saved_share for choice in fit.record.assignment.choices}
-    assert max(shares) > 1
-    assert all((share is None) == (tiles > 1 and not compiles) for tiles, share in shares.items())
+    forms = {(choice.tiles, choice.saved_share) for choice in fit.record.assignment.choices}
+    assert max(forms)[0] > 1
+    assert all((share is None) == (tiles > 1 and not compiles) for tiles, share in forms)
     assert fit.measured.peak_bytes <= budget
-    for found, plain in zip(gradients(model, batch), wanted, strict=True):
-        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
+    found = gradients(model, batch)
+    for one, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-7)
+    fit.remove()
+    again = retape.apply(model, fit.record)
+    assert_equal(gradients(model, batch), found)
+    again.remove()
+    assert all(type(block.mlp) is nn.Sequential for block in model.blocks)
+
+
+class Picky(nn.Module):
+    """Treats the rows of short inputs independently, and those of longer ones not."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        if x.shape[-2] > 64:
+            x = x - x.mean(-2, keepdim=True)
+        return self.down(torch.tanh(self.up(x)))
+
+
+def test_parts_that_cannot_run_in_tiles_after_all_are_taken_apart(monkeypatch):
+    monkeypatch.setattr(tiling, "TILES", (4,))
+    monkeypatch.setattr(form_profiles, "TILED_SHARES", (0.5,))
+    model, batch = wide()
+    for block in model.blocks:
+        block.mlp = Picky()
+    wanted = gradients(model, batch)
+    with pytest.raises(retape.errors.BudgetTooSmall) as caught:
+        retape.fit(model, (batch,), budget=Budget.activations(4096), compile=True, options="all", progress=False)
+    budget = int(1.02 * caught.value.floor_bytes)
+    fit = retape.fit(model, (batch,), budget=budget, compile=True, options="all", progress=False)
+    assert {choice.name for choice in fit.record.assignment.choices} >= {"blocks.0.mix", "blocks.0.mlp"}
+    for one, plain in zip(gradients(model, batch), wanted, strict=True):
+        torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-7)
 
 
 def test_each_form_saves_another_part():

@@ -82,7 +82,9 @@ def test_beside_a_plan_that_is_slower_than_it_promised_plainer_ones_are_tried(mo
     model, batch = nn.Sequential(*(Block(64) for _ in range(8))), torch.randn(1024, 64)
     monkeypatch.setattr(fitting, "engine_overheads", lambda device: Overheads())
     monkeypatch.setattr(fitting, "turns_within", lambda seconds: 0)
-    assert any(OptionKind.SELECT in options_of_a_fit(model, batch) for _ in range(3)), "of a clock that was not disturbed"
+    assert any(OptionKind.SELECT in options_of_a_fit(model, batch) for _ in range(3)), (
+        "of a clock that was not disturbed"
+    )
     monkeypatch.setattr(fitting, "hides_the_host", lambda device: True)
     monkeypatch.setattr(fitting, "SLOWER_THAN_PROMISED", 0.0)
     monkeypatch.setattr(fitting, "MAY_BE_FASTER", math.inf)

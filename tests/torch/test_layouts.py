@@ -13,7 +13,7 @@ from compare import as_region, by_values, every_way, leaf, same_as_plain
 from torch import nn
 
 import retape
-from retape.torch import layouts
+from retape.torch import known_layouts
 from retape.torch.reads import capture_call
 
 
@@ -254,11 +254,11 @@ def found(function, *args):
 def test_a_known_layout_finds_what_a_new_walk_finds(change):
     net, x = Net(), leaf()
     warm(net, x)
-    assert layouts.known_layout(net) is not None
+    assert known_layouts.known_layout(net) is not None
     held = found(net, x)
     change(net)
     known = found(net, x)
-    layouts._LAYOUTS.clear()
+    known_layouts._LAYOUTS.clear()
     assert known[1] == found(net, x)[1]
     if change in STRUCTURE:
         assert known[1] != held[1]
@@ -331,8 +331,8 @@ def test_a_write_to_what_came_after_the_walk_is_noticed(change):
 
 def test_a_known_layout_is_not_walked_again(monkeypatch):
     net, x, walks = Net(), leaf(), []
-    walk = layouts._walked
-    monkeypatch.setattr(layouts, "_walked", lambda *args: walks.append(args[0]) or walk(*args))
+    walk = known_layouts._walked
+    monkeypatch.setattr(known_layouts, "_walked", lambda *args: walks.append(args[0]) or walk(*args))
     warm(net, x)
     warm(net, x)
     assert len(walks) == 1

@@ -1,6 +1,7 @@
 """The usual loss of a chunk as one function for a compiler: the same numbers, and only where it may be."""
 
 import logging
+import weakref
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 
 import retape
 from retape.torch import _compat_compiler, head_loss, logits, loss_kernels
-from retape.torch.loss_kernels import compiled_loss, losses_and_slopes, may_compile
+from retape.torch.loss_kernels import compiled_loss, loss_is_compiled, losses_and_slopes, may_compile
 
 ROWS, FEATURES, CLASSES = 40, 16, 33
 CUDA = torch.device("cuda", 0)
@@ -28,7 +29,7 @@ def calls(monkeypatch):
         found.append(len(logits))
         return losses_and_slopes(logits, labels, narrow)
 
-    monkeypatch.setattr(head_loss, "compiled_loss", lambda device: counted)
+    monkeypatch.setattr(head_loss, "compiled_loss", counted)
     return found
 
 
@@ -61,7 +62,7 @@ def test_large_logits_do_not_overflow():
     assert slopes.isfinite().all()
 
 
-def case(dtype, bias=False):
+def case(dtype):
     torch.manual_seed(1)
     hidden = torch.randn(ROWS, FEATURES).to(dtype).requires_grad_()
     weight = torch.randn(CLASSES, FEATURES).to(dtype).requires_grad_()
@@ -102,28 +103,56 @@ def test_any_other_loss_does_not(calls, unusual):
 
 
 def test_it_is_compiled_on_a_gpu_where_it_may_be():
-    assert compiled_loss(CUDA) is None
+    assert not loss_is_compiled(CUDA)
     with may_compile(True):
-        assert compiled_loss(CUDA) is not None
-        assert compiled_loss(torch.device("cpu")) is None
+        assert loss_is_compiled(CUDA)
+        assert not loss_is_compiled(torch.device("cpu"))
         with may_compile(False):
-            assert compiled_loss(CUDA) is None
-    assert compiled_loss(CUDA) is None
+            assert not loss_is_compiled(CUDA)
+    assert not loss_is_compiled(CUDA)
 
 
-def test_where_it_does_not_compile_it_stays_eager_and_says_so(monkeypatch, caplog):
+@pytest.mark.parametrize("said", ["never", ""])
+def test_where_it_does_not_compile_it_stays_eager_and_says_so(monkeypatch, caplog, said):
     def refusing(*arguments):
-        raise _compat_compiler.compiler_errors()[0]("never")
+        raise _compat_compiler.compiler_errors()[0](said)
 
     monkeypatch.setattr(loss_kernels, "_compiled", lambda: refusing)
-    logits, labels = torch.randn(4, 5), torch.zeros(4, 1, dtype=torch.long)
-    with may_compile(True), caplog.at_level(logging.WARNING, "retape"):
-        run = compiled_loss(CUDA)
-        found = run(logits, labels, torch.float32)
-        assert compiled_loss(CUDA) is None
-    for one, other in zip(found, losses_and_slopes(logits, labels, torch.float32), strict=True):
-        assert torch.equal(one, other)
+    monkeypatch.setattr(loss_kernels, "loss_is_compiled", lambda device: not loss_kernels._REFUSED)
+    hidden, weight, labels = case(torch.float32)
+    wanted = retape.linear_cross_entropy(hidden, weight, labels, reduction="sum")
+    with caplog.at_level(logging.WARNING, "retape"):
+        assert torch.equal(retape.linear_cross_entropy(hidden, weight, labels, reduction="sum"), wanted)
     assert "does not compile and stays eager" in caplog.text
+    assert len(loss_kernels._REFUSED) == 1, "it is not asked again"
+
+
+def test_too_many_compilations_are_an_error_and_not_silently_eager(monkeypatch):
+    limits = []
+
+    def compiled(*arguments):
+        limits.append(torch._dynamo.config.fail_on_recompile_limit_hit)
+
+    monkeypatch.setattr(loss_kernels, "_compiled", lambda: compiled)
+    monkeypatch.setattr(loss_kernels, "loss_is_compiled", lambda device: True)
+    compiled_loss(torch.randn(2, 3), torch.zeros(2, 1, dtype=torch.long), torch.float32)
+    assert limits == [True]
+
+
+def test_the_slopes_of_a_chunk_are_gone_before_the_next(monkeypatch):
+    alive, made = [], []
+    run = head_loss._Head.run
+
+    def watched(self, *arguments, **keywords):
+        alive.append(sum(reference() is not None for reference in made))
+        found = run(self, *arguments, **keywords)
+        made.append(weakref.ref(found[1]))
+        return found
+
+    monkeypatch.setattr(head_loss._Head, "run", watched)
+    hidden, weight, labels = case(torch.float32)
+    retape.linear_cross_entropy(hidden, weight, labels, chunk_rows=10)
+    assert alive == [0] * 4
 
 
 def test_a_chunk_of_the_compiled_loss_holds_more_rows(monkeypatch):

@@ -19,10 +19,11 @@ from retape.core.problem import OptionKind
 from retape.core.solve import solve
 from retape.errors import OffloadError, RecomputeMismatch, StateChanged
 from retape.torch import fitting, lanes, profile
+from retape.torch.entrance import run_region
 from retape.torch.host_pool import HostPool
 from retape.torch.policy import Check, Inputs, Policy
 from retape.torch.readings import RegionSeconds, read_seconds
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.region_ways import Overheads
 
 INPUT = Policy(moved_inputs=frozenset({0}))

@@ -19,9 +19,10 @@ from retape.errors import OffloadError, RecomputeMismatch, StateChanged
 from retape.torch import lanes, offload
 from retape.torch.attach import put_on, take_off
 from retape.torch.discover import find_regions
+from retape.torch.entrance import run_region
 from retape.torch.executor import Executor
 from retape.torch.policy import Check, Policy
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 
 EVERYTHING = Policy(moved=frozenset(range(100)))
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from retape.torch.entrance import run_region
 from retape.torch.policy import Check, Policy
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.select import Step, plan_recipe
 
 W = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))

@@ -10,8 +10,9 @@ from compare import seed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retape.torch.entrance import run_region
 from retape.torch.policy import Check, Policy
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.select import Step, plan_recipe
 
 

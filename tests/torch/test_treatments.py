@@ -11,10 +11,11 @@ from retape.torch import links
 from retape.torch.attach import attach, detach
 from retape.torch.caches import without_cache
 from retape.torch.discover import find_regions
+from retape.torch.entrance import run_region
 from retape.torch.meter import weighing
 from retape.torch.policy import Policy
 from retape.torch.profile import OpTimer
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 from retape.torch.treatments import is_steady, last_missing, select_treatments, tape_storages, treat
 

@@ -14,10 +14,11 @@ from ledger import Ledger
 from torch import nn
 
 import retape
-from retape.torch import layouts
+from retape.torch import known_layouts
+from retape.torch.entrance import run_region
 from retape.torch.holders import DictHolder
 from retape.torch.reads import capture_call
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 
 WIDTH = 1000
 
@@ -139,10 +140,10 @@ def found(module, *inputs):
 
 
 def by_a_walk(module, *inputs):
-    kinds = layouts.known_layout(module).kinds
-    layouts._LAYOUTS.clear()
+    kinds = known_layouts.known_layout(module).kinds
+    known_layouts._LAYOUTS.clear()
     call, met = found(module, *inputs)
-    layouts.known_layout(module).kinds = kinds
+    known_layouts.known_layout(module).kinds = kinds
     return call, {**met, "kinds": id(kinds)}
 
 

@@ -116,17 +116,15 @@ def why(row: RegionRow, *, everything: bool) -> str:
         case OptionKind.KEEP:
             if row.saved_share is not None and row.dropped_bytes:
                 return f"its compiled code saves {dropped} less than it would by itself{_tiles(row)}"
-            return f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}"
+            return f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}{_tiles(row)}"
         case OptionKind.SELECT:
             return _why_select(row)
-        case OptionKind.RECOMPUTE:
-            return f"made again from its input: {dropped} less held"
+        case OptionKind.RECOMPUTE | OptionKind.TILE:
+            return f"made again from its input: {dropped} less held{_tiles(row)}"
         case OptionKind.OFFLOAD:
             also = f"; dropped {dropped}, {format_seconds(row.rerun_seconds)} to run again" if row.dropped_bytes else ""
             what = ", its input too" if row.input_moved else ""
             return f"moved {format_bytes(row.moved_bytes)} to the host until backward{what}{also}{_tiles(row)}"
-        case OptionKind.TILE:
-            return f"made again from its input: {dropped} less held{_tiles(row)}"
 
 
 def _tiles(row: RegionRow) -> str:

@@ -449,22 +449,39 @@ def _put_warn_only(warn_only: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
 
 
-# Switches of PyTorch's that change what a kernel computes: name, getter, setter. The C getters cost a fifth of the public ones,
-# and a region reads them all.
+# A region reads them all, twice: the C getters cost a fifth of the public ones, and a name of the module's is found quickest.
+_default_dtype, _deterministic = torch.get_default_dtype, torch._C._get_deterministic_algorithms
+_warn_only, _matmul_precision = (
+    torch._C._get_deterministic_algorithms_warn_only,
+    torch._C._get_float32_matmul_precision,
+)
+_mkldnn, _flash, _math = torch._C._get_mkldnn_enabled, torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled
+_cudnn, _benchmark = torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark
+_cudnn_deterministic, _cudnn_attention = torch._C._get_cudnn_deterministic, torch._C._get_cudnn_sdp_enabled
+_mem_efficient = torch._C._get_mem_efficient_sdp_enabled
+# Switches of PyTorch's that change what a kernel computes: name, getter, setter.
 SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
-    ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("deterministic algorithms", torch._C._get_deterministic_algorithms, _put_deterministic),
-    ("deterministic algorithms, warn only", torch._C._get_deterministic_algorithms_warn_only, _put_warn_only),
-    ("float32 matmul precision", torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    ("mkldnn enabled", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    ("flash attention", torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    ("math attention", torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    ("default dtype", _default_dtype, torch.set_default_dtype),
+    ("deterministic algorithms", _deterministic, _put_deterministic),
+    ("deterministic algorithms, warn only", _warn_only, _put_warn_only),
+    ("float32 matmul precision", _matmul_precision, torch.set_float32_matmul_precision),
+    ("mkldnn enabled", _mkldnn, torch._C._set_mkldnn_enabled),
+    ("flash attention", _flash, torch._C._set_sdp_use_flash),
+    ("math attention", _math, torch._C._set_sdp_use_math),
 )
 if CUDA_BUILT:  # what the CPU's kernels never ask
     SETTINGS += (
-        ("cudnn enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-        ("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-        ("cudnn deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-        ("memory-efficient attention", torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-        ("cudnn attention", torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+        ("cudnn enabled", _cudnn, torch._C._set_cudnn_enabled),
+        ("cudnn benchmark", _benchmark, torch._C._set_cudnn_benchmark),
+        ("cudnn deterministic", _cudnn_deterministic, torch._C._set_cudnn_deterministic),
+        ("memory-efficient attention", _mem_efficient, torch._C._set_sdp_use_mem_efficient),
+        ("cudnn attention", _cudnn_attention, torch._C._set_sdp_use_cudnn),
     )
+
+
+def read_settings() -> list[Any]:
+    """What every getter of SETTINGS says, in order. Spelled out: a loop over them costs as much again."""
+    seen = [_default_dtype(), _deterministic(), _warn_only(), _matmul_precision(), _mkldnn(), _flash(), _math()]
+    if CUDA_BUILT:
+        seen += [_cudnn(), _benchmark(), _cudnn_deterministic(), _mem_efficient(), _cudnn_attention()]
+    return seen

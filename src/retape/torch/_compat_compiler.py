@@ -89,21 +89,25 @@ def inductor_saving(share: float) -> Callable[..., Any]:
 def costly_attention() -> Iterator[None]:
     """Inside, a graph is cut into forward and backward by a compiler that knows attention for what it costs, like a product of matrices."""
     from torch._functorch import partitioners
+    from torch.utils.flop_counter import flop_registry
 
     plain = partitioners.get_default_op_list
+    attentions = [getattr(torch.ops.aten, name) for name in _ATTENTIONS if hasattr(torch.ops.aten, name)]
+    uncounted = [attention for attention in attentions if attention not in flop_registry]
 
     def with_attention() -> Any:
         known = plain()
-        for name in _ATTENTIONS:
-            if hasattr(torch.ops.aten, name):
-                known.compute_intensive_ops.add(getattr(torch.ops.aten, name))
+        known.compute_intensive_ops.update(attentions)
         return known
 
     partitioners.get_default_op_list = with_attention
+    flop_registry.update(dict.fromkeys(uncounted, flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]))
     try:
         yield
     finally:
         partitioners.get_default_op_list = plain
+        for attention in uncounted:
+            flop_registry.pop(attention, None)
 
 
 def many_compilations() -> AbstractContextManager[Any]:

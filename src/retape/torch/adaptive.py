@@ -27,13 +27,14 @@ from retape.torch.adaptive_room import CLOSE, Room
 from retape.torch.adaptive_roots import Attempt, Footprints, PlainSteps
 from retape.torch.adaptive_stats import AdaptiveStats, Counts, ProgressLine
 from retape.torch.caches import note_given, without_cache
+from retape.torch.entrance import run_region
 from retape.torch.fingerprint import unwrapped
 from retape.torch.meter import GIVE_WAY, synchronize
 from retape.torch.offload import MovedSlot, Parcel
 from retape.torch.policy import HOLD, Check, Policy
 from retape.torch.pressure import Kind, Kinds, Mark, Phase
 from retape.torch.reads import Call, capture_call
-from retape.torch.region import RERUN, Region, run_region
+from retape.torch.region import RERUN, Region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.slots import Slot
 from retape.torch.step_scale import Gradients, StepScale

@@ -85,12 +85,15 @@ class _Attached:
         return answer(module, plain_call, arguments, keywords)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        original = original_class(type(self))
-        if isinstance(reduced, tuple) and len(reduced) >= 2 and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # pickle would insist on the class of the object itself, and a loaded model must not need retape
-            return (object.__new__, (original,), *reduced[2:])
-        return reduced
+        return as_class(super().__reduce_ex__(protocol), original_class(type(self)))
+
+
+def as_class(reduced: Any, original: type) -> Any:
+    """What an object of a class made here is pickled as: one of its original class."""
+    if isinstance(reduced, tuple) and len(reduced) >= 2 and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # pickle would insist on the class of the object itself, and a loaded model must not need retape
+        return (object.__new__, (original,), *reduced[2:])
+    return reduced
 
 
 def original_class(kind: type) -> type:

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import noop_context_fn
 from retape.core.errors import InvalidInput
 from retape.torch import _compat
 from retape.torch.debug import debug_contexts
+from retape.torch.entrance import run_call, run_region
 from retape.torch.policy import DROP_IN, Check, Inputs, Policy
-from retape.torch.region import Contexts, run_call, run_region
+from retape.torch.region import Contexts
 from retape.torch.select import select_contexts
 
 _METADATA = Check.METADATA

@@ -21,11 +21,12 @@ from retape.core.problem import OptionKind
 from retape.torch import _compat_compiler, links, offload
 from retape.torch.caches import note_given, without_cache
 from retape.torch.compiled import CannotCompile, in_form, refuse_kept_graph
+from retape.torch.entrance import run_region
 from retape.torch.modes import depends_on_mode, mode_name
 from retape.torch.opaque import CompiledCall
 from retape.torch.policy import HOLD, Check, Inputs, Policy, Way
 from retape.torch.profile import Profile
-from retape.torch.region import Region, run_region
+from retape.torch.region import Region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
 from retape.torch.signature import Signature, elements, signature

@@ -37,12 +37,12 @@ from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfu
 from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
 from retape.torch.meanings import meanings_of
-from retape.torch.meter import synchronize, thinned, weighing
+from retape.torch.meter import step_record, synchronize, weighing
 from retape.torch.modelling import Modelled, model_of
 from retape.torch.overheads import engine_overheads, hides_the_host
 from retape.torch.policy import Check, Inputs
 from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, SharedStopwatch, Stopwatch
-from retape.torch.ranks import decided_by_first, largest
+from retape.torch.ranks import decided_by_first
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
@@ -88,6 +88,7 @@ class Fitter:
         self._long = False
         self._forms = FormProfiles()
         self._in_tiles = False  # parts of compiled regions may run in tiles
+        self._put_off: BudgetTooSmall | None = None  # what did not fit, where a fused loss comes before other regions
         self._first_regions = find_regions(self.root, regions)
         refuse_own_checkpointing(self.root)
         refuse_graph_replays({"the model itself": self.root, **self._first_regions})
@@ -212,14 +213,7 @@ class Fitter:
         laboratory.rewind()
         with weighing(self.device) as scale:
             self.run_step()
-        return Record(
-            peak_bytes=largest(self.fixed_bytes + max(reading.peak_bytes for reading in scale.readings)),
-            base_bytes=self.fixed_bytes,
-            seconds=0.0,
-            timeline=thinned(scale.timeline, self.fixed_bytes),
-            reserved_bytes=torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0,
-            device=str(self.device),
-        )
+        return step_record(scale, self.device, self.fixed_bytes)
 
     def _timed(self, laboratory: Laboratory) -> float:
         laboratory.rewind()
@@ -263,14 +257,12 @@ class Fitter:
 
     def _fitted(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
         try:
-            try:
-                return self._settled(laboratory)
-            except BudgetTooSmall as error:
-                if self._may_fuse and error.binding not in self.regions:
-                    return error  # it is the loss that does not fit: other regions would not help
-                return self._with_less_at_once(laboratory, error)
+            return self._settled(laboratory)
         except BudgetTooSmall as error:
-            return error
+            if self._may_fuse and error.binding and error.binding not in self.regions:
+                self._put_off = error  # it is the loss that does not fit: other regions would hardly help
+                return error
+            return self._with_less_at_once(laboratory, error)
 
     def _with_fused_loss(self, laboratory: Laboratory, without: Fitting | BudgetTooSmall) -> Fitting | BudgetTooSmall:
         """The same with the loss computed in slices: kept where it is faster inside the budget, or where nothing else fits."""
@@ -289,9 +281,12 @@ class Fitter:
         if better:
             assert isinstance(fused, Fitting)
             return replace(fused, fused_loss=True)
+        if isinstance(fused, BudgetTooSmall) and self._put_off is not None:
+            self._take_regions(self._first_regions)
+            return nearest(self._with_less_at_once(laboratory, self._put_off), fused)
         return nearest(without, fused)
 
-    def _with_less_at_once(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting:
+    def _with_less_at_once(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting | BudgetTooSmall:
         """Where blocks do not fit: compiled ones may with what treats rows by themselves in tiles, and else their parts may.
 
         Smaller regions have a smaller working set, though more inputs to hold.
@@ -307,7 +302,7 @@ class Fitter:
                 return self._settled(laboratory)
             except BudgetTooSmall as error:
                 failure = min(failure, error, key=lambda each: each.floor_bytes)
-        raise failure
+        return failure
 
     def _settled(self, laboratory: Laboratory) -> Fitting:
         """Profile, and solve, run and compare until a plan is confirmed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from retape.core.errors import RetapeError
 from retape.torch.compiled import SAVED_SHARES
 from retape.torch.readings import Profiled
 from retape.torch.tiled_form import PartsInTiles
@@ -69,7 +70,10 @@ def _tiled(share: float, parts: dict[str, tuple[str, ...]], whole: Profiled, pro
     """One form in more and more tiles, as long as that makes its backward stand lower."""
     found: list[Profiled] = []
     for tiles in TILES:
-        form = profiled(share, PartsInTiles(tiles, parts))
+        try:
+            form = profiled(share, PartsInTiles(tiles, parts))
+        except RetapeError:  # it runs out of memory, or a part does not take these slices
+            break
         if not form.calls_like(whole) or not form.runs_in_tiles:
             break
         if found and form.highest_backward_bytes > WORTH * found[-1].highest_backward_bytes:

@@ -166,10 +166,9 @@ class _Head:
         """
         loss, labels = self.loss, self._labels[part]
         logits = self._logits(rows)
-        quick = compiled_loss(logits.device) if slope and self._is_usual else None
-        if quick is not None:
-            losses, slopes = quick(logits, labels, self.products.slope_dtype)
-            return losses.where(self.valid[part], 0.0), slopes
+        found = compiled_loss(logits, labels, self.products.slope_dtype) if slope and self._is_usual else None
+        if found is not None:
+            return found[0].where(self.valid[part], 0.0), found[1]
         bent = None if loss.soft_cap is None else logits.div_(loss.soft_cap).tanh_()
         if bent is not None and loss.soft_cap is not None:
             logits = bent * loss.soft_cap
@@ -306,6 +305,7 @@ class _Reduced(torch.autograd.Function):
                 losses[part], slope = head.run(chunk, part, slope=any(wanted))
                 if slope is not None:
                     found.add(chunk, part, slope, valid[part], early)
+                    del slope  # or it would stand beside the next chunk
         ctx.early = early is not None
         ctx.save_for_backward(found.rows, found.weight, found.bias, scale)
         return head.total(losses, divisor)
@@ -361,6 +361,7 @@ class _PerRow(torch.autograd.Function):
                 assert slope is not None
                 slope *= worth[part].unsqueeze(1)
                 found.add(chunk, part, slope, ones[part], None)
+                del slope
             pairs = ((found.rows, rows), (found.weight, weight), (found.bias, bias))
             return (None, *[None if grad is None else grad.to(of.dtype) for grad, of in pairs], None, None)
 

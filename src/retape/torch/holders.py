@@ -158,18 +158,23 @@ class ModuleHolder(DictHolder):
                 del fields[key]
         self._kept_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
         for part, then in zip(self._dicts, self._then_dicts, strict=True):
-            if (part or then) and not (len(part) == len(then) and all(map(operator.is_, part.values(), then.values()))):
+            if (part or then) and not _is_alike(part, then):
                 _put_all(part, then)
 
     def leave(self) -> None:
         super().leave()
         for part, kept in zip(self._dicts, self._kept_dicts, strict=True):
-            if (part or kept) and not (len(part) == len(kept) and all(map(operator.is_, part.values(), kept.values()))):
+            if (part or kept) and not _is_alike(part, kept):
                 part.clear()
                 part.update(kept)
 
 
 _EMPTY: dict[Any, Any] = {}
+
+
+def _is_alike(part: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two dicts hold the same objects under the same names, in the same order."""
+    return list(part) == list(other) and all(map(operator.is_, part.values(), other.values()))
 
 
 def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:

@@ -5,7 +5,8 @@ finds them is kept for each root module. The next call reads all fields of all m
 types and the identity of every child with those of the walk; where anything differs, the tree is walked anew. A layout knows
 places and no values: what stands in them is read each time. It holds modules weakly, and so keeps nothing alive.
 
-Functions, arguments and other objects are in `reads.py`, what one module held and how it is put back in `holders.py`.
+Which layouts are known is in `known_layouts.py`. Functions, arguments and other objects are in `reads.py`, what one module held and
+how it is put back in `holders.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, islice
 from operator import is_, itemgetter
 from typing import Any
@@ -32,6 +32,7 @@ _flat = chain.from_iterable
 _values = dict.values
 _keys = dict.keys
 _vars: Callable[[Any], dict[str, Any]] = vars
+_new = object.__new__
 
 
 class Layout:
@@ -61,6 +62,7 @@ class Layout:
         "held_keys",
         "held_lengths",
         "hooks",
+        "is_bare",
         "is_simple",
         "kinds",
         "object_types",
@@ -104,6 +106,8 @@ class Layout:
         self.is_simple = self.only_parameters and not (
             self.has_objects or self.renormalised or self.statistics or self.fills_what_it_saved
         )
+        # A lone module with plain settings and parameters, all of which are there.
+        self.is_bare = self.is_simple and alone and self.all_tensors and self.pick_switches is not None
 
     def _sort_fields(self, fields: list[dict[str, Any]]) -> tuple[Any, ...]:
         """Which fields matter: settings, tensors among them, dicts, objects to be followed; and what stands in them.
@@ -196,15 +200,13 @@ class Layout:
 
     def read(self, root: nn.Module) -> Tree | None:
         """What the tree holds now, or None if it is not laid out like this any more."""
-        modules: list[Any] = [root]
-        if self._weak:
-            modules += [reference() for reference in self._weak]
-            try:
-                fields: list[dict[str, Any]] = list(map(_vars, modules))
-            except TypeError:  # one is gone
-                return None
-        else:
-            fields = [root.__dict__]
+        if self._names is not None:
+            return self.read_lone(root)
+        modules: list[Any] = [root, *[reference() for reference in self._weak]]
+        try:
+            fields: list[dict[str, Any]] = list(map(_vars, modules))
+        except TypeError:  # one is gone
+            return None
         then = self.look(fields)
         if then is None or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
             return None
@@ -215,6 +217,29 @@ class Layout:
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
         return Tree(self, modules, fields, then, held)
+
+    def read_lone(self, root: nn.Module) -> Tree | None:
+        """`read` for a module with nothing but parameters, in one piece: nearly every leaf is one."""
+        fields = root.__dict__
+        try:
+            then = self._pick_fields(fields)
+        except KeyError:
+            return None
+        if len(fields) != self._count or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
+            return None
+        buffers, children, parameters = then[self.content]
+        held = list(_values(parameters))
+        if buffers or children or tuple(parameters) != self._names or list(map(type, held)) != self._held_types:
+            return None
+        if not self.is_bare:
+            return Tree(self, [root], [fields], then, held)
+        tree = _new(Tree)  # what making one does, in short
+        tree.layout, tree.modules, tree.fields = self, [root], [fields]
+        tree._then, tree._held, tree.state = then, held, held
+        tree.switches = self.pick_switches(then)  # type: ignore[misc, assignment]  # a bare layout has some
+        if then[-2] or then[-1]:
+            tree._hook_copies = [then[-2].copy(), then[-1].copy()]
+        return tree
 
 
 Pick = Callable[[Any], Sequence[Any]]
@@ -238,7 +263,7 @@ class Tree:
     """What a tree of modules held when a region first ran: a holder of them all."""
 
     # What most trees leave as it is has its value here: setting fields is what making one costs.
-    state: Sequence[Tensor] = ()
+    state: list[Tensor] = []  # noqa: RUF012 - never changed, only replaced
     switches: tuple[bool, ...] = ()
     others: Sequence[Any] = ()
     statistics: set[int] | None = None
@@ -262,7 +287,7 @@ class Tree:
         if layout.all_tensors:
             self.state = held
         elif layout.tensors is not None:
-            self.state = layout.tensors(held)
+            self.state = list(layout.tensors(held))
         if layout.pick_switches is not None:
             self.switches = layout.pick_switches(then)  # type: ignore[assignment]  # a part of a tuple is one
         if not layout.is_simple:
@@ -345,6 +370,8 @@ class Tree:
     def _is_as_then(self) -> bool:
         """Whether every module holds, by identity, what it held when the region first ran."""
         layout = self.layout
+        if layout.is_bare and self._hook_copies is None:
+            return self._is_bare_as_then(layout, self.fields[0])
         self._kept = now = layout.look(self.fields)
         # Of what must not be held the kind counts: a tensor may have come in its place.
         if (
@@ -362,12 +389,29 @@ class Tree:
             and (not any(now[layout.hooks]) if self._hook_copies is None else self._hooks_are_as_then())
         )
 
+    def _is_bare_as_then(self, layout: Layout, fields: dict[str, Any]) -> bool:
+        """`_is_as_then` for a module with nothing but parameters and no hooks, in short."""
+        try:
+            self._kept = now = layout._pick_fields(fields) if len(fields) == layout._count else None
+        except KeyError:
+            self._kept = now = None
+        if now is None or not all(map(is_, self._then, now)):
+            self._fields_are_as_then = False
+            return False
+        self._fields_are_as_then = True
+        buffers, children, parameters, before, after = now[-5:]
+        return (
+            all(map(is_, _values(parameters), self._held))
+            and tuple(parameters) == layout._names
+            and not (buffers or children or before or after)
+        )
+
     def _put_held_back(self) -> None:
         """The usual change by a re-run: it ran on copies of buffers."""
         lengths = self.layout.held_lengths
         pairs = zip(_slices(self.layout.held_keys, lengths), _slices(self._held, lengths), strict=True)
         for part, (keys, values) in zip(self._content, pairs, strict=True):
-            if len(part) != len(values) or not all(map(is_, _values(part), values)):
+            if list(part) != keys or not all(map(is_, _values(part), values)):
                 part.clear()
                 part.update(zip(keys, values, strict=True))
 
@@ -409,9 +453,6 @@ class Tree:
         return found
 
 
-_NONE: list[Any] = []
-
-
 def _slices(items: Sequence[Any], lengths: list[int]) -> list[list[Any]]:
     """A list cut into pieces of these lengths."""
     rest = iter(items)
@@ -421,74 +462,3 @@ def _slices(items: Sequence[Any], lengths: list[int]) -> list[list[Any]]:
 def _spread(owners: Any, lengths: list[int]) -> list[Any]:
     """Each owner as often as it has items."""
     return [owner for owner, length in zip(owners, lengths, strict=True) for _ in range(length)]
-
-
-# --- which layout -----------------------------------------------------------------------------------------------------
-
-# By the id of the root, held weakly: asking a WeakKeyDictionary costs as much as the rest of a look.
-_LAYOUTS: dict[int, tuple[weakref.ref[nn.Module], Layout]] = {}
-
-
-def known_layout(root: nn.Module) -> Layout | None:
-    """The layout of the last walk from `root`, if it is kept."""
-    entry = _LAYOUTS.get(id(root))
-    return entry[1] if entry is not None and entry[0]() is root else None
-
-
-def _keep(root: nn.Module, layout: Layout) -> None:
-    before, key = known_layout(root), id(root)
-    layout.kinds = before.kinds if before is not None else {}
-    _LAYOUTS[key] = (weakref.ref(root, partial(_forget, key)), layout)
-
-
-def _forget(key: int, reference: weakref.ref[nn.Module]) -> None:
-    if key in _LAYOUTS and _LAYOUTS[key][0] is reference:  # unless a new module has taken the id meanwhile
-        del _LAYOUTS[key]
-
-
-def read_simple_tree(root: Any) -> Tree | None:
-    """What a known module and those below it hold, if they are laid out as before and hold nothing but parameters and settings."""
-    entry = _LAYOUTS.get(id(root))
-    if entry is None:
-        return None
-    module, layout = entry[0](), entry[1]
-    if module is None or module is not root or not layout.is_simple or not layout.with_parameters:
-        return None
-    return layout.read(module)
-
-
-def read_tree(root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[Tree | None, list[nn.Module]]:
-    """What a root and the modules below it hold, but for those in `seen`; and the scripted ones, which keep theirs elsewhere."""
-    entry = _LAYOUTS.get(id(root))
-    if entry is not None and entry[0]() is root and entry[1].with_parameters is not fsdp:
-        tree = entry[1].read(root)
-        if tree is not None and (len(seen) <= 1 or seen.isdisjoint(map(id, tree.modules[1:]))):
-            return tree, _NONE
-    return _walked(root, seen, not fsdp)
-
-
-def _walked(root: nn.Module, seen: set[int], with_parameters: bool) -> tuple[Tree | None, list[nn.Module]]:
-    found, modules, scripted, whole = [root], [], [], True
-    met = {id(root)}
-    for module in found:
-        fields = module.__dict__
-        if not isinstance(fields.get("_parameters"), dict):
-            scripted.append(module)
-            continue
-        modules.append(module)
-        for child in fields["_modules"].values():
-            if child is None or id(child) in met:
-                continue
-            if id(child) in seen:
-                whole = False
-                continue
-            met.add(id(child))
-            found.append(child)
-    if not modules:
-        return None, scripted
-    layout = Layout(modules, with_parameters=with_parameters)
-    if whole and not scripted:
-        _keep(root, layout)
-    tree = layout.read(modules[0])
-    assert tree is not None
-    return tree, scripted

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.torch.head_loss import linear_cross_entropy, rows_within, usual_chunk_bytes
-from retape.torch.loss_kernels import compiled_loss, may_compile
+from retape.torch.loss_kernels import loss_is_compiled, may_compile
+from retape.torch.products import wide
 
 CHUNK_BYTES = "_retape_chunk_bytes"  # of a head: what the buffers of a chunk may take at most
 COMPILED = "_retape_compiled_loss"  # of a head: whether what its loss does between matrix products may be compiled
@@ -60,9 +61,9 @@ class Logits:
         roomy = _ROOMY * usual if self.device.type == "cuda" else usual
         if usual == roomy <= most:
             return None
-        plain = self.cap is None and self.head.bias is None and compiled_loss(self.device) is not None
+        plain = self.cap is None and self.head.bias is None and loss_is_compiled(self.device)
         # Compiled, the slopes are made from the logits, and nothing stands between.
-        each = (torch.float32.itemsize + weight.dtype.itemsize,) if plain else ()
+        each = (wide(weight.dtype).itemsize + weight.dtype.itemsize,) if plain else ()
         return max(_LEAST_ROWS, rows_within(min(most, roomy), len(weight), *each))
 
     def __mul__(self, factor: Any) -> Logits:

@@ -34,9 +34,25 @@ def may_compile(allowed: bool) -> Iterator[None]:
         _MAY_COMPILE.reset(token)
 
 
-def compiled_loss(device: torch.device) -> Callable[[Tensor, Tensor, torch.dtype], Slopes] | None:
-    """`losses_and_slopes` in compiled form, where that is wanted and can be had."""
-    return _compiled_or_not if _MAY_COMPILE.get() and device.type == "cuda" and not _REFUSED else None
+def loss_is_compiled(device: torch.device) -> bool:
+    """Whether the usual loss of a chunk there runs compiled."""
+    return _MAY_COMPILE.get() and device.type == "cuda" and not _REFUSED
+
+
+def compiled_loss(logits: Tensor, labels: Tensor, narrow: torch.dtype) -> Slopes | None:
+    """`losses_and_slopes` in compiled form; None where that is not wanted, or cannot be had."""
+    if not loss_is_compiled(logits.device):
+        return None
+    try:
+        with (
+            _compat_compiler.many_compilations()
+        ):  # an error where there are too many: eager, it would take more than was planned
+            return _compiled()(logits, labels, narrow)
+    except _compat_compiler.compiler_errors() as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        _REFUSED.append(reason[0])
+        _LOG.warning("retape: the loss does not compile and stays eager: %s", reason[0])
+        return None
 
 
 def losses_and_slopes(logits: Tensor, labels: Tensor, narrow: torch.dtype) -> Slopes:
@@ -51,12 +67,3 @@ def losses_and_slopes(logits: Tensor, labels: Tensor, narrow: torch.dtype) -> Sl
 @cache
 def _compiled() -> Callable[[Tensor, Tensor, torch.dtype], Slopes]:
     return torch.compile(losses_and_slopes)
-
-
-def _compiled_or_not(logits: Tensor, labels: Tensor, narrow: torch.dtype) -> Slopes:
-    try:
-        return _compiled()(logits, labels, narrow)
-    except _compat_compiler.compiler_errors() as error:
-        _REFUSED.append(str(error).strip().splitlines()[0])
-        _LOG.warning("retape: the loss does not compile and stays eager: %s", _REFUSED[-1])
-        return losses_and_slopes(logits, labels, narrow)

@@ -20,6 +20,7 @@ from torch import Tensor
 from retape.core.record import Moment, Record
 from retape.torch import _compat
 from retape.torch.checksum import inner_tensors
+from retape.torch.ranks import largest
 
 MOST_MOMENTS = 4096  # of a timeline; between two of them the higher one counts
 
@@ -222,3 +223,15 @@ def thinned(timeline: list[Moment], base_bytes: int) -> tuple[Moment, ...]:
     groups = (timeline[i : i + width] for i in range(0, len(timeline), width))
     tops = (max(group, key=lambda moment: moment.live_bytes) for group in groups)
     return tuple(Moment(seconds=top.seconds, live_bytes=max(0, base_bytes + top.live_bytes)) for top in tops)
+
+
+def step_record(scale: Scale, device: torch.device, fixed_bytes: int) -> Record:
+    """A step that was weighed, where so much was there before it; its seconds are for a step without the scale to say."""
+    return Record(
+        peak_bytes=largest(fixed_bytes + max(reading.peak_bytes for reading in scale.readings)),
+        base_bytes=fixed_bytes,
+        seconds=0.0,
+        timeline=thinned(scale.timeline, fixed_bytes),
+        reserved_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
+        device=str(device),
+    )

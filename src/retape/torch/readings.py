@@ -121,10 +121,10 @@ class Profiled:
         return [call.kind for call in self.profile.calls] == [call.kind for call in other.profile.calls]
 
     def rowwise_parts(self) -> dict[str, tuple[str, ...]]:
-        """The parts of each region, by its name, that were found to treat rows independently."""
+        """The parts of each region, by its name, that were found to treat rows independently, and were run in tiles."""
         calls, tilings = self.profile.calls, self.profile.tilings
         return {
-            call.name: tilings[call.kind].parts for call in calls if call.kind in tilings and tilings[call.kind].parts
+            call.name: tilings[call.kind].parts for call in calls if call.kind in tilings and tilings[call.kind].runs
         }
 
     @property

@@ -16,7 +16,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from torch.nn.parameter import is_lazy
 from retape.torch import _compat
 from retape.torch.closures import NEVER_READ, as_of_now
 from retape.torch.holders import ATOMS, BLANKS, DictHolder, ListHolder, SlotHolder, tracked
-from retape.torch.layouts import Tree, read_simple_tree, read_tree
+from retape.torch.known_layouts import read_simple_tree, read_tree
+from retape.torch.layouts import Tree
 from retape.torch.opaque import CompiledCall, Opaque
 
 _MOST_DEPTH = 8
@@ -362,7 +363,7 @@ def _holds_no_container(taken: Iterable[Any]) -> bool:
     return not any(type(value) is not Leaf and isinstance(value, _CONTAINERS) for value in taken)
 
 
-def _twins(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
+def twins_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """The places of tensors that stand elsewhere before, with the first such place."""
     first: dict[int, int] = {}
     pairs = [(index, first.setdefault(id(tensor), index)) for index, tensor in enumerate(tensors)]
@@ -376,11 +377,11 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         keywords = {**function.keywords, **keywords}
         function = function.func
     fsdp = _compat.FSDP_STATE in _IMPORTED and _compat.fsdp_in_use()
-    called = _whose_call(function) if type(function) is types.MethodType else function
+    called = whose_call(function) if type(function) is types.MethodType else function
     if arguments and not keywords and not fsdp and _TENSOR.issuperset(map(type, arguments)):
         tree = read_simple_tree(called)
         if tree is not None:
-            return _usual(function, called, arguments, tree)
+            return usual_call(function, tree, list(arguments))
     call = Call()
     call.begin()
     call.fsdp = fsdp
@@ -392,7 +393,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.keywords = {key: call.take(value) for key, value in keywords.items()}
         call.plain = call.plain and _holds_no_container(call.keywords.values())
     if len(call.tensors) > 1:
-        call.twins = _twins(call.tensors)
+        call.twins = twins_of(call.tensors)
     if isinstance(called, nn.Module):
         call._seen.add(id(called))
         call.roots = (called,)
@@ -404,7 +405,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     return call
 
 
-def _whose_call(method: types.MethodType) -> Any:
+def whose_call(method: types.MethodType) -> Any:
     """The module whose call a method is, as its class has it, if nothing else stands behind it; else the method."""
     owner, function = method.__self__, method.__func__
     if type(function) is not types.FunctionType or not isinstance(owner, nn.Module):
@@ -432,16 +433,16 @@ class _UsualCall(Call):
         return found
 
 
-def _usual(function: Any, module: Any, tensors: tuple[Tensor, ...], tree: Tree) -> Call:
+def usual_call(function: Any, tree: Tree, tensors: list[Tensor]) -> Call:
     """What a walk would find, in short."""
     call = _UsualCall()
-    call.function, call.roots, call.modules = function, (module,), tree.modules
-    call.tensors, call.extras, call.holders = list(tensors), [], [tree]
-    call.state = tree.state if type(tree.state) is list else list(tree.state)
+    call.function, call.roots, call.modules = function, (tree.modules[0],), tree.modules
+    call.tensors, call.extras, call.holders = tensors, [], [tree]
+    call.state = tree.state
     call.switches = tree.switches
     call.kinds = tree.layout.kinds
     if len(tensors) > 1:
-        call.twins = _twins(call.tensors)
+        call.twins = twins_of(tensors)
     return call
 
 

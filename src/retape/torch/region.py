@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
@@ -38,11 +38,11 @@ from retape.torch.opaque import CompiledCall
 from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.reads import Call, capture_call
 from retape.torch.replay import Diverged, Replay
-from retape.torch.runs import THREAD, Stop, recomputing, record
+from retape.torch.runs import THREAD, Stop, record
 from retape.torch.select import Answering
 from retape.torch.slots import Filler, Slot, as_it_is, checked, release
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
-from retape.torch.transforms import explained_transform, refuse_cached_parametrizations, refuse_transforms
+from retape.torch.transforms import explained_transform
 from retape.torch.watch import AsBefore, Guard, Watch, hold, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -73,6 +73,7 @@ class Region:
     _backward_inside = False  # the function asks for gradients itself
     _diverged = False  # from its recipe
     _own_ids: set[int] | None = None
+    kept: list[Any] = ()  # type: ignore[assignment]  # what was given to `retape.keep`: a list from the first on
     _cargo: offload.Cargo | None = None  # where slots or inputs are moved
 
     def __init__(
@@ -94,7 +95,6 @@ class Region:
         self.policy = policy
         self.check, self._compares = check, check is not _OFF
         self.early_stop = early_stop
-        self.kept: list[Any] = []
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
         self._call = call
@@ -110,7 +110,7 @@ class Region:
 
     def _observe(self, call: Call) -> None:
         """Note how everything stands that a re-run must see again."""
-        self._arguments = set(map(id, call.tensors))
+        self._arguments: Collection[int] = set(map(id, call.tensors))
         if not call.only_parameters:
             self._own_ids = set(map(id, call.state))
         self._watch = Watch(call)
@@ -134,6 +134,8 @@ class Region:
 
     def keep(self, value: Any) -> Any:
         """Write down what the function gives to `retape.keep`."""
+        if not self.kept:
+            self.kept = []
         return record(self.kept, value)
 
     # --- the first run -----------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class Region:
         if id(base) in self._arguments:
             held = policy.reuse_inputs and self._inputs.holds_here
         elif base.is_leaf and base.requires_grad:  # a parameter, or a view of one that a Function may have made
-            slot.value, slot.metadata = tensor if tensor.grad_fn is None else tensor.detach(), None
+            slot.value, slot.metadata = tensor if tensor.is_leaf else tensor.detach(), None
             slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
             return slot
         else:
@@ -338,7 +340,7 @@ class Region:
             raise self._explained(error) from error
         except BaseException as error:
             # The stop, in the clothes that user code gave it.
-            if filler.done and (type(error) is not Stop or error.args[0] is filler):
+            if filler.done and (type(error) is not Stop or error.filler is filler):
                 return None
             filler.undo()
             raise
@@ -390,7 +392,7 @@ class Region:
                 function = self._call.function_again()
             return function(*args, **keywords)
         except Stop as stop:
-            if stop.args[0] is not filler:
+            if stop.filler is not filler:
                 raise
             return None
         finally:
@@ -452,49 +454,3 @@ def _unpack_moved(slot: Slot) -> Tensor:
     assert cargo is not None
     cargo.reached(slot.region.policy.ahead)
     return unpack(slot)
-
-
-def run_region(
-    function: Callable[..., Any],
-    *arguments: Any,
-    keywords: dict[str, Any] | None = None,
-    policy: Policy = DROP,
-    check: Check = Check.METADATA,
-    early_stop: bool = True,
-    contexts: Contexts | None = None,
-    done: Callable[[Region], None] | None = None,
-) -> Any:
-    """Call `function(*arguments, **keywords)` as a region; `done` is called with it when its first run is over."""
-    return run_call(function, arguments, keywords or {}, policy, check, early_stop, contexts, done)
-
-
-def run_call(  # noqa: PLR0917 - by position, see below
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    policy: Policy,
-    check: Check,
-    early_stop: bool,
-    contexts: Contexts | None,
-    done: Callable[[Region], None] | None,
-) -> Any:
-    """`run_region` for the drop-in, which has all of it at hand: spelling keywords out twice costs as much as a region's record."""
-    if not _is_grad_enabled() or THREAD.plain:
-        return function(*arguments, **keywords)
-    odd = _in_odd_surroundings()
-    if odd:
-        refuse_transforms(function)
-    call = capture_call(function, arguments, keywords)
-    if odd:
-        refuse_cached_parametrizations(call)
-    if not call.only_parameters and call.is_lazy:
-        return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
-    if THREAD.manager is not None and contexts is None and not policy.moves and not recomputing():
-        how = {"policy": policy, "check": check, "early_stop": early_stop, "done": done}
-        return THREAD.manager.run(call, function, arguments, keywords, **how)
-    region = _new(Region)
-    region._begin(call, policy, check, early_stop, contexts)  # what `__init__` does, without spelling out keywords
-    outputs = region.run(function, arguments, keywords)
-    if done is not None:
-        done(region)
-    return outputs

@@ -20,10 +20,20 @@ if TYPE_CHECKING:
 
 
 class Stop(BaseException):
-    """Ends a re-run, of the filler that it is made with, after the last missing slot.
+    """Ends a re-run, of one `filler`, after the last missing slot.
 
-    No Exception, so that `except Exception` in user code does not catch it.
+    No Exception, so that `except Exception` in user code does not catch it. The filler is no argument: PyTorch asks for an
+    exception's text on its way through C++, and an argument would be spelled out for that.
     """
+
+    filler: Any = None
+
+
+def stop_of(filler: Any) -> Stop:
+    """What a filler raises. Made here: a frame that raises what it has a name for is a cycle, and keeps its tensors."""
+    stop = Stop()
+    stop.filler = filler
+    return stop
 
 
 class Running(Protocol):

@@ -13,7 +13,7 @@ from retape.torch import _compat
 from retape.torch.checksum import checksum
 from retape.torch.mismatch import different_metadata, different_number, different_values
 from retape.torch.policy import Check
-from retape.torch.runs import Run, Stop
+from retape.torch.runs import Run, stop_of
 from retape.torch.watch import version_of
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ def release(slots: list[weakref.ref[Slot]], *, all_slots: bool) -> bool:
     return not waiting
 
 
+_detach = Tensor.detach
+
+
 def as_it_is(tensor: Tensor) -> Tensor:
     """Unpack in a re-run: the function runs a backward pass of its own."""
     return tensor
@@ -88,16 +91,11 @@ def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
 class Filler(Run):
     """One re-run, and its hooks: puts what autograd saves into the missing slots, and stops after the last."""
 
-    # What most leave as it is has its value here: setting fields is what making one costs.
+    # What most never ask for has its value here. What every `pack` reads is a field: those are found sooner.
     rerun = True
-    done = False
     _cursor = 0
-    _next = 0
-    _observed = False
     _observer: Guard | Recorder | None = None
     _replay: Replay | None = None
-    _for_itself = False
-    _detach: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
 
     def __init__(
         self,
@@ -112,21 +110,22 @@ class Filler(Run):
         self._last = next(reversed(targets), -1)
         self._early_stop = early_stop
         self._filled: list[Slot] = []
+        self._next = 0
+        self.done = self._observed = False
+        # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
+        self._for_itself = region._backward_inside
         if observer is not None:
             self._observer, self._observed = observer, True
         if replay is not None:
             self._replay, self._observed = replay, True
             self._last = max(self._last, replay.last_checked)
-        # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
-        if region._backward_inside:
-            self._for_itself = True
         # Modes of our own need not be told of what the hooks do; those of others may count on it.
-        if (region.policy.recipe is not None or region._contexts is not None) and region.is_selective:
-            self._detach = _compat.detach_unseen
+        selective = (region.policy.recipe is not None or region._contexts is not None) and region.is_selective
+        self._detach: Callable[[Tensor], Tensor] = _compat.detach_unseen if selective else _detach
 
     def pack(self, tensor: Tensor) -> Any:
         if self.done:
-            raise Stop(self)  # user code swallowed the first one (Rule 2)
+            raise stop_of(self)  # user code swallowed the first one (Rule 2)
         index = self._next
         self._next = index + 1
         if self._observed:
@@ -148,7 +147,7 @@ class Filler(Run):
             self._one_too_many(index)
         if index >= self._last and self._early_stop:
             self.done = True
-            raise Stop(self)
+            raise stop_of(self)
         if not self._for_itself:
             return None
         return plain if plain is not None else tensor if tensor.is_leaf else tensor.detach()

@@ -31,12 +31,12 @@ from retape.torch.fitting import A_HAIR, MOST_ROUNDS, Fitter
 from retape.torch.laboratory import Laboratory
 from retape.torch.lanes import host_tier
 from retape.torch.meanings import meanings_of
-from retape.torch.meter import Scale, synchronize, thinned, weighing
+from retape.torch.meter import Scale, step_record, synchronize, weighing
 from retape.torch.modelling import Modelled, model_of
 from retape.torch.overheads import engine_overheads
 from retape.torch.policy import Inputs
 from retape.torch.profile import Profile, ProfileSession, SharedStopwatch
-from retape.torch.ranks import decided_by_first, largest
+from retape.torch.ranks import decided_by_first
 from retape.torch.readings import Profiled, StepBytes, read_bytes
 from retape.torch.resident import allocated_bytes, devices_of, fixed_bytes
 from retape.torch.rounds import WORTH_USING, Fitting
@@ -176,7 +176,7 @@ class SpreadFitter(Fitter):
         with ExitStack() as stack:
             scales = {device: stack.enter_context(weighing(device)) for device in self.devices}
             self.run_step()
-        return {device: self._record(device, scale) for device, scale in scales.items()}
+        return {device: step_record(scale, device, self.fixed[device]) for device, scale in scales.items()}
 
     def _timed(self, laboratory: Laboratory) -> float:
         for device in self.devices:
@@ -187,18 +187,6 @@ class SpreadFitter(Fitter):
         self.run_step()
         watch.mark("end")
         return watch.read()[-1][1]
-
-    def _record(self, device: torch.device, scale: Scale) -> Record:
-        fixed = self.fixed[device]
-        peak = largest(fixed + max(reading.peak_bytes for reading in scale.readings))
-        return Record(
-            peak_bytes=peak,
-            base_bytes=fixed,
-            seconds=0.0,
-            timeline=thinned(scale.timeline, fixed),
-            reserved_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
-            device=str(device),
-        )
 
     # --- solve and compare ---------------------------------------------------------------------------------------
 

@@ -8,13 +8,11 @@ case, in one copy that regions share until it moves. The tokens are the streams'
 from __future__ import annotations
 
 import ctypes
-import operator
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +24,6 @@ Token = Any
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _compat.set_grad_enabled
 _count_function_modes = _compat.count_function_modes
 _CUDA_BUILT = _compat.CUDA_BUILT
-_IMPORTED = sys.modules
 
 
 class Stream(Protocol):
@@ -232,15 +229,17 @@ def peek(found: tuple[Stream, ...]) -> list[Token]:
 def streams(generators: Sequence[Any]) -> Draws:
     """Where every random stream stands that the caller could draw from; the first is the CPU's own."""
     devices = _compat.cuda_devices_in_use() if _CUDA_BUILT and _compat.cuda_initialized() else ()
-    if devices or generators or "numpy.random" not in _IMPORTED:
-        others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
-        more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
-        found = (*(_WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY), *more)
-        return found, peek(found)
-    last = _USUAL.last
-    if last[0] is not None and last[0] == _USUAL.look():
-        return last[1]
-    return _USUAL.meet()
+    last, alone = _USUAL.last, not (devices or generators)
+    if alone and last[0] is not None:  # the three were met together: numpy is there
+        if last[0] == (_join(_USUAL.views), _PYTHON.instance.gauss_next, _NUMPY.current()):
+            return last[1]
+        return _USUAL.meet()
+    if alone and "numpy.random" in sys.modules:
+        return _USUAL.meet()
+    others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
+    more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
+    found = (*(_WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY), *more)
+    return found, peek(found)
 
 
 _WITH_NUMPY = (_CPU, _PYTHON, _NUMPY)
@@ -251,22 +250,22 @@ _ONLY_CPU = (_CPU,)
 class _Usual:
     """The three streams of any process, looked at in one go: regions that draw nothing share one record of where they stand."""
 
-    __slots__ = ("_views", "last")
+    __slots__ = ("last", "views")
 
     def __init__(self) -> None:
-        self._views: tuple[memoryview, ...] = ()
+        self.views: tuple[memoryview, ...] = ()
         # What the last look saw, None where there was none; where all of them stood; where the CPU's stood.
         self.last: tuple[tuple[Any, ...] | None, Draws, Draws] = (None, NONE_DRAWN, NONE_DRAWN)
 
     def look(self) -> tuple[Any, ...]:
-        """Differs once one of them has moved. Asked only where all three can be viewed."""
-        return _join(self._views), _PYTHON.instance.gauss_next, _NUMPY.current()
+        """Differs once one of them has moved. Asked only where all three can be viewed; `streams` and `drawn` have it spelled out."""
+        return _join(self.views), _PYTHON.instance.gauss_next, _NUMPY.current()
 
     def meet(self) -> Draws:
         draws: Draws = _WITH_NUMPY, [stream.peek() for stream in _WITH_NUMPY]
         self.last = (None, NONE_DRAWN, NONE_DRAWN)  # what it shows may be gone by now
         if all(stream.views for stream in _WITH_NUMPY) and _NUMPY.current is not None:
-            self._views = (*_CPU.views, *_PYTHON.views, *_NUMPY.views)
+            self.views = (*_CPU.views, *_PYTHON.views, *_NUMPY.views)
             seen = self.look()
             if draws[1] == [stream.peek() for stream in _WITH_NUMPY]:  # no other thread has drawn in between
                 self.last = (seen, draws, (_ONLY_CPU, draws[1][:1]))
@@ -279,7 +278,11 @@ _USUAL = _Usual()
 def drawn(before: Draws) -> Draws:
     """Those of `before` that have moved since, and torch's own: `torch.random.fork_rng` draws and puts them back."""
     last = _USUAL.last
-    if last[0] is not None and before is last[1] and last[0] == _USUAL.look():
+    if (
+        last[0] is not None
+        and before is last[1]
+        and last[0] == (_join(_USUAL.views), _PYTHON.instance.gauss_next, _NUMPY.current())
+    ):
         return last[2]
     found, tokens = before
     if found is _WITH_NUMPY and _PYTHON.peek() == tokens[1] and _NUMPY.peek() == tokens[2]:
@@ -288,27 +291,28 @@ def drawn(before: Draws) -> Draws:
     return tuple([found[i] for i in kept]), [tokens[i] for i in kept]
 
 
-# What surrounds a call: PyTorch's settings and behind them autocast's, torch-function modes, the current CUDA device.
-Ambient = tuple[list[Any], tuple[Any, ...], int | None]
+# What surrounds a call: PyTorch's settings; of each device whether autocast is on, and its dtype; torch-function modes; the
+# current CUDA device.
+Ambient = tuple[list[Any], tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], int | None]
 
 
 def capture() -> Ambient:
     """What surrounds the caller now."""
+    modes = _compat.function_modes() if _count_function_modes() else ()
+    if not _CUDA_BUILT:
+        return _read_settings(), (_autocast("cpu"),), (_autocast_dtype("cpu"),), modes, None
     return (
-        list(map(_call, _GETTERS)),
-        _compat.function_modes() if _count_function_modes() else (),
-        torch.cuda.current_device() if _CUDA_BUILT and _compat.cuda_initialized() else None,
+        _read_settings(),
+        (_autocast("cpu"), _autocast("cuda")),
+        (_autocast_dtype("cpu"), _autocast_dtype("cuda")),
+        modes,
+        torch.cuda.current_device() if _compat.cuda_initialized() else None,
     )
 
 
-_DEVICES = ("cpu", "cuda") if _compat.CUDA_BUILT else ("cpu",)
-_SETTINGS = len(_compat.SETTINGS)
-_FIRST_AUTOCAST, _LAST_AUTOCAST = _SETTINGS, _SETTINGS + len(_DEVICES) - 1  # the CPU's, and CUDA's where there is one
-_GETTERS = (
-    *[get for _, get, _ in _compat.SETTINGS],
-    *[partial(torch.is_autocast_enabled, device) for device in _DEVICES],
-    *[partial(torch.get_autocast_dtype, device) for device in _DEVICES],
-)
+_DEVICES = ("cpu", "cuda") if _CUDA_BUILT else ("cpu",)
+_OFF = (False,) * len(_DEVICES)
+_autocast, _autocast_dtype, _read_settings = torch.is_autocast_enabled, torch.get_autocast_dtype, _compat.read_settings
 
 
 class Replay:
@@ -320,7 +324,7 @@ class Replay:
         now = capture()
         self._grad = _is_grad_enabled()
         self._around: Any = None
-        if now != ambient or now[0][_FIRST_AUTOCAST] or now[0][_LAST_AUTOCAST]:  # one is on
+        if now != ambient or now[1] != _OFF:  # an autocast is on
             self._around = _as_then(ambient, now)
             self._around.__enter__()
         self._found, self._stood = draws
@@ -347,17 +351,16 @@ class Replay:
 
 @contextmanager
 def _as_then(ambient: Ambient, now: Ambient) -> Iterator[None]:
-    settings, modes, cuda_device = ambient
+    settings, enabled_then, dtypes, modes, cuda_device = ambient
     with ExitStack() as stack:
         stack.callback(_put_settings, settings, now[0])
         _put_settings(now[0], settings)
-        if cuda_device != now[2] and cuda_device is not None:
+        if cuda_device != now[4] and cuda_device is not None:
             stack.enter_context(torch.cuda.device(cuda_device))
         for mode in modes:  # `torch.set_default_device` is one of them
-            if mode not in now[1]:
+            if mode not in now[3]:
                 stack.enter_context(mode)
-        enabled_now, dtypes = settings[_SETTINGS:], settings[_SETTINGS + len(_DEVICES) :]
-        for kind, enabled, dtype in zip(_DEVICES, enabled_now, dtypes, strict=False):
+        for kind, enabled, dtype in zip(_DEVICES, enabled_then, dtypes, strict=True):
             # Without the weight cache: a cast that lives in the cache belongs to another graph than the re-run's, and one
             # that the re-run left there would be found by code outside.
             if enabled or torch.is_autocast_enabled(kind):
@@ -366,16 +369,9 @@ def _as_then(ambient: Ambient, now: Ambient) -> Iterator[None]:
 
 
 def _put_settings(present: list[Any], wanted: list[Any]) -> None:
-    """Set what differs; autocast, behind the settings, has contexts of its own."""
+    """Set what differs."""
     if present == wanted:
         return
-    for (_, _, put), now, then in zip(_compat.SETTINGS, present, wanted, strict=False):
+    for (_, _, put), now, then in zip(_compat.SETTINGS, present, wanted, strict=True):
         if now != then:
             put(then)
-
-
-def _call_it(function: Callable[[], Any]) -> Any:
-    return function()
-
-
-_call: Callable[[Any], Any] = getattr(operator, "call", _call_it)  # in C from Python 3.11 on

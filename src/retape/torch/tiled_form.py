@@ -7,18 +7,24 @@ the weights' gradients, which it sums in 16 bit where the weights are: an error 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from retape.torch import _compat_compiler
+from retape.torch.attach import as_class
 from retape.torch.tiling import is_given_rows, run_in_tiles
 
 Parts = tuple[str, ...]  # their names inside the block
+
+_LOCK = threading.Lock()
+_RUNS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of the blocks around a part that are running now
 
 
 class PartsInTiles(NamedTuple):
@@ -30,16 +36,22 @@ class PartsInTiles(NamedTuple):
 
 @contextmanager
 def running_in_tiles(block: nn.Module, parts: Parts, tiles: int) -> Iterator[None]:
-    """While a block runs, its parts go slice by slice."""
+    """While a block runs, its parts go slice by slice. Another thread that runs it meanwhile finds them so, and leaves them so."""
     found = [block.get_submodule(name) for name in parts]
-    kinds = [type(part) for part in found]
-    for part, kind in zip(found, kinds, strict=True):
-        part.__class__ = _in_tiles(kind, tiles)  # type: ignore[arg-type]  # classes can be hashed
+    with _LOCK:
+        for part in found:
+            if not _RUNS.get(part):
+                part.__class__ = _in_tiles(type(part), tiles)  # type: ignore[arg-type]  # classes can be hashed
+            _RUNS[part] = _RUNS.get(part, 0) + 1
     try:
         yield
     finally:
-        for part, kind in zip(found, kinds, strict=True):
-            part.__class__ = kind
+        with _LOCK:
+            for part in found:
+                _RUNS[part] -= 1
+                if not _RUNS[part]:
+                    del _RUNS[part]
+                    part.__class__ = type(part).__mro__[1]
 
 
 @cache
@@ -53,4 +65,7 @@ def _in_tiles(kind: type[nn.Module], tiles: int) -> type[nn.Module]:
             return kind.forward(self, *args, **keywords)
         return in_slices(self, args[0])
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        return as_class(kind.__reduce_ex__(self, protocol), kind)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__reduce_ex__": reduced, "__module__": kind.__module__})

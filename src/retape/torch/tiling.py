@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import RetapeError
+from retape.torch.entrance import run_region
 from retape.torch.links import tensors_of
 from retape.torch.meter import synchronize, weighing
 from retape.torch.policy import Policy
-from retape.torch.region import run_region
 from retape.torch.runs import current_runs, is_plain
 from retape.torch.tile import tile
 

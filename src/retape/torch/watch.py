@@ -22,6 +22,7 @@ from retape.torch import _compat
 from retape.torch.checksum import checksum, inner_tensors
 from retape.torch.copies import Copies, copyable
 from retape.torch.exposure import Observer
+from retape.torch.layouts import Tree
 from retape.torch.reads import Call
 
 if TYPE_CHECKING:
@@ -229,6 +230,27 @@ class Watch:
         return _place_name(self._call, *self._call.places[index - arguments - len(self._call.extras)])
 
 
+def is_known_to_change_nothing(tree: Tree, arguments: int) -> bool:
+    """Whether usual calls with so many tensors, of a module that is set like this, were seen and wrote to nothing."""
+    kinds = tree.layout.kinds
+    return kinds is not None and kinds.get((arguments, 0, len(tree.state), tree.switches)) is _NOTHING
+
+
+def recalled(call: Call, before: list[int], needed: list[bool], *, over: bool) -> Watch:
+    """The watch over a usual call that changes nothing, made afterwards of what was noted; `over`: the call has ended."""
+    watch = object.__new__(Watch)
+    arguments = len(before) - len(call.state)
+    assert call.kinds is not None
+    watch._call, watch._kinds, watch._known = call, call.kinds, _NOTHING
+    watch._kind = (call.roots[0], (arguments, 0, len(call.state), call.switches))
+    watch._before = before
+    watch.arguments_need_grad, watch._needs_grad = [True] * arguments, needed
+    watch._rest = call.state
+    if over:
+        watch._after = before
+    return watch
+
+
 class AsBefore:
     """From when it is made until it is left, everything a region reads is as it was before the region first ran."""
 
@@ -287,7 +309,9 @@ class AsBefore:
         needed = watch.arguments_need_grad
         if watch._call.is_usual and copies is _NO_TWINS and len(held) == 1:  # in short
             if needed[0]:
-                return [held[0].detach().requires_grad_()]
+                tensor = held[0].detach()
+                tensor.requires_grad = True
+                return [tensor]
             return [held[0].detach()] if held[0].requires_grad else held  # it may need a gradient by now
         tensors = [
             tensor if type(tensor) is nn.Parameter else _as_needed(tensor, need)
@@ -320,11 +344,7 @@ class AsBefore:
         if self._overwritten or self._needs_grad or self._grads:
             self._put_back()
         if any(map(_backward_hooks, self._leaves)):
-            counts = self._hook_counts or [0] * len(self._leaves)
-            for tensor, count in zip(self._leaves, counts, strict=True):
-                hooks = tensor._backward_hooks
-                while hooks and len(hooks) > count:  # registered once more by the re-run
-                    hooks.popitem()
+            drop_hooks(self._leaves, self._hook_counts or [0] * len(self._leaves))
         for holder in self._watch._call.holders:
             holder.leave()
 
@@ -338,6 +358,14 @@ class AsBefore:
             leaf.grad = gradient
             if gradient is not None and before is not None:
                 _compat.write_unseen(gradient, before)
+
+
+def drop_hooks(tensors: Sequence[Tensor], counts: list[int]) -> None:
+    """Take back what a re-run has registered once more: each tensor had so many hooks before it."""
+    for tensor, count in zip(tensors, counts, strict=True):
+        hooks = tensor._backward_hooks
+        while hooks and len(hooks) > count:
+            hooks.popitem()
 
 
 def _hook_counts(tensors: Sequence[Tensor]) -> list[int]:
