@@ -1,6 +1,5 @@
 """What the tests of loops share: the plain loop to compare with, gradients, and Taylor's test."""
 
-from collections import Counter
 from typing import ClassVar
 
 import torch
@@ -102,29 +101,3 @@ class Counted:
     def __call__(self, *arguments):
         self._COUNTS[id(self)] += 1
         return self.step(*arguments)
-
-
-class Counts:
-    """Runs of steps by whether gradients were on, where no walk goes: what a step reaches is put back after a re-run."""
-
-    BY_STEP: ClassVar[list[Counter]] = []
-
-
-def counting(step):
-    key = len(Counts.BY_STEP)
-    Counts.BY_STEP.append(Counter())
-
-    def counted(*arguments):
-        Counts.BY_STEP[key][torch.is_grad_enabled()] += 1
-        return step(*arguments)
-
-    counted.key = key
-    return counted
-
-
-def bare(step):
-    return Counts.BY_STEP[step.key][False]
-
-
-def runs(step):
-    return Counts.BY_STEP[step.key].total()

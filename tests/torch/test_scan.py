@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 from collections import OrderedDict, namedtuple
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -347,20 +348,45 @@ def test_outputs_require_gradients_as_in_the_plain_loop():
     ]
 
 
-def test_autocast():
-    layer = nn.Linear(4, 4)
-    xs, start = torch.randn(7, 2, 4), torch.randn(2, 4)
+def autocast(on):
+    return torch.autocast("cpu", enabled=on, dtype=torch.bfloat16, cache_enabled=False)
+
+
+@pytest.mark.parametrize("inside", [None, True, False], ids=["as around", "on", "off"])
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("forward", [True, False])
+def test_autocast(forward, backward, inside):
+    """Around the loop, around the backward pass, and in the step: gradients are rounded where plain autograd rounds them."""
+    layer, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    xs, start, tensors = torch.randn(7, 2, 4), torch.randn(2, 4), [*layer.parameters(), *head.parameters()]
 
     def step(h, x):
-        h = torch.tanh(layer(h) + x).float()
+        with nullcontext() if inside is None else autocast(inside):
+            h = torch.tanh(layer(h) + x).float()
+        h = torch.tanh(head(h)).float()
         return h, h
 
     def run(loop):
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-            result = loop()
-        return gradients(lambda: result, list(layer.parameters()))
+        with autocast(forward):
+            loss = loss_of(loop())
+        with autocast(backward):
+            return list(torch.autograd.grad(loss, tensors))
 
-    assert same(run(lambda: unrolled(step, start, xs)), run(lambda: scan(step, start, xs, snapshots=2)))
+    plain = run(lambda: unrolled(step, start, xs))
+    for block in (1, 3):
+        assert same(plain, run(lambda: scan(step, start, xs, snapshots=2, block=block)))  # noqa: B023 - called at once
+
+
+def test_inference_tensors():
+    weight, start, xs = random(3, grad=True), random(3), random(7, 3)
+    with torch.inference_mode():
+        shift = random(3)
+
+    def step(h, x):
+        h = torch.tanh(h * weight + x + shift)
+        return h, h
+
+    assert_scan_as_plain(step, start, xs, [weight], snapshots=2)
 
 
 def test_a_region_inside_a_step():
@@ -404,6 +430,18 @@ def test_inside_a_region():
         return scan(step, h, xs, snapshots=2)[1]
 
     assert_as_plain(lambda: unrolled(step, start, xs)[1], lambda: retape.checkpoint(whole, start), [*tensors, start])
+
+
+def test_keep_in_some_steps_only():
+    weight, start, xs = random(3, grad=True), random(3), torch.arange(12)
+
+    def step(h, x):
+        h = torch.tanh(h * weight)
+        for _ in range(int(x) % 3):
+            h = h * (1 + retape.keep(float(torch.rand(()))))
+        return h, h
+
+    assert_scan_as_plain(step, start, xs, [weight], snapshots=2)
 
 
 def test_keep_records_a_decision_of_each_step():

@@ -20,7 +20,15 @@ from retape.core.solvers.loop_planner import LoopPlanner
 from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch import loop_plan
 from retape.torch.loop_body import Body, Xs
-from retape.torch.loop_plan import LoopPlan, default_block, default_snapshots, plan_in_tiers, tier_slots
+from retape.torch.loop_plan import (
+    LoopPlan,
+    TapeSteps,
+    default_block,
+    default_snapshots,
+    plan_in_tiers,
+    reversal,
+    tier_slots,
+)
 from retape.torch.loop_state import State
 from retape.torch.snapshots import DeviceShelf, DiskShelf, HostShelf
 
@@ -99,6 +107,22 @@ def test_a_last_block_that_is_shorter():
             gradients(lambda: unrolled(step, start, xs), [weight]),
             gradients(lambda: scan(step, start, xs, snapshots=2, block=block), [weight]),  # noqa: B023 - called at once
         )
+
+
+@pytest.mark.parametrize(
+    ("stored", "end", "block", "tapes"),
+    [
+        ([0, 2, 4, 6, 12], 14, 8, [(6, 14), (0, 6)]),
+        ([0, 2, 4, 6, 12], 14, 7, [(12, 14), (6, 12), (0, 6)]),
+        ([0, 1, 2, 3], 4, 100, [(0, 4)]),
+        ([0, 9, 10], 11, 4, [(9, 11), (8, 9), (4, 8), (0, 4)]),
+    ],
+)
+def test_one_tape_over_states_that_lie_closer_than_a_block(stored, end, block, tapes):
+    actions = list(reversal(stored, end, len(stored), block))
+    assert [tuple(action) for action in actions if isinstance(action, TapeSteps)] == tapes
+    freed = [action.step for action in actions if isinstance(action, Free)]
+    assert set(stored) <= set(freed)
 
 
 def test_default_block_stays_the_same_for_long_loops():

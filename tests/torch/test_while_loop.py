@@ -1,5 +1,7 @@
 """while_loop: gradients of the steps that were taken, bit for bit, with snapshots that are replaced as the run grows."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from loops import Counted, assert_as_plain, gradients, same, taylor_order, unrolled_while
@@ -7,7 +9,8 @@ from loops import Counted, assert_as_plain, gradients, same, taylor_order, unrol
 from retape import while_loop
 from retape.core import Tier
 from retape.core.schedules import Schedule, count
-from retape.errors import InvalidInput
+from retape.errors import InvalidInput, RecomputeMismatch
+from retape.torch.loop_body import Body
 
 DTYPE = torch.float64
 
@@ -49,6 +52,51 @@ def test_blocks(block):
         lambda: while_loop(cond, step, carry, snapshots=4, block=block)[0],
         tensors,
     )
+
+
+@pytest.mark.parametrize(("snapshots", "block", "tapes"), [(100, 8, 5), (100, 1, 39), (100, 39, 1), (100, 100, 1)])
+def test_one_tape_passes_over_snapshots_that_lie_closer_than_a_block(snapshots, block, tapes, monkeypatch):
+    made, tape = [], Body.tape
+
+    def noted(body, state, start, stop):
+        if body.rerun:
+            made.append((start, stop))
+        return tape(body, state, start, stop)
+
+    monkeypatch.setattr(Body, "tape", noted)
+    cond, step, carry, tensors = make(40)
+    counted = Counted(step)
+    wanted = gradients(lambda: unrolled_while(cond, step, carry)[0][0], tensors)
+    assert same(
+        wanted, gradients(lambda: while_loop(cond, counted, carry, snapshots=snapshots, block=block)[0][0], tensors)
+    )
+    assert len(made) == tapes
+    assert counted.runs == 40 + 39  # the tape of the last step was kept
+
+
+class Elsewhere:
+    """Keeps numbers where no walk goes."""
+
+    SEEN: ClassVar[set[int]] = set()
+
+
+@pytest.mark.parametrize("block", [1, 3, 8, 100])
+def test_a_snapshot_that_a_tape_passes_over_is_compared(block):
+    """One step comes to something else in its re-run, and the state starts anew every four steps: no end of a long tape shows it."""
+    weight = torch.randn(3, dtype=DTYPE, requires_grad=True)
+    for odd in range(23):
+        Elsewhere.SEEN.clear()
+
+        def step(carry):
+            h, n = carry
+            h = torch.tanh(weight * (n + 1) if n % 4 == 0 else h * weight)
+            h = h * 1.5 if n == odd and n in Elsewhere.SEEN else h  # noqa: B023 - called at once
+            Elsewhere.SEEN.add(n)
+            return h, n + 1
+
+        (h, _), _ = while_loop(lambda c: c[1] < 24, step, (torch.ones(3, dtype=DTYPE), 0), snapshots=30, block=block)
+        with pytest.raises(RecomputeMismatch, match=f"the steps before step {odd + 1} again came to another state"):
+            h.sum().backward()
 
 
 def test_no_step():

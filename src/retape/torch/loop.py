@@ -37,9 +37,7 @@ from retape.torch.loop_reach import Reached, tensors_of_params
 from retape.torch.loop_resume import Resume, check_generators
 from retape.torch.loop_run import Driver
 from retape.torch.loop_state import Spec, State, flatten, unflatten
-from retape.torch.loop_untaped import runs_compiled_code
 from retape.torch.mismatch import name_of
-from retape.torch.ranks import is_distributed
 from retape.torch.reads import Call, capture_call
 from retape.torch.runs import is_plain
 from retape.torch.snapshots import Store, store_for
@@ -161,7 +159,6 @@ class _Parts:
             snapshots=plan.snapshots,
             block=plan.block,
             resume=None if resume is None else self._resumable(resume, plan, reached),
-            bare=not (is_distributed() or runs_compiled_code(self._step, self.call)),  # ranks must all do the same
         )
 
     def _resumable(self, folder: Any, plan: LoopPlan, reached: Reached) -> Resume:

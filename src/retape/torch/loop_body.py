@@ -1,4 +1,8 @@
-"""The body of a loop: how one step is called, what is checked around it, and where its results go."""
+"""The body of a loop: how one step is called, what is checked around it, and where its results go.
+
+Every step runs with gradients on, one that is run again only to reach a later state, too: without them kernels, and what a step does
+itself, may differ, and no comparison of states would show all of that.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retape.core.errors import InvalidInput
-from retape.torch import _compat, runs
-from retape.torch.loop_state import Spec, State, check_same, flatten, unflatten
+from retape.core.errors import InvalidInput, RecomputeMismatch
+from retape.torch import runs
+from retape.torch.loop_state import Spec, State, check_same, flatten, mark_of, unflatten
 from retape.torch.loop_tape import StepEnds, Tape
 from retape.torch.watch import versions_of
 
@@ -48,16 +52,12 @@ class Xs:
     def at(self, step: int) -> list[Any]:
         """The leaves for one step, fit to be the inputs of a graph of their own."""
         if not self.any_needs_grad:
-            return self.bare(step)
+            return [leaf.select(0, step) if isinstance(leaf, Tensor) else leaf for leaf in self._held]
         made: list[Any] = []
         for leaf, needed in zip(self._held, self.needs_grad, strict=True):
             part = leaf.select(0, step) if isinstance(leaf, Tensor) else leaf
             made.append(part.detach().requires_grad_() if needed else part)
         return made
-
-    def bare(self, step: int) -> list[Any]:
-        """The leaves for one step that records no graph."""
-        return [leaf.select(0, step) if isinstance(leaf, Tensor) else leaf for leaf in self._held]
 
     def plain(self, step: int) -> Any:
         """What one step is given in the plain loop: slices with their history."""
@@ -170,6 +170,7 @@ class Body:
         self.alias: dict[int, tuple[int, ...]] = {}
         self._usual_alias: tuple[int, ...] | None = None
         self.rerun = False
+        self.marks: dict[int, int | None] = {}  # checksums of states that the first run came to, by step
         self._usual_run: runs.Run | None = None
         self.y_spec: Spec | None = None
 
@@ -197,6 +198,8 @@ class Body:
             tree, y = self._run(unflatten(carry, spec), x_leaves, step)
             carry, spec = flatten(tree)
             ends.append(StepEnds(x_leaves, flatten(y)[0]))
+            if step + 1 in self.marks:
+                self._check_mark(step + 1, carry)
         self._check_kind(state, start, carry, spec)
         return Tape(start, carry_in, carry, ends), State(carry, spec)
 
@@ -212,29 +215,23 @@ class Body:
         self._check_kind(state, start, carry, spec)
         return State(carry, spec)
 
-    def advance_bare(self, state: State, start: int, stop: int, needs_grad: tuple[bool, ...]) -> State:
-        """The same without gradients; `needs_grad` says which leaves of the last state would need them."""
-        carry, spec = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in state.leaves], state.spec
-        _compat.set_grad_enabled(False)
-        try:
-            for step in range(start, stop):
-                out, spec = flatten(self._run(unflatten(carry, spec), self.xs.bare(step), step)[0])
-                # A step may have switched gradients on inside.
-                carry = [leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in out]
-        finally:
-            _compat.set_grad_enabled(True)
-        self._check_kind(state, start, carry, spec)
-        return State(carry, spec, needs_grad)
-
     def _check_kind(self, before: State, step: int, leaves: list[Any], spec: Spec) -> None:
         if not (self._first_differs and step == 0):
             check_same(self.name, step, before, leaves, spec)
+
+    def _check_mark(self, step: int, leaves: list[Any]) -> None:
+        if self.marks[step] not in (None, mark_of(leaves)):
+            raise RecomputeMismatch(
+                f"{self.name}: running the steps before step {step} again came to another state than the first run, so that gradients "
+                "would be wrong. The step reads something that changes from run to run and that cannot be put back (a file, a clock, an "
+                "object that it cannot be seen to reach). Put it into the carry or xs, or record it with retape.keep."
+            )
 
     def _run(self, carry: Any, x_leaves: list[Any], step: int) -> Any:
         rerun, run = self.rerun, self._usual_run
         if rerun and step in self._kept:
             run = self._new_run(self._kept[step])
-        elif run is None or run.rerun is not rerun:  # one run after the other may use it, as long as nothing is kept
+        elif run is None or run.rerun is not rerun or run.region.kept:  # an empty one will do for all steps
             run = self._usual_run = self._new_run([])
         running = runs.current_runs()
         running.append(run)
@@ -243,7 +240,7 @@ class Body:
         finally:
             running.pop()
         if not rerun and run.region.kept:
-            self._kept[step], self._usual_run = run.region.kept, None
+            self._kept[step] = run.region.kept
         return result
 
     def _new_run(self, kept: list[Any]) -> runs.Run:

@@ -110,9 +110,7 @@ def reversal(stored: Sequence[int], end: int, snapshots: int, block: int) -> Ite
     index = len(stored) - 1
     while index >= 0:
         last = index
-        while (
-            index and end - stored[index - 1] <= block
-        ):  # states that lie closer than a block is long: one tape reverses more
+        while index and end - stored[index - 1] <= block:  # one tape passes over states that lie close
             index -= 1
         yield from map(Free, stored[index + 1 : last + 1])
         start = stored[index]

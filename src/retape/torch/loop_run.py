@@ -8,14 +8,14 @@ of `core`; how a run goes on from files is in `loop_resume.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from retape.core.actions import Backward, Forward, Free, Item, Load, Save
-from retape.core.errors import RecomputeMismatch, RegionError, StateChanged
+from retape.core.errors import RegionError, StateChanged
 from retape.core.schedules.online import forward_phase
 from retape.torch import _compat, state
 from retape.torch.disk import SnapshotLost
@@ -26,7 +26,6 @@ from retape.torch.loop_reach import Reached
 from retape.torch.loop_resume import Progress, Resume
 from retape.torch.loop_state import State, mark_of
 from retape.torch.loop_tape import Grads, Tape
-from retape.torch.loop_untaped import Differed, Untaped
 from retape.torch.snapshots import Snapshot, Store
 from retape.torch.watch import version_of
 
@@ -48,7 +47,6 @@ class Driver:
         snapshots: int,
         block: int,
         resume: Resume | None = None,
-        bare: bool = True,
     ) -> None:
         self.body = body
         self.reached = reached
@@ -62,17 +60,14 @@ class Driver:
         self.ambient = self.called_in = state.capture()
         self.streams, self.start_tokens = state.streams(generators)
         self._resume = resume
-        self._untaped = Untaped(body, initial, self.streams, allowed=bare and resume is None)
         self._tapes: dict[int, Tape] = {}
         self._working = initial
         self._at = 0
         self._tape: Tape | None = None
         self._rest: Actions = lambda: iter(())
-        self._whole: Actions = lambda: iter(())
         self._read: list[tuple[str, Tensor]] = []
         self._after: list[Any] = []
         self._released = False
-        self._marks: dict[int, int | None] = {}  # checksums of states that the first run came to
 
     # --- the first run -----------------------------------------------------------------------------------------
 
@@ -90,7 +85,7 @@ class Driver:
                 if isinstance(action, TapeSteps) and action.stop == steps:
                     break
         if not begin.ended:
-            self._rest, self._whole = lambda: islice(actions(), done, None), actions
+            self._rest = lambda: islice(actions(), done, None)
         self._settle(from_files=begin.ended)
 
     def run_unknown(self, goes_on: Callable[[State, int], bool]) -> None:
@@ -122,9 +117,8 @@ class Driver:
                 self.store.drop(last)
             end = self.steps if tape is None else last
             stored = [step for step in self.store.steps() if step < end]
-            taped, snapshots, block, steps = tape is not None, self.snapshots, self.block, self.steps
+            taped, snapshots, block = tape is not None, self.snapshots, self.block
             self._rest = lambda: _from_last(taped, stored, end, snapshots, block)
-            self._whole = lambda: chain([Save(0)], reversal([0], steps, snapshots, block))
         self._settle(from_files=begin.ended)
 
     def _advance_while(self, more: Callable[[], bool], stop: int) -> bool:
@@ -159,12 +153,11 @@ class Driver:
     def _settle(self, *, from_files: bool) -> None:
         self.final = self._working
         self.reached.settle()
-        self._untaped.settle(self.start_tokens)
         self._read = [*self.hidden.unchanged(), *[("its graph", tensor) for tensor in self.reached.tensors]]
         self._after = [version_of(tensor) for _, tensor in self._read]
         self.body.rerun = True
-        if self._tape is not None:
-            self._marks[self._tape.start] = mark_of(self._tape.carry_in)
+        if self._tape is not None and self._tape.start not in self.body.marks:
+            self.body.marks[self._tape.start] = mark_of(self._tape.carry_in)
         if self._resume is not None and not from_files:
             self._resume.ended(self.steps, self._snapshot())
 
@@ -182,8 +175,7 @@ class Driver:
         elif isinstance(action, Free):
             self.store.drop(action.step, action.tier)
             if not self.body.rerun:
-                self._marks.pop(action.step, None)
-                self._untaped.dropped(action.step)
+                self.body.marks.pop(action.step, None)
                 if self._resume is not None:
                     self._resume.freed(action.step)
         else:
@@ -191,33 +183,17 @@ class Driver:
 
     def _advance(self, start: int, stop: int) -> None:
         if self.body.rerun:
-            self._working = self._untaped.advance(self._working, start, stop) if start < stop else self._working
+            self._working = self.body.advance(self._working, start, stop) if start < stop else self._working
             return
         for step in range(start, stop):
             self._tape_steps(step, step + 1)
 
     def _tape_steps(self, start: int, stop: int) -> Tape:
-        if self.body.rerun:
-            return self._tape_again(start, stop)
         since = _compat.next_sequence_number()
         tape, self._working = self.body.tape(self._working, start, stop)
-        self.reached.walk(tape, since)
-        self.hidden.after_step()
-        self._untaped.stepped(start, stop, self._working)
-        return tape
-
-    def _tape_again(self, start: int, stop: int) -> Tape:
-        self._untaped.taping(start, self._working)
-        tape, self._working = self.body.tape(self._working, start, stop)
-        if self._marks.get(stop) not in (None, self._working.mark()):
-            if self._untaped.used:
-                raise Differed
-            raise RecomputeMismatch(
-                f"{self.body.name}: running the steps before step {stop} again came to another state than the first run, so that gradients "
-                "would be wrong. The step reads something that changes from run to run and that cannot be put back (a file, a clock, an "
-                "object that it cannot be seen to reach). Put it into the carry or xs, or record it with retape.keep."
-            )
-        self._untaped.taped(stop, self._working)
+        if not self.body.rerun:
+            self.reached.walk(tape, since)
+            self.hidden.after_step()
         return tape
 
     def _save(self, action: Save) -> None:
@@ -228,8 +204,7 @@ class Driver:
         snapshot = self._snapshot()
         self.store.put(action.step, snapshot, action.tier)
         if not self.body.rerun:
-            self._marks[action.step] = self._working.mark()
-            self._untaped.saved(action.step)
+            self.body.marks[action.step] = mark_of(self._working.leaves)
             if self._resume is not None:
                 self._resume.saved(action.step, snapshot)
 
@@ -250,14 +225,10 @@ class Driver:
             start = known
             break
         snapshot.state.check(self.body.name, start)
-        self._stand_at(snapshot)
-        self._advance(start, step)
-
-    def _stand_at(self, snapshot: Snapshot) -> None:
         self._working = snapshot.state
-        self._untaped.loaded()
         self.hidden.restore(snapshot.hidden)
         self._seek(snapshot.tokens)
+        self._advance(start, step)
 
     def _seek(self, tokens: list[Any]) -> None:
         """Put the random streams where they stood; most steps draw from few of them, and looking is cheaper than setting."""
@@ -283,7 +254,7 @@ class Driver:
         self.called_in = state.capture()
         try:
             with state.Replay(self.ambient, (self.streams, self.start_tokens)):
-                found = self._reversed(carry, ys, keep=keep)
+                found = _Reversal(self, carry, ys, keep=keep).run(self._rest)
         except BaseException:
             if not keep:
                 self.store.close()  # no pass can start from it any more, and files must not wait for the garbage collector
@@ -295,39 +266,6 @@ class Driver:
         if not keep:
             self.release()
         return found
-
-    def _reversed(self, carry: Grads, ys: Grads, *, keep: bool) -> tuple[Grads, Grads, Grads]:
-        self._untaped.begin(allowed=not self.hidden.changed)
-        found = self._as_planned(list(carry), ys, keep=keep)
-        if found is None:
-            self._untaped.give_up()
-            self.store.clear()
-            self._tapes, self._tape = {}, None
-            self.initial.check(self.body.name, 0)
-            self._stand_at(self._first())
-            found = _Reversal(self, carry, ys, keep=keep).run(self._whole)
-        if self._untaped.ran:
-            self._check_bare()
-        return found
-
-    def _as_planned(self, carry: Grads, ys: Grads, *, keep: bool) -> tuple[Grads, Grads, Grads] | None:
-        """None, and nothing of it is held any more, where steps without gradients were seen to differ."""
-        try:
-            found = _Reversal(self, carry, ys, keep=keep).run(self._rest)
-            self._untaped.finish()
-        except Differed:
-            return None
-        return found
-
-    def _check_bare(self) -> None:
-        """Only steps without gradients can have written to what no step of the first run wrote to."""
-        for (place, tensor), then in zip(self._read, self._after, strict=True):
-            if version_of(tensor) != then:
-                raise StateChanged(
-                    f"{self.body.name}: without gradients the step writes to a tensor ({place}, shape {tuple(tensor.shape)}) that it "
-                    "leaves alone with them; run again that way, it has changed it. Let it do the same, whatever "
-                    "torch.is_grad_enabled() says."
-                )
 
     def _check_unchanged(self) -> None:
         if self.body.xs.written_to():

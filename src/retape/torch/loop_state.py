@@ -6,7 +6,6 @@ passed through as it is. No running and no storing here.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import zlib
 from collections.abc import Sequence
@@ -39,8 +38,7 @@ class Spec(NamedTuple):
 
 
 _LEAF = Spec(None)
-_PLAIN = frozenset({Tensor, Parameter})
-_SIMPLE = ATOMS | _PLAIN
+_SIMPLE = ATOMS | {Tensor, Parameter}
 _TUPLES = [Spec(count) for count in range(16)]
 
 
@@ -104,7 +102,7 @@ def _rebuilt(kind: type, names: tuple[str, ...], fields: list[Any]) -> Any:
 class State:
     """The carry before a step, without its history. `needs_grad` says which leaves would require gradients in the plain loop."""
 
-    __slots__ = ("_mark", "_versions", "leaves", "needs_grad", "spec")
+    __slots__ = ("_versions", "leaves", "needs_grad", "spec")
 
     def __init__(self, leaves: Sequence[Any], spec: Spec, needs_grad: tuple[bool, ...] | None = None) -> None:
         if needs_grad is None:
@@ -113,7 +111,6 @@ class State:
         self.leaves: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.spec = spec
         self._versions = versions_of(self.leaves)
-        self._mark: int | None = -1  # not yet known
 
     @classmethod
     def of(cls, tree: Any) -> State:
@@ -125,12 +122,6 @@ class State:
             leaf.detach().requires_grad_() if needed else leaf
             for leaf, needed in zip(self.leaves, self.needs_grad, strict=True)
         ]
-
-    def mark(self) -> int | None:
-        """A checksum of it; see `mark_of`. A state stays as it is, so it is looked at once."""
-        if self._mark == -1:
-            self._mark = mark_of(self.leaves)
-        return self._mark
 
     def written_to(self) -> int | None:
         """The first leaf that has been changed in place since this state was made, if any."""
@@ -172,14 +163,11 @@ def mark_of(leaves: Sequence[Any]) -> int | None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             continue
-        if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
+        if leaf.device.type != "cpu" or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
             return None
-        plain = leaf if leaf.is_contiguous() else leaf.detach().contiguous()
-        size = plain.nbytes
-        if type(plain) in _PLAIN and size:  # looking at the memory itself is quicker than making a tensor of its bytes
-            total = zlib.crc32((ctypes.c_char * size).from_address(plain.data_ptr()), total)
-        elif size:
-            total = zlib.crc32(octets_of(plain.detach()).numpy().data, total)
+        plain = leaf.detach().contiguous()
+        if plain.numel():
+            total = zlib.crc32(octets_of(plain).numpy().data, total)
     return total
 
 

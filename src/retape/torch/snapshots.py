@@ -231,11 +231,6 @@ class _Fork(Store):
     def steps(self) -> list[int]:
         return sorted({*super().steps(), *self._borrowed})
 
-    def clear(self) -> None:
-        super().clear()
-        self._borrowed.clear()
-        self._moving.clear()
-
 
 def store_for(names: Sequence[str], slots: Sequence[int] | None, scratch: Scratch | None) -> Store:
     """A store with a shelf for each tier."""
