@@ -89,9 +89,9 @@ def test_a_setting_that_a_stop_leaves_behind():
 def test_a_forward_that_freezes_a_parameter_leaves_it_frozen(kind):
     class Freezing(nn.Linear):
         def forward(self, x):
-            y = super().forward(x).tanh()
-            self.bias.requires_grad_(False)
-            return y
+            y = super().forward(x)
+            self.bias.requires_grad_(False)  # before the last op that saves, where a re-run stops
+            return y.tanh()
 
     module, x = Freezing(3, 3), torch.randn(2, 3, requires_grad=True)
     call = module if kind == "module" else lambda rows: module(2 * rows)
