@@ -20,7 +20,7 @@ from retape.core.problem import Budget, OptionKind
 from retape.core.simulate import simulate
 from retape.core.solve import solve
 from retape.errors import BudgetTooSmall, InvalidInput
-from retape.torch import spread
+from retape.torch import meter, spread
 from retape.torch.fitting import Fitter, meanings_of
 from retape.torch.laboratory import undisturbed
 from retape.torch.meter import Reading
@@ -103,7 +103,7 @@ def profiled():
         tell=lambda what: None,
     )
     homes = {id(module): home(name, module) for name, module in fitter.regions.items()}
-    fitter._session = lambda inputs, share: ProfileSession(fitter.names, CPU, Inputs.HOLD, homes=homes)
+    fitter._session = lambda inputs, share, tiled: ProfileSession(fitter.names, CPU, Inputs.HOLD, homes=homes)
     with undisturbed(model) as laboratory:
         return fitter.profiled(laboratory)
 
@@ -285,7 +285,7 @@ def test_too_small_names_the_device(pretended):
 def test_a_peak_above_the_budget_is_an_error(pretended, monkeypatch):
     """A device that always shows more than it promised."""
     model, batch = make()
-    monkeypatch.setattr(spread, "largest", lambda peak: 10**9)
+    monkeypatch.setattr(meter, "largest", lambda peak: 10**9)
     with pytest.raises(BudgetTooSmall, match=r"No plan was measured to stay inside .* on cpu: the last one peaked at"):
         fit(model, batch, budget={"cpu": "20MiB", "meta": "2GiB"})
 
@@ -294,7 +294,7 @@ def test_the_same_plans_with_a_better_promise_are_taken(pretended, monkeypatch):
     """A step that weighs more than was promised, and is still inside, for plans are few: the promise is what was learned."""
     model, batch = make()
     monkeypatch.setattr(spread, "model_of", lambda *a, **k: model_of(*a, **k).without(OptionKind.SELECT))
-    monkeypatch.setattr(spread, "largest", lambda peak: int(1.1 * peak))
+    monkeypatch.setattr(meter, "largest", lambda peak: int(1.1 * peak))
     made = fit(model, batch, budget=0.6)
     first = made.record.devices[0]
     assert first.plan.promised_peak_bytes == pytest.approx(first.measured.peak_bytes, rel=0.02)
@@ -304,7 +304,7 @@ def test_the_same_plans_with_a_better_promise_are_taken(pretended, monkeypatch):
 def test_of_all_ranks_the_fullest_counts_with_what_is_fixed_there(pretended, monkeypatch):
     """Fixed bytes differ between ranks too: the largest peak is one of all bytes, not of those of the step alone."""
     asked = []
-    monkeypatch.setattr(spread, "largest", lambda peak: asked.append(peak) or peak + 1000)
+    monkeypatch.setattr(meter, "largest", lambda peak: asked.append(peak) or peak + 1000)
     model, batch = make()
     made = fit(model, batch, budget=1.0)
     assert all(each.measured.peak_bytes - 1000 in asked for each in made.record.devices)

@@ -116,7 +116,9 @@ def why(row: RegionRow, *, everything: bool) -> str:
         case OptionKind.KEEP:
             if row.saved_share is not None and row.dropped_bytes:
                 return f"its compiled code saves {dropped} less than it would by itself{_tiles(row)}"
-            return f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}{_tiles(row)}"
+            return (
+                f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}{_tiles(row)}"
+            )
         case OptionKind.SELECT:
             return _why_select(row)
         case OptionKind.RECOMPUTE | OptionKind.TILE:

@@ -449,12 +449,32 @@ def _put_warn_only(warn_only: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
 
 
+_PRECISIONS = (
+    *((kind, "all") for kind in ("generic", "cuda", "mkldnn")),
+    *((kind, op) for kind in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
+)
+
+
+def _matmul_precision(single: Callable[[], str] = torch._C._get_float32_matmul_precision) -> str | tuple[str, ...]:
+    """The one of all products, or where it was set for one backend, which the getter of the one refuses, that of each."""
+    try:
+        return single()
+    except RuntimeError:
+        return tuple(torch._C._get_fp32_precision_getter(kind, op) for kind, op in _PRECISIONS)
+
+
+def _put_matmul_precision(precision: str | tuple[str, ...]) -> None:
+    if isinstance(precision, str):
+        torch.set_float32_matmul_precision(precision)
+        return
+    for (kind, op), value in zip(_PRECISIONS, precision, strict=True):
+        if torch._C._get_fp32_precision_getter(kind, op) != value:
+            torch._C._set_fp32_precision_setter(kind, op, value)
+
+
 # A region reads them all, twice: the C getters cost a fifth of the public ones, and a name of the module's is found quickest.
 _default_dtype, _deterministic = torch.get_default_dtype, torch._C._get_deterministic_algorithms
-_warn_only, _matmul_precision = (
-    torch._C._get_deterministic_algorithms_warn_only,
-    torch._C._get_float32_matmul_precision,
-)
+_warn_only = torch._C._get_deterministic_algorithms_warn_only
 _mkldnn, _flash, _math = torch._C._get_mkldnn_enabled, torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled
 _cudnn, _benchmark = torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark
 _cudnn_deterministic, _cudnn_attention = torch._C._get_cudnn_deterministic, torch._C._get_cudnn_sdp_enabled
@@ -464,7 +484,7 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("default dtype", _default_dtype, torch.set_default_dtype),
     ("deterministic algorithms", _deterministic, _put_deterministic),
     ("deterministic algorithms, warn only", _warn_only, _put_warn_only),
-    ("float32 matmul precision", _matmul_precision, torch.set_float32_matmul_precision),
+    ("float32 matmul precision", _matmul_precision, _put_matmul_precision),
     ("mkldnn enabled", _mkldnn, torch._C._set_mkldnn_enabled),
     ("flash attention", _flash, torch._C._set_sdp_use_flash),
     ("math attention", _math, torch._C._set_sdp_use_math),

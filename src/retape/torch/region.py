@@ -158,12 +158,12 @@ class Region:
         call, contexts, cargo = self._call, self._contexts, self._cargo
         tensors, call.tensors = call.tensors, _NO_TENSORS
         running = THREAD.runs
-        running.append(self)
-        if cargo is None:
+        if cargo is None:  # hooks first: they may be forbidden
             pack, unpack_ = self._hooks()
             _push_hooks(pack, unpack_)
         else:
             _push_hooks(partial(offload.pack, self, cargo), _unpack_moved)
+        running.append(self)
         try:
             outputs = (
                 function(*arguments, **keywords)

@@ -318,10 +318,11 @@ _autocast, _autocast_dtype, _read_settings = torch.is_autocast_enabled, torch.ge
 class Replay:
     """Surrounds a re-run, from when it is made, with what surrounded the first run; when it is left, all is as it was."""
 
-    __slots__ = ("_around", "_found", "_grad", "_stood")
+    __slots__ = ("_around", "_found", "_grad", "_settings", "_stood")
 
     def __init__(self, ambient: Ambient, draws: Draws) -> None:
         now = capture()
+        self._settings = now[0]
         self._grad = _is_grad_enabled()
         self._around: Any = None
         if now != ambient or now[1] != _OFF:  # an autocast is on
@@ -347,6 +348,7 @@ class Replay:
             seek((found, stood))
         if self._around is not None:
             self._around.__exit__(None, None, None)
+        _put_settings(_read_settings(), self._settings)  # a stop may come before the function sets back what it set
 
 
 @contextmanager

@@ -69,8 +69,8 @@ class UsualRegion(Region):
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         running = THREAD.runs
+        _push_hooks(self._pack, unpack)  # first: they may be forbidden
         running.append(self)
-        _push_hooks(self._pack, unpack)
         try:
             outputs = function(*arguments)
         except RuntimeError as error:
@@ -119,8 +119,8 @@ class UsualRegion(Region):
                 _pop_hooks()
                 if any(map(_backward_hooks, parameters)):
                     drop_hooks(parameters, [0] * len(parameters))
-                tree.leave()
         finally:
+            tree.leave()
             around.leave()
 
     def _arguments_again(self, held: list[Tensor]) -> list[Tensor]:

@@ -257,7 +257,7 @@ class AsBefore:
     # What most re-runs leave as it is has its value here.
     _copies: dict[int, Tensor] = _NO_TWINS
     _overwritten: Sequence[tuple[Tensor, Tensor]] = ()
-    _needs_grad: Sequence[Tensor] = ()
+    _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # what was set otherwise for the re-run, and how it stood
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
     _hook_counts: list[int] | None = None
 
@@ -282,7 +282,7 @@ class AsBefore:
         for tensor, needed, leaf in zip(call.state, watch._needs_grad, leaves, strict=True):
             if leaf and tensor.requires_grad is not needed:
                 tensor.requires_grad_(needed)
-                changed.append(tensor)
+                changed.append((tensor, not needed))
 
     def _put_copies(self, call: Call, copies: Copies) -> None:
         self._overwritten = overwritten = []
@@ -352,8 +352,8 @@ class AsBefore:
         """Undo what was put into tensors themselves."""
         for tensor, value in reversed(self._overwritten):
             _compat.write_unseen(tensor, value)
-        for tensor in self._needs_grad:
-            tensor.requires_grad_(not tensor.requires_grad)
+        for tensor, needed in self._needs_grad:
+            tensor.requires_grad_(needed)
         for leaf, gradient, before in self._grads:
             leaf.grad = gradient
             if gradient is not None and before is not None:
