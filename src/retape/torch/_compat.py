@@ -25,11 +25,8 @@ from retape.core.errors import InvalidInput
 
 PolicyFunction = Callable[..., Any]
 _NOTHING_TO_HIDE: AbstractContextManager[Any] = nullcontext()
-
 # torch's own functions, taken before anyone can put retape's in their place.
 TORCH_CHECKPOINT = torch_checkpoint.checkpoint
-
-
 # The context manager around these costs more than they do.
 push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -37,12 +34,8 @@ pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_ho
 top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 # The id of the backward pass that runs in this thread, or -1.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
 # Whether the backward pass that runs in this thread leaves its graph for another one (`retain_graph`).
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-
 # When an autograd node was made, counted in its thread; an AccumulateGrad has the largest number there is.
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
