@@ -119,9 +119,12 @@ def test_all_regions_together_fit_into_the_host(monkeypatch):
 
 def test_a_saved_plan_moves_the_same_slots(monkeypatch, tmp_path):
     host(monkeypatch)
-    model, batch, step, made = fitted("llama", 0.5)
-    made.save(tmp_path / "plan.json")
-    made.remove()
+    for _ in range(3):  # whether moving pays depends on the clock
+        model, batch, step, made = fitted("llama", 0.5)
+        made.save(tmp_path / "plan.json")
+        made.remove()
+        if any(choice.moved for choice in choices(made)):
+            break
     again = retape.apply(model, tmp_path / "plan.json")
     assert choices(again) == choices(made)
     assert any(choice.moved for choice in choices(again))

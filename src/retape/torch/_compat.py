@@ -442,16 +442,14 @@ def _put_warn_only(warn_only: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
 
 
-_PRECISIONS = (
-    *((kind, "all") for kind in ("generic", "cuda", "mkldnn")),
-    *((kind, op) for kind in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
-)
+_PRECISIONS = [("generic", "all"), *[(k, op) for k in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")]]
+_one_precision = torch._C._get_float32_matmul_precision
 
 
-def _matmul_precision(single: Callable[[], str] = torch._C._get_float32_matmul_precision) -> str | tuple[str, ...]:
+def _matmul_precision() -> str | tuple[str, ...]:
     """The one of all products, or where it was set for one backend, which the getter of the one refuses, that of each."""
     try:
-        return single()
+        return _one_precision()
     except RuntimeError:
         return tuple(torch._C._get_fp32_precision_getter(kind, op) for kind, op in _PRECISIONS)
 
@@ -461,17 +459,15 @@ def _put_matmul_precision(precision: str | tuple[str, ...]) -> None:
         torch.set_float32_matmul_precision(precision)
         return
     for (kind, op), value in zip(_PRECISIONS, precision, strict=True):
-        if torch._C._get_fp32_precision_getter(kind, op) != value:
-            torch._C._set_fp32_precision_setter(kind, op, value)
+        torch._C._set_fp32_precision_setter(kind, op, value)
 
 
 # A region reads them all, twice: the C getters cost a fifth of the public ones, and a name of the module's is found quickest.
 _default_dtype, _deterministic = torch.get_default_dtype, torch._C._get_deterministic_algorithms
-_warn_only = torch._C._get_deterministic_algorithms_warn_only
+_warn_only, _mem_efficient = torch._C._get_deterministic_algorithms_warn_only, torch._C._get_mem_efficient_sdp_enabled
 _mkldnn, _flash, _math = torch._C._get_mkldnn_enabled, torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled
 _cudnn, _benchmark = torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark
 _cudnn_deterministic, _cudnn_attention = torch._C._get_cudnn_deterministic, torch._C._get_cudnn_sdp_enabled
-_mem_efficient = torch._C._get_mem_efficient_sdp_enabled
 # Switches of PyTorch's that change what a kernel computes: name, getter, setter.
 SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("default dtype", _default_dtype, torch.set_default_dtype),
@@ -494,7 +490,11 @@ if CUDA_BUILT:  # what the CPU's kernels never ask
 
 def read_settings() -> list[Any]:
     """What every getter of SETTINGS says, in order. Spelled out: a loop over them costs as much again."""
-    seen = [_default_dtype(), _deterministic(), _warn_only(), _matmul_precision(), _mkldnn(), _flash(), _math()]
+    try:
+        precision: Any = _one_precision()
+    except RuntimeError:
+        precision = _matmul_precision()
+    seen = [_default_dtype(), _deterministic(), _warn_only(), precision, _mkldnn(), _flash(), _math()]
     if CUDA_BUILT:
         seen += [_cudnn(), _benchmark(), _cudnn_deterministic(), _mem_efficient(), _cudnn_attention()]
     return seen

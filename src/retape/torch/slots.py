@@ -143,7 +143,7 @@ class Filler(Run):
             slot.version = plain._version if type(plain) is Tensor else version_of(plain)
             slot.refilled, slot.consumed = True, False
             self._filled.append(slot)
-        elif index >= self.region.slot_count:
+        elif index >= len(self.region._slots):
             self._one_too_many(index)
         if index >= self._last and self._early_stop:
             self.done = True

@@ -348,7 +348,8 @@ class Replay:
             seek((found, stood))
         if self._around is not None:
             self._around.__exit__(None, None, None)
-        _put_settings(_read_settings(), self._settings)  # a stop may come before the function sets back what it set
+        if (settings := _read_settings()) != self._settings:  # a stop came before the function set back what it had set
+            _put_settings(settings, self._settings)
 
 
 @contextmanager
