@@ -5,6 +5,7 @@ import sys
 import numpy.random  # noqa: F401 - its stream is one of those that a region looks at
 import pytest
 import torch
+import torch.distributed.fsdp  # as where a model is sharded somewhere in the process: each region asks whether this one is
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 

@@ -218,7 +218,7 @@ FSDP_STATE = "torch.distributed._composable_state"  # the module in which what i
 def fsdp_in_use() -> bool:
     """Whether this process has sharded anything, asked without importing it."""
     state_module = sys.modules.get(FSDP_STATE)
-    return state_module is not None and len(state_module._module_state_mapping) > 0
+    return state_module is not None and bool(state_module._module_state_mapping.data)  # asked of every region
 
 
 def fsdp_parameters() -> Iterator[Any]:
