@@ -42,7 +42,7 @@ from retape.torch.runs import THREAD, Stop, record
 from retape.torch.select import Answering
 from retape.torch.slots import Filler, Slot, as_it_is, checked, release
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
-from retape.torch.transforms import explained_transform
+from retape.torch.transforms import raise_explained
 from retape.torch.watch import AsBefore, Guard, Watch, hold, version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -171,10 +171,7 @@ class Region:
                 else self._run_within(contexts[0], function, arguments, keywords)
             )
         except RuntimeError as error:
-            explained = explained_transform(self.name, error)
-            if explained is None:
-                raise
-            raise explained from error
+            raise_explained(self.name, error)
         finally:
             _pop_hooks()
             running.pop()

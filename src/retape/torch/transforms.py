@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from retape.core.errors import UnsupportedTransform
 from retape.torch import _compat
@@ -32,11 +32,11 @@ def refuse_cached_parametrizations(call: Call) -> None:
         )
 
 
-def explained_transform(name: str, error: RuntimeError) -> UnsupportedTransform | None:
-    """torch.func refuses hooks in its own words, without saying where; any other error stays as it is."""
+def raise_explained(name: str, error: RuntimeError) -> NoReturn:
+    """While an error of a region is handled: torch.func refuses hooks in its own words, without saying where; any other stays as it is."""
     if "support saved tensor hooks" not in str(error) or isinstance(error, UnsupportedTransform):
-        return None
-    return UnsupportedTransform(
+        raise  # noqa: PLE0704 - the one that is being handled
+    raise UnsupportedTransform(
         f"Region {name} calls a torch.func transform, and those don't yet support saved tensor hooks, which a region needs. "
         "Call the transform outside the region, or use torch.autograd.grad inside it."
-    )
+    ) from error

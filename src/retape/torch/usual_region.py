@@ -26,7 +26,7 @@ from retape.torch.reads import Call, twins_of, usual_call, whose_call
 from retape.torch.region import Region, unpack
 from retape.torch.runs import THREAD, Stop
 from retape.torch.slots import Filler, Slot, as_it_is
-from retape.torch.transforms import explained_transform
+from retape.torch.transforms import raise_explained
 from retape.torch.watch import Watch, drop_hooks, is_known_to_change_nothing, recalled
 
 # Asked for with every region: a name of the module's is the cheapest to find.
@@ -74,10 +74,7 @@ class UsualRegion(Region):
         try:
             outputs = function(*arguments)
         except RuntimeError as error:
-            explained = explained_transform(self.name, error)
-            if explained is None:
-                raise
-            raise explained from error
+            raise_explained(self.name, error)
         finally:
             _pop_hooks()
             running.pop()
