@@ -52,8 +52,8 @@ def test_copies_that_cost_nothing_take_nothing():
     assert without.seconds == 2 * (FORWARD + BACKWARD) + 3.0 + 5.0, "without a host what the option allows for stands"
 
 
-def test_a_copy_out_that_is_not_done_when_the_next_stage_ends_is_waited_for():
-    """Two seconds each way. Out: 1 to 3 and 3 to 5, waited for at 2 and 4. Back: from 5, and from 7, beside two seconds of backward."""
+def test_a_copy_out_that_is_not_done_when_a_stage_that_moves_nothing_ends_is_waited_for():
+    """Two seconds each way. Out: 1 to 3 and 3 to 5, waited for at 3. Back: from 5, and from 7, beside two seconds of backward."""
     outcome = played([stage() for _ in range(3)], (1, 1, 0), host(5.0))
     assert outcome.stall_seconds == pytest.approx(1.0 + 1.0)
     assert outcome.seconds == pytest.approx(5.0 + 3 * BACKWARD)
@@ -72,20 +72,34 @@ def test_an_input_has_all_of_its_own_forward():
     hidden = played(chain, (1, 1, 0), host(10.0))
     assert hidden.stall_seconds == 0.0
     assert hidden.seconds == pytest.approx(3 * FORWARD + 3 * BACKWARD + 2 * RERUN)
-    # A copy of two seconds ends one after its forward, and the next one begins then: nothing queues up.
+    # A copy of two seconds has the next forward too, and is done when that ends; the one after it is waited for, from 3 to 4.
     slow = played(chain, (1, 1, 0), Tier(name="host", write_bytes_per_second=5.0))
-    assert slow.stall_seconds == pytest.approx(1.0 + 1.0)
+    assert slow.stall_seconds == pytest.approx(1.0)
+    # Where all stages move, copies of two seconds queue up: that of stage 1 is waited for at 3, that of stage 2 a second after it.
+    queued = played([*chain, chain[0]], (1, 1, 1, 0), Tier(name="host", write_bytes_per_second=5.0))
+    assert queued.stall_seconds == pytest.approx(1.0 + 1.0)
+
+
+def test_a_stage_that_moves_more_than_its_neighbours_has_their_time_too():
+    """Ten bytes a second; by turns twelve and eight: 1 to 2.2, 2.2 to 3, 3 to 4.2 and 4.2 to 5, when the last stage ends."""
+    chain = [stage(slots=12), stage(slots=8), stage(slots=12), stage(slots=8), stage()]
+    assert played(chain, (1, 1, 1, 1, 0), host(10.0)).stall_seconds == 0.0
+    # Twelve each: 1 to 2.2, to 3.4, to 4.6, to 5.8. When a stage ends, that of two before it is done; the last waits for all.
+    assert played([stage(slots=12)] * 4 + [stage()], (1, 1, 1, 1, 0), host(10.0)).stall_seconds == pytest.approx(0.8)
+    # Twenty each: 1 to 3, to 5, to 7, to 9. That of stage 0 is done when stage 2 ends at 3, that of stage 1 is waited for at 4.
+    slow = played([stage(slots=20)] * 4 + [stage()], (1, 1, 1, 1, 0), host(10.0))
+    assert slow.stall_seconds == pytest.approx(1.0 + (9 - 6))
 
 
 def test_what_leaves_is_on_the_device_until_its_copy_is_done():
-    """The second stage stands beside what the first one moved, unless that has left by then; a third one does not."""
+    """The third stage stands beside what the first two moved, unless that has left by then."""
     stages = [stage() for _ in range(4)]
     quick, slow = played(stages, (1, 1, 1, 0), host(math.inf)), played(stages, (1, 1, 1, 0), host(5.0))
     # The input, three held bytes, and what the third stage itself is about to move.
     own = 1 + 3 * 1 + MOVED
     # Two moments an action: the peak of the tape of stage 2 is number 8, that of the first backward number 16.
     assert quick.timeline[8][1] == own, "nothing on its way"
-    assert slow.timeline[8][1] == own + MOVED, "beside what stage 1 moved"
+    assert slow.timeline[8][1] == own + 2 * MOVED, "beside what stages 0 and 1 moved"
     assert slow.timeline[16][1] == 1 + 3 * 1 + 11 + MOVED, "stage 3, which is kept, and stage 2 on its way back"
 
 

@@ -16,6 +16,7 @@ from retape.core.problem import OptionKind, Tier
 from retape.torch import fitting, lanes, offload
 from retape.torch.attach import put_on
 from retape.torch.executor import Executor
+from retape.torch.modelling import shared_out
 from retape.torch.policy import Check
 from retape.torch.region import Region
 from retape.torch.region_ways import MOST_OFFLOADS
@@ -169,7 +170,7 @@ def test_held_and_moved_bytes_come_to_the_tape():
 
 
 def test_what_a_lane_cannot_hide_is_stall(monkeypatch):
-    """The seconds of an option are those of the computation, or of the copy where that takes longer."""
+    """The seconds of an option are those of the computation, and of the copy so far as it takes longer than its share of the lane."""
     speed = 2e8
     chains = host(monkeypatch, speed=speed)
     *_, made = fitted("gpt2", 0.6)
@@ -179,14 +180,30 @@ def test_what_a_lane_cannot_hide_is_stall(monkeypatch):
         for way in stage.options:
             if way.kind is not OptionKind.OFFLOAD or slowest is None:
                 continue
-            copy = way.moved_bytes / speed
-            assert way.forward_seconds == pytest.approx(max(slowest.forward_seconds, copy))
+            copy, own, one = way.moved_bytes / speed, slowest.forward_seconds, stage.state_bytes / speed
+            one = one if one <= 2 * own else 0.0  # what is too long to be lent is not
+            assert own + max(0.0, copy - own - one) <= way.forward_seconds + 1e-9
+            assert way.forward_seconds <= own + max(0.0, copy - own + one) + 1e-9
+            assert way.forward_stall_seconds == pytest.approx(way.forward_seconds - own)
             assert way.backward_seconds + way.rerun_seconds == pytest.approx(
                 max(slowest.backward_seconds + way.rerun_seconds, copy)
             )
             seen += 1
     assert seen
     made.remove()
+
+
+@pytest.mark.parametrize(("own", "one"), [(6.4, 2.45), (6.0, 2.9), (1.0, 1.9), (1.0, 0.3), (2.0, 1.0)])
+def test_the_lane_is_shared_out_in_whole_inputs(own, one):
+    shares = [shared_out(stage, own, one) for stage in range(40)]
+    for count in range(1, 41):
+        assert count * own - one < sum(shares[:count]) <= count * own + 1e-9, "never more than there was time for"
+    assert all(share / one == pytest.approx(round(share / one)) for share in shares)
+    assert max(shares) - min(shares) <= one + 1e-9
+
+
+def test_what_takes_too_long_to_be_lent_and_what_moves_no_input_has_its_own_time():
+    assert shared_out(3, 1.0, 2.1) == shared_out(3, 1.0, 0.0) == 1.0
 
 
 def test_a_stage_that_is_run_over_again_fills_what_it_would_have_moved():

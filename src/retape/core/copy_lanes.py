@@ -1,9 +1,10 @@
 """The copies of options that move bytes to the host, played lane by lane beside the computation, by the engine's own rules.
 
-Out: an input starts when its stage begins, and is waited for when its forward ends. Slots start when the forward ends; they
-leave the device at the first stage that begins after their copy is done, and a copy that is not done when the next stage ends
-is waited for. Back: when backward reaches a stage that moved something, its own bytes start, and those of the nearest one
-before it that did; its own are waited for. The first stage after one that moved, if it moves nothing itself, starts those.
+Out: an input starts when its stage begins, and is waited for when the next stage's forward ends. Slots start when the forward ends, and
+are waited for when the second stage after it ends. What has been copied leaves the device at the first stage that begins after
+that. A stage that moves nothing waits for everything when it ends. Back: when backward reaches a stage that moved something, its
+own bytes start, and those of the nearest one before it that did; its own are waited for. The first stage after one that moved, if
+it moves nothing itself, starts those.
 Each direction is one lane. What a stage's own bytes weigh while it runs is in its option's transient bytes; here are those of
 the others.
 """
@@ -17,11 +18,12 @@ from retape.core.problem import Option, Tier
 
 @dataclass(slots=True)
 class _Out:
-    """Slots on their way out."""
+    """Bytes on their way out, and how many stages may end until they are waited for."""
 
     step: int
     bytes: int
     done_seconds: float
+    ends_left: int
 
 
 class CopyLanes:
@@ -47,15 +49,16 @@ class CopyLanes:
 
     def end(self, step: int, option: Option, begin: float, now: float) -> float:
         """A stage's forward, which began at `begin`, has been computed; returns when the next one may begin."""
-        ready = now
-        if option.input_bytes:
-            ready = max(ready, self._send(option.input_bytes, begin))
         for out in self._leaving:
-            ready = max(ready, out.done_seconds)
-        self._leaving.clear()
+            out.ends_left -= 1
+        late = [out for out in self._leaving if not (out.ends_left and option.moved_bytes)]
+        ready = max([now, *(out.done_seconds for out in late)])
+        self._leaving = [out for out in self._leaving if out not in late]
+        if option.input_bytes:
+            self._leaving.append(_Out(step, option.input_bytes, self._send(option.input_bytes, begin), 1))
         slots = option.moved_bytes - option.input_bytes
         if slots:
-            self._leaving.append(_Out(step, slots, self._send(slots, now)))
+            self._leaving.append(_Out(step, slots, self._send(slots, now), 2))
         if option.moved_bytes:
             self._moved[step] = option.moved_bytes
         elif self._moved and max(self._moved) not in self._announced.values():
@@ -82,13 +85,15 @@ class CopyLanes:
         return ready
 
     def _start(self, step: int, now: float) -> None:
-        waiting = next((out for out in self._leaving if out.step == step), None)
-        if waiting is not None:  # it never left
-            self._leaving.remove(waiting)
-            self._there[step] = now
-        elif step not in self._there:
+        if step in self._there:
+            return
+        here = [out for out in self._leaving if out.step == step]  # which never left
+        self._leaving = [out for out in self._leaving if out.step != step]
+        missing = self._moved[step] - sum(out.bytes for out in here)
+        self._there[step] = now
+        if missing:
             start = max(now, self._back_free)
-            self._back_free = self._there[step] = start + self._host.read_seconds(self._moved[step])
+            self._back_free = self._there[step] = start + self._host.read_seconds(missing)
 
     def _send(self, count: int, now: float) -> float:
         self._out_free = max(now, self._out_free) + self._host.write_seconds(count)

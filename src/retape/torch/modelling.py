@@ -8,6 +8,7 @@ straight to the next and the glue leaves nothing behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ NO_TILING = Tiling(parts=(), runs=())
 SLACK_SHARE = (
     0.003  # of all activations: what no model of a step sees (how an allocator rounds, who frees a moment later)
 )
+_LATEST = 2  # forwards that a copy may take before it is waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +109,16 @@ def model_of(
             add(glue_after(call, following, levels, profiled), ModelledStage(region=None))
             continue
         linked = following is not None and hands_over(call, following, levels)
-        region = form.region(call.stage, linked)
         # Backward begins with the last region: what it moved away it would need back at once.
         may_move, state_bytes = following is not None, _state_bytes(stages, modelled, call)
-        ways = form.ways(region, linked, state_bytes if may_move else None)
+        input_bytes = state_bytes if may_move else None
+        region = form.region(call.stage, linked, input_bytes)
+        ways = form.ways(region, linked, input_bytes)
         for other in forms:
-            variant = other.region(call.stage, linked)
-            ways += other.ways(variant, linked, state_bytes if may_move else None, variant.kept())
+            variant = other.region(call.stage, linked, input_bytes)
+            ways += other.ways(variant, linked, input_bytes, variant.kept())
         if eager is not None:
-            ways += tiles.ways_in_tiles(call.stage, linked, state_bytes if may_move else None)
+            ways += tiles.ways_in_tiles(call.stage, linked, input_bytes)
         if forms:
             ways = undominated(ways)
         add(*region.stage(ways, state_bytes=state_bytes, tiled=tiles.parts_in_tiles(call.stage)))
@@ -133,6 +136,16 @@ def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: Regio
     return call.linked_bytes if stages and modelled[-1].region is not None else 0
 
 
+def shared_out(stage: int, own: float, one: float) -> float:
+    """A region's share of the lane out, in whole inputs, of which `one` takes so many seconds.
+
+    Its own forward may have time for two and a half of them; then every other region has three, for copies may be late by a region.
+    """
+    if not one or one > _LATEST * own:
+        return own
+    return (math.floor((stage + 1) * own / one) - math.floor(stage * own / one)) * one
+
+
 class _Form:
     """One profiled step, in which every region ran in one form, and the ways to treat a region in that form."""
 
@@ -148,11 +161,12 @@ class _Form:
         self._options = {kind: select_treatments(trace) for kind, trace in profiled.profile.traces.items()}
         self._moving: dict[tuple[Signature, bool], tuple[Treatment, ...]] = {}
 
-    def region(self, stage: int, linked: bool) -> MeasuredRegion:
+    def region(self, stage: int, linked: bool, input_bytes: int | None) -> MeasuredRegion:
         call = self._calls[stage]
         measured, taken = self._profiled.step.of(stage), self._seconds[call.kind]
         if linked:
             measured, taken = with_glue(measured), with_glue_seconds(taken)
+        one = self._host.write_seconds(input_bytes) if self._host is not None and input_bytes else 0.0
         return MeasuredRegion(
             call,
             measured,
@@ -162,6 +176,7 @@ class _Form:
             overheads=self._overheads,
             saved_share=call.saved_share,
             tiles=call.tiles,
+            lane_seconds=shared_out(stage, taken.forward + taken.body, one),
         )
 
     def elsewhere(self, call: RegionCall) -> Stage:
@@ -175,7 +190,7 @@ class _Form:
 
     def ways_in_tiles(self, stage: int, linked: bool, input_bytes: int | None) -> list[Way]:
         """Those ways of a call that run parts in tiles; none of them holds a slot."""
-        region = self.region(stage, linked)
+        region = self.region(stage, linked, input_bytes)
         ways = region.tiled(self.tiling(region.kind))
         if ways and input_bytes and self._host is not None and has_room(self._host, input_bytes, len(self._calls)):
             ways += region.moving_input(ways, input_bytes, self._host, len(self._calls))

@@ -2,13 +2,13 @@
 
 A region whose policy moves slots has a `Cargo`. Until its forward ends they are held; then each storage among them becomes one
 `Parcel`, however many slots show parts of it, and is copied out: what leaves is what holding it would have kept. It is gone from
-the device at the first later save that finds the copy done. A copy that is not done when the region after this one ends is
-waited for by the device, never by the host, so no more than two regions' bytes are on their way out. When backward reaches a
-region, its parcels and those of the region before it start back; `unpack` makes the computing stream wait for the copy. A
-parcel's host memory is kept until its slots die.
+the device at the first later save that finds the copy done. A copy that is not done when the second region after this one ends
+is waited for by the device, never by the host, so no more than three regions' bytes are on their way out: one that moves more
+than its neighbours has their time too. When backward reaches a region, its parcels and those of the region before it start
+back; `unpack` makes the computing stream wait for the copy. A parcel's host memory is kept until its slots die.
 
 Inputs of a region that leave (`moved_inputs.py`) are there before it runs, so their copies start then and are over, or waited for
-by the device, when its forward ends.
+by the device, when the next region's forward ends.
 
 What is no plain tensor with a memory of its own (subclasses, sparse, inference tensors) is held instead.
 """
@@ -262,14 +262,25 @@ def can_be_moved(tensor: Tensor) -> bool:
 class Cargo:
     """The parcels of one call of a region, in the order they were saved. It does not keep them: their slots do."""
 
-    __slots__ = ("__weakref__", "_before", "_inputs", "_leaving", "_parcels", "_slots", "_task", "announced")
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "_inputs",
+        "_inputs_leaving",
+        "_leaving",
+        "_parcels",
+        "_slots",
+        "_task",
+        "announced",
+    )
 
     def __init__(self) -> None:
         self._before = _THREAD.last
         self._slots: list[weakref.ref[MovedSlot]] = []
         self._inputs: list[weakref.ref[Parcel]] = []
         self._parcels: list[weakref.ref[Parcel]] = []
-        self._leaving: deque[weakref.ref[Parcel]] = deque()
+        self._leaving: deque[weakref.ref[Parcel]] = deque()  # in the order in which their copies run
+        self._inputs_leaving = 0  # of them, the first ones
         self._task = -1
         self.announced = False
 
@@ -290,33 +301,58 @@ class Cargo:
         return next((parcel for parcel in _alive(self._inputs) if parcel.carries(tensor)), None)
 
     def close(self) -> None:
-        """The region's forward is over: its slots start out; its inputs and what the region before it moved are off the device now."""
+        """The region's forward is over: its slots start out; off the device now are the inputs of the region before it, and what the
+        one before that moved.
+        """
         found = [slot for slot in [reference() for reference in self._slots] if slot is not None]
         parcels = [weakref.ref(parcel) for parcel in _sent(found)]
         self._parcels += parcels
+        self._leaving += self._inputs
+        self._inputs_leaving = len(self._inputs)
         self._leaving += parcels
         self._slots.clear()
         before = self._before()
         if before is not None:
-            before.settle(wait=True)
-        for parcel in _alive(self._inputs):
-            parcel.release(wait=True)
+            before._settle_before(wait=True)
+            before._settle_inputs()
+        self.settle()
         _THREAD.last = weakref.ref(self)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Release what has left; with `wait` all of it, the device waiting for copies that are not done."""
-        leaving = self._leaving
-        while leaving:
-            parcel = leaving[0]()
-            if parcel is not None and not parcel.release(wait=wait):
-                return
-            leaving.popleft()
+        """Release what has left of this region and of the one before it; with `wait` all of it, the device waiting for copies that are
+        not done.
+        """
+        self._settle_before(wait=wait)
+        self._settle(wait=wait)
 
     def settle_before(self) -> None:
-        """Release what has left of the region before this one."""
+        """Release what has left of the regions before this one."""
+        before = self._before()
+        if before is not None:
+            before.settle()
+
+    def _settle_before(self, *, wait: bool) -> None:
         before = self._before()
         if before is not None and before._leaving:
-            before.settle()
+            before._settle(wait=wait)
+
+    def _settle_inputs(self) -> None:
+        """The device waits for the copies of its inputs that are not done; they started first, and leave first."""
+        while self._inputs_leaving:
+            self._release_first(wait=True)
+
+    def _settle(self, *, wait: bool) -> None:
+        while self._leaving:
+            if not self._release_first(wait=wait):
+                return
+
+    def _release_first(self, *, wait: bool) -> bool:
+        parcel = self._leaving[0]()
+        if parcel is not None and not parcel.release(wait=wait):
+            return False
+        self._leaving.popleft()
+        self._inputs_leaving = max(0, self._inputs_leaving - 1)
+        return True
 
     # --- back ----------------------------------------------------------------------------------------------------
 

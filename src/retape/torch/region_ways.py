@@ -87,8 +87,11 @@ class MeasuredRegion:
         overheads: Overheads,
         saved_share: float | None = None,
         tiles: int = 1,
+        lane_seconds: float,
     ) -> None:
+        """`lane_seconds` is the region's share of the lane out."""
         self._call, self._seconds, self._overheads = call, seconds, overheads
+        self._lane_seconds = lane_seconds
         self._trace = trace
         self._saved_share, self._tiles = saved_share, tiles
         self.kind = call.kind
@@ -238,12 +241,13 @@ class MeasuredRegion:
         return [*others, *in_tiles, self._with_input_moved(bare, size, host)]
 
     def _with_input_moved(self, way: Way, size: int, host: Tier) -> Way:
-        """The input is counted by whoever made it, and is gone from the end of this forward on: so much less is held from there on.
+        """The input is counted by whoever made it, and leaves beside this forward or the next: so much less is held from there on.
 
-        Its copy out has all of this forward, and the one of the region before this one comes back beside this backward.
+        That of the region before this one comes back beside this backward, and goes out beside this forward where copies are late.
         """
         option, seconds = way.option, self._seconds
         moved = option.moved_bytes + size
+        late = size if self._is_late(moved, host) else 0
         less = min(size, option.held_bytes)
         out = self._stall_seconds(moved, host)
         back = max(0.0, host.read_seconds(moved) - seconds.backward - option.rerun_seconds)
@@ -258,26 +262,34 @@ class MeasuredRegion:
             forward_stall_seconds=out,
             backward_seconds=seconds.backward + back,
             backward_stall_seconds=back,
-            forward_transient_bytes=option.forward_transient_bytes + less,
+            forward_transient_bytes=option.forward_transient_bytes + less + late,
+            forward_flight_bytes=option.forward_flight_bytes + late,
             backward_transient_bytes=option.backward_transient_bytes + less + size,
             backward_flight_bytes=option.backward_flight_bytes + size,
         )
         return way._replace(option=changed, moved_inputs=self._call.linked)
 
     def _stall_seconds(self, moved: int, host: Tier) -> float:
-        """How much longer a copy out takes than a forward like this one: when the next region ends, the device waits for it."""
-        return max(0.0, host.write_seconds(moved) - self._seconds.forward - self._seconds.body)
+        """How much longer a copy out takes than the lane is this region's: so long the device waits for it, or for one after it."""
+        return max(0.0, host.write_seconds(moved) - self._lane_seconds)
+
+    def _is_late(self, moved: int, host: Tier) -> bool:
+        """Whether a copy out takes longer than a forward like this one."""
+        return host.write_seconds(moved) > self._seconds.forward + self._seconds.body
 
     def _offload(self, way: Treatment, host: Tier) -> Option:
-        """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
+        """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward. Where
+        copies are late, those of the one before that are on their way out too.
+        """
         rerun, moved = self._rerun_seconds(way), way.moved_bytes
+        flight = 2 * moved if self._is_late(moved, host) else moved
         out = self._stall_seconds(moved, host)
         back = max(0.0, host.read_seconds(moved) - self._seconds.backward - rerun)
         option = self._option(
             OptionKind.OFFLOAD,
             way.held_bytes,
             rerun,
-            forward=way.forward_bytes + self._unseen_forward + moved,
+            forward=way.forward_bytes + self._unseen_forward + flight,
             rerun_peak=max(way.rerun_bytes + self._unseen_rerun, self._backward_bytes) + moved,
         )
         return replace(
@@ -288,7 +300,7 @@ class MeasuredRegion:
             backward_stall_seconds=back,
             forward_seconds=option.forward_seconds + out,
             forward_stall_seconds=out,
-            forward_flight_bytes=min(moved, option.forward_transient_bytes),
+            forward_flight_bytes=min(flight, option.forward_transient_bytes),
             backward_flight_bytes=min(moved, option.backward_transient_bytes),
         )
 
