@@ -52,8 +52,8 @@ def test_copies_that_cost_nothing_take_nothing():
     assert without.seconds == 2 * (FORWARD + BACKWARD) + 3.0 + 5.0, "without a host what the option allows for stands"
 
 
-def test_a_copy_out_that_is_not_done_when_a_stage_that_moves_nothing_ends_is_waited_for():
-    """Two seconds each way. Out: 1 to 3 and 3 to 5, waited for at 3. Back: from 5, and from 7, beside two seconds of backward."""
+def test_a_copy_out_that_is_not_done_when_the_next_stage_ends_is_waited_for():
+    """Two seconds each way. Out: 1 to 3 and 3 to 5, waited for at 2 and 4. Back: from 5, and from 7, beside two seconds of backward."""
     outcome = played([stage() for _ in range(3)], (1, 1, 0), host(5.0))
     assert outcome.stall_seconds == pytest.approx(1.0 + 1.0)
     assert outcome.seconds == pytest.approx(5.0 + 3 * BACKWARD)
@@ -72,34 +72,42 @@ def test_an_input_has_all_of_its_own_forward():
     hidden = played(chain, (1, 1, 0), host(10.0))
     assert hidden.stall_seconds == 0.0
     assert hidden.seconds == pytest.approx(3 * FORWARD + 3 * BACKWARD + 2 * RERUN)
-    # A copy of two seconds has the next forward too, and is done when that ends; the one after it is waited for, from 3 to 4.
-    slow = played(chain, (1, 1, 0), Tier(name="host", write_bytes_per_second=5.0))
-    assert slow.stall_seconds == pytest.approx(1.0)
-    # Where all stages move, copies of two seconds queue up: that of stage 1 is waited for at 3, that of stage 2 a second after it.
-    queued = played([*chain, chain[0]], (1, 1, 1, 0), Tier(name="host", write_bytes_per_second=5.0))
-    assert queued.stall_seconds == pytest.approx(1.0 + 1.0)
+
+
+def test_an_input_has_the_next_forward_too():
+    """Copies of two seconds: 0 to 2, done when stage 1 ends; 2 to 4 and 4 to 6, which stages 2 and 3 wait for from 3 and from 5 on."""
+    chain = [stage(slots=0, input_bytes=MOVED) for _ in range(4)]
+    slow = played(chain, (1, 1, 1, 0), Tier(name="host", write_bytes_per_second=5.0))
+    assert slow.stall_seconds == pytest.approx(1.0 + 1.0)
+    assert [slow.timeline[moment][0] for moment in (0, 4, 8, 12, 16)] == pytest.approx([0, 1, 2, 4, 6])
 
 
 def test_a_stage_that_moves_more_than_its_neighbours_has_their_time_too():
-    """Ten bytes a second; by turns twelve and eight: 1 to 2.2, 2.2 to 3, 3 to 4.2 and 4.2 to 5, when the last stage ends."""
-    chain = [stage(slots=12), stage(slots=8), stage(slots=12), stage(slots=8), stage()]
-    assert played(chain, (1, 1, 1, 1, 0), host(10.0)).stall_seconds == 0.0
-    # Twelve each: 1 to 2.2, to 3.4, to 4.6, to 5.8. When a stage ends, that of two before it is done; the last waits for all.
-    assert played([stage(slots=12)] * 4 + [stage()], (1, 1, 1, 1, 0), host(10.0)).stall_seconds == pytest.approx(0.8)
-    # Twenty each: 1 to 3, to 5, to 7, to 9. That of stage 0 is done when stage 2 ends at 3, that of stage 1 is waited for at 4.
-    slow = played([stage(slots=20)] * 4 + [stage()], (1, 1, 1, 1, 0), host(10.0))
-    assert slow.stall_seconds == pytest.approx(1.0 + (9 - 6))
+    """Ten bytes a second; inputs of four, and by turns eight bytes of slots and four: a late input is done in the next stage."""
+    chain = [stage(slots=slots, input_bytes=4) for slots in (8, 4, 8, 4)]
+    # Out: 0 to 0.4, 1 to 1.8; the input of stage 1 until 2.2, its slots until 2.6, the input of stage 2 until 3; and so on.
+    outcome = played([*chain, stage()], (1, 1, 1, 1, 0), Tier(name="host", write_bytes_per_second=10.0))
+    assert outcome.stall_seconds == pytest.approx(0.0)
+    # While stage 2 begins, at 2, the input of stage 1 is still there beside its slots.
+    assert outcome.timeline[8] == pytest.approx((2.0, 1 + 3 + 8 + 4 + 4))
+
+
+def test_what_never_left_of_a_stage_need_not_come_back():
+    """Of twenty bytes the input has left when backward reaches the stage, the slots have not: four are fetched, a byte a second."""
+    chain = [stage(slots=16, input_bytes=4), stage(pinned=True)]
+    outcome = played(chain, (1, 0), Tier(name="host", write_bytes_per_second=4.0, read_bytes_per_second=1.0))
+    assert outcome.stall_seconds == pytest.approx(4.0)
 
 
 def test_what_leaves_is_on_the_device_until_its_copy_is_done():
-    """The third stage stands beside what the first two moved, unless that has left by then."""
+    """The second stage stands beside what the first one moved, unless that has left by then; a third one does not."""
     stages = [stage() for _ in range(4)]
     quick, slow = played(stages, (1, 1, 1, 0), host(math.inf)), played(stages, (1, 1, 1, 0), host(5.0))
     # The input, three held bytes, and what the third stage itself is about to move.
     own = 1 + 3 * 1 + MOVED
     # Two moments an action: the peak of the tape of stage 2 is number 8, that of the first backward number 16.
     assert quick.timeline[8][1] == own, "nothing on its way"
-    assert slow.timeline[8][1] == own + 2 * MOVED, "beside what stages 0 and 1 moved"
+    assert slow.timeline[8][1] == own + MOVED, "beside what stage 1 moved"
     assert slow.timeline[16][1] == 1 + 3 * 1 + 11 + MOVED, "stage 3, which is kept, and stage 2 on its way back"
 
 

@@ -104,6 +104,55 @@ def test_an_input_is_gone_from_the_device_when_the_region_after_it_has_run(late)
         torch.UntypedStorage._free_weak_ref(each)
 
 
+class Never:
+    """No copy is done before somebody waits for it."""
+
+    @staticmethod
+    def random():
+        return 1.0
+
+
+def test_what_a_region_moves_is_off_the_device_when_the_next_one_has_run_and_not_before(late):
+    late._luck = Never
+    x, inputs, slots = leaf(8, 16), [], []
+
+    def block(a):
+        made = a * 2
+        slots.append(made.untyped_storage()._weak_ref())
+        return made.sin()
+
+    for number in range(4):
+        if number:
+            inputs.append(x.untyped_storage()._weak_ref())
+        x = moving(Policy(moved_inputs=frozenset({0} if number else ()), moved=frozenset(range(9))))(block, x)
+        assert expired(inputs) == [True] * (number - 1) + [False] * bool(number)
+        assert expired(slots) == [True] * number + [False]
+    offload.passed([])
+    assert all(expired([*inputs, *slots]))
+    x.sum().backward()
+    for each in (*inputs, *slots):
+        torch.UntypedStorage._free_weak_ref(each)
+
+
+@pytest.mark.parametrize("between", [torch.sin, lambda a: a + 1])
+def test_a_region_that_is_gone_leaves_nothing_of_those_before_it_behind(late, between):
+    """Its output is let go of, or it has saved nothing."""
+    late._luck = Never
+    seen, every = [], Policy(moved=frozenset(range(100)))
+
+    def first(a):
+        made = a * 2
+        seen.append(made.untyped_storage()._weak_ref())
+        return made.sin()
+
+    out = moving(every)(first, leaf())
+    moving(every)(between, leaf())
+    kept = moving(every)(torch.sin, leaf())
+    assert expired(seen) == [True]
+    (out.sum() + kept.sum()).backward()
+    torch.UntypedStorage._free_weak_ref(seen[0])
+
+
 def test_a_slot_that_shows_the_input_leaves_with_it(late):
     """One copy for both, and no re-run for a region whose other slots are all there."""
     x = leaf()
@@ -381,11 +430,13 @@ def test_the_bytes_of_an_option_that_moves_the_input(monkeypatch):
     assert (moved.kind, moved.moved_bytes) == (OptionKind.OFFLOAD, size)
     assert moved.label == f"{recompute.label}, input of {retape.core.units.format_bytes(size)} moved"
     assert moved.held_bytes == recompute.held_bytes - size
-    # Its own forward and re-run stand as high as before; in backward the next input is on its way besides.
-    assert moved.held_bytes + moved.forward_transient_bytes == recompute.held_bytes + recompute.forward_transient_bytes
+    # In its forward the input before it may be on its way besides, in its backward the next one.
+    wanted = recompute.held_bytes + recompute.forward_transient_bytes + size
+    assert moved.held_bytes + moved.forward_transient_bytes == wanted
+    assert moved.forward_flight_bytes == recompute.forward_flight_bytes + size
     wanted = recompute.held_bytes + recompute.backward_transient_bytes + size
     assert moved.held_bytes + moved.backward_transient_bytes == wanted
-    assert moved.forward_seconds == pytest.approx(max(recompute.forward_seconds, size / 2e8))
+    assert moved.forward_seconds == pytest.approx(recompute.forward_seconds + moved.forward_stall_seconds)
     first = chains[0].stages[1]
     assert first.state_bytes == 0
     assert not any(way.label.endswith("moved") for way in first.options)

@@ -13,11 +13,12 @@ import retape
 from retape.core.actions import Backward, Forward, Load, Tape
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind, Tier
-from retape.torch import fitting, lanes, offload
+from retape.torch import fitting, lanes, modelling, offload
 from retape.torch.attach import put_on
 from retape.torch.executor import Executor
 from retape.torch.modelling import shared_out
 from retape.torch.policy import Check
+from retape.torch.readings import RegionSeconds
 from retape.torch.region import Region
 from retape.torch.region_ways import MOST_OFFLOADS
 from retape.torch.treatments import offload_treatments, select_treatments, tape_storages, treat
@@ -195,15 +196,43 @@ def test_what_a_lane_cannot_hide_is_stall(monkeypatch):
 
 @pytest.mark.parametrize(("own", "one"), [(6.4, 2.45), (6.0, 2.9), (1.0, 1.9), (1.0, 0.3), (2.0, 1.0)])
 def test_the_lane_is_shared_out_in_whole_inputs(own, one):
-    shares = [shared_out(stage, own, one) for stage in range(40)]
+    shares = [shared_out(stage * own, own, one) for stage in range(40)]
     for count in range(1, 41):
         assert count * own - one < sum(shares[:count]) <= count * own + 1e-9, "never more than there was time for"
     assert all(share / one == pytest.approx(round(share / one)) for share in shares)
     assert max(shares) - min(shares) <= one + 1e-9
 
 
+def test_a_region_that_moves_its_input_has_its_share_of_the_lane(monkeypatch):
+    """Half a millisecond each, and eight tenths for an input: by the first forward there was time for none, by the second for one."""
+    monkeypatch.setattr(
+        modelling,
+        "seconds_of_kinds",
+        lambda calls, _: {call.kind: RegionSeconds(body=5e-4, backward=1.0) for call in calls},
+    )
+    chains = host(monkeypatch, speed=24576 / 8e-4)
+    *_, made = fitted("gpt2", 0.6)
+    ways = [[way for way in stage.options if way.label.startswith("recompute, input")] for stage in chains[0].stages]
+    assert {way.moved_bytes for found in ways for way in found} == {24576}
+    stalls = [found[0].forward_stall_seconds for found in ways if found]
+    assert stalls == pytest.approx(
+        [8e-4 - shared_out(5e-4 * region, 5e-4, 8e-4) for region in range(1, 1 + len(stalls))]
+    )
+    assert {round(1e4 * stall) for stall in stalls} == {0, 8}
+    made.remove()
+
+
+def test_regions_that_differ_share_by_the_time_there_was():
+    own, one, shares, now = (2.5, 1.0), (1.0, 1.9), [], 0.0
+    for stage in range(400):
+        shares.append(shared_out(now, own[stage % 2], one[stage % 2]))
+        now += own[stage % 2]
+    assert sum(shares[::2]) == pytest.approx(200 * own[0], rel=0.05)
+    assert sum(shares[1::2]) == pytest.approx(200 * own[1], rel=0.05)
+
+
 def test_what_takes_too_long_to_be_lent_and_what_moves_no_input_has_its_own_time():
-    assert shared_out(3, 1.0, 2.1) == shared_out(3, 1.0, 0.0) == 1.0
+    assert shared_out(3.0, 1.0, 2.1) == shared_out(3.0, 1.0, 0.0) == 1.0
 
 
 def test_a_stage_that_is_run_over_again_fills_what_it_would_have_moved():

@@ -1,10 +1,9 @@
 """The copies of options that move bytes to the host, played lane by lane beside the computation, by the engine's own rules.
 
-Out: an input starts when its stage begins, and is waited for when the next stage's forward ends. Slots start when the forward ends, and
-are waited for when the second stage after it ends. What has been copied leaves the device at the first stage that begins after
-that. A stage that moves nothing waits for everything when it ends. Back: when backward reaches a stage that moved something, its
-own bytes start, and those of the nearest one before it that did; its own are waited for. The first stage after one that moved, if
-it moves nothing itself, starts those.
+Out: an input starts when its stage begins, slots when its forward ends. What has been copied leaves the device at the first stage that
+begins after that, and what the stages before it moved is waited for when a stage ends. Back: when backward reaches a stage that
+moved something, its own bytes start, and those of the nearest one before it that did; its own are waited for. The first stage after
+one that moved, if it moves nothing itself, starts those.
 Each direction is one lane. What a stage's own bytes weigh while it runs is in its option's transient bytes; here are those of
 the others.
 """
@@ -18,12 +17,11 @@ from retape.core.problem import Option, Tier
 
 @dataclass(slots=True)
 class _Out:
-    """Bytes on their way out, and how many stages may end until they are waited for."""
+    """Bytes on their way out."""
 
     step: int
     bytes: int
     done_seconds: float
-    ends_left: int
 
 
 class CopyLanes:
@@ -49,16 +47,13 @@ class CopyLanes:
 
     def end(self, step: int, option: Option, begin: float, now: float) -> float:
         """A stage's forward, which began at `begin`, has been computed; returns when the next one may begin."""
-        for out in self._leaving:
-            out.ends_left -= 1
-        late = [out for out in self._leaving if not (out.ends_left and option.moved_bytes)]
-        ready = max([now, *(out.done_seconds for out in late)])
-        self._leaving = [out for out in self._leaving if out not in late]
+        ready = max([now, *(out.done_seconds for out in self._leaving)])
+        self._leaving.clear()
         if option.input_bytes:
-            self._leaving.append(_Out(step, option.input_bytes, self._send(option.input_bytes, begin), 1))
+            self._leaving.append(_Out(step, option.input_bytes, self._send(option.input_bytes, begin)))
         slots = option.moved_bytes - option.input_bytes
         if slots:
-            self._leaving.append(_Out(step, slots, self._send(slots, now), 2))
+            self._leaving.append(_Out(step, slots, self._send(slots, now)))
         if option.moved_bytes:
             self._moved[step] = option.moved_bytes
         elif self._moved and max(self._moved) not in self._announced.values():

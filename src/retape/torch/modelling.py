@@ -39,7 +39,7 @@ NO_TILING = Tiling(parts=(), runs=())
 SLACK_SHARE = (
     0.003  # of all activations: what no model of a step sees (how an allocator rounds, who frees a moment later)
 )
-_LATEST = 2  # forwards that a copy may take before it is waited for
+_LATEST = 2  # forwards that an input's copy may take before it is waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +136,14 @@ def _state_bytes(stages: list[Stage], modelled: list[ModelledStage], call: Regio
     return call.linked_bytes if stages and modelled[-1].region is not None else 0
 
 
-def shared_out(stage: int, own: float, one: float) -> float:
-    """A region's share of the lane out, in whole inputs, of which `one` takes so many seconds.
+def shared_out(before: float, own: float, one: float) -> float:
+    """A region's share of the lane out, in whole inputs, of which `one` takes so many seconds; the forwards `before` it have had theirs.
 
-    Its own forward may have time for two and a half of them; then every other region has three, for copies may be late by a region.
+    Its own forward may have time for two and a half of them; then every other region has three, for an input may be late by a region.
     """
     if not one or one > _LATEST * own:
         return own
-    return (math.floor((stage + 1) * own / one) - math.floor(stage * own / one)) * one
+    return (math.floor((before + own) / one) - math.floor(before / one)) * one
 
 
 class _Form:
@@ -176,8 +176,14 @@ class _Form:
             overheads=self._overheads,
             saved_share=call.saved_share,
             tiles=call.tiles,
-            lane_seconds=shared_out(stage, taken.forward + taken.body, one),
+            lane_seconds=shared_out(self._before(stage), taken.forward + taken.body, one),
         )
+
+    def _before(self, stage: int) -> float:
+        """The seconds of the forwards before a call on its device."""
+        device = self._calls[stage].device
+        earlier = [self._seconds[call.kind] for call in self._calls[:stage] if call.device == device]
+        return sum(taken.forward + taken.body for taken in earlier)
 
     def elsewhere(self, call: RegionCall) -> Stage:
         return elsewhere(call, self.levels, self._profiled.step.of(call.stage), self._seconds[call.kind])

@@ -1,8 +1,8 @@
 """Inputs of a region that wait in host memory until its re-run. How they get there and back is in `offload.py`.
 
 Where every block is recomputed, the blocks' inputs are what is left of the tape. An input that is moved leaves when the region
-begins, is off the device when its forward ends, and starts back when backward reaches the region after it. Slots that show it
-leave with it.
+begins, is off the device when the next region's forward ends, and starts back when backward reaches the region after it. Slots that
+show it leave with it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 A region whose policy moves slots has a `Cargo`. Until its forward ends they are held; then each storage among them becomes one
 `Parcel`, however many slots show parts of it, and is copied out: what leaves is what holding it would have kept. It is gone from
-the device at the first later save that finds the copy done. A copy that is not done when the second region after this one ends
-is waited for by the device, never by the host, so no more than three regions' bytes are on their way out: one that moves more
-than its neighbours has their time too. When backward reaches a region, its parcels and those of the region before it start
-back; `unpack` makes the computing stream wait for the copy. A parcel's host memory is kept until its slots die.
+the device at the first later save that finds the copy done. A copy that is not done when the region after this one ends is
+waited for by the device, never by the host, so no more than two regions' bytes are on their way out. When backward reaches a
+region, its parcels and those of the region before it start back; `unpack` makes the computing stream wait for the copy. A
+parcel's host memory is kept until its slots die.
 
-Inputs of a region that leave (`moved_inputs.py`) are there before it runs, so their copies start then and are over, or waited for
-by the device, when the next region's forward ends.
+Inputs of a region that leave (`moved_inputs.py`) are there before it runs, so their copies start then. They too have until the region
+after this one ends, though most are done before: so a region that moves more than its neighbours has their time too.
 
 What is no plain tensor with a memory of its own (subclasses, sparse, inference tensors) is held instead.
 """
@@ -105,6 +105,8 @@ class Parcel:
 
     def release(self, *, wait: bool) -> bool:
         """Let go of the device's memory if the copy is done; with `wait`, after making the device wait for it."""
+        if self._source is None:
+            return True
         if not self._left.query():
             if not wait:
                 return False
@@ -262,25 +264,13 @@ def can_be_moved(tensor: Tensor) -> bool:
 class Cargo:
     """The parcels of one call of a region, in the order they were saved. It does not keep them: their slots do."""
 
-    __slots__ = (
-        "__weakref__",
-        "_before",
-        "_inputs",
-        "_inputs_leaving",
-        "_leaving",
-        "_parcels",
-        "_slots",
-        "_task",
-        "announced",
-    )
+    __slots__ = ("__weakref__", "_before", "_inputs", "_parcels", "_slots", "_task", "announced")
 
     def __init__(self) -> None:
         self._before = _THREAD.last
         self._slots: list[weakref.ref[MovedSlot]] = []
         self._inputs: list[weakref.ref[Parcel]] = []
         self._parcels: list[weakref.ref[Parcel]] = []
-        self._leaving: deque[weakref.ref[Parcel]] = deque()  # in the order in which their copies run
-        self._inputs_leaving = 0  # of them, the first ones
         self._task = -1
         self.announced = False
 
@@ -301,58 +291,17 @@ class Cargo:
         return next((parcel for parcel in _alive(self._inputs) if parcel.carries(tensor)), None)
 
     def close(self) -> None:
-        """The region's forward is over: its slots start out; off the device now are the inputs of the region before it, and what the
-        one before that moved.
-        """
+        """The region's forward is over: its slots start out, and what regions before it moved is off the device now."""
         found = [slot for slot in [reference() for reference in self._slots] if slot is not None]
-        parcels = [weakref.ref(parcel) for parcel in _sent(found)]
-        self._parcels += parcels
-        self._leaving += self._inputs
-        self._inputs_leaving = len(self._inputs)
-        self._leaving += parcels
         self._slots.clear()
-        before = self._before()
-        if before is not None:
-            before._settle_before(wait=True)
-            before._settle_inputs()
-        self.settle()
+        self._parcels = [weakref.ref(parcel) for parcel in _sent(found)]
+        _THREAD.leaving.region_ended(self._inputs, self._parcels)
         _THREAD.last = weakref.ref(self)
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Release what has left of this region and of the one before it; with `wait` all of it, the device waiting for copies that are
-        not done.
-        """
-        self._settle_before(wait=wait)
-        self._settle(wait=wait)
-
-    def settle_before(self) -> None:
-        """Release what has left of the regions before this one."""
-        before = self._before()
-        if before is not None:
-            before.settle()
-
-    def _settle_before(self, *, wait: bool) -> None:
-        before = self._before()
-        if before is not None and before._leaving:
-            before._settle(wait=wait)
-
-    def _settle_inputs(self) -> None:
-        """The device waits for the copies of its inputs that are not done; they started first, and leave first."""
-        while self._inputs_leaving:
-            self._release_first(wait=True)
-
-    def _settle(self, *, wait: bool) -> None:
-        while self._leaving:
-            if not self._release_first(wait=wait):
-                return
-
-    def _release_first(self, *, wait: bool) -> bool:
-        parcel = self._leaving[0]()
-        if parcel is not None and not parcel.release(wait=wait):
-            return False
-        self._leaving.popleft()
-        self._inputs_leaving = max(0, self._inputs_leaving - 1)
-        return True
+    def settle(self) -> None:
+        """Let go of what is still here, the device waiting for copies that are not done."""
+        for parcel in _alive([*self._inputs, *self._parcels]):
+            parcel.release(wait=True)
 
     # --- back ----------------------------------------------------------------------------------------------------
 
@@ -388,6 +337,31 @@ class Cargo:
             parcel.send_away()
 
 
+class Leaving:
+    """The parcels of one thread that are on their way out, in the order of their copies. A region that is gone takes none along."""
+
+    __slots__ = ("_parcels",)
+
+    def __init__(self) -> None:
+        self._parcels: deque[weakref.ref[Parcel]] = deque()
+
+    def region_ended(self, inputs: list[weakref.ref[Parcel]], slots: list[weakref.ref[Parcel]]) -> None:
+        """A region's slots are on their way, its inputs since it began; what regions before it moved is off the device now."""
+        self.settle(wait=True)
+        self._parcels += inputs
+        self.settle()
+        self._parcels += slots
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Release what has left; with `wait` everything, the device waiting for copies that are not done."""
+        while self._parcels and _is_gone(self._parcels[0](), wait=wait):
+            self._parcels.popleft()
+
+
+def _is_gone(parcel: Parcel | None, *, wait: bool) -> bool:
+    return parcel is None or parcel.release(wait=wait)
+
+
 def _sent(leaving: Sequence[Away]) -> list[Parcel]:
     """A parcel for each storage among what leaves, on its way out; whoever leaves holds it."""
     by_storage: dict[int, list[Away]] = {}
@@ -416,9 +390,12 @@ def _gone() -> None:
 
 
 class _Thread(threading.local):
-    """The cargo that was closed last in this thread."""
+    """The cargo that was closed last in this thread, and what is on its way out."""
 
     last: Callable[[], Cargo | None] = staticmethod(_gone)
+
+    def __init__(self) -> None:
+        self.leaving = Leaving()
 
 
 _THREAD = _Thread()
@@ -429,7 +406,7 @@ _THREAD = _Thread()
 
 def pack(region: Region, cargo: Cargo, tensor: Tensor) -> Slot:
     """What a region that moves slots does with a tensor that autograd saves."""
-    cargo.settle_before()
+    _THREAD.leaving.settle()
     slot = region._pack(tensor)
     with _compat.unobserved():
         parcel = cargo.input_shown_by(tensor)
@@ -453,10 +430,10 @@ def passed(tensors: list[Tensor]) -> None:
 
     What was moved before it is off the device now, and starts back when backward reaches these outputs of the module.
     """
+    _THREAD.leaving.settle(wait=True)
     last = _THREAD.last()
     if last is None or last.announced:
         return
-    last.settle(wait=True)
     last.announced = True
     for tensor in tensors:
         if tensor.requires_grad:
@@ -499,5 +476,5 @@ def _end(task: int) -> None:
     for reference in _BACK.pop(task, []):
         cargo = reference()
         if cargo is not None:
-            cargo.settle(wait=True)
+            cargo.settle()
             cargo.send_away()

@@ -89,9 +89,9 @@ class MeasuredRegion:
         tiles: int = 1,
         lane_seconds: float,
     ) -> None:
-        """`lane_seconds` is the region's share of the lane out."""
+        """`lane_seconds` is the region's share of the lane out where it moves its input."""
         self._call, self._seconds, self._overheads = call, seconds, overheads
-        self._lane_seconds = lane_seconds
+        self._forward_seconds, self._lane_seconds = seconds.forward + seconds.body, lane_seconds
         self._trace = trace
         self._saved_share, self._tiles = saved_share, tiles
         self.kind = call.kind
@@ -216,7 +216,7 @@ class MeasuredRegion:
         """What may be moved: as much as the computation hides, half and twice of that, and all, if the host has room for all regions."""
         seconds = self._seconds
         free = min(
-            host.write_bytes_per_second * (seconds.forward + seconds.body),
+            host.write_bytes_per_second * self._forward_seconds,
             host.read_bytes_per_second * seconds.backward,
         )
         most = float("inf") if host.capacity_bytes is None else host.capacity_bytes // regions
@@ -243,13 +243,13 @@ class MeasuredRegion:
     def _with_input_moved(self, way: Way, size: int, host: Tier) -> Way:
         """The input is counted by whoever made it, and leaves beside this forward or the next: so much less is held from there on.
 
-        That of the region before this one comes back beside this backward, and goes out beside this forward where copies are late.
+        Since it has the next forward too, what counts is the region's share of the lane; and so many more bytes are on their way beside
+        each forward. The input of the region before this one comes back beside this backward.
         """
         option, seconds = way.option, self._seconds
         moved = option.moved_bytes + size
-        late = size if self._is_late(moved, host) else 0
         less = min(size, option.held_bytes)
-        out = self._stall_seconds(moved, host)
+        out = max(0.0, host.write_seconds(moved) - self._lane_seconds)
         back = max(0.0, host.read_seconds(moved) - seconds.backward - option.rerun_seconds)
         changed = replace(
             option,
@@ -258,38 +258,29 @@ class MeasuredRegion:
             held_bytes=option.held_bytes - less,
             moved_bytes=moved,
             input_bytes=size,
-            forward_seconds=seconds.forward + seconds.body + out,
+            forward_seconds=self._forward_seconds + out,
             forward_stall_seconds=out,
             backward_seconds=seconds.backward + back,
             backward_stall_seconds=back,
-            forward_transient_bytes=option.forward_transient_bytes + less + late,
-            forward_flight_bytes=option.forward_flight_bytes + late,
+            forward_transient_bytes=option.forward_transient_bytes + less + size,
+            forward_flight_bytes=option.forward_flight_bytes + size,
             backward_transient_bytes=option.backward_transient_bytes + less + size,
             backward_flight_bytes=option.backward_flight_bytes + size,
         )
         return way._replace(option=changed, moved_inputs=self._call.linked)
 
-    def _stall_seconds(self, moved: int, host: Tier) -> float:
-        """How much longer a copy out takes than the lane is this region's: so long the device waits for it, or for one after it."""
-        return max(0.0, host.write_seconds(moved) - self._lane_seconds)
-
-    def _is_late(self, moved: int, host: Tier) -> bool:
-        """Whether a copy out takes longer than a forward like this one."""
-        return host.write_seconds(moved) > self._seconds.forward + self._seconds.body
-
     def _offload(self, way: Treatment, host: Tier) -> Option:
-        """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward. Where
-        copies are late, those of the one before that are on their way out too.
-        """
+        """Beside its own, the bytes are on their way that the region before it moved: out in its forward, back in its backward."""
         rerun, moved = self._rerun_seconds(way), way.moved_bytes
-        flight = 2 * moved if self._is_late(moved, host) else moved
-        out = self._stall_seconds(moved, host)
+        out = max(
+            0.0, host.write_seconds(moved) - self._forward_seconds
+        )  # when the next region ends, the device waits for it
         back = max(0.0, host.read_seconds(moved) - self._seconds.backward - rerun)
         option = self._option(
             OptionKind.OFFLOAD,
             way.held_bytes,
             rerun,
-            forward=way.forward_bytes + self._unseen_forward + flight,
+            forward=way.forward_bytes + self._unseen_forward + moved,
             rerun_peak=max(way.rerun_bytes + self._unseen_rerun, self._backward_bytes) + moved,
         )
         return replace(
@@ -300,7 +291,7 @@ class MeasuredRegion:
             backward_stall_seconds=back,
             forward_seconds=option.forward_seconds + out,
             forward_stall_seconds=out,
-            forward_flight_bytes=min(flight, option.forward_transient_bytes),
+            forward_flight_bytes=min(moved, option.forward_transient_bytes),
             backward_flight_bytes=min(moved, option.backward_transient_bytes),
         )
 
@@ -320,7 +311,7 @@ class MeasuredRegion:
             kind=kind,
             label=kind.value if not more_bytes else f"{kind.value} {format_bytes(more_bytes)}",
             held_bytes=held,
-            forward_seconds=self._seconds.forward + self._seconds.body,
+            forward_seconds=self._forward_seconds,
             backward_seconds=self._seconds.backward,
             rerun_seconds=rerun,
             forward_transient_bytes=max(0, forward - held),
