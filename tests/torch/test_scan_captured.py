@@ -193,3 +193,58 @@ def test_first_import_without_gradients():
     code = "import torch, retape\nwith torch.no_grad(): retape.scan(lambda h, x: (h, x), torch.zeros(2), length=2)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("make", [lambda w: w + 1, lambda w: w @ w, lambda w: w.t()])
+@pytest.mark.parametrize("block", [3, 12])
+def test_a_tensor_and_what_it_was_computed_from_are_an_error(make, block):
+    """The gradient of the one would go to the other twice: directly, and through the history."""
+    weight = random(3, 3, grad=True)
+    made = make(weight)
+    twice = make(made)
+
+    def of_parameter(h, _):
+        return torch.tanh(h @ made + h @ weight), None
+
+    def of_each_other(h, _):
+        return torch.tanh(h @ made + h @ twice), None
+
+    with pytest.raises(RegionError, match=r"also one that it was computed from \(a parameter of shape \(3, 3\)\)"):
+        scan(of_parameter, random(2, 3), length=12, block=block)
+    with pytest.raises(RegionError, match=r"also one that it was computed from \(a result of \w+Backward0\)"):
+        scan(of_each_other, random(2, 3), length=12, block=block)
+
+
+@pytest.mark.parametrize("make", [lambda w: w + 1, lambda w: w @ w / 4])
+def test_a_tensor_and_what_it_was_computed_from_with_one_in_the_carry(make):
+    weight, start = random(3, 3, grad=True), random(2, 3)
+
+    def step(carry, _):
+        h, made = carry
+        return (torch.tanh(h @ made + h @ weight), made), None
+
+    def plain():
+        carry = (start, make(weight))
+        for _ in range(12):
+            carry, _ = step(carry, None)
+        return carry[0]
+
+    wanted = gradients(plain, [weight])
+    found = gradients(lambda: scan(step, (start, make(weight)), length=12, block=3)[0][0], [weight])
+    assert torch.allclose(wanted[1], found[1], rtol=1e-12)
+
+
+def test_two_results_of_one_computation_are_fine():
+    weight, start = random(6, 3, grad=True), random(2, 3)
+
+    def run(loop):
+        one, other = weight.sin().chunk(2)
+
+        def step(h, x):
+            h = torch.tanh(h @ one + h @ other + x)
+            return h, h
+
+        return loop(step, start, xs)
+
+    xs = random(12, 2, 3)
+    assert_as_plain(lambda: run(unrolled), lambda: run(functools.partial(scan, block=3)), [weight])

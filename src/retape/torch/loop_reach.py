@@ -106,6 +106,33 @@ class Reached:
     def settle(self) -> None:
         """The last graph has been walked."""
         self._known.clear()
+        if self._edges:
+            self._check_histories()
+
+    def _check_histories(self) -> None:
+        """None of the tensors may come from another: a gradient would go to that one directly, and once more through its descendant."""
+        made: set[tuple[Any, int]] = {
+            (tensor.grad_fn, tensor.output_nr) for tensor in self.tensors if tensor.grad_fn is not None
+        }
+        stack = [edge for node, _ in made for edge in node.next_functions]
+        seen: set[Any] = set()
+        while stack:
+            edge = stack.pop()
+            node = edge[0]
+            if node is None or edge in seen:
+                continue
+            seen.add(edge)
+            if edge in made:
+                raise self._related(f"a result of {node.name()}")
+            if type(node) is _ACCUMULATE and id(node.variable) in self._indices:
+                raise self._related(f"a parameter of shape {tuple(node.variable.shape)}")
+            stack.extend(node.next_functions)
+
+    def _related(self, what: str) -> RegionError:
+        return RegionError(
+            f"{self._name}: the step reads a tensor that was computed before the loop, and also one that it was computed from ({what}). "
+            "Gradients of the two cannot be told apart. Put the computed one into the carry, or compute it inside the step."
+        )
 
     def _unknown(self, node: Any) -> RegionError:
         return RegionError(
