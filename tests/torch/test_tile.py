@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from compare import Notes, assert_equal, seed, streams
+from compare import Notes, assert_equal, leaf, seed, streams
 from ledger import Ledger
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -769,3 +769,28 @@ def test_a_function_that_takes_gradients_itself_may_draw_and_catch():
         call(each).sum().backward()
     assert torch.equal(given[0].grad, given[1].grad)
     retape.tile(noisy, rows.clone().requires_grad_(), tiles=2)
+
+
+@pytest.mark.parametrize("make", [lambda w: w + 1, lambda w: w * 2, lambda w: w.t()])
+def test_a_tensor_and_what_it_was_computed_from_are_an_error(make):
+    """The gradient of the one would go to the other twice: directly, and through the history."""
+    weight, rows = leaf(4, 4), leaf(8, 4)
+    made = make(weight)
+    with pytest.raises(RegionError, match=r"also one that it was computed from \(a parameter of shape \(4, 4\)\)"):
+        retape.tile(lambda r: torch.tanh(r @ made) + r * weight.sum(0), rows, tiles=2)
+    inside = retape.tile(lambda r: torch.tanh(r @ make(weight)) + r * weight.sum(0), rows, tiles=2)
+    plain = torch.tanh(rows @ make(weight)) + rows * weight.sum(0)
+    found, wanted = torch.autograd.grad(inside.sum(), weight), torch.autograd.grad(plain.sum(), weight)
+    assert torch.allclose(found[0], wanted[0], rtol=1e-5)
+
+
+def test_a_tensor_that_was_computed_from_the_rows_weights_elsewhere_has_its_gradient_once():
+    weight, rows = leaf(4, 4), leaf(8, 4)
+
+    def case(call):
+        made = weight * 2
+        return torch.autograd.grad(call(lambda r: torch.tanh(r * made.sum(0)), rows @ weight).sum(), (weight, rows))
+
+    found, wanted = case(lambda f, r: retape.tile(f, r, tiles=2)), case(lambda f, r: f(r))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5)

@@ -212,6 +212,7 @@ class Body:
                 leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
                 for leaf in out
             ]
+            del out  # with the tape of this step, before the next one makes its own
         self._check_kind(state, start, carry, spec)
         return State(carry, spec)
 

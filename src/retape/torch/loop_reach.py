@@ -14,17 +14,8 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput, RegionError
 from retape.torch import _compat
+from retape.torch.histories import LEAF_NODE, computed_from_another
 from retape.torch.loop_tape import Tape
-
-
-def _leaf_node() -> type:
-    """The type of the nodes that stand for leaves, whatever mode this module is first imported in."""
-    with torch.inference_mode(False), torch.enable_grad():
-        node: Any = torch.zeros(1, requires_grad=True).view(1).grad_fn
-        return type(node.next_functions[0][0])
-
-
-_ACCUMULATE: Any = _leaf_node()
 
 
 class Reached:
@@ -68,7 +59,7 @@ class Reached:
 
     def _walk_nodes(self, nodes: list[Any], own: set[int], since: int) -> None:
         """Where no tensor with a history is known, by which of its outputs a node is reached makes no difference."""
-        accumulate, made_at, known = _ACCUMULATE, _compat.sequence_number, self._known
+        accumulate, made_at, known = LEAF_NODE, _compat.sequence_number, self._known
         seen = {None, *nodes}  # None: where an edge leads nowhere
         for node in nodes:  # which grow on the way
             if made_at(node) < since and not _made_elsewhere(node, own):
@@ -90,7 +81,7 @@ class Reached:
             node = edge[0]
             if node in seen or node is None:
                 continue
-            if type(node) is _ACCUMULATE:  # a leaf stands behind it
+            if type(node) is LEAF_NODE:  # a leaf stands behind it
                 leaf = node.variable
                 if id(leaf) not in own and id(leaf) not in self._indices:
                     self._note(leaf)
@@ -106,33 +97,12 @@ class Reached:
     def settle(self) -> None:
         """The last graph has been walked."""
         self._known.clear()
-        if self._edges:
-            self._check_histories()
-
-    def _check_histories(self) -> None:
-        """None of the tensors may come from another: a gradient would go to that one directly, and once more through its descendant."""
-        made: set[tuple[Any, int]] = {
-            (tensor.grad_fn, tensor.output_nr) for tensor in self.tensors if tensor.grad_fn is not None
-        }
-        stack = [edge for node, _ in made for edge in node.next_functions]
-        seen: set[Any] = set()
-        while stack:
-            edge = stack.pop()
-            node = edge[0]
-            if node is None or edge in seen:
-                continue
-            seen.add(edge)
-            if edge in made:
-                raise self._related(f"a result of {node.name()}")
-            if type(node) is _ACCUMULATE and id(node.variable) in self._indices:
-                raise self._related(f"a parameter of shape {tuple(node.variable.shape)}")
-            stack.extend(node.next_functions)
-
-    def _related(self, what: str) -> RegionError:
-        return RegionError(
-            f"{self._name}: the step reads a tensor that was computed before the loop, and also one that it was computed from ({what}). "
-            "Gradients of the two cannot be told apart. Put the computed one into the carry, or compute it inside the step."
-        )
+        related = computed_from_another(self.tensors)
+        if related is not None:
+            raise RegionError(
+                f"{self._name}: the step reads a tensor that was computed before the loop, and also one that it was computed from "
+                f"({related}). Gradients of the two cannot be told apart. Put the computed one into the carry, or compute it in the step."
+            )
 
     def _unknown(self, node: Any) -> RegionError:
         return RegionError(
@@ -170,7 +140,7 @@ def _leaves(node: Any) -> list[Tensor]:
             if following is None or following in seen:
                 continue
             seen.add(following)
-            if type(following) is _ACCUMULATE:
+            if type(following) is LEAF_NODE:
                 found.append(following.variable)
             stack.append(following)
     return found

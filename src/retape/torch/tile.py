@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RegionError, UnsupportedTransform
 from retape.torch import _compat, _compat_compiler
+from retape.torch.histories import computed_from_another
 from retape.torch.mismatch import name_of
 from retape.torch.policy import Policy
 from retape.torch.products import wide
@@ -185,6 +186,12 @@ class _Forward:
         if not any(differentiable):
             return self._outputs
         inputs = _each_once([row for row in self._rows if self._needs_grad(row)])
+        related = computed_from_another(tape.shared.values())
+        if related is not None:
+            raise RegionError(
+                f"{tape.name} uses a tensor of its closure that was computed elsewhere, and also one that it was computed from "
+                f"({related}). Gradients of the two cannot be told apart. Compute it inside the function."
+            )
         # The tape is what the node saves: autograd lets go of it when it frees the graph, and not if it is retained.
         with saved_tensors_hooks(lambda _: tape, _unpack_tape):
             joined = iter(_Join.apply(tensors, differentiable, *inputs, *tape.shared.values()))
