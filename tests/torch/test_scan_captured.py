@@ -199,11 +199,12 @@ def test_first_import_without_gradients():
 @pytest.mark.parametrize("block", [3, 12])
 def test_a_tensor_and_what_it_was_computed_from_are_an_error(make, block):
     """The gradient of the one would go to the other twice: directly, and through the history."""
-    weight = random(3, 3, grad=True)
+    weight, ran = random(3, 3, grad=True), []
     made = make(weight)
     twice = make(made)
 
     def of_parameter(h, _):
+        ran.append(h)
         return torch.tanh(h @ made + h @ weight), None
 
     def of_each_other(h, _):
@@ -211,6 +212,7 @@ def test_a_tensor_and_what_it_was_computed_from_are_an_error(make, block):
 
     with pytest.raises(RegionError, match=r"also one that it was computed from \(a parameter of shape \(3, 3\)\)"):
         scan(of_parameter, random(2, 3), length=12, block=block)
+    assert len(ran) == (1 if block < 12 else 12), "it is said after the first tape"
     with pytest.raises(RegionError, match=r"also one that it was computed from \(a result of \w+Backward0\)"):
         scan(of_each_other, random(2, 3), length=12, block=block)
 

@@ -794,3 +794,19 @@ def test_a_tensor_that_was_computed_from_the_rows_weights_elsewhere_has_its_grad
     found, wanted = case(lambda f, r: retape.tile(f, r, tiles=2)), case(lambda f, r: f(r))
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda w: w.norm(dim=1), lambda w: w.t(), lambda w: w[:, :2].sum() + w])
+def test_a_weight_of_a_linear_layer_beside_what_was_computed_from_it(make):
+    """Its gradient is not autograd's, so nothing goes to it twice."""
+    layer, rows = nn.Linear(4, 4), leaf(8, 4)
+
+    def case(call):
+        made = make(layer.weight)
+        return torch.autograd.grad(
+            call(lambda r: torch.tanh(layer(r) @ made.expand(4, 4)), rows).sum(), (layer.weight, rows)
+        )
+
+    found, wanted = case(lambda f, r: retape.tile(f, r, tiles=2)), case(lambda f, r: f(r))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -26,6 +26,8 @@ LEAF_NODE: Any = _leaf_node()
 def computed_from_another(tensors: Iterable[Tensor]) -> str | None:
     """In words, a tensor among these that another one of them was computed from; None if there is none."""
     every = list(tensors)
+    if len(every) < 2:
+        return None
     leaves = {id(tensor) for tensor in every if tensor.grad_fn is None}
     made: set[tuple[Any, int]] = {(tensor.grad_fn, tensor.output_nr) for tensor in every if tensor.grad_fn is not None}
     stack = [edge for node, _ in made for edge in node.next_functions]

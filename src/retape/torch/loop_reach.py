@@ -29,6 +29,7 @@ class Reached:
         self._known: set[Any] = set()  # nodes of leaves that were noted; while they are held, a leaf keeps its node
         self._candidates = list(candidates)
         self._closed = False
+        self._checked = 0  # so many of them
         for tensor in self._candidates:
             if tensor.grad_fn is not None:
                 self._edges.setdefault((tensor.grad_fn, tensor.output_nr), tensor)
@@ -54,6 +55,8 @@ class Reached:
                 self._note(root)
         if self._edges:
             self._walk_edges(edges, own, since)
+            if len(self.tensors) > self._checked:
+                self._check_histories()
         else:
             self._walk_nodes([node for node, _ in edges], own, since)
 
@@ -97,11 +100,17 @@ class Reached:
     def settle(self) -> None:
         """The last graph has been walked."""
         self._known.clear()
+
+    def _check_histories(self) -> None:
+        """None of the tensors may come from another; asked when a step has used one for the first time."""
+        self._checked = len(self.tensors)
         related = computed_from_another(self.tensors)
         if related is not None:
+            also = ", or could with resume=" if self._closed else ""
             raise RegionError(
-                f"{self._name}: the step reads a tensor that was computed before the loop, and also one that it was computed from "
-                f"({related}). Gradients of the two cannot be told apart. Put the computed one into the carry, or compute it in the step."
+                f"{self._name}: the step reads{also} a tensor that was computed before the loop, and also one that it was computed from "
+                f"({related}). Gradients of the two cannot be told apart. Put the computed one into the carry (of odeint: into y0), or "
+                "compute it in the step."
             )
 
     def _unknown(self, node: Any) -> RegionError:

@@ -40,8 +40,9 @@ class MovedInput:
         """What it was, or an error if somebody has written to it since."""
         if self._waybill.was_written_to:
             raise region._watch.has_changed(region, index)
-        if self.value is not None:
-            return self.value
+        present = self.value  # read once: another thread may let go of it
+        if present is not None:
+            return present
         assert self.parcel is not None
         value = self._waybill.arrived(self.parcel)
         if self._total is not None and checksum(value) != self._total:

@@ -113,7 +113,12 @@ class SliceGraph:
         if places is None:
             return []
         at_weight, at_bias = places
-        turned = at_weight is not None and at_weight[0].name() == "TBackward0" and self._has_one_user(at_weight)
+        turned = (
+            at_weight is not None
+            and at_weight[0].name() == "TBackward0"
+            and at_weight not in self._known  # which is another tensor, with a gradient of its own
+            and self._has_one_user(at_weight)
+        )
         if turned and at_weight is not None:
             at_weight = self._after(at_weight[0])[0]
         weight = self._sole_leaf(at_weight)

@@ -186,7 +186,7 @@ class _Forward:
         if not any(differentiable):
             return self._outputs
         inputs = _each_once([row for row in self._rows if self._needs_grad(row)])
-        related = computed_from_another(tape.shared.values())
+        related = computed_from_another(tape.taken)
         if related is not None:
             raise RegionError(
                 f"{tape.name} uses a tensor of its closure that was computed elsewhere, and also one that it was computed from "
@@ -211,6 +211,11 @@ class Tape:
         marker = self.anchor.view(0).grad_fn
         self.first_node = 0 if marker is None else _compat.sequence_number(marker)
 
+    @property
+    def taken(self) -> list[Tensor]:
+        """The shared tensors whose gradients autograd makes in some slice."""
+        return [tensor for key, tensor in self.shared.items() if any(key not in piece.apart for piece in self.slices)]
+
 
 class _Slice:
     """One slice: a region, and the edges of its graph at which gradients go in and come out."""
@@ -224,6 +229,7 @@ class _Slice:
         self.entries = [get_gradient_edge(value) for value in _each_once(entered)]
         self.edges: list[GradientEdge | None] = []
         self.linears: list[Linear] = []
+        self.apart: frozenset[int] = frozenset()  # the ids of the tensors of these, whose gradients are not autograd's
         call = capture_call(fn, tuple(self._given), {})
         self._tensors = list(call.tensors)
         self._outside = _with_history(call, self._given)
@@ -269,6 +275,7 @@ class _Slice:
         )
         tape.shared.update({id(tensor): tensor for tensor in graph.tensors})
         self.linears = graph.linears()
+        self.apart = frozenset(id(tensor) for linear in self.linears for tensor in linear.tensors)
         self._given, self._tensors, self._outside = [], [], []
         tape.slices.append(self)
 
@@ -373,8 +380,7 @@ class _Totals:
 
     def take(self, piece: _Slice, start: int, upstream: list[Tensor | None]) -> None:
         """The gradients of one slice."""
-        apart = {id(tensor) for linear in piece.linears for tensor in linear.tensors}
-        others = [tensor for key, tensor in self._tape.shared.items() if key not in apart]
+        others = [tensor for key, tensor in self._tape.shared.items() if key not in piece.apart]
         hooks = [linear.watch(self._total_of) for linear in piece.linears]
         try:
             found = piece.gradients(upstream, [*piece.entries, *map(get_gradient_edge, others)])
