@@ -299,3 +299,14 @@ def test_kill_minus_nine(tmp_path, at):
     assert done.returncode == 0, done.stderr
     assert same(run_scan(), torch.load(tmp_path / "out.pt"))
     assert os.listdir(tmp_path) == ["out.pt"]
+
+
+def test_a_tensor_and_what_it_was_computed_from_are_an_error_though_the_step_reads_one_of_them(tmp_path):
+    """A run that is resumed takes gradients at everything that the step reaches, read or not."""
+    module = nn.Linear(3, 3)
+    module.aux = module(torch.ones(3)).sum()
+    with pytest.raises(
+        RegionError,
+        match=r"reads, or could \(with resume= all that it reaches counts\), a tensor .* compute it in the step",
+    ):
+        scan(lambda h, x: (torch.tanh(module(h)), None), torch.zeros(3), length=9, resume=tmp_path / "run")

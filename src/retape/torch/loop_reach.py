@@ -106,7 +106,7 @@ class Reached:
         self._checked = len(self.tensors)
         related = computed_from_another(self.tensors)
         if related is not None:
-            also = ", or could with resume=" if self._closed else ""
+            also = ", or could (with resume= all that it reaches counts)," if self._closed else ""
             raise RegionError(
                 f"{self._name}: the step reads{also} a tensor that was computed before the loop, and also one that it was computed from "
                 f"({related}). Gradients of the two cannot be told apart. Put the computed one into the carry (of odeint: into y0), or "
