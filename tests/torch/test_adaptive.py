@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import BudgetTooSmall, InvalidInput, StateChanged
-from retape.torch import step_scale
+from retape.torch import adaptive_room, step_scale
 from retape.torch.meter import weighing
 from retape.torch.pressure import Account, Phase
 
@@ -282,6 +282,23 @@ def test_below_the_floor_the_numbers_are_said():
     live = retape.adaptive(model, budget=error.floor_bytes + 4 * UNIT_BYTES)
     for _ in range(3):
         run(model)
+    live.remove()
+
+
+def test_an_allocator_with_a_limit_of_its_own_has_the_last_word(monkeypatch, caplog):
+    """As on CUDA: it is said once, counted, and the step goes on."""
+    monkeypatch.setattr(adaptive_room, "WITH_A_LIMIT", frozenset({"cpu"}))
+    model = chain(8)
+    run(model)
+    wanted = gradients(model)
+    live = retape.adaptive(model, budget=retape.Budget.activations(2 * UNIT_BYTES))
+    for _ in range(4):
+        run(model)
+        assert_equal(gradients(model), wanted)
+    assert live.stats().over_budget > 1
+    said = [record.message for record in caplog.records if "cannot be dropped" in record.message]
+    assert len(said) == 1
+    assert "Raise the budget to at least" in said[0]
     live.remove()
 
 

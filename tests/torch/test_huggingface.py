@@ -33,9 +33,13 @@ def bert(**options):
 MODELS = pytest.mark.parametrize("make", [llama, gpt2, bert], ids=lambda make: make.__name__)
 
 
-def made(make, **options):
+def made(make, *, use_cache=False, **options):
+    """By default without a cache, as Hugging Face trains with checkpointing: with one, keys and values lie otherwise in memory, and on
+    some processors products of them have other last bits, with no region anywhere."""
     seed()
-    return make(**options).train()
+    model = make(**options).train()
+    model.config.use_cache = use_cache
+    return model
 
 
 def batch():
@@ -120,9 +124,9 @@ def test_a_deep_copy_of_an_enabled_model_uses_its_own_weights(make):
 
 @pytest.mark.parametrize("make", [llama, gpt2], ids=lambda make: make.__name__)
 def test_a_key_value_cache_built_in_training(make):
-    model = made(make, use_cache=True)
-    wanted = step(model)
-    assert_equal(step(enable(model)), wanted)
+    """Hugging Face leaves it out under checkpointing: what counts is the model without one."""
+    wanted = step(made(make))
+    assert_equal(step(enable(made(make, use_cache=True))), wanted)
 
 
 def test_several_steps_with_an_optimizer():

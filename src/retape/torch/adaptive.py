@@ -8,18 +8,17 @@ that fits drops nothing and runs nothing again.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall
 from retape.core.problem import Budget
-from retape.torch import _compat, attach, links
+from retape.torch import _compat, attach
 from retape.torch.adaptive_attach import Attachment, device_under
-from retape.torch.adaptive_host import is_here, storage_of
+from retape.torch.adaptive_backward import Reversal
 from retape.torch.adaptive_menu import Menus
 from retape.torch.adaptive_oom import elsewhere, rewind, with_gradients_left
 from retape.torch.adaptive_region import AdaptiveRegion
@@ -30,11 +29,10 @@ from retape.torch.caches import note_given, without_cache
 from retape.torch.entrance import run_region
 from retape.torch.fingerprint import unwrapped
 from retape.torch.meter import GIVE_WAY, synchronize
-from retape.torch.offload import MovedSlot, Parcel
 from retape.torch.policy import HOLD, Check, Policy
 from retape.torch.pressure import Kind, Kinds, Mark, Phase
 from retape.torch.reads import Call, capture_call
-from retape.torch.region import RERUN, Region
+from retape.torch.region import Region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.slots import Slot
 from retape.torch.step_scale import Gradients, StepScale
@@ -57,7 +55,6 @@ class Adaptive:
         self._counts = Counts()
         self._stand_on(device_under(model))
         self._kinds, self._gradients = Kinds(), Gradients()
-        self._opened: dict[int, weakref.ref[AdaptiveRegion]] = {}  # whose backward has begun: their slots go one by one
         self._line = ProgressLine() if progress else None
         self._outer: list[Any] = []
         self._root: Kind | None = None
@@ -74,6 +71,7 @@ class Adaptive:
 
     def _stand_on(self, device: torch.device) -> None:
         self._room = Room(self._budget, device, self._counts, host=self._uses_host, restore=self._restores)
+        self._reversal = Reversal(self._room, self._counts)
         self._menus, self.account = Menus(device, self._room.host), self._room.account
 
     @property
@@ -199,7 +197,7 @@ class Adaptive:
         self._end_step()
         self._room.before.end()
         self._room.begin_step()
-        self._opened.clear()
+        self._reversal.begin_step()
         self._gradients.begin()
         self._number = 0
         self._in_step, self._root, self._met = True, root, []
@@ -208,9 +206,7 @@ class Adaptive:
         self._room.limit.begin_step(batch, self._gradients)
         self.account.leave_out(batch)
         if self._wants_weighing(root):
-            self._room.scale = StepScale.where_possible(
-                self._room.limit.device, self._room.limit.base_bytes, self._gradients
-            )
+            self._room.scale = StepScale.where_possible(self.account, self._room.limit.base_bytes, self._gradients)
             if self._room.scale is not None:
                 self._counts.weighed += 1
                 GIVE_WAY.append(self._end_weighing)
@@ -380,116 +376,17 @@ class Adaptive:
 
     def turn_to(self, region: AdaptiveRegion, *, filled: bool) -> None:
         """Backward has come to a region; one that is not filled is about to be."""
-        with RERUN:
-            self._weigh_until_its_end()
-            self._room.turn, self._room.position = region.serial, region.number
-            self._settle_opened()
-            self._opened[region.serial] = weakref.ref(region)
-            region.forget_copies_of_what_is_here()
-            if filled:
-                self._room.enter(Phase.BACKWARD, region.kind, region.number)
-            if self._room.host.moved_bytes:
-                self._bring_near(region)
+        self._weigh_until_its_end()
+        self._reversal.turn_to(region, filled=filled)
 
-    def _bring_near(self, region: AdaptiveRegion) -> None:
-        """Start to copy back what the next region has on the host, if there is room for it."""
-        following = self._room.live.before(region.number)
-        if following is None:
-            return
-        need = self._room.needs.of(Phase.BACKWARD, region.kind, region.number).bytes
-        for parcel in following.away():
-            if self._room.now() + need + parcel.nbytes <= self._room.limit.aim_bytes:
-                with _compat.unobserved():
-                    parcel.start()
-                self._count_back(parcel)
+    def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
+        """Run a region again; where that is out of memory, with less beside it."""
+        return self._reversal.refill(region, wanted)
 
-    def _count_back(self, parcel: Parcel) -> None:
-        """It counts until it is gone, whoever holds it."""
-        copy = storage_of(parcel)
-        if copy is not None:
-            self.account.let_go(self.account.hold(copy))
-
-    def _settle_opened(self) -> None:
-        for serial, reference in list(self._opened.items()):
-            region = reference()
-            if region is None:
-                del self._opened[serial]
-            else:
-                region.settle()
+    def make_inputs(self, region: AdaptiveRegion) -> None:
+        """Run the regions again that made its dropped inputs, and before them those that made theirs."""
+        self._reversal.make_inputs(region)
 
     def learn(self, region: AdaptiveRegion, trace: RegionTrace) -> None:
         """What a region does, op by op."""
         self._menus.teach(region.kind, trace)
-
-    def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
-        """Run a region again; where that is out of memory, with less beside it."""
-        with RERUN:
-            if wanted.value is not None:
-                return wanted.value
-            tried = False
-            while True:
-                try:
-                    return self._refill(region, wanted)
-                except torch.OutOfMemoryError as error:
-                    if any(run.rerun for run in THREAD.runs):
-                        raise
-                    failure = error.with_traceback(None)
-                region.settle()
-                self._room.pinned = set()
-                tried = self._room.out_of_memory(region.kind, failure, tried)
-
-    def _fetch(self, region: AdaptiveRegion, wanted: Slot, copy: MovedSlot) -> Tensor:
-        """What the host has of a region is asked for."""
-        links.refilled(region, _compat.graph_task())
-        parcel = copy.parcel
-        assert parcel is not None
-        over = 0 if is_here(parcel) else self._room.now() + parcel.nbytes - self._room.limit.aim_bytes
-        if over > 0:
-            self._room.evict(over)
-        value = copy.fetch()
-        wanted.version = copy.version  # a write to what was saved is noticed by the copy
-        self._count_back(parcel)
-        return value
-
-    def _refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
-        copy = region.copies.get(wanted.index)
-        if copy is not None:
-            return self._fetch(region, wanted, copy)
-        self._room.pinned.add(region.serial)
-        self._settle_opened()
-        self.make_inputs(region)
-        self._room.enter(Phase.RERUN, region.kind, 0 if region.rung is None else region.rung.number)
-        start, seconds = time.perf_counter(), region.rerun_seconds
-        value = Region.refill(region, wanted)
-        self._ran_again(region, start, seconds)
-        self._room.pinned.discard(region.serial)
-        self._room.enter(Phase.BACKWARD, region.kind, region.number)
-        return value
-
-    def make_inputs(self, region: AdaptiveRegion) -> None:
-        """Run the regions again that made its dropped inputs, and before them those that made theirs."""
-        pending = [region]
-        while pending:
-            top = pending[-1]
-            self._room.pinned.add(top.serial)
-            missing = top.makers
-            if missing:
-                pending.append(cast(AdaptiveRegion, missing[0].maker))
-                continue
-            pending.pop()
-            if top is not region:
-                self._make_outputs(top)
-                self._room.pinned.discard(top.serial)
-
-    def _make_outputs(self, maker: AdaptiveRegion) -> None:
-        self._room.enter(Phase.RERUN, maker.kind, 0)
-        start = time.perf_counter()
-        outputs = maker.refill_outputs(tape=True, made={})
-        self._ran_again(maker, start, maker.kind.seconds)
-        self._room.live.hand_out(maker, outputs)
-
-    def _ran_again(self, region: AdaptiveRegion, start: float, seconds: float) -> None:
-        self._counts.reruns += 1
-        # On CUDA the host is ahead of the device: there the seconds are those that were measured on the scale.
-        self._counts.seconds += time.perf_counter() - start if self._room.limit.device.type == "cpu" else seconds
-        region.ran_again()

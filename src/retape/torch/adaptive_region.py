@@ -20,7 +20,7 @@ from retape.torch.adaptive_menu import Rung
 from retape.torch.checksum import checksum
 from retape.torch.offload import MovedSlot, Parcel
 from retape.torch.policy import HOLD, Check, Inputs, Policy
-from retape.torch.pressure import Account, Keys, Kind
+from retape.torch.pressure import BESIDE_COPIES, WHOLE, Account, Keys, Kind
 from retape.torch.profile import OpTimer
 from retape.torch.region import Region, unpack
 from retape.torch.runs import THREAD
@@ -211,6 +211,13 @@ class AdaptiveRegion(Region):
         """What a re-run is going to take."""
         return self.kind.rerun_seconds * (1.0 if self.rung is None else self.rung.share)
 
+    @property
+    def rerun_number(self) -> int:
+        """Which of its kind's re-runs is going to refill it."""
+        if self.rung is not None:
+            return self.rung.number
+        return BESIDE_COPIES if self.copies else WHOLE
+
     def _can_be_dropped_in_part(self) -> bool:
         if self.evicted or self._diverged or self.slot_count != self.kind.slot_count:
             return False
@@ -271,8 +278,27 @@ class AdaptiveRegion(Region):
                 parcel.release(wait=True)
 
     def away(self) -> list[Parcel]:
-        """What the host has and the device has not."""
-        return [parcel for parcel in parcels_of(self.copies.values()) if not is_here(parcel)] if self.copies else []
+        """What the host has, the device has not, and backward has not used yet."""
+        if not self.copies:
+            return []
+        waiting = (copy for index, copy in self.copies.items() if self._waits(index))
+        return [parcel for parcel in parcels_of(waiting) if not is_here(parcel)]
+
+    def others_wait_for(self, wanted: Slot, parcel: Parcel) -> bool:
+        """Whether another slot shows the same bytes and has not been used yet."""
+        return any(
+            copy.parcel is parcel and index != wanted.index and self._waits(index)
+            for index, copy in self.copies.items()
+        )
+
+    def _waits(self, index: int) -> bool:
+        slot = self._slots[index]()
+        return slot is not None and not getattr(slot, "consumed", False)
+
+    def fill(self) -> None:
+        """Run again and fill what is missing."""
+        links.refilled(self, _compat.graph_task())
+        self._rerun(self.missing(), self.early_stop)
 
     def missing(self) -> dict[int, Slot]:
         found = super().missing()

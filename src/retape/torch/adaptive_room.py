@@ -5,6 +5,8 @@ What regions hold, what phases need and what goes first is known to others (`pre
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from retape.core.problem import Budget
@@ -17,6 +19,8 @@ from retape.torch.live_regions import LiveRegions
 from retape.torch.pressure import Account, Kind, Need, Needs, Phase
 from retape.torch.step_scale import StepScale
 
+_LOG = logging.getLogger("retape")
+WITH_A_LIMIT = frozenset({"cuda"})  # devices whose allocator can be held to one
 CLOSE = 1.3  # two sizes on the scale are enough for those between them, if one is at most so many times the other
 
 
@@ -33,7 +37,7 @@ class Room:
         self.scale: StepScale | None = None
         self.pinned: set[int] = set()
         self.position, self.turn, self.peak = 0, -1, 0
-        self.met_unknown = False
+        self.met_unknown = self._said = False
 
     def begin_step(self) -> None:
         self.account.begin_step()
@@ -64,8 +68,12 @@ class Room:
             if now + need.bytes > self.limit.bytes:
                 self._cannot_fit(phase, kind, need, now)
         self.peak = max(self.peak, now + need.bytes)
+        self.mark(phase, kind, number)
+
+    def mark(self, phase: Phase, kind: Kind, number: int) -> None:
+        """Where the step is weighed: what is counted now is no part of what the phase needs."""
         if self.scale is not None:
-            self.scale.mark(phase, kind, number, now)
+            self.scale.mark(phase, kind, number, self.now())
 
     def evict(self, wanted_bytes: int) -> int:
         """Drop what is cheapest to miss; returns the bytes that went."""
@@ -89,14 +97,20 @@ class Room:
     def _cannot_fit(self, phase: Phase, kind: Kind, need: Need, now: int) -> None:
         self.counts.over += 1
         # The scale is the judge: an estimate, or a step that is being weighed, may turn out to fit.
-        if need.measured and self.scale is None and self.limit.device.type == "cpu":
-            raise nothing_left(
-                f"The {phase.value} of {kind.name}",
-                limit_bytes=self.limit.bytes,
-                now_bytes=now,
-                need_bytes=need.bytes,
-                base_bytes=self.limit.base_bytes,
-            )
+        if not need.measured or self.scale is not None:
+            return
+        found = nothing_left(
+            f"The {phase.value} of {kind.name}",
+            limit_bytes=self.limit.bytes,
+            now_bytes=now,
+            need_bytes=need.bytes,
+            base_bytes=self.limit.base_bytes,
+        )
+        if self.limit.device.type not in WITH_A_LIMIT:
+            raise found
+        if not self._said:  # the allocator, which is held to a limit, has the last word
+            _LOG.warning("retape: %s", found)
+            self._said = True
 
     def out_of_memory(self, kind: Kind, failure: BaseException, tried: bool) -> bool:
         """The allocator gave up in a region: drop at least as much as the region needs.

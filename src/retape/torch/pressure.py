@@ -29,6 +29,8 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 _MOST_NUMBERS = (
     16  # regions at the front of a step are told apart; what follows the last of a backward is not in a region
 )
+# Numbers of re-runs that refill everything, beside those of the rungs of a menu: from 1 on, a part is missing.
+WHOLE, BESIDE_COPIES, TO_THE_END = 0, -1, -2  # all of it; all but what the host has; and the outputs too
 Keys = tuple[int, ...]
 
 
@@ -103,6 +105,11 @@ class Account:
         self._total_bytes -= entry.bytes
         del self._entries[key]
         return False
+
+    def leaving(self) -> list[tuple[StorageWeakRef, int]]:
+        """What no region holds any more, and somebody else does."""
+        self.held_bytes()
+        return [(self._entries[key].alive, self._entries[key].bytes) for key in self._left]
 
     def bytes_of(self, keys: Keys) -> int:
         return sum(self._entries[key].bytes for key in keys)
@@ -245,7 +252,8 @@ class Needs:
     """How far each phase rises above the account; of several times the highest counts."""
 
     _exact: dict[tuple[Phase, Kind, int], int] = field(default_factory=dict)
-    _starts: dict[tuple[Phase, Kind], int] = field(default_factory=dict)
+    _rises: dict[tuple[Phase, Kind, int], int] = field(default_factory=dict)  # above what was live when the phase began
+    _starts: dict[tuple[Phase, Kind], int] = field(default_factory=dict)  # what was live then, above the account
     _families: dict[tuple[Phase, Any], dict[int, int]] = field(default_factory=dict)
     _provisional: set[Kind] = field(default_factory=set)
     weighed: set[Kind] = field(default_factory=set)
@@ -257,6 +265,7 @@ class Needs:
         """
         again = kinds & self._provisional
         self._exact = {key: value for key, value in self._exact.items() if key[1] not in again}
+        self._rises = {key: value for key, value in self._rises.items() if key[1] not in again}
         self._starts = {key: value for key, value in self._starts.items() if key[1] not in again}
         for phase in Phase:
             for kind in again:
@@ -271,6 +280,7 @@ class Needs:
         above = mark.held_bytes + mark.gradient_bytes
         need, start = peak_bytes - above, live_bytes - above
         self._exact[key] = max(need, self._exact.get(key, need))
+        self._rises[key] = max(need - start, self._rises.get(key, 0))
         self._starts[mark.phase, mark.kind] = max(start, self._starts.get((mark.phase, mark.kind), start))
         self.weighed.add(mark.kind)
         if mark.phase is Phase.RERUN and mark.number:
@@ -281,20 +291,29 @@ class Needs:
     def of(self, phase: Phase, kind: Kind, number: int) -> Need:
         """What a phase is going to need; estimated from its relatives where it was not seen itself.
 
-        The number of a re-run is that of the rung of its kind's menu that it starts from, 0 where everything is missing.
+        The number of a re-run is that of the rung of its kind's menu that it starts from, or says what it refills.
         """
-        known = self._exact.get((phase, kind, _numbered(phase, number)))
+        key = (phase, kind, _numbered(phase, number))
+        known = self._exact.get(key)
+        if known is not None and phase is Phase.RERUN:  # elsewhere in the step more may live beside it
+            known = max(known, self._rises[key] + self._starts.get((Phase.BACKWARD, kind), 0))
         if known is not None:
             return Need(bytes=known, measured=True)
-        if phase is Phase.RERUN and number:
-            whole = self.of(phase, kind, 0)
-            saved = next((rung.saved_bytes for rung in kind.menu if rung.number == number), 0)
-            return Need(bytes=max(0, whole.bytes - saved), measured=whole.measured)
         if phase is Phase.RERUN:
-            known = self._rerun_like_forward(kind)
-            if known is not None:
-                return Need(bytes=known, measured=True)
+            return self._of_rerun(kind, number)
         return Need(bytes=self._estimate(phase, kind), measured=False)
+
+    def _of_rerun(self, kind: Kind, number: int) -> Need:
+        """A re-run that was not seen itself, from others of its kind."""
+        like_forward = self._rerun_like_forward(kind)
+        if number != WHOLE:
+            whole = self.of(Phase.RERUN, kind, WHOLE)
+            saved = next((rung.saved_bytes for rung in kind.menu if rung.number == number), 0)
+            least = like_forward if number == TO_THE_END and like_forward is not None else 0
+            return Need(bytes=max(least, whole.bytes - saved), measured=whole.measured)
+        if like_forward is not None:
+            return Need(bytes=like_forward, measured=True)
+        return Need(bytes=self._estimate(Phase.RERUN, kind), measured=False)
 
     def _rerun_like_forward(self, kind: Kind) -> int | None:
         """A re-run does what the forward did, with whatever lives in the middle of backward beside it."""

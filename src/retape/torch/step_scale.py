@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from retape.core.errors import InvalidInput
 from retape.torch import _compat
 from retape.torch.meter import Scale, nbytes_of, weighing
-from retape.torch.pressure import Kind, Mark, Needs, Phase
+from retape.torch.pressure import Account, Kind, Mark, Needs, Phase
 
 PAUSE = "pause"
 
@@ -65,36 +67,49 @@ class Gradients:
 class StepScale:
     """One step on the scale: marks at the beginning of each phase, read when it is over."""
 
-    def __init__(self, device: torch.device, base_bytes: int, gradients: Gradients) -> None:
-        self._device, self._base_bytes, self._gradients = device, base_bytes, gradients
+    def __init__(self, account: Account, base_bytes: int, gradients: Gradients) -> None:
+        self._account, self._base_bytes, self._gradients = account, base_bytes, gradients
+        self._device = device = account.device
         self._marks: list[Mark] = []
+        self._leaving: list[tuple[StorageWeakRef, int]] = []  # when the last phase began
         self._stack = ExitStack()
         self._scale: Scale = self._stack.enter_context(weighing(device))
 
     @classmethod
-    def where_possible(cls, device: torch.device, base_bytes: int, gradients: Gradients) -> StepScale | None:
+    def where_possible(cls, account: Account, base_bytes: int, gradients: Gradients) -> StepScale | None:
         """None where PyTorch's profiler, which the scale of the CPU needs, is in use."""
-        if device.type == "cpu":
+        if account.device.type == "cpu":
             if _compat.profiler_running():
                 return None
             # What earlier scales saw made, and a cycle keeps, would be seen going in the middle of this step, and be missed in its peak.
             gc.collect()
-        return cls(device, base_bytes, gradients)
+        return cls(account, base_bytes, gradients)
 
     def mark(self, phase: Phase, kind: Kind, number: int, now_bytes: int) -> None:
         """A phase begins, with so many bytes counted in all."""
+        self._end_phase()
         # On CUDA the allocator counts gradients as they come; on the CPU they are in the base from the start.
         grown = 0 if self._device.type == "cuda" else self._gradients.allocated_bytes(self._device)
         above = now_bytes - self._base_bytes
         self._scale.mark(len(self._marks))
         self._marks.append(Mark(phase=phase, kind=kind, number=number, held_bytes=above, gradient_bytes=grown))
 
+    def _end_phase(self) -> None:
+        """What only the user held and let go of in a forward phase does not make room in a step in which a region holds it."""
+        gone = sum(size for alive, size in self._leaving if alive.expired())
+        if gone and self._marks[-1].phase in (Phase.FORWARD, Phase.OUTSIDE):
+            last = self._marks[-1]
+            self._marks[-1] = replace(last, held_bytes=last.held_bytes - gone)
+        self._leaving = self._account.leaving()
+
     def pause(self) -> None:
         """What comes from here to the next phase is no part of the step."""
+        self._end_phase()
         self._scale.mark(PAUSE)
 
     def end(self, needs: Needs) -> int | None:
         """The step is over: learn from it; returns its peak above the start, None where somebody else's profiler took the scale's place."""
+        self._end_phase()
         try:
             self._stack.close()
         except InvalidInput:
