@@ -75,9 +75,9 @@ class Adaptive:
         self._menus, self.account = Menus(device, self._room.host), self._room.account
 
     @property
-    def turn(self) -> int:
-        """The serial of the region whose backward runs."""
-        return self._room.turn
+    def turn(self) -> tuple[int, int]:
+        """The serial of the region whose backward runs, and in which pass."""
+        return self._room.turn, self._room.task
 
     # --- attached ------------------------------------------------------------------------------------------------
 
@@ -374,10 +374,10 @@ class Adaptive:
 
     # --- backward ------------------------------------------------------------------------------------------------
 
-    def turn_to(self, region: AdaptiveRegion, *, filled: bool) -> None:
-        """Backward has come to a region; one that is not filled is about to be."""
+    def turn_to(self, region: AdaptiveRegion) -> None:
+        """Backward has come to a region."""
         self._weigh_until_its_end()
-        self._reversal.turn_to(region, filled=filled)
+        self._reversal.turn_to(region)
 
     def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
         """Run a region again; where that is out of memory, with less beside it."""

@@ -39,23 +39,31 @@ class Reversal:
     def begin_step(self) -> None:
         self._opened.clear()
 
-    def turn_to(self, region: AdaptiveRegion, *, filled: bool) -> None:
-        """Backward has come to a region; one that is not filled is about to be."""
+    def turn_to(self, region: AdaptiveRegion) -> None:
+        """Backward has come to a region: bring back what it misses, and make room for its backward."""
+        task = _compat.graph_task()
+        if task < 0:  # somebody looks at a slot
+            return
         with RERUN:
-            self._room.turn, self._room.position = region.serial, region.number
+            self._room.turn, self._room.task, self._room.position = region.serial, task, region.number
+            if links.others_refilled(task):
+                links.refilled(region, task)
             self._settle_opened()
             region.forget_copies_of_what_is_here()
-            if self._is_new(region) and (region.copies or region.missing()):
+            _, before = self._opened.get(region.serial, (None, -1))
+            self._opened[region.serial] = (weakref.ref(region), task)
+            if task != before:
+                region.begin_pass()
                 self._until_it_fits(region, lambda: self._make_whole(region))
-            elif filled:
-                self._begin_backward(region)
+            self._begin_backward(region)
 
-    def _is_new(self, region: AdaptiveRegion) -> bool:
-        """Whether a pass comes to a region for the first time. Outside a pass a slot is only looked at."""
-        task = _compat.graph_task()
-        _, before = self._opened.get(region.serial, (None, -1))
-        self._opened[region.serial] = (weakref.ref(region), task)
-        return task not in (-1, before)
+    def _make_whole(self, region: AdaptiveRegion) -> None:
+        """Bring back all that backward is going to ask of a region. A re-run of a part starts from what the host has of the rest."""
+        if region.rung is not None:
+            self._bring(region)
+        if region.missing():
+            self._run_again(region, region.fill)
+        self._bring(region)
 
     def _begin_backward(self, region: AdaptiveRegion) -> None:
         self._room.enter(Phase.BACKWARD, region.kind, region.number)
@@ -72,29 +80,12 @@ class Reversal:
 
     # --- what the host has -----------------------------------------------------------------------------------------
 
-    def _make_whole(self, region: AdaptiveRegion) -> None:
-        """Bring back all that backward is going to ask of a region. A re-run of a part starts from what the host has of the rest."""
-        if region.rung is not None:
-            self._bring(region)
-            self._run_again(region, region.fill)
-        elif region.missing():
-            self._run_again(region, region.fill)
-            self._bring(region)
-        else:
-            self._bring(region)
-        self._begin_backward(region)
-
     def _bring(self, region: AdaptiveRegion) -> None:
-        """Start to copy back everything that the host has of a region, after making room for it."""
+        """Start to copy back everything that the host has of a region."""
         parcels = region.away()
-        if not parcels:
-            return
-        links.refilled(region, _compat.graph_task())
-        over = self._room.now() + sum(parcel.nbytes for parcel in parcels) - self._room.limit.aim_bytes
-        if over > 0:
-            self._room.evict(over)
-        for parcel in parcels:
-            self._start(parcel)
+        if parcels:
+            links.refilled(region, self._room.task)
+            self._start(region, parcels)
 
     def _bring_near(self, region: AdaptiveRegion) -> bool:
         """Start to copy back what the next region has on the host, if there is room for it; returns whether there was."""
@@ -105,10 +96,20 @@ class Reversal:
         parcels = following.away()
         for parcel in parcels:
             if self._room.now() + need + parcel.nbytes <= self._room.limit.aim_bytes:
-                self._start(parcel)
+                links.prepared(following, self._room.task)
+                self._copy_back(parcel)
         return any(is_here(parcel) for parcel in parcels)
 
-    def _start(self, parcel: Parcel) -> None:
+    def _start(self, region: AdaptiveRegion, parcels: list[Parcel]) -> None:
+        """Copy back, after making room beside what the region's backward needs."""
+        need = self._room.needs.of(Phase.BACKWARD, region.kind, region.number).bytes
+        over = self._room.now() + sum(parcel.nbytes for parcel in parcels) + need - self._room.limit.aim_bytes
+        if over > 0:
+            self._room.evict(over)
+        for parcel in parcels:
+            self._copy_back(parcel)
+
+    def _copy_back(self, parcel: Parcel) -> None:
         """It counts until it is gone, whoever holds it."""
         with _compat.unobserved():
             parcel.start()
@@ -122,10 +123,7 @@ class Reversal:
         parcel = copy.parcel
         assert parcel is not None
         if not is_here(parcel):
-            over = self._room.now() + parcel.nbytes - self._room.limit.aim_bytes
-            if over > 0:
-                self._room.evict(over)
-            self._start(parcel)
+            self._start(region, [parcel])
         value = copy.fetch()
         wanted.version = copy.version  # a write to what was saved is noticed by the copy
         if not region.others_wait_for(wanted, parcel):
@@ -139,7 +137,13 @@ class Reversal:
         with RERUN:
             if wanted.value is not None:
                 return wanted.value
-            return self._until_it_fits(region, lambda: self._refill(region, wanted))
+            before = self._room.phase
+            value = self._until_it_fits(region, lambda: self._refill(region, wanted))
+            if (
+                _compat.graph_task() < 0 and before is not None
+            ):  # somebody has looked at a slot: what went on before goes on
+                self._room.enter(*before)
+            return value
 
     def _until_it_fits(self, region: AdaptiveRegion, attempt: Callable[[], Answer]) -> Answer:
         tried = False
@@ -159,34 +163,42 @@ class Reversal:
         if copy is not None:
             return self._fetch(region, wanted, copy)
         value = self._run_again(region, lambda: Region.refill(region, wanted))
-        self._begin_backward(region)
+        if _compat.graph_task() >= 0:
+            self._begin_backward(region)
         return value
 
     def _run_again(self, region: AdaptiveRegion, run: Callable[[], Answer]) -> Answer:
         self._room.pinned.add(region.serial)
-        self._settle_opened()
-        self.make_inputs(region)
-        self._room.enter(Phase.RERUN, region.kind, region.rerun_number)
-        start, seconds = time.perf_counter(), region.rerun_seconds
-        answer = run()
-        self._ran_again(region, start, seconds)
-        self._room.pinned.discard(region.serial)
+        try:
+            self._settle_opened()
+            self.make_inputs(region)
+            self._room.enter(Phase.RERUN, region.kind, region.rerun_number)
+            start, seconds = time.perf_counter(), region.rerun_seconds
+            answer = run()
+            self._ran_again(region, start, seconds)
+        finally:
+            self._room.pinned.discard(region.serial)
         return answer
 
     def make_inputs(self, region: AdaptiveRegion) -> None:
         """Run the regions again that made its dropped inputs, and before them those that made theirs."""
         pending = [region]
-        while pending:
-            top = pending[-1]
-            self._room.pinned.add(top.serial)
-            missing = top.makers
-            if missing:
-                pending.append(cast(AdaptiveRegion, missing[0].maker))
-                continue
-            pending.pop()
-            if top is not region:
-                self._make_outputs(top)
-                self._room.pinned.discard(top.serial)
+        pinned = self._room.pinned
+        try:
+            while pending:
+                top = pending[-1]
+                pinned.add(top.serial)
+                missing = top.makers
+                if missing:
+                    pending.append(cast(AdaptiveRegion, missing[0].maker))
+                    continue
+                if top is not region:
+                    self._make_outputs(top)
+                    pinned.discard(top.serial)
+                pending.pop()
+        except BaseException:
+            pinned.difference_update(each.serial for each in pending)
+            raise
 
     def _make_outputs(self, maker: AdaptiveRegion) -> None:
         self._room.enter(Phase.RERUN, maker.kind, TO_THE_END)

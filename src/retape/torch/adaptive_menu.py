@@ -30,7 +30,8 @@ NEAR = 4.0  # kinds of one owner share an order if one has at most so many times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Hold these slots and drop the rest: a re-run takes `share` of the seconds of one of everything, and needs `saved_bytes` less.
+    """Hold these slots and drop the rest: a re-run takes `share` of the seconds of one of everything, needs `saved_bytes` less, and by its
+    ops `rerun_bytes` beside what is held.
 
     It is a share, because the seconds of a kind become fewer as more of its runs are timed.
     """
@@ -40,6 +41,7 @@ class Rung:
     held_bytes: int
     share: float
     saved_bytes: int
+    rerun_bytes: int
     policy: Policy
 
 
@@ -145,12 +147,14 @@ class _Prices:
         return self._fixed + self._function * way.share + way.ops_left * self._op_seconds
 
     def _rung(self, number: int, way: Treatment) -> Rung:
+        above = way.rerun_bytes - way.held_bytes
         return Rung(
             number=number,
             held=way.held,
             held_bytes=way.held_bytes,
             share=self._seconds(way) / self.rerun_seconds if self.rerun_seconds else 1.0,
-            saved_bytes=max(0, self._whole.rerun_bytes - (way.rerun_bytes - way.held_bytes)),
+            saved_bytes=max(0, self._whole.rerun_bytes - above),
+            rerun_bytes=above,
             policy=Policy(held=way.held, recipe=plan_recipe(self._trace, way.held)),
         )
 

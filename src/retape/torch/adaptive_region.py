@@ -15,12 +15,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from retape.torch import _compat, _compat_compiler, links, state
-from retape.torch.adaptive_host import is_here, parcels_of
+from retape.torch.adaptive_host import is_here, parcels_of, storage_of
 from retape.torch.adaptive_menu import Rung
 from retape.torch.checksum import checksum
 from retape.torch.offload import MovedSlot, Parcel
 from retape.torch.policy import HOLD, Check, Inputs, Policy
-from retape.torch.pressure import BESIDE_COPIES, WHOLE, Account, Keys, Kind
+from retape.torch.pressure import BESIDE_COPIES, ODD, WHOLE, Account, Keys, Kind
 from retape.torch.profile import OpTimer
 from retape.torch.region import Region, unpack
 from retape.torch.runs import THREAD
@@ -30,6 +30,7 @@ from retape.torch.watch import version_of
 
 _DROPPED = Policy()
 _NO_KEYS: Keys = ()
+_graph_task = _compat.graph_task
 
 
 class Manager(Protocol):
@@ -38,8 +39,8 @@ class Manager(Protocol):
     account: Account
 
     @property
-    def turn(self) -> int: ...
-    def turn_to(self, region: AdaptiveRegion, *, filled: bool) -> None: ...
+    def turn(self) -> tuple[int, int]: ...
+    def turn_to(self, region: AdaptiveRegion) -> None: ...
     def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor: ...
     def make_inputs(self, region: AdaptiveRegion) -> None: ...
     def learn(self, region: AdaptiveRegion, trace: RegionTrace) -> None: ...
@@ -152,10 +153,12 @@ class AdaptiveRegion(Region):
 
     def release(self, *, all_slots: bool = False) -> bool:
         none_left = super().release(all_slots=all_slots)
+        waiting = set() if all_slots else {id(parcel) for parcel in self._waiting_parcels()}
         for parcel in parcels_of(self.copies.values()):
-            parcel.send_away()
+            if id(parcel) not in waiting:
+                parcel.send_away()
         self.settle()
-        return none_left
+        return none_left and not waiting
 
     def settle(self) -> None:
         """Bring the account up to what the slots hold now: they are not watched while a region runs, forward or backward."""
@@ -215,8 +218,15 @@ class AdaptiveRegion(Region):
     def rerun_number(self) -> int:
         """Which of its kind's re-runs is going to refill it."""
         if self.rung is not None:
-            return self.rung.number
-        return BESIDE_COPIES if self.copies else WHOLE
+            return self.rung.number if self._misses_all_but(self.rung.held) else ODD
+        if self.evicted and not self._misses_all_but(frozenset()):
+            return ODD
+        return BESIDE_COPIES if self.copies and self.kind.moved <= self.copies.keys() else WHOLE
+
+    def _misses_all_but(self, held: frozenset[int]) -> bool:
+        """Whether every slot is waited for, and is missing unless it is one of these: not so in a second pass, or one of a part."""
+        alive = all(reference() is not None for reference in self._slots)
+        return alive and all(slot.index in held for slot, _ in self.held_slots())
 
     def _can_be_dropped_in_part(self) -> bool:
         if self.evicted or self._diverged or self.slot_count != self.kind.slot_count:
@@ -253,8 +263,11 @@ class AdaptiveRegion(Region):
 
     def copied_bytes(self) -> int:
         """The bytes that would go at once, because the host has them."""
+        if not self.copies:
+            return 0
         there = [keys for slot, keys in self.held_slots() if slot.index in self.copies]
-        return self.manager.account.own_bytes(there) if there else 0
+        back = sum(parcel.nbytes for parcel in parcels_of(self.copies.values()) if storage_of(parcel) is not None)
+        return back + (self.manager.account.own_bytes(there) if there else 0)
 
     def send_away(self) -> None:
         """Let go of what the host has."""
@@ -263,12 +276,12 @@ class AdaptiveRegion(Region):
             if slot is not None:
                 slot.value = None
         self._let_go_of_copied()
+        for parcel in parcels_of(self.copies.values()):
+            parcel.send_away()
         self.settle()
 
     def forget_copies_of_what_is_here(self) -> None:
-        """Its backward begins: a copy would keep a slot on the device after it was used. Outside a pass a slot is only looked at."""
-        if _compat.graph_task() < 0:
-            return
+        """Its backward begins: a copy would keep a slot on the device after it was used."""
         for index in [index for index, copy in self.copies.items() if copy.parcel and copy.parcel._source is not None]:
             del self.copies[index]
 
@@ -279,10 +292,10 @@ class AdaptiveRegion(Region):
 
     def away(self) -> list[Parcel]:
         """What the host has, the device has not, and backward has not used yet."""
-        if not self.copies:
-            return []
-        waiting = (copy for index, copy in self.copies.items() if self._waits(index))
-        return [parcel for parcel in parcels_of(waiting) if not is_here(parcel)]
+        return [parcel for parcel in self._waiting_parcels() if not is_here(parcel)] if self.copies else []
+
+    def _waiting_parcels(self) -> list[Parcel]:
+        return parcels_of(copy for index, copy in self.copies.items() if self._waits(index))
 
     def others_wait_for(self, wanted: Slot, parcel: Parcel) -> bool:
         """Whether another slot shows the same bytes and has not been used yet."""
@@ -294,6 +307,13 @@ class AdaptiveRegion(Region):
     def _waits(self, index: int) -> bool:
         slot = self._slots[index]()
         return slot is not None and not getattr(slot, "consumed", False)
+
+    def begin_pass(self) -> None:
+        """A backward pass comes to it for the first time, and is going to ask for all that the host has."""
+        for index in self.copies:
+            slot = self._slots[index]()
+            if slot is not None:
+                slot.consumed = False
 
     def fill(self) -> None:
         """Run again and fill what is missing."""
@@ -434,6 +454,6 @@ def _region_died(reference: Any) -> None:
 @_compat_compiler.left_alone
 def _unpack(slot: Slot) -> Tensor:
     region: Any = slot.region
-    if region.manager.turn != region.serial and not region._running:
-        region.manager.turn_to(region, filled=slot.value is not None)
+    if region.manager.turn != (region.serial, _graph_task()) and not region._running:
+        region.manager.turn_to(region)
     return unpack(slot)

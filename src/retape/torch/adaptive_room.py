@@ -25,7 +25,9 @@ CLOSE = 1.3  # two sizes on the scale are enough for those between them, if one 
 
 
 class Room:
-    """The bytes of one device, and where a step is: at the region numbered `position`, in the backward of the one with serial `turn`."""
+    """The bytes of one device, and where a step is: at the region numbered `position`, in the backward of the one with serial `turn`, which
+    the backward pass numbered `task` has come to.
+    """
 
     def __init__(
         self, budget: Budget, device: torch.device, counts: Counts, *, host: bool | None, restore: bool
@@ -36,14 +38,17 @@ class Room:
         self.before = GradientsBefore(on=restore)
         self.scale: StepScale | None = None
         self.pinned: set[int] = set()
-        self.position, self.turn, self.peak = 0, -1, 0
+        self.position, self.turn, self.task, self.peak = 0, -1, -1, 0
+        self.phase: tuple[Phase, Kind, int] | None = None  # the one that was entered last
         self.met_unknown = self._said = False
 
     def begin_step(self) -> None:
         self.account.begin_step()
         self.live.clear()
         self.host.begin_step()
-        self.position, self.turn, self.peak = 0, -1, 0
+        self.pinned.clear()
+        self.position, self.turn, self.task, self.peak = 0, -1, -1, 0
+        self.phase = None
 
     @property
     def left_bytes(self) -> int:
@@ -56,6 +61,7 @@ class Room:
 
     def enter(self, phase: Phase, kind: Kind, number: int) -> None:
         """A phase begins: make room for it, and mark it where the step is weighed."""
+        self.phase = (phase, kind, number)
         need = self.needs.of(phase, kind, number)
         if self.scale is None and not self.needs.is_covered(kind, within=CLOSE):
             self.met_unknown = True

@@ -252,17 +252,22 @@ def refilled(region: Region, task: int) -> None:
     """
     if task < 0:
         return
-    regions = _REFILLED.get(task)
-    if regions is None:
-        _REFILLED[task] = {id(region): weakref.ref(region)}
-        _compat.at_end_of_backward(partial(_release, task))
-        if len(_REFILLED) > _MOST_TASKS:  # passes that ended in an exception never called back
-            _REFILLED.popitem(last=False)
-        return
+    regions = _REFILLED.get(task, {})
     for key, reference in list(regions.items()):
         other = reference()
         if other is None or (other is not region and not other.refilling and other.release()):
             del regions[key]
+    prepared(region, task)
+
+
+def prepared(region: Region, task: int) -> None:
+    """A region holds something for this backward pass, which may never come to it: at its end nothing of that stays."""
+    regions = _REFILLED.get(task)
+    if regions is None:
+        regions = _REFILLED[task] = {}
+        _compat.at_end_of_backward(partial(_release, task))
+        if len(_REFILLED) > _MOST_TASKS:  # passes that ended in an exception never called back
+            _REFILLED.popitem(last=False)
     regions[id(region)] = weakref.ref(region)
 
 

@@ -127,7 +127,7 @@ class LiveRegions:
         before, behind = neighbourhoods({region.number: region.kind.seconds for region in regions}, self._makers)
         for region in regions:
             own = region.kind.seconds + before.get(region.number, 0.0)
-            if region.serial not in pinned and region.own_bytes:
+            if region.serial not in pinned and (region.own_bytes or region.copied_bytes()):
                 yield from self._slot_units(region, before.get(region.number, 0.0))
             if region.handed_out and (region.evicted or not region.own_bytes):
                 yield from self._output_units(region, own, behind, pinned)
@@ -135,7 +135,7 @@ class LiveRegions:
     def _slot_units(self, region: AdaptiveRegion, before: float) -> Iterator[Unit]:
         """The slots of a region, rung by rung down to nothing: each with the seconds that it adds to those above it."""
         number, left = region.number, region.own_bytes
-        copied = region.copied_bytes() if region.copies else 0
+        copied = region.copied_bytes()
         if copied:
             seconds = self._host.seconds_back(copied)
             candidate = Candidate(number=number, seconds=seconds, bytes=copied, once=True)

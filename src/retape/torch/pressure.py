@@ -31,6 +31,8 @@ _MOST_NUMBERS = (
 )
 # Numbers of re-runs that refill everything, beside those of the rungs of a menu: from 1 on, a part is missing.
 WHOLE, BESIDE_COPIES, TO_THE_END = 0, -1, -2  # all of it; all but what the host has; and the outputs too
+ODD = -3  # fewer slots than usual: what it takes says nothing of others
+SCALARS_BYTES = 256  # that ops make on the way, and that are in no trace
 Keys = tuple[int, ...]
 
 
@@ -276,6 +278,8 @@ class Needs:
 
     def learn(self, mark: Mark, live_bytes: int, peak_bytes: int) -> None:
         """What the scale showed of a phase: live bytes at its start and its peak, both above the start of the step."""
+        if mark.phase is Phase.RERUN and mark.number == ODD:
+            return
         key = (mark.phase, mark.kind, _numbered(mark.phase, mark.number))
         above = mark.held_bytes + mark.gradient_bytes
         need, start = peak_bytes - above, live_bytes - above
@@ -308,8 +312,12 @@ class Needs:
         like_forward = self._rerun_like_forward(kind)
         if number != WHOLE:
             whole = self.of(Phase.RERUN, kind, WHOLE)
-            saved = next((rung.saved_bytes for rung in kind.menu if rung.number == number), 0)
             least = like_forward if number == TO_THE_END and like_forward is not None else 0
+            saved = 0
+            for rung in kind.menu:
+                if rung.number == number:
+                    saved = rung.saved_bytes
+                    least = rung.rerun_bytes + self._starts.get((Phase.BACKWARD, kind), 0) + SCALARS_BYTES
             return Need(bytes=max(least, whole.bytes - saved), measured=whole.measured)
         if like_forward is not None:
             return Need(bytes=like_forward, measured=True)

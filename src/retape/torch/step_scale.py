@@ -95,7 +95,9 @@ class StepScale:
         self._marks.append(Mark(phase=phase, kind=kind, number=number, held_bytes=above, gradient_bytes=grown))
 
     def _end_phase(self) -> None:
-        """What only the user held and let go of in a forward phase does not make room in a step in which a region holds it."""
+        """Correct the last mark: what only the user held when it was made, and let go of since, made room that there is not
+        always. In a step in which a region holds the same tensor, it stays.
+        """
         gone = sum(size for alive, size in self._leaving if alive.expired())
         if gone and self._marks[-1].phase in (Phase.FORWARD, Phase.OUTSIDE):
             last = self._marks[-1]
@@ -105,6 +107,7 @@ class StepScale:
     def pause(self) -> None:
         """What comes from here to the next phase is no part of the step."""
         self._end_phase()
+        self._leaving = []
         self._scale.mark(PAUSE)
 
     def end(self, needs: Needs) -> int | None:
