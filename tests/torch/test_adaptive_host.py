@@ -199,3 +199,116 @@ def test_the_lane_is_free_by_the_clock_of_the_device(monkeypatch, regions_a_copy
     model(X)
     assert len(parcels) == sent
     live.remove()
+
+
+# --- passes that are not the usual one --------------------------------------------------------------------------------
+
+
+def counted_copies(monkeypatch):
+    """The bytes of each copy back."""
+    copied, fetch = [], lanes_of(CPU).fetch
+
+    def counting(pairs):
+        copied.append(sum(there.nbytes for _, there in pairs))
+        return fetch(pairs)
+
+    monkeypatch.setattr(lanes_of(CPU), "fetch", counting)
+    return copied
+
+
+def everything_away(live, model):
+    """A forward whose regions have on the host only what was copied there."""
+    model.zero_grad(set_to_none=False)
+    torch.manual_seed(3)
+    loss = model(X).square().mean()
+    regions = list(live._room.live)
+    for region in regions:
+        region.send_away()
+    assert all(region.away() for region in regions if region.copies)
+    return loss, regions
+
+
+def test_a_second_pass_copies_as_much_as_the_first(monkeypatch):
+    model = build()
+    live, wanted = settled(model, 0.6)
+    copied = counted_copies(monkeypatch)
+    loss, _ = everything_away(live, model)
+    loss.backward(retain_graph=True)
+    assert_equal(gradients(model), wanted)
+    first = list(copied)
+    copied.clear()
+    model.zero_grad(set_to_none=False)
+    loss.backward()
+    assert_equal(gradients(model), wanted)
+    assert sum(copied) == sum(first) > 0
+    live.remove()
+
+
+def test_a_pass_through_a_part_leaves_nothing_on_the_device(monkeypatch):
+    """What was brought near, for a region that the pass never came to, goes when the pass is over."""
+    model = build()
+    live, wanted = settled(model, 0.6)
+    loss, regions = everything_away(live, model)
+    copied = counted_copies(monkeypatch)
+    torch.autograd.grad(loss, list(model[-1].parameters()), retain_graph=True)
+    assert len(copied) > 1, "something was brought near"
+    assert all(copy.parcel._copy is None for region in regions for copy in region.copies.values())
+    loss.backward()
+    assert_equal(gradients(model), wanted)
+    live.remove()
+
+
+@pytest.mark.parametrize("first", ["a look", "a part"])
+def test_backward_makes_a_region_whole_though_it_was_there_before(first, monkeypatch):
+    model = build()
+    live, wanted = settled(model, 0.6)
+    loss, regions = everything_away(live, model)
+    whole, make_whole = [], live._reversal._make_whole
+    monkeypatch.setattr(live._reversal, "_make_whole", lambda region: (whole.append(region.number), make_whole(region)))
+    if first == "a look":
+        node = next(node for node in nodes(loss.grad_fn) if node.name().startswith("Addmm"))
+        assert node._saved_mat1.shape == X.shape
+        assert not whole
+    else:
+        torch.autograd.grad(loss, list(model[-1].parameters()), retain_graph=True)
+        assert whole == [regions[-1].number]
+        whole.clear()
+    loss.backward()
+    assert whole == [region.number for region in reversed(regions)]
+    assert_equal(gradients(model), wanted)
+    live.remove()
+
+
+def nodes(root):
+    """A graph, from its end on."""
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop(0)
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
+
+
+def test_an_error_in_a_rerun_pins_nothing(monkeypatch):
+    model = build()
+    live, wanted = settled(model, 0.6)
+    model.zero_grad(set_to_none=False)
+    torch.manual_seed(3)
+    loss = model(X).square().mean()
+    for region in live._room.live:
+        region.evict()
+    rerun = adaptive_region.AdaptiveRegion._attempt
+
+    def broken(region, *arguments):
+        raise ValueError("in the middle of a re-run")
+
+    monkeypatch.setattr(adaptive_region.AdaptiveRegion, "_attempt", broken)
+    with pytest.raises(ValueError, match="in the middle"):
+        loss.backward(retain_graph=True)
+    assert not live._room.pinned
+    monkeypatch.setattr(adaptive_region.AdaptiveRegion, "_attempt", rerun)
+    model.zero_grad(set_to_none=False)
+    loss.backward()
+    assert_equal(gradients(model), wanted)
+    live.remove()
