@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import retape
 from retape.torch.entrance import run_region
 from retape.torch.policy import Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 
@@ -64,7 +65,7 @@ def planned(function, x):
     made = {storage for op in trace.ops if op.op is torch.ops.aten.mm.default for storage in op.makes}
     held = frozenset(slot for slot, storage in enumerate(trace.slots) if storage in made)
     del kept
-    return Policy(held=held, recipe=plan_recipe(trace, held))
+    return Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
 
 
 def selective(call, function, x):

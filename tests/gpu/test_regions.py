@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import retape
 from retape.torch.entrance import run_region
 from retape.torch.policy import Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.runs import plain
 from retape.torch.select import plan_recipe
@@ -116,7 +117,7 @@ def test_planned_select_with_a_held_mask():
     wanted = outcome(model, x, lambda model, leaf: function(leaf))
     for slot in range(len(trace.slots)):
         held = frozenset({slot})
-        policy = Policy(held=held, recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
         got = outcome(model, x, lambda model, leaf, policy=policy: run_region(function, leaf, policy=policy))
         assert all(map(torch.equal, wanted, got)), slot
     assert kept is not None

@@ -7,6 +7,7 @@ import torch
 from compare import every_way, leaf, same_as_plain
 
 from retape.torch.policy import Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 
@@ -58,7 +59,7 @@ def test_a_hidden_write_in_a_region(function, way):
 
 
 def planned(function, x, trace, held):
-    policy = Policy(held=frozenset(held), recipe=plan_recipe(trace, frozenset(held)))
+    policy = Policy(held=frozenset(held), proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, frozenset(held)))
     return Region(function, (x,), {}, policy=policy).run(function, (x,), {})
 
 

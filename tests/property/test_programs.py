@@ -8,6 +8,7 @@ import torch
 
 from retape.torch.entrance import run_region
 from retape.torch.policy import Check, Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.select import Step, plan_recipe
 
@@ -72,7 +73,7 @@ def compare(seed, steps):
     for held in holdings(trace, rng):
         recipe = plan_recipe(trace, held)
         steps.update(() if recipe is None else recipe.steps)
-        policy = Policy(held=held, recipe=recipe, reuse_inputs=rng.random() < 0.5)
+        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=recipe, reuse_inputs=rng.random() < 0.5)
         got = gradient(function, seed, policy, rng.choice((Check.METADATA, Check.VALUES)))
         assert torch.equal(got[0], plain[0]), (seed, sorted(held), program)
         assert torch.equal(got[1], plain[1]), (seed, sorted(held), program)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import retape
 from retape.torch.entrance import run_region
 from retape.torch.policy import Check, Inputs, Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 
@@ -142,6 +143,7 @@ def _policy(way, block, function, arguments, keywords, recipe=None):
         inputs=way.inputs,
         reuse_inputs=way.reuse_inputs,
         recipe=recipe,
+        proof=Proof(Standing.TRIAL),
     )
     check = Check.of(way.check)
     return run_region(function, *arguments, keywords=keywords, policy=policy, check=check, early_stop=way.early_stop)

@@ -10,6 +10,7 @@ import retape
 from retape.torch import checkpoint as checkpoint_room
 from retape.torch.entrance import run_region
 from retape.torch.policy import HOLD, Inputs, Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 
@@ -110,7 +111,7 @@ def test_a_compiled_region_is_never_put_under_a_recipe_that_makes_it_eager():
     trace = region.trace()
     assert trace.opaque
     held = frozenset({0})
-    policy = Policy(held=held, recipe=plan_recipe(trace, held))
+    policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
     assert_equal(gradients(module, x, lambda t: run_region(compiled, t * 1, policy=policy)), wanted)
 
 

@@ -22,6 +22,7 @@ from retape.torch.discover import find_regions
 from retape.torch.entrance import run_region
 from retape.torch.executor import Executor
 from retape.torch.policy import Check, Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 
 EVERYTHING = Policy(moved=frozenset(range(100)))
@@ -127,7 +128,9 @@ def test_a_re_run_is_answered_from_moved_slots(late):
     region.run(function, (x,), {})
     trace = region.trace()
     product = next(i for i, storage in enumerate(trace.slots) if storage in trace.ops[0].makes)
-    policy = Policy(moved=frozenset({product}), recipe=plan_recipe(trace, frozenset({product})))
+    policy = Policy(
+        moved=frozenset({product}), proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, frozenset({product}))
+    )
     same_as_plain(case, lambda f, *a: moved(f, *a, policy=policy))
     managed = moved(function, x, policy=policy)
     for _ in range(2):  # a second region, so that the first one's slot leaves

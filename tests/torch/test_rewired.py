@@ -10,6 +10,7 @@ from torch import nn
 
 from retape.torch.entrance import run_region
 from retape.torch.policy import Check, Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.select import Step, plan_recipe
 
@@ -54,7 +55,7 @@ def traced(swap=False):
 
 def managed(function, held, check):
     """Gradients with a recipe for the other wiring, and how often the region ran again."""
-    policy = Policy(held=held, recipe=plan_recipe(traced(), held))
+    policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(traced(), held))
     regions = []
     found = gradients(function, lambda x: run_region(function, x, policy=policy, check=check, done=regions.append))
     return found, regions[0].reruns

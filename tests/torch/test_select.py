@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.torch.entrance import run_region
 from retape.torch.policy import Check, Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.select import Step, plan_recipe
 
@@ -118,7 +119,7 @@ def test_all_subsets_of_held_slots_equal_plain(function):
     assert not trace.opaque
     assert len(trace.slots) <= 9, "all subsets would take too long"
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
         assert equal(gradients(function, [x, W], policy), plain), sorted(held)
 
 
@@ -127,7 +128,7 @@ def test_all_subsets_with_every_value_checked():
     plain = gradients(with_dropout, [x, W])
     trace = traced(with_dropout, x * 1)
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
         assert equal(gradients(with_dropout, [x, W], policy, Check.VALUES), plain), sorted(held)
 
 
@@ -141,7 +142,7 @@ def test_a_slot_that_is_a_view_of_another_dtype():
     plain = gradients(complex_view, [x])
     trace = traced(complex_view, x * 1)
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
         assert equal(gradients(complex_view, [x], policy), plain), sorted(held)
 
 
@@ -177,7 +178,7 @@ def test_a_held_matmul_is_not_run_again():
     recipe = plan_recipe(trace, held)
     assert recipe.steps[second] is Step.ANSWER
     full = rerun_ops(big_first, x * 1, Policy())
-    less = rerun_ops(big_first, x * 1, Policy(held=held, recipe=recipe))
+    less = rerun_ops(big_first, x * 1, Policy(held=held, proof=Proof(Standing.TRIAL), recipe=recipe))
     assert full.count("mm") - less.count("mm") == 1
 
 
@@ -190,7 +191,7 @@ def test_what_only_feeds_held_slots_is_skipped():
     recipe = plan_recipe(trace, held)
     ran = [op.op.overloadpacket.__name__ for op, step in zip(trace.ops, recipe.steps, strict=True) if step is Step.RUN]
     assert [name for name in ran if name not in ("t", "view", "transpose")] == ["sin", "cos"][: len(ran)]
-    less = rerun_ops(big_first, x * 1, Policy(held=held, recipe=recipe))
+    less = rerun_ops(big_first, x * 1, Policy(held=held, proof=Proof(Standing.TRIAL), recipe=recipe))
     plain = rerun_ops(big_first, x * 1, Policy(hold_all=True))
     assert less.count("mm") == plain.count("mm")
     assert less.count("exp") == plain.count("exp") == 0
@@ -257,7 +258,7 @@ def test_a_value_that_python_reads_is_a_true_one(read):
     plain = gradients(function, [x])
     trace = traced(function, x * 1)
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, recipe=plan_recipe(trace, held), reuse_inputs=False)
+        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held), reuse_inputs=False)
         assert equal(gradients(function, [x], policy), plain), sorted(held)
 
 
@@ -271,7 +272,7 @@ def test_another_branch_than_the_traced_one_falls_back_to_a_full_rerun():
     for start in (ones, (ones.detach() * -1).requires_grad_(), ones):
         plain = gradients(function, [start, W])
         for held in subsets(len(trace.slots)):
-            policy = Policy(held=held, recipe=plan_recipe(trace, held))
+            policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
             assert equal(gradients(function, [start, W], policy), plain), sorted(held)
 
 
@@ -283,7 +284,7 @@ def test_a_diverged_region_does_not_try_its_recipe_again():
     x = torch.linspace(-1, 1, 8).requires_grad_()
     trace = traced(function, x * 1)
     flag[0] = False
-    policy = Policy(held=frozenset({0}), recipe=plan_recipe(trace, frozenset({0})))
+    policy = Policy(held=frozenset({0}), proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, frozenset({0})))
     region = Region(function, (x,), {}, policy=policy)
     out = region.run(function, (x,), {})
     out.sum().backward(retain_graph=True)
@@ -314,7 +315,9 @@ def test_streams_of_skipped_and_answered_random_ops():
     generator.manual_seed(1)
     trace = traced(function, x * 1)
     for held in subsets(len(trace.slots)):
-        assert equal(run(Policy(held=held, recipe=plan_recipe(trace, held))), plain), sorted(held)
+        assert equal(run(Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))), plain), (
+            sorted(held)
+        )
 
 
 def test_buffers_of_a_region_under_a_recipe():
@@ -339,7 +342,9 @@ def test_buffers_of_a_region_under_a_recipe():
     plain = run(None)
     trace = traced(Block(), x * 1)
     for held in subsets(len(trace.slots)):
-        assert equal(run(Policy(held=held, recipe=plan_recipe(trace, held))), plain), sorted(held)
+        assert equal(run(Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))), plain), (
+            sorted(held)
+        )
 
 
 def test_a_recipe_around_nested_regions():
@@ -353,5 +358,5 @@ def test_a_recipe_around_nested_regions():
     plain = gradients(lambda t: inner(t.tanh()).cos() * inner(t), [x, W])
     trace = traced(outer, x * 1)
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
         assert equal(gradients(outer, [x, W], policy), plain), sorted(held)

@@ -15,6 +15,7 @@ from retape.torch.entrance import run_region
 from retape.torch.meter import weighing
 from retape.torch.policy import Policy
 from retape.torch.profile import OpTimer
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.select import plan_recipe
 from retape.torch.treatments import is_steady, last_missing, select_treatments, tape_storages, treat
@@ -94,13 +95,13 @@ def test_gradients_of_every_way(example):
     assert is_steady(trace)
     plain = gradients(block, args, keywords)
     for way in ways(trace):
-        policy = Policy(held=way.held, recipe=plan_recipe(trace, way.held))
+        policy = Policy(held=way.held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, way.held))
         assert same(gradients(block, args, keywords, policy), plain)
 
 
 def weighed(block, args, keywords, trace, way):
     """What lives after a forward, and how high it stood, above its start."""
-    policy = Policy(held=way.held, recipe=plan_recipe(trace, way.held))
+    policy = Policy(held=way.held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, way.held))
     torch.manual_seed(1)
     inputs = entering(args)
     with weighing(CPU) as scale:

@@ -92,6 +92,25 @@ def untyped_storage(tensor: torch.Tensor) -> Any:
         return tensor.untyped_storage()
 
 
+def memory_of(octets: torch.Tensor) -> memoryview:
+    """The memory of a CPU tensor of bytes, asked for without any torch-function mode noticing."""
+    with torch._C.DisableTorchFunction():
+        view: memoryview = octets.numpy().data
+        return view
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The index and value tensors of a sparse tensor; none of another layout."""
+    with unobserved(), torch.no_grad():
+        if tensor.layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        return []
+
+
 def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`, without a trip through the dispatch modes around the caller; a subclass dispatches for itself."""
     if type(tensor) is not torch.Tensor:

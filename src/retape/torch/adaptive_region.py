@@ -17,11 +17,12 @@ from torch import Tensor
 from retape.torch import _compat, _compat_compiler, links, state
 from retape.torch.adaptive_host import is_here, parcels_of, storage_of
 from retape.torch.adaptive_menu import Rung
-from retape.torch.checksum import checksum
+from retape.torch.checksum import checksum, digest
 from retape.torch.offload import MovedSlot, Parcel
 from retape.torch.policy import HOLD, Check, Inputs, Policy
 from retape.torch.pressure import BESIDE_COPIES, ODD, WHOLE, Account, Keys, Kind
 from retape.torch.profile import OpTimer
+from retape.torch.proof import Proof
 from retape.torch.region import Region, unpack
 from retape.torch.runs import THREAD
 from retape.torch.slots import Filler, Slot
@@ -29,6 +30,7 @@ from retape.torch.trace import Recorder, RegionTrace
 from retape.torch.watch import version_of
 
 _DROPPED = Policy()
+MOST_TRIES = 3  # executions in which digests are taken for a rung that is never re-run from
 _NO_KEYS: Keys = ()
 _graph_task = _compat.graph_task
 
@@ -198,7 +200,7 @@ class AdaptiveRegion(Region):
     def _rungs_below(self) -> Iterator[tuple[Rung, int]]:
         there = self.held_slots()
         for rung in self.kind.menu:
-            if not self.is_below(rung):
+            if not self.is_below(rung) and not self.kind.proof_of(self.number, rung).is_rejected:
                 going = [keys for slot, keys in there if slot.index not in rung.held]
                 there = [(slot, keys) for slot, keys in there if slot.index in rung.held]
                 yield rung, self.manager.account.own_bytes(going)
@@ -218,10 +220,17 @@ class AdaptiveRegion(Region):
     def rerun_number(self) -> int:
         """Which of its kind's re-runs is going to refill it."""
         if self.rung is not None:
-            return self.rung.number if self._misses_all_but(self.rung.held) else ODD
+            return self.rung.number if self._follows_rung() and self._misses_all_but(self.rung.held) else ODD
         if self.evicted and not self._misses_all_but(frozenset()):
             return ODD
         return BESIDE_COPIES if self.copies and self.kind.moved <= self.copies.keys() else WHOLE
+
+    def _follows_rung(self) -> bool:
+        """True if a re-run may use the recipe: it is proven, or can be proven by it."""
+        proof = self.policy.proof
+        if proof is None or proof.is_rejected or self._diverged:
+            return False
+        return not proof.is_pending or (self._digests or {}).keys() >= self.missing().keys()
 
     def _misses_all_but(self, held: frozenset[int]) -> bool:
         """Whether every slot is waited for, and is missing unless it is one of these: not so in a second pass, or one of a part."""
@@ -247,6 +256,8 @@ class AdaptiveRegion(Region):
     def evict(self, rung: Rung | None = None) -> int:
         """Drop every slot that is counted, or those that a rung does not hold; returns how many."""
         dropped = 0
+        proof = None if rung is None else self.kind.proof_of(self.number, rung)
+        self._prepare_proof(proof)
         for slot, _ in self.held_slots():
             if rung is None or slot.index not in rung.held:
                 self._drop(slot)
@@ -255,9 +266,22 @@ class AdaptiveRegion(Region):
             self._let_go_of_copied()
         self.evicted, self.rung = rung is None, rung
         # What a re-run may skip was worked out for what was held.
-        self.policy = replace(_DROPPED, tiles=self.policy.tiles) if rung is None else rung.policy
+        self.policy = replace(_DROPPED, tiles=self.policy.tiles) if rung is None else replace(rung.policy, proof=proof)
         self.settle()
         return dropped
+
+    def _prepare_proof(self, proof: Proof | None) -> None:
+        """Take digests of what is dropped from now on, where a recipe is to be proven.
+
+        Most rungs are passed on the way to another and never re-run from: those are given up after a few tries, until one is needed.
+        """
+        if self._digests is not None or self.rung is not None:
+            return
+        wanted = self.number in self.kind.unproven
+        if wanted or (proof is not None and proof.is_pending and proof.tries < MOST_TRIES):
+            self._digests = {}
+            if proof is not None:
+                proof.tries += 1
 
     # --- slots on the host -----------------------------------------------------------------------------------------
 
@@ -335,6 +359,8 @@ class AdaptiveRegion(Region):
         if self.check is Check.VALUES and slot.metadata is not None and len(slot.metadata) == 3:
             assert slot.value is not None
             slot.metadata = (*slot.metadata, checksum(slot.value))
+        if self._digests is not None and slot.value is not None:
+            self._digests[slot.index] = digest(slot.value)
         slot.value = None
 
     def _input_keys(self) -> set[int]:
@@ -343,6 +369,8 @@ class AdaptiveRegion(Region):
 
     def ran_again(self) -> None:
         """A re-run is over: where nothing is missing any more, it can be dropped from the start again."""
+        if self.policy.proof is not None:
+            (self.kind.unproven.add if self.policy.proof.is_pending else self.kind.unproven.discard)(self.number)
         if self.rung is not None and not self.missing():
             self.rung, self.policy = None, HOLD
         self.settle()

@@ -10,7 +10,8 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from retape.torch.modes import depends_on_mode, mode_name
 from retape.torch.opaque import CompiledCall
 from retape.torch.policy import HOLD, Check, Inputs, Policy, Way
 from retape.torch.profile import Profile
+from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
@@ -33,20 +35,43 @@ from retape.torch.signature import Signature, elements, signature
 from retape.torch.tiling import call_part
 from retape.torch.trace import RegionTrace
 
-MOST_RECIPES = 512  # of shapes and kinds; the one not used for longest goes first
+MOST_SHAPES = 512  # for which recipes are kept; the one not used for longest goes first
+MOST_TRACES = (
+    2  # of one region and shape: a recipe that does not hold is made anew once, from a trace of that very region
+)
 _LOG = logging.getLogger("retape")
 _TOLD: set[str] = set()  # in this process
-_Key = tuple[int, tuple[int, ...], Signature]
+_Key = tuple[int, tuple[int, ...], Signature]  # the kind or the number of a region, its slots that answer, its inputs
+
+
+@dataclass(slots=True, kw_only=True)
+class _Selection:
+    """The recipe of one region for one signature, its standing, and how often the region was traced for it."""
+
+    recipe: Recipe | None
+    proof: Proof
+    traces: int = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """True if it is to be used as it is: not rejected, or traced often enough."""
+        return not self.proof.is_rejected or self.traces >= MOST_TRACES
 
 
 class Executor:
-    """Answers the calls of the modules that a fit has attached."""
+    """Answers the calls of the modules that a fit has attached.
 
-    def __init__(self, assignment: Assignment, names: dict[int, str], *, check: Check) -> None:
+    A recipe is shared by regions of one kind and proven for each of them (`proof.py`). With `trial` recipes are used unproven, for
+    steps whose gradients are thrown away; `end_trial` ends that.
+    """
+
+    def __init__(self, assignment: Assignment, names: dict[int, str], *, check: Check, trial: bool = False) -> None:
         self._names = names
         self._check = check
+        self._trial = trial
         self._choices = {(c.name, c.root_call, c.call): (number, c) for number, c in enumerate(assignment.choices)}
-        self._recipes: OrderedDict[_Key, Recipe | None] = OrderedDict()
+        self._recipes: OrderedDict[_Key, Recipe | None] = OrderedDict()  # by kind
+        self._selections: OrderedDict[_Key, _Selection] = OrderedDict()  # by region
         self._root_call = -1
         self._counts: dict[str, int] = {}
         self._warned: set[str] = set()
@@ -138,23 +163,60 @@ class Executor:
                 f"Region {choice.name} was given {_sized(inputs)} numbers, and {choice.elements} when it was profiled: "
                 "the peak may pass the budget. Call retape.fit again with the larger batch.",
             )
-        key = (choice.kind, self._answers.get(number, ()), inputs)
-        unknown = bool(key[1]) and key not in self._recipes and type(plain_call) is not CompiledCall
-        if key in self._recipes:
-            self._recipes.move_to_end(key)
-        policy = policy_of(number, choice, self._recipes.get(key))
-        done = (lambda region: self._work_out(region, choice, key)) if unknown else None
+        held = self._answers.get(number, ()) if choice.held or choice.moved else ()
+        if not held or type(plain_call) is CompiledCall:
+            policy = policy_of(number, choice, None, None)
+            return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check)
+        selection, done = self._selection(number, choice, (choice.kind, held, inputs))
+        proof = None if selection.recipe is None and done is None else selection.proof
+        policy = policy_of(number, choice, selection.recipe, proof)
         return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check, done=done)
 
-    def _work_out(self, region: Region, choice: Choice, key: _Key) -> None:
-        """A shape that was not seen before: find out which ops a re-run may skip."""
+    def _selection(self, number: int, choice: Choice, key: _Key) -> tuple[_Selection, Callable[[Region], None] | None]:
+        """What a re-run of this region may skip, and what is to be done after its forward: a trace, where it is not known yet."""
+        own: _Key = (number, *key[1:])
+        found = self._selections.get(own)
+        if found is not None and found.is_settled:
+            self._selections.move_to_end(own)
+            return found, None
+        if found is None and key in self._recipes:
+            self._recipes.move_to_end(key)
+            return self._remember(own, _Selection(recipe=self._recipes[key], proof=self._new_proof())), None
+        traces = 1 if found is None else found.traces + 1
+        made = self._remember(own, _Selection(recipe=None, proof=self._new_proof(), traces=traces))
+        return made, partial(self._work_out, made, choice, key)
+
+    def _new_proof(self) -> Proof:
+        return Proof(Standing.TRIAL if self._trial else Standing.PENDING)
+
+    def _remember(self, own: _Key, selection: _Selection) -> _Selection:
+        self._selections[own] = selection
+        if len(self._selections) > MOST_SHAPES * max(1, len(self._choices)):
+            self._selections.popitem(last=False)
+        return selection
+
+    def _work_out(self, selection: _Selection, choice: Choice, key: _Key, region: Region) -> None:
+        """Trace the region to find out which ops a re-run may skip."""
         trace = region.trace()
         fits = len(trace.slots) == choice.slots
-        recipe = plan_recipe(trace, frozenset(key[1])) if fits else None
-        self._recipes[key] = recipe
-        if len(self._recipes) > MOST_RECIPES:
-            self._recipes.popitem(last=False)
-        region.policy = policy_of(region.policy.stage, choice, recipe)
+        selection.recipe = plan_recipe(trace, frozenset(key[1])) if fits else None
+        if key not in self._recipes:
+            self._recipes[key] = selection.recipe
+            if len(self._recipes) > MOST_SHAPES:
+                self._recipes.popitem(last=False)
+        region.policy = policy_of(region.policy.stage, choice, selection.recipe, selection.proof)
+
+    def end_trial(self) -> None:
+        """Prove every recipe before it is used from now on."""
+        self._trial = False
+        for selection in self._selections.values():
+            if selection.proof.standing is Standing.TRIAL:
+                selection.proof.standing = Standing.PENDING
+
+    @property
+    def rejected(self) -> bool:
+        """True if a recipe did not reproduce the bits of a forward."""
+        return any(selection.proof.is_rejected for selection in self._selections.values())
 
     @staticmethod
     def _tell_once(what: str) -> None:
@@ -181,8 +243,8 @@ class Executor:
 
 
 def executor_of(profile: Profile, assignment: Assignment, names: dict[int, str], *, check: Check) -> Executor:
-    """An executor that knows what a profile has seen of the regions."""
-    executor = Executor(assignment, names, check=check)
+    """An executor on trial that knows what a profile has seen of the regions."""
+    executor = Executor(assignment, names, check=check, trial=True)
     for choice, call in zip(assignment.choices, profile.calls, strict=True):
         executor.learn(choice.kind, call.inputs, profile.traces[call.kind], answers(choice))
     return executor
@@ -198,7 +260,7 @@ def answers(choice: Choice) -> tuple[int, ...]:
     return tuple(sorted({*choice.held, *choice.moved}))
 
 
-def policy_of(number: int, choice: Choice, recipe: Recipe | None) -> Policy:
+def policy_of(number: int, choice: Choice, recipe: Recipe | None, proof: Proof | None) -> Policy:
     """What the engine is told of one call."""
     return Policy(
         held=frozenset(choice.held),
@@ -206,6 +268,7 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None) -> Policy:
         moved_inputs=frozenset(choice.moved_inputs),
         inputs=Inputs.LINK if choice.drop_input else Inputs.HOLD,
         recipe=recipe,
+        proof=proof,
         stage=number,
         tiles=choice.tiles,
         way=tuple(_way(passing) for passing in choice.passing),

@@ -42,7 +42,7 @@ from retape.torch.modelling import Modelled, model_of
 from retape.torch.overheads import engine_overheads, hides_the_host
 from retape.torch.policy import Check, Inputs
 from retape.torch.profile import Instrument, Phase, Profile, ProfileSession, SharedStopwatch, Stopwatch
-from retape.torch.ranks import decided_by_first
+from retape.torch.ranks import any_rank, decided_by_first
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
@@ -87,6 +87,7 @@ class Fitter:
         self._compiled = compiled or is_compiled(self.root)
         self._long = False
         self._forms = FormProfiles()
+        self._selects = True  # regions may be re-run in part
         self._in_tiles = False  # parts of compiled regions may run in tiles
         self._put_off: BudgetTooSmall | None = None  # what did not fit, where a fused loss comes before other regions
         self._first_regions = find_regions(self.root, regions)
@@ -241,15 +242,44 @@ class Fitter:
         """Find the fastest plan inside the budget that a real step confirms, and leave it attached."""
         start = time.perf_counter()
         with undisturbed(self.model) as laboratory:
-            fitting = self._fitted(laboratory)
-            if self._may_fuse:
-                fitting = self._with_fused_loss(laboratory, fitting)
+            fitting = self._fitted_or_fused(laboratory)
+            if isinstance(fitting, Fitting) and not self._proves(laboratory, fitting):
+                fitting = self._without_recipes(laboratory, fitting)
         if isinstance(fitting, BudgetTooSmall):
             raise with_levers(fitting, self.budget, self.options, can_fuse=can_fuse_loss(self.root))
         self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
+
+    def _fitted_or_fused(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
+        fitting = self._fitted(laboratory)
+        return self._with_fused_loss(laboratory, fitting) if self._may_fuse else fitting
+
+    def _proves(self, laboratory: Laboratory, fitting: Fitting) -> bool:
+        """Run one step in which every recipe is proven for its region (`proof.py`); False if one was rejected."""
+        executor = fitting.executor
+        if executor is None or not any(choice.held or choice.moved for choice in fitting.assignment.choices):
+            return True
+        self.tell("proving that partial re-runs are exact")
+        self._take_regions(fitting.regions)
+        executor.end_trial()
+        try:
+            self._timed_with(laboratory, executor)
+        except (
+            torch.OutOfMemoryError
+        ):  # the comparison needs a little more than a step: the first steps of training prove the rest
+            laboratory.rewind()
+        return not any_rank(executor.rejected)
+
+    def _without_recipes(self, laboratory: Laboratory, rejected: Fitting) -> Fitting | BudgetTooSmall:
+        """Plan again, with no region that is re-run in part."""
+        self.tell("a partial re-run was not exact: planning without them")
+        if rejected.fused_loss:
+            unfuse_loss(self.root)
+        self._selects, self._put_off = False, None
+        self._take_regions(self._first_regions)
+        return self._fitted_or_fused(laboratory)
 
     @property
     def _may_fuse(self) -> bool:
@@ -314,6 +344,8 @@ class Fitter:
         modelled = decided_by_first(
             lambda: model_of(profiled, fixed_bytes=fixed, overheads=overheads, host=host, others=others, eager=eager)
         )
+        if not self._selects:
+            modelled = modelled.without(OptionKind.SELECT, OptionKind.OFFLOAD)
         rounds = Rounds(
             limit_bytes=self._limit_bytes(modelled.chain),
             everything=self.budget.share == 1.0,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from retape.core.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from retape.torch.proof import Proof
     from retape.torch.select import Recipe
 
 
@@ -60,7 +61,8 @@ class Policy:
 
     With `reuse_inputs` a slot that is an input of the region, held anyway, is never refilled by a re-run. The drop-in
     leaves it off, because PyTorch's checkpoint runs its function again even then, and code may count on that.
-    A `recipe` says which ops a re-run need not run, given what is held. Only the outputs of a `linkable` region can be dropped
+    A `recipe` says which ops a re-run need not run, given what is held; `proof` is its standing for this region, and without one each
+    execution proves it for itself. Only the outputs of a `linkable` region can be dropped
     by the one that takes them. `stage` is the region's number in a plan, and `way` says what becomes of the regions, by
     their numbers, that are run again to make this one's dropped input; without it `inputs` decides. Of the inputs that are
     held, those with the numbers `moved_inputs` among the call's tensors go to the host until then. Parts of the region that
@@ -72,6 +74,7 @@ class Policy:
     inputs: Inputs = Inputs.HOLD
     reuse_inputs: bool = True
     recipe: Recipe | None = None
+    proof: Proof | None = field(default=None, compare=False)
     linkable: bool = True
     stage: int = -1
     way: tuple[Way, ...] = ()

@@ -22,6 +22,7 @@ from retape.torch import _compat
 from retape.torch.adaptive_menu import LESSONS, Rung
 from retape.torch.attach import original_class
 from retape.torch.checksum import inner_tensors
+from retape.torch.proof import Proof
 from retape.torch.signature import Signature, elements, signature, weights_signature
 from retape.torch.trace import RegionTrace
 
@@ -156,6 +157,13 @@ class Kind:
     stateless: bool | None = None
     moved: frozenset[int] = frozenset()
     rerun_share: float = 1.0
+    # By the region's place in the step and the number of the rung: the standing of the rung's recipe there.
+    proofs: dict[tuple[int, int], Proof] = field(default_factory=dict)
+    unproven: set[int] = field(default_factory=set)  # places where a recipe waits for a proof that takes all digests
+
+    def proof_of(self, place: int, rung: Rung) -> Proof:
+        """The standing of a rung's recipe for the region at one place in the step."""
+        return self.proofs.setdefault((place, rung.number), Proof())
 
     @property
     def rerun_seconds(self) -> float:

@@ -48,3 +48,8 @@ def largest(value: int) -> int:
     values: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return max(values)
+
+
+def any_rank(value: bool) -> bool:
+    """True if the value is true on any rank."""
+    return largest(int(value)) > 0

@@ -30,17 +30,18 @@ from torch import Tensor
 
 from retape.core.errors import RegionError
 from retape.torch import _compat, _compat_compiler, links, offload, state
-from retape.torch.checksum import checksum
+from retape.torch.checksum import Digest, checksum, digest, same_digests
 from retape.torch.debug import OpLog, difference
 from retape.torch.mismatch import RerunMismatch, different_number, name_of
 from retape.torch.moved_inputs import MovedInputs
 from retape.torch.opaque import CompiledCall
 from retape.torch.policy import DROP, Check, Inputs, Policy
+from retape.torch.proof import Proof, Standing
 from retape.torch.reads import Call, capture_call
 from retape.torch.replay import Diverged, Replay
 from retape.torch.runs import THREAD, Stop, record
-from retape.torch.select import Answering
-from retape.torch.slots import Filler, Slot, as_it_is, checked, release
+from retape.torch.select import Answering, Recipe
+from retape.torch.slots import Filler, Slot, as_it_is, checked, release, wrote_to_held
 from retape.torch.trace import OpStopwatch, Recorder, RegionTrace
 from retape.torch.transforms import raise_explained
 from retape.torch.watch import AsBefore, Guard, Watch, hold, version_of
@@ -73,6 +74,7 @@ class Region:
     _backward_inside = False  # the function asks for gradients itself
     _diverged = False  # from its recipe
     _own_ids: set[int] | None = None
+    _digests: dict[int, Digest] | None = None  # of dropped slots, where a recipe is to be proven
     kept: list[Any] = ()  # type: ignore[assignment]  # what was given to `retape.keep`: a list from the first on
     _cargo: offload.Cargo | None = None  # where slots or inputs are moved
 
@@ -98,6 +100,10 @@ class Region:
         self._contexts = contexts
         self._slots: list[weakref.ref[Slot]] = []
         self._call = call
+        if (policy.recipe is not None and policy.proof is None) or (
+            policy.proof is not None and policy.proof.is_pending
+        ):
+            self._digests = {}
         if call.fills_what_it_saved:
             self.early_stop = False
             self.check = Check.METADATA if self._compares else _OFF
@@ -234,6 +240,8 @@ class Region:
         slot.value = None
         if self.check is _VALUES:
             slot.metadata = (tensor.shape, tensor.dtype, tensor.device, checksum(tensor))
+        if self._digests is not None:
+            self._digests[index] = digest(tensor)
         return slot
 
     # --- the re-run ---------------------------------------------------------------------------------------------
@@ -317,13 +325,56 @@ class Region:
             guard = Guard(self, self._watch, suspects)
             return self._attempt(Filler(self, targets, early_stop, guard), held, guard)
         recipe = self.policy.recipe
-        if recipe is not None and early_stop and not self._diverged and not self.is_compiled:
-            try:
-                replay = Replay(recipe, self)
-                return self._attempt(Filler(self, targets, early_stop, replay=replay), held, replay)
-            except Diverged:
-                self._diverged = True
+        may_select = recipe is not None and early_stop and not self._diverged and not self.is_compiled
+        if may_select and self._refilled_in_part(recipe, targets, held):
+            return None
         return self._attempt(Filler(self, targets, early_stop), held, None)
+
+    def _refilled_in_part(self, recipe: Recipe | None, targets: dict[int, Slot], held: list[Tensor]) -> bool:
+        """Refill the slots by the recipe; False where it does not hold here and the region must be run whole."""
+        assert recipe is not None
+        proof = self.policy.proof or Proof()
+        proving = proof.is_pending
+        if proof.is_rejected or (proving and (self._digests is None or not self._digests.keys() >= targets.keys())):
+            return False
+        replay = Replay(recipe, self)
+        before = [digest(value) for value in replay.answers()] if proving else []
+        filler = Filler(self, targets, True, replay=replay)
+        try:
+            self._attempt(filler, held, replay)
+        except Diverged:
+            self._diverged = True
+            proof.diverged()
+            return False
+        if not proving:
+            return True
+        if not all(map(same_digests, before, map(digest, replay.answers()))):
+            proof.diverged()
+            raise wrote_to_held(self.name)
+        return self._proved(proof, filler, targets, held)
+
+    def _proved(self, proof: Proof, filler: Filler, targets: dict[int, Slot], held: list[Tensor]) -> bool:
+        """Compare what a recipe refilled with the digests of the forward; where bits differ, run whole and compare that."""
+        complete = self._digests is not None and self._digests.keys() <= targets.keys()
+        wrong = self._differing(targets)
+        if not wrong:
+            if complete:
+                proof.standing, self._digests = Standing.PROVEN, None
+            return True
+        filler.undo()
+        self._diverged = True
+        self._attempt(Filler(self, targets, True), held, None)
+        proof.judge(self.name, wrong, self._differing(targets))
+        return True
+
+    def _differing(self, targets: dict[int, Slot]) -> set[int]:
+        """The refilled slots whose bits are not those that the forward saved."""
+        digests = self._digests or {}
+        return {
+            index
+            for index, slot in targets.items()
+            if slot.value is not None and not same_digests(digests[index], digest(slot.value))
+        }
 
     def _attempt(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
         """One re-run under `mode`; None if it was stopped."""

@@ -1,6 +1,8 @@
 """Follows a recipe through a re-run: ops are run, answered from what is held, or skipped.
 
-Whatever comes otherwise than it was traced ends it. What a recipe is, and how it is planned, is in `select.py`.
+The recipe holds for one program: the traced ops in order, on the same storages, given tensors of the same shapes, strides and dtypes,
+and, where an op is not run, the same other arguments. Every op is compared with that, so by induction the re-run is that program; the
+first difference ends it. What a recipe is, and how it is planned, is in `select.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from torch.utils import _pytree as pytree
 from retape.torch import _compat, _compat_compiler
 from retape.torch.holders import ATOMS
 from retape.torch.select import BLANK, Recipe, Step, is_view, written_by
-from retape.torch.trace import Hole, TracedOp
+from retape.torch.trace import Given, Hole, TracedOp, given_of, hides_ops, settings_of
 
 if TYPE_CHECKING:
     from retape.torch.region import Region
 
 _LISTS = frozenset({list, tuple})
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_NO_STEP: tuple[Any, ...] = (None, False, None, None, (), (), None)
+_STRIDED = torch.strided
+_NO_STEP: tuple[Any, ...] = (None, False, None, None, (), (), (), None)
 
 
 class Diverged(BaseException):
@@ -49,14 +52,16 @@ class Replay(_compat_compiler.LightMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         index = self._next
-        known, runs, op, step, slots, reads, made = self._plan[index] if index < self._count else _NO_STEP
+        known, runs, op, step, slots, reads, given, made = self._plan[index] if index < self._count else _NO_STEP
         if known is not func:
             if func in _compat.IGNORED_OPS or is_view(func):  # hooks of others (a FLOP counter's) insert views
                 return func(*args, **(kwargs or {}))
             raise Diverged
         self._next = index + 1
-        if kwargs or not self._follows(reads, args):
+        if kwargs or not self._follows(reads, given, args):
             self._follow(op, args, kwargs)
+        if not runs and settings_of(args, kwargs) != op.settings:
+            raise Diverged
         if runs:
             out = func(*args, **kwargs) if kwargs else func(*args)
             if made is None:
@@ -83,6 +88,8 @@ class Replay(_compat_compiler.LightMode):
     def saw_slot(self, index: int, tensor: Tensor) -> None:
         """Diverge where autograd saves another storage than in the trace, as `_follow` does for what ops are given."""
         expected = self._saved[index] if index < len(self._saved) else -1
+        if hides_ops(tensor):
+            raise Diverged
         storage = self._storage(tensor)._cdata
         number = self._numbers.get(storage)
         if number is None and expected >= 0 and expected not in self._known:  # from outside, saved before it is read
@@ -91,13 +98,23 @@ class Replay(_compat_compiler.LightMode):
         elif number != expected:
             raise Diverged
 
-    def _follows(self, reads: tuple[int, ...], args: tuple[Any, ...]) -> bool:
+    def _follows(self, reads: tuple[int, ...], given: tuple[Given, ...], args: tuple[Any, ...]) -> bool:
         """`_follow` for what most ops are given: plain tensors that are known, each once, in order. False: it has to look closer."""
         position, numbers, storage_of = 0, self._numbers, self._storage
+        if len(given) != len(reads):
+            return False
         for leaf in args:
             kind = type(leaf)
             if kind in _PLAIN:
-                if position == len(reads) or numbers.get(storage_of(leaf)._cdata) != reads[position]:
+                if position == len(reads) or leaf.layout is not _STRIDED:
+                    return False
+                shape, strides, dtype = given[position]
+                if (
+                    leaf.shape != shape
+                    or leaf.stride() != strides
+                    or leaf.dtype is not dtype
+                    or numbers.get(storage_of(leaf)._cdata) != reads[position]
+                ):
                     return False
                 position += 1
             elif kind not in ATOMS:
@@ -105,15 +122,18 @@ class Replay(_compat_compiler.LightMode):
         return position == len(reads)
 
     def _follow(self, op: TracedOp, args: Any, kwargs: Any) -> None:
-        """Diverge where an op is given other storages than in the trace: the same ops may be wired differently this time."""
+        """Diverge where an op is given other storages, shapes, strides or dtypes than in the trace."""
         numbers, expected = self._numbers, op.reads
         position, count = 0, len(expected)  # of what the trace says is new at this op
+        looks = iter(op.given)
         leaves = args if not kwargs and _LISTS.isdisjoint(map(type, args)) else _tensors(args, kwargs)
         storage_of = self._storage
         for leaf in leaves:
             kind = type(leaf)
             if kind is not Tensor and (kind in ATOMS or not isinstance(leaf, Tensor)):
                 continue
+            if hides_ops(leaf) or next(looks, None) != given_of(leaf):
+                raise Diverged
             storage = storage_of(leaf)._cdata
             number = numbers.get(storage)
             if number is None:  # from outside: it is what the trace says, unless that is known to be another
@@ -125,7 +145,7 @@ class Replay(_compat_compiler.LightMode):
                 position += 1
             elif number not in expected[:position]:
                 raise Diverged
-        if position != count:
+        if position != count or next(looks, None) is not None:
             raise Diverged
 
     def _note(self, op: TracedOp, out: Any) -> None:
@@ -135,6 +155,10 @@ class Replay(_compat_compiler.LightMode):
         for leaf, result in zip((out,) if op.returns_one else _tensors((out,), None), op.results, strict=False):
             self._numbers[self._storage(leaf)._cdata] = result[0]
             self._known.add(result[0])
+
+    def answers(self) -> list[Tensor]:
+        """The held values that may stand for results."""
+        return list(self._values.values())
 
     def _answer(self, slot: int, result: tuple[Any, ...], apart: bool) -> Tensor:
         if slot == BLANK:

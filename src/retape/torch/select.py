@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retape.core.errors import RecomputeMismatch, StateChanged
 from retape.torch import _compat
 from retape.torch.state import GeneratorStream
-from retape.torch.trace import RegionTrace, TracedOp
+from retape.torch.trace import Given, RegionTrace, TracedOp
 from retape.torch.watch import version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -41,8 +41,8 @@ class Step(Enum):
 
 
 # What a re-run asks of each op, side by side: its overload, whether it is simply run, the op, its step, the slots that answer, the
-# storages it reads, and the one that it makes (None: no new one, or several).
-PlannedOp = tuple[Any, bool, TracedOp, Step, tuple[int, ...], tuple[int, ...], "int | None"]
+# storages it reads, what its tensor arguments look like, and the storage that it makes (None: no new one, or several).
+PlannedOp = tuple[Any, bool, TracedOp, Step, tuple[int, ...], tuple[int, ...], tuple[Given, ...], "int | None"]
 
 
 def _made(op: TracedOp) -> int | None:
@@ -68,7 +68,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         rows = zip(self.ops, self.steps, self.slots, strict=True)
-        plan = tuple([(op.op, step is Step.RUN, op, step, slots, op.reads, _made(op)) for op, step, slots in rows])
+        plan = tuple(
+            [(op.op, step is Step.RUN, op, step, slots, op.reads, op.given, _made(op)) for op, step, slots in rows]
+        )
         object.__setattr__(self, "plan", plan)
 
     @property
@@ -132,13 +134,17 @@ def _torn(trace: RegionTrace, steps: tuple[Step, ...]) -> set[int]:
 def _steps(trace: RegionTrace, held: frozenset[int], answerable: Set[int], settled: Set[int]) -> tuple[Step, ...]:
     """What to do with each op, given the storages that can be answered from what is held."""
     empty = {storage for storage, size in enumerate(trace.storage_bytes) if not size}  # which nobody can read
+    # An in-place view op moves the version of the tensor it is called on: its answer needs a version of its own.
+    apart = settled | {storage for op in trace.ops if op.reshapes for storage in op.reads}
     needed = {storage for slot, storage in enumerate(trace.slots) if slot not in held} - settled
     used = {storage for op in trace.ops for storage in op.reads} | set(trace.slots) | trace.outputs | empty
     steps: list[Step] = []
     later_seeded = False
     for op in reversed(trace.ops):
         step = _step(op, needed, used, later_seeded, answerable)
-        if not settled.isdisjoint(op.makes) and (step is Step.ANSWER or op.uninitialised):
+        if (step is Step.ANSWER and not apart.isdisjoint(op.makes)) or (
+            op.uninitialised and not settled.isdisjoint(op.makes)
+        ):
             step = Step.BECOME
         if step is Step.RUN and not op.is_view and not op.uninitialised:  # `empty_like` reads a shape, no values
             needed.update(storage for storage in op.reads if storage not in settled)

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 Signature: TypeAlias = tuple[Any, ...]
 
@@ -39,9 +40,16 @@ def _note(value: Any, found: list[Any]) -> None:
 
 
 def weights_signature(module: nn.Module) -> Signature:
-    """Shapes, dtypes and what needs gradients of a module's parameters and buffers."""
-    parameters = tuple((tuple(p.shape), p.dtype, p.device, p.requires_grad) for p in module.parameters())
-    return (parameters, tuple((tuple(b.shape), b.dtype) for b in module.buffers()), module.training)
+    """Shapes, strides, dtypes and what needs gradients of a module's parameters and buffers."""
+    parameters = tuple((*_look(p), p.device, p.requires_grad) for p in module.parameters())
+    return (parameters, tuple(map(_look, module.buffers())), module.training)
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    # Strides too: another memory format takes other kernels, whose results lie differently in memory.
+    if is_lazy(tensor):
+        return (tensor.dtype,)
+    return (tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else tensor.layout, tensor.dtype)
 
 
 def elements(of: Signature) -> int:

@@ -88,6 +88,15 @@ def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
     )
 
 
+def wrote_to_held(name: str) -> StateChanged:
+    """The error for an op that wrote to a held tensor in a re-run although its schema says that it writes to nothing."""
+    return StateChanged(
+        f"Region {name}: an op wrote to a tensor that was held for backward, though its schema says that it writes to nothing. "
+        "Declare what it writes to (mutates_args of torch.library.custom_op). The gradients of this pass would be wrong: run the "
+        "step again; from now on the region is run as a whole."
+    )
+
+
 class Filler(Run):
     """One re-run, and its hooks: puts what autograd saves into the missing slots, and stops after the last."""
 

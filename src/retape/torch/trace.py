@@ -12,13 +12,19 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from retape.torch._compat import IGNORED_OPS, untyped_storage
+from retape.torch.checksum import inner_tensors
 from retape.torch.exposure import Observer
+from retape.torch.holders import ATOMS
 
+# Ops that communicate, or that write to their arguments without saying so in their schemas.
+_UNDECLARED = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "_dtensor", "symm_mem"})
+_REBINDING = ("aten::set_", "aten::resize_", "aten::resize_as_")  # which may give a tensor another storage
+Given = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _HIDDEN = frozenset({"running_mean", "running_var"})  # which batch norms write to, though their schemas do not say so
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
@@ -28,7 +34,9 @@ class TracedOp:
     """One op: the storages it reads, makes and writes to, and the shape of each tensor it returns.
 
     `frame` is the tuple it returns, with holes in the places of tensors; it is None itself where the op returns one tensor, or
-    something that is no flat tuple: then nobody but the op can answer for it.
+    something that is no flat tuple: then nobody but the op can answer for it. `given` has shape, strides and dtype of each tensor
+    argument in order, `settings` the type and value of each other one: a re-run compares both. `reshapes` is true for in-place view
+    ops (`transpose_`), which change a tensor's shape or strides and none of its data.
     """
 
     op: Any
@@ -41,6 +49,9 @@ class TracedOp:
     uninitialised: bool
     seconds: float = 0.0
     frame: tuple[Any, ...] | None = None
+    given: tuple[Given, ...] = ()
+    settings: tuple[Any, ...] = ()
+    reshapes: bool = False
 
     @property
     def can_be_answered(self) -> bool:
@@ -120,10 +131,54 @@ class Hole(Enum):
     TENSOR = "tensor"
 
 
+def given_of(tensor: Tensor) -> Given:
+    """What a re-run compares of a tensor argument."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def settings_of(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Type and value of each argument that is no tensor; of other objects (a generator, a process group) the type."""
+    found: list[Any] = []
+    for name, value in (*enumerate(args), *(kwargs or {}).items()):
+        found.append(name)
+        _add_settings(value, found)
+    return tuple(found)
+
+
+def _add_settings(value: Any, found: list[Any]) -> None:
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, (list, tuple)):
+        found.append(len(value))
+        for item in value:
+            _add_settings(item, found)
+    else:
+        found.append((type(value), value if type(value) in ATOMS else None))
+
+
+def hides_ops(tensor: Tensor) -> bool:
+    """True if dispatch does not see all that is done to a tensor: a wrapper subclass, a sparse or nested layout."""
+    if type(tensor) in _PLAIN_TYPES:
+        return tensor.layout is not torch.strided or tensor.is_nested
+    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH or tensor.layout is not torch.strided or tensor.is_nested
+
+
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
+_NO_DISPATCH = Tensor.__torch_dispatch__
+
+
 def _frame_of(out: Any) -> tuple[Any, ...] | None:
     if not isinstance(out, tuple) or not all(isinstance(item, (Tensor, int, float, type(None))) for item in out):
         return None
     return tuple(Hole.TENSOR if isinstance(item, Tensor) else item for item in out)
+
+
+def hidden_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor that has no single storage."""
+    parts = inner_tensors(tensor)
+    if parts:
+        return sum(map(hidden_bytes, parts))
+    return 0 if tensor.layout is not torch.strided or tensor.is_nested else untyped_storage(tensor).nbytes()
 
 
 class OpStopwatch(Protocol):
@@ -151,12 +206,15 @@ class Recorder(Observer):
         self.slots: list[int] = []
         self.slot_bytes: list[int] = []
         self._handed_out = False
+        self._hidden_numbers: dict[int, tuple[int, Tensor]] = {}
         self._hidden_writes: dict[int, list[int]] = {}  # by the number of the op
 
     def exposed(self, tensor: Tensor) -> None:
         self._handed_out = True
 
     def number(self, tensor: Tensor) -> int:
+        if hides_ops(tensor):
+            return self._number_of_hidden(tensor)
         storage = untyped_storage(tensor)
         reference = StorageWeakRef(storage)
         number = self._numbers.setdefault(reference, len(self._numbers))
@@ -165,6 +223,16 @@ class Recorder(Observer):
             self._alive[number] = reference
         return number
 
+    def _number_of_hidden(self, tensor: Tensor) -> int:
+        """A number for a tensor whose storages are not seen; the region is not selected from."""
+        self._handed_out = True
+        known = self._hidden_numbers.get(id(tensor))
+        if known is None:
+            known = self._hidden_numbers[id(tensor)] = (len(self._sizes), tensor)  # held: ids are used again
+            self._numbers[object()] = known[0]  # type: ignore[index]  # counted with the others
+            self._sizes.append(hidden_bytes(tensor))
+        return known[0]
+
     def _bury(self) -> None:
         """Note which storages are gone since the op before."""
         for number in [number for number, reference in self._alive.items() if reference.expired()]:
@@ -172,16 +240,20 @@ class Recorder(Observer):
             self._died[number] = len(self.ops)
 
     def saw_slot(self, tensor: Tensor) -> None:
-        self.slots.append(self.number(tensor))
+        number = self.number(tensor)
+        self.slots.append(number)
         self._saved_at.append(len(self.ops))
-        self.slot_bytes.append(untyped_storage(tensor).nbytes())
+        self.slot_bytes.append(self._sizes[number])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in IGNORED_OPS:
             return func(*args, **kwargs)
         self._bury()
-        read = [self.number(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        read = [self.number(leaf) for leaf in given]
+        seen_as = () if self._handed_out else tuple(map(given_of, given))
+        self._handed_out |= func.namespace in _UNDECLARED or func._schema.name.startswith(_REBINDING)
         known = len(self._numbers)
         out = func(*args, **kwargs) if self._stopwatch is None else self._stopwatch.time(func, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -193,12 +265,17 @@ class Recorder(Observer):
                 reads=tuple(dict.fromkeys(read)),
                 makes=tuple(dict.fromkeys(n for n in numbers if n >= known)),
                 writes=tuple(dict.fromkeys(self._written(func, args, kwargs))),
-                results=tuple(
+                results=()
+                if self._handed_out
+                else tuple(
                     (n, t.shape, t.stride(), t.storage_offset(), t.dtype, t.device)
                     for n, t in zip(numbers, tensors, strict=True)
                 ),
                 returns_one=isinstance(out, Tensor),
                 frame=_frame_of(out),
+                given=seen_as,
+                settings=settings_of(args, kwargs),
+                reshapes=torch.Tag.inplace_view in func.tags,
                 seeded=torch.Tag.nondeterministic_seeded in func.tags,
                 uninitialised=func._schema.name.startswith(_EMPTY),
             )
@@ -226,7 +303,7 @@ class Recorder(Observer):
         return ops
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> list[int]:
-        if not func._schema.is_mutable:
+        if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
             return []
         written: list[int] = []
         for position, argument in enumerate(func._schema.arguments):
