@@ -13,6 +13,7 @@ import os
 import random
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -97,6 +98,12 @@ def memory_of(octets: torch.Tensor) -> memoryview:
     with torch._C.DisableTorchFunction():
         view: memoryview = octets.numpy().data
         return view
+
+
+def waiting_frame(thread: int | None) -> Any:
+    """The innermost frame of a thread, if it is one of Python's own waits (a lock, a queue, a future, a join); else None."""
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    return frame if frame is not None and frame.f_code.co_filename == threading.__file__ else None
 
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from retape.core.errors import RegionError
 from retape.torch import _compat
+from retape.torch.checksum import inner_tensors
 
 
 class _Shape(NamedTuple):
@@ -110,13 +111,18 @@ def copyable(tensor: Tensor) -> bool:
         and tensor.device.type != "meta"
         and not tensor.is_nested
         and not tensor.is_quantized
+        and (
+            tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+        )  # FSDP frees the memory of gathered parameters
     )
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal where a number equals itself, NaN included."""
-    if one.shape != other.shape:
+    if one.shape != other.shape or one.layout is not other.layout:
         return False
+    if one.layout is not torch.strided:
+        return all(map(equal_bits, inner_tensors(one), inner_tensors(other)))
     if torch.equal(one, other):
         return True
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,7 +1,7 @@
 """Containers that a region can reach (a module's fields, a list in a closure), and what they held when it first ran.
 
-A re-run sees the contents of then; afterwards they are the contents of now, whatever the re-run put there. Tensors and plain
-values count; other objects are left as they are.
+A re-run sees the contents of then; afterwards they are the contents of now, whatever the re-run put there. Tensors count, alone or
+inside tuples, lists and dicts, and so do plain values of modules; other objects are left as they are. Containers of any length count.
 """
 
 from __future__ import annotations
@@ -29,9 +29,37 @@ def tracked(tensor: Tensor) -> Tensor:
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+def tracked_item(item: Any) -> Any:
+    """`tracked` for what a container holds: a tensor, or a tuple with tensors in it; everything else is itself."""
+    if isinstance(item, Tensor):
+        return tracked(item)
+    if isinstance(item, tuple) and holds_tensor(item):
+        return tuple.__new__(type(item), [tracked_item(each) for each in item])
+    return item
+
+
+def holds_tensor(item: Any) -> bool:
+    """True for a tensor, and for a tuple, list or dict that has one at any depth."""
+    if isinstance(item, Tensor):
+        return True
+    pending, seen = [item], set[int]()
+    while pending:
+        each = pending.pop()
+        if isinstance(each, Tensor):
+            return True
+        if isinstance(each, (tuple, list, dict)) and id(each) not in seen:
+            seen.add(id(each))
+            values: Any = each.values() if isinstance(each, dict) else each
+            if not ATOMS.issuperset(map(type, values)):
+                pending.extend(values)
+    return False
+
+
 def _to_undo(blanks: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
     """The keys in whose place a tensor has come, and truth values beside them that have changed."""
-    came = [key for key in blanks if isinstance(now.get(key), Tensor)]
+    if not blanks or ATOMS.issuperset(map(type, now.values())):
+        return []
+    came = [key for key in blanks if holds_tensor(now.get(key)) and not holds_tensor(blanks[key])]
     if not came:
         return came
     return came + [key for key, then in blanks.items() if type(then) is bool and type(now.get(key)) is bool]
@@ -60,7 +88,7 @@ class DictHolder:
         self._kept = dict(container)
         if len(container) > self._count:  # a dict keeps its order: what came since stands at the end
             for key in list(container)[self._count :]:
-                if key not in self.then and isinstance(container[key], Tensor):
+                if key not in self.then and holds_tensor(container[key]):
                     del container[key]
         for key, value in self.then.items():
             now = container.get(key, _ABSENT)
@@ -79,9 +107,7 @@ class DictHolder:
             return
         for key in [*kept, *[key for key in container if key not in kept]]:
             old, new = kept.get(key, _ABSENT), container.get(key, _ABSENT)
-            if old is new or not (
-                key in self.then or key in undone or isinstance(old, Tensor) or isinstance(new, Tensor)
-            ):
+            if old is new or not (key in self.then or key in undone or holds_tensor(old) or holds_tensor(new)):
                 continue
             if old is _ABSENT:
                 del container[key]
@@ -96,7 +122,9 @@ class ListHolder:
 
     def __init__(self, container: list[Any] | deque[Any]) -> None:
         self.container = container
-        self.then = [tracked(item) if isinstance(item, Tensor) else item for item in container]
+        self.then = list(container)
+        if not ATOMS.issuperset(map(type, self.then)):
+            self.then = [tracked_item(item) for item in self.then]
         self._kept: list[Any] | None = None
 
     def enter(self) -> None:
@@ -192,8 +220,12 @@ class SlotHolder:
     def __init__(self, value: Any, names: list[str]) -> None:
         self._object = value
         held = {name: getattr(value, name, _ABSENT) for name in names}
-        self._then = {name: tracked(item) for name, item in held.items() if isinstance(item, Tensor)}
-        self._blanks = {name: item for name, item in held.items() if item is _ABSENT or type(item) in BLANKS}
+        self._then = {name: tracked_item(item) for name, item in held.items() if holds_tensor(item)}
+        self._blanks = {
+            name: item
+            for name, item in held.items()
+            if name not in self._then and (item is _ABSENT or type(item) in BLANKS)
+        }
         self._kept: dict[str, Any] = {}
         self._undone: list[str] = []
 
@@ -209,7 +241,7 @@ class SlotHolder:
     def leave(self) -> None:
         for name, value in self._kept.items():
             now = getattr(self._object, name, _ABSENT)
-            ours = name in self._then or name in self._undone or isinstance(now, Tensor) or isinstance(value, Tensor)
+            ours = name in self._then or name in self._undone or holds_tensor(now) or holds_tensor(value)
             if now is not value and ours:
                 self._put(name, value)
         self._kept, self._undone = {}, []
@@ -232,6 +264,12 @@ def _same(now: Any, then: Any) -> bool:
             and type(now) is type(then)
             and now.data_ptr() == then.data_ptr()
             and now.shape == then.shape
+            and now.stride() == then.stride()
+            and now.dtype is then.dtype
+            and now.is_conj() is then.is_conj()
+            and now.is_neg() is then.is_neg()
             and now.numel() > 0
         )
+    if type(now) is type(then) and isinstance(now, tuple):
+        return len(now) == len(then) and all(map(_same, now, then))
     return type(now) is type(then) and type(now) in ATOMS and bool(now == then)

@@ -3,7 +3,8 @@
 `capture_call` walks a function and its arguments once. The result can be called again as if at the first time: containers
 of arguments are rebuilt, closure variables and globals are the ones of then, and what modules, lists and dicts held then can
 be put back (`holders.py`). The tensors that it found are version-checked before that (`watch.py`). Ordinary objects are
-followed a little way, and for their tensors alone.
+followed for their tensors alone. Everything that can be reached is walked, whatever its size: where that is very much, a
+warning says so once.
 """
 
 from __future__ import annotations
@@ -25,14 +26,21 @@ from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
 from retape.torch.closures import NEVER_READ, as_of_now
-from retape.torch.holders import ATOMS, BLANKS, DictHolder, ListHolder, SlotHolder, tracked
+from retape.torch.holders import (
+    ATOMS,
+    BLANKS,
+    DictHolder,
+    ListHolder,
+    SlotHolder,
+    holds_tensor,
+    tracked,
+    tracked_item,
+)
 from retape.torch.known_layouts import read_simple_tree, read_tree
 from retape.torch.layouts import Tree
 from retape.torch.opaque import CompiledCall, Opaque
 
-_MOST_DEPTH = 8
-_MOST_OBJECTS = 4  # of ordinary objects: a module's cache, its list of layers, what one layer keeps
-_MOST_ITEMS = 256
+_MANY_OBJECTS = 100_000  # walking them takes about 0.1 s for each call of a region
 
 
 class Leaf:
@@ -44,6 +52,7 @@ class Leaf:
         self.index = index
 
 
+_LOG = logging.getLogger("retape")
 _LEAVES = tuple([Leaf(index) for index in range(32)])
 _TENSOR = frozenset({Tensor})
 _IMPORTED = sys.modules
@@ -86,11 +95,13 @@ class Call:
         """Have room for what a walk meets."""
         self.tensors, self.extras, self.state = [], [], []
         self.holders, self._placed, self._seen = [], [], set()
+        self._pending: list[Any] = []
+        self._walking = False
 
     # --- arguments ----------------------------------------------------------------------------------------------
 
-    def take(self, value: Any, depth: int = 0) -> Any:
-        """Note what an argument holds; return what stands for it when the call is rebuilt."""
+    def take(self, value: Any, inside: tuple[int, ...] = ()) -> Any:
+        """Note what an argument holds; return what stands for it when the call is rebuilt. `inside`: the containers around it."""
         if isinstance(value, Tensor):
             # One for each place, though the same tensor may stand in several: how many a nested region saves must not
             # depend on which tensors are one object, since in a re-run they may be an argument and its closure's twin.
@@ -101,21 +112,23 @@ class Call:
         if kind in ATOMS:
             self.has_switches = True
             return value
-        if depth > _MOST_DEPTH:
-            return value
+        if id(value) in inside:  # a container that holds itself
+            self.meet(value)
+            return _AsIs(value)
+        inside = (*inside, id(value))
         if kind is list or kind is tuple:
-            return kind([self.take(item, depth + 1) for item in value])
+            return kind([self.take(item, inside) for item in value])
         if kind is dict:
-            return {key: self.take(item, depth + 1) for key, item in value.items()}
+            return {key: self.take(item, inside) for key, item in value.items()}
         if kind in _COPIED:
             twin = copy.copy(value)
-            _refill(twin, [(key, self.take(item, depth + 1)) for key, item in _items(value)])
+            _refill(twin, [(key, self.take(item, inside)) for key, item in _items(value)])
             return twin
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return tuple.__new__(kind, [self.take(item, depth + 1) for item in value])
+            return tuple.__new__(kind, [self.take(item, inside) for item in value])
         if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
-            return _Rebuilt(value, {name: self.take(field, depth + 1) for name, field in _fields_of(value)})
-        self.meet(value, depth)
+            return _Rebuilt(value, {name: self.take(field, inside) for name, field in _fields_of(value)})
+        self.meet(value)
         return value
 
     # --- everything else ------------------------------------------------------------------------------------------
@@ -133,9 +146,24 @@ class Call:
         """Whether a parameter has no shape yet: the first call of a lazy module makes it."""
         return not self.only_parameters and any(map(is_lazy, self.state))
 
-    def meet(self, value: Any, depth: int = 0) -> None:
+    def meet(self, value: Any) -> None:
         """Note what the function can reach through `value`, other than through its arguments."""
-        if type(value) in ATOMS or depth > _MOST_DEPTH or id(value) in self._seen:
+        pending = self._pending
+        pending.append(value)
+        if len(pending) > 1 or self._walking:
+            return
+        self._walking = True
+        try:
+            while pending:
+                self._visit(pending.pop())
+        finally:
+            self._walking = False
+            pending.clear()
+        if len(self._seen) > _MANY_OBJECTS:
+            _say_many(self, len(self._seen))
+
+    def _visit(self, value: Any) -> None:
+        if type(value) in ATOMS or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
@@ -146,26 +174,26 @@ class Call:
         elif is_generator(value):
             self.generators += (value,)
         elif isinstance(value, (dict, list, deque)):
-            self._meet_container(value, depth)
+            self._meet_container(value)
         else:
             try:
-                self._meet_other(value, depth)
+                self._meet_other(value)
             except Exception:  # code of the user's ran (a property, __getattr__) and refused: it is not followed
                 return
 
-    def _meet_other(self, value: Any, depth: int) -> None:
+    def _meet_other(self, value: Any) -> None:
         if isinstance(value, types.FunctionType):
             self.codes += (value.__code__,)
             if "rrelu" in value.__code__.co_names:
                 self.fills_what_it_saved = True
-        for inner in _reachable(value, depth):
-            self.meet(inner, depth + 1)
-        if depth > _MOST_OBJECTS or isinstance(value, _NOT_FOLLOWED):
-            return
+        for inner in _reachable(value):
+            self.meet(inner)
+        if isinstance(value, _NOT_FOLLOWED) or type(value).__module__.startswith("torch."):
+            return  # PyTorch's own objects (FSDP's state, process groups) keep their own record
         if hasattr(value, "__dict__"):
-            self._follow(value.__dict__, depth)
+            self._follow(value.__dict__)
         elif hasattr(type(value), "__slots__"):
-            self._meet_slots(value, depth)
+            self._meet_slots(value)
 
     def _meet_modules(self, root: nn.Module, *, last: bool = False) -> None:
         """Note what a tree of modules holds; after the `last` one nothing is met that could be a part of it."""
@@ -196,46 +224,53 @@ class Call:
         seen.update(map(id, tree.state))
         others, tree.others = tree.others, ()
         for value in others:
-            self.meet(value, 2)
+            self.meet(value)
 
-    def _follow(self, container: dict[Any, Any], depth: int) -> None:
+    def _follow(self, container: dict[Any, Any]) -> None:
         """A dict that is no module's: its tensors count, its plain values are the user's own."""
         holder = DictHolder(container)
         self.holders.append(holder)
+        if ATOMS.issuperset(map(type, container.values())):
+            holder.blanks = container.copy()
+            return
         for key, value in list(container.items()):
             kind = type(value)
-            if kind in BLANKS:
-                holder.blanks[key] = value
-            if kind in ATOMS or kind is types.FunctionType:
-                continue
             if isinstance(value, Tensor):
                 self._place(container, key, value)
                 holder.then[key] = tracked(value)
-            else:
-                self.meet(value, depth + 1)
+            elif kind is tuple and holds_tensor(value):
+                holder.then[key] = tracked_item(value)
+                self.meet(value)
+            elif kind in BLANKS:
+                holder.blanks[key] = value
+                if kind not in ATOMS:
+                    self.meet(value)
+            elif kind is not types.FunctionType:
+                self.meet(value)
 
-    def _meet_slots(self, value: Any, depth: int) -> None:
+    def _meet_slots(self, value: Any) -> None:
         names = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
         if not getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False):
             self.holders.append(SlotHolder(value, names))
         for name in names:
-            self.meet(getattr(value, name, None), depth + 1)
+            self.meet(getattr(value, name, None))
 
-    def _meet_container(self, value: Any, depth: int) -> None:
-        if len(value) > _MOST_ITEMS:  # a data set, a vocabulary: nothing that a forward writes to
-            return
+    def _meet_container(self, value: Any) -> None:
         if isinstance(value, (list, deque)) and type(value).__iter__ in (list.__iter__, deque.__iter__):
-            self.holders.append(ListHolder(value))
-            for index, item in enumerate(value):
+            holder = ListHolder(value)
+            self.holders.append(holder)
+            if ATOMS.issuperset(map(type, holder.then)):
+                return
+            for index, item in enumerate(list(value)):
                 if isinstance(item, Tensor):
                     self._place(value, index, item)
                 else:
-                    self.meet(item, depth + 1)
+                    self.meet(item)
         elif type(value) in _COPIED or (isinstance(value, dict) and type(value).__setitem__ is dict.__setitem__):
-            self._follow(value, depth)
+            self._follow(value)
         else:
             for item in value.values() if isinstance(value, dict) else value:
-                self.meet(item, depth + 1)
+                self.meet(item)
 
     def _place(self, container: Any, key: Any, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
@@ -262,6 +297,15 @@ class Call:
             tuple([_put_back(a, tensors) for a in self.arguments]),
             {k: _put_back(a, tensors) for k, a in self.keywords.items()},
         )
+
+
+class _AsIs:
+    """A value that is handed to a re-run as it is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 class _Rebuilt:
@@ -311,7 +355,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple([f"_{owner}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names])
 
 
-def _reachable(value: Any, depth: int) -> Iterable[Any]:
+def _reachable(value: Any) -> Iterable[Any]:
     """What stands directly behind a tuple, a set, a function or a method."""
     if isinstance(value, types.FunctionType):
         return _behind_function(value)
@@ -321,7 +365,7 @@ def _reachable(value: Any, depth: int) -> Iterable[Any]:
         return (value.__self__,)
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords)
-    if isinstance(value, (tuple, set, frozenset)) and len(value) <= _MOST_ITEMS:
+    if isinstance(value, (tuple, set, frozenset)):
         return value
     return ()
 
@@ -356,11 +400,27 @@ def _fields_of(value: Any) -> list[tuple[str, Any]]:
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
-_CONTAINERS = (list, tuple, dict, deque, _Rebuilt)
+_CONTAINERS = (list, tuple, dict, deque, _Rebuilt, _AsIs)
 
 
 def _holds_no_container(taken: Iterable[Any]) -> bool:
     return not any(type(value) is not Leaf and isinstance(value, _CONTAINERS) for value in taken)
+
+
+_SAID: set[str] = set()  # in this process
+
+
+def _say_many(call: Call, count: int) -> None:
+    """Warn once of a call through which very many objects can be reached."""
+    name = getattr(getattr(call, "function", None), "__qualname__", "") or "a region's function"
+    if name not in _SAID:
+        _SAID.add(name)
+        _LOG.warning(
+            "retape: %s can reach %d objects through its closure, globals or attributes, and all are looked at in each call. "
+            "Pass what it needs as arguments.",
+            name,
+            count,
+        )
 
 
 def twins_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -446,24 +506,24 @@ def usual_call(function: Any, tree: Tree, tensors: list[Tensor]) -> Call:
     return call
 
 
-def _put_back(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
+def _put_back(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind is Leaf:
         return tensors[value.index]
-    if depth > _MOST_DEPTH:
-        return value
+    if kind is _AsIs:
+        return value.value
     if kind is list or kind is tuple:
-        return kind([_put_back(item, tensors, depth + 1) for item in value])
+        return kind([_put_back(item, tensors) for item in value])
     if kind is dict:
-        return {key: _put_back(item, tensors, depth + 1) for key, item in value.items()}
+        return {key: _put_back(item, tensors) for key, item in value.items()}
     if kind is _Rebuilt:
-        return value.rebuild({name: _put_back(field, tensors, depth + 1) for name, field in value.fields.items()})
+        return value.rebuild({name: _put_back(field, tensors) for name, field in value.fields.items()})
     if kind in _COPIED:
         twin = copy.copy(value)
-        _refill(twin, [(key, _put_back(item, tensors, depth + 1)) for key, item in _items(value)])
+        _refill(twin, [(key, _put_back(item, tensors)) for key, item in _items(value)])
         return twin
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return tuple.__new__(kind, [_put_back(item, tensors, depth + 1) for item in value])
+        return tuple.__new__(kind, [_put_back(item, tensors) for item in value])
     return value
 
 

@@ -17,7 +17,6 @@ Rules (cited as "Rule n"; the design has the whole list)
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +38,7 @@ from retape.torch.policy import DROP, Check, Inputs, Policy
 from retape.torch.proof import Proof, Standing
 from retape.torch.reads import Call, capture_call
 from retape.torch.replay import Diverged, Replay
+from retape.torch.rerun_lock import RerunLock
 from retape.torch.runs import THREAD, Stop, record
 from retape.torch.select import Answering, Recipe
 from retape.torch.slots import Filler, Slot, as_it_is, checked, release, wrote_to_held
@@ -60,7 +60,7 @@ _NO_TENSORS: list[Tensor] = []  # never changed, only replaced
 _HeldHere, _MovedSlot = links.HeldHere, offload.MovedSlot
 
 # Re-runs put process-wide state back to how it was (buffers, streams, flags), so only one may do so at a time.
-RERUN = threading.RLock()
+RERUN = RerunLock()
 
 
 class Region:

@@ -24,6 +24,7 @@ from retape.torch.copies import Copies, copyable
 from retape.torch.exposure import Observer
 from retape.torch.layouts import Tree
 from retape.torch.reads import Call
+from retape.torch.rerun_lock import SWAPS
 
 if TYPE_CHECKING:
     from retape.torch.region import Region
@@ -36,6 +37,7 @@ _NO_TWINS: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _ELSEWHERE = torch.empty(0)
 _SMALL_BYTES = 64 * 1024
+_MOST_COPIES = 256
 _LARGE_BYTES = 256 * 1024 * 1024  # a table or a data set in a closure: copying it could be what does not fit
 _KINDS: weakref.WeakKeyDictionary[Any, dict[Any, frozenset[int]]] = weakref.WeakKeyDictionary()
 
@@ -52,7 +54,9 @@ def version_of(tensor: Tensor) -> Any:
             return checksum(tensor)
     if tensor.is_inference():
         return 0
-    return (tensor._version, *[version_of(inner) for inner in inner_tensors(tensor)])
+    inner = inner_tensors(tensor)
+    # An alias of a subclass without tensors inside may be a plain tensor: both have the same number.
+    return (tensor._version, *map(version_of, inner)) if inner else tensor._version
 
 
 def versions_of(values: Sequence[Any]) -> list[Any]:
@@ -88,6 +92,7 @@ class Watch:
 
     def __init__(self, call: Call) -> None:
         self._call = call
+        self._swaps_seen = SWAPS.last
         tensors, state = call.tensors, call.state
         if call.is_usual and call.kinds is not None:
             kind = (len(tensors), 0, len(state), call.switches)
@@ -140,11 +145,13 @@ class Watch:
                 if (_may_change(tensor) and (i < arguments or tensor.nbytes <= _LARGE_BYTES))
                 or id(tensor) in renormalised
             ]
-        return [
+        small = [
             index
             for index, tensor in enumerate(watched)
             if index in known or (not tensor.requires_grad and _may_change(tensor) and tensor.nbytes <= _SMALL_BYTES)
         ]
+        # Copying thousands of tensors in case one is written to costs more than the error that says so.
+        return small if len(small) <= _MOST_COPIES else sorted(known)
 
     def settle(self, arguments: list[Tensor], region: Region) -> None:
         """After the call: learn what it changed, and let go of the copies of what it did not."""
@@ -169,6 +176,7 @@ class Watch:
             self._kinds[self._kind[1]] = frozenset(changed) or _NOTHING
         if not changed:
             return
+        self._refuse_swapped(region, changed)
         lost = {i for i in (changed - copies.indices if copies else changed) if not _compat.is_fake(watched[i])}
         if lost:
             raise StateChanged(
@@ -178,6 +186,18 @@ class Watch:
         if copies is not None:
             self._copies = copies.only(changed)
             self.changed = self._copies.indices
+
+    def _refuse_swapped(self, region: Region, changed: set[int]) -> None:
+        """Raise if a re-run in another thread had replaced, during this call, the tensors that it changes."""
+        first = len(self._before) - len(self._call.state)
+        places = self._call.places
+        mine = frozenset(id(places[index - first][0]) for index in changed if index >= first)
+        if SWAPS.by_others_since(self._swaps_seen, mine):
+            raise StateChanged(
+                f"Region {region.name} ran while a re-run in another thread had replaced its buffers for a while, so that its update of "
+                f"{self.describe(min(index for index in changed if index >= first))} may be lost. Train a model in one thread at a "
+                "time, or give each thread a copy of it."
+            )
 
     def check_present(self, arguments: list[Tensor | None], region: Region) -> list[Tensor]:
         """`check`, where arguments that are not held here (None) are somebody else's to check."""
@@ -246,6 +266,7 @@ def recalled(call: Call, before: list[int], needed: list[bool], *, over: bool) -
     watch._before = before
     watch.arguments_need_grad, watch._needs_grad = [True] * arguments, needed
     watch._rest = call.state
+    watch._swaps_seen = SWAPS.last
     if over:
         watch._after = before
     return watch
@@ -260,6 +281,7 @@ class AsBefore:
     _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # what was set otherwise for the re-run, and how it stood
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
     _hook_counts: list[int] | None = None
+    _swap: int | None = None
 
     def __init__(self, watch: Watch) -> None:
         call = watch._call
@@ -292,6 +314,8 @@ class AsBefore:
         needs_grad.update({first + i: needed for i, needed in enumerate(self._watch._needs_grad)})
         self._copies = copies.rebuild(needs_grad)
         lent = copies.sharing_with(range(extras, first))
+        places = call.places
+        self._swap = SWAPS.begin(frozenset(id(places[index - first][0]) for index in self._copies if index >= first))
         for index, copy in list(self._copies.items()):
             if index in lent:
                 # Nobody knows who holds a closure's tensor, so its own memory is lent to the re-run.
@@ -300,7 +324,7 @@ class AsBefore:
                     overwritten.append((tensor, tensor.detach().clone()))
                     _compat.write_unseen(tensor, copy)
             elif index >= first:
-                container, key = call.places[index - first]
+                container, key = places[index - first]
                 container[key] = copy
 
     def arguments(self, held: list[Tensor]) -> list[Tensor]:
@@ -347,6 +371,8 @@ class AsBefore:
             drop_hooks(self._leaves, self._hook_counts or [0] * len(self._leaves))
         for holder in self._watch._call.holders:
             holder.leave()
+        if self._swap is not None:
+            SWAPS.end(self._swap)
 
     def _put_back(self) -> None:
         """Undo what was put into tensors themselves."""
