@@ -177,7 +177,7 @@ class Holding(nn.Module):
         (torch.arange(16.0).view(4, 4), lambda w: w.t()),
         (torch.arange(4.0) + 1j, lambda w: w.conj()),
         (torch.arange(4.0), lambda w: w.view(torch.int32)),
-        (torch.arange(4.0), lambda w: torch._neg_view(w)),
+        (torch.arange(4.0), torch._neg_view),
         (torch.arange(16.0).view(4, 4), lambda w: nn.Parameter(w.t())),
     ],
     ids=["transposed", "conjugated", "another dtype", "negated", "a parameter"],

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from retape.core.assignment import Assignment, assign
-from retape.core.errors import BudgetTooSmall
+from retape.core.errors import BudgetTooSmall, StateChanged
 from retape.core.frontier import frontier
 from retape.core.option_set import OptionSet
 from retape.core.plan import Plan
@@ -269,6 +269,10 @@ class Fitter:
         except (
             torch.OutOfMemoryError
         ):  # the comparison needs a little more than a step: the first steps of training prove the rest
+            laboratory.rewind()
+        except StateChanged:  # an op wrote to what was held without saying so
+            if not executor.rejected:
+                raise
             laboratory.rewind()
         return not any_rank(executor.rejected)
 
