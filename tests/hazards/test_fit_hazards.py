@@ -320,3 +320,29 @@ def test_branches_that_are_swapped(by_chance):
         for number in range(4):
             assert_same(step(model, number=number), step(plain, number=number))
         made.remove()
+
+
+def test_fewer_but_longer_rows_than_were_profiled_are_warned_of():
+    """Attention costs the square of a row's length: a batch with as many numbers can need many times the memory."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(16, 48)
+
+        def forward(self, x):
+            query, key, value = self.project(x).chunk(3, -1)
+            return x + torch.softmax(query @ key.transpose(1, 2), -1) @ value
+
+    def step(model, batch):
+        return model(batch).square().mean()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention() for _ in range(4)))
+    fitted = retape.fit(model, torch.randn(16, 16, 16), budget=0.6, step=step, progress=False)
+    step(model, torch.randn(16, 16, 16)).backward()
+    with pytest.warns(
+        UserWarning, match=r"was given a tensor of shape \(1, 256, 16\), and one of shape \(16, 16, 16\)"
+    ):
+        step(model, torch.randn(1, 256, 16)).backward()
+    fitted.remove()

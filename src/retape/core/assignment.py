@@ -36,8 +36,8 @@ class Choice:
     `held` are the numbers of the slots to hold of `slots` in all, `moved` of those that go to the host meanwhile. With
     `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again; of the tensors
     among its arguments those with the numbers `moved_inputs` go to the host. Its parts called `tiled` are run in `tiles` slices.
-    `elements` is how many numbers its inputs had when it was profiled. `saved_share` is that of the compiled form to run; None
-    is eager. `training` is the mode it was profiled in; None is unknown.
+    `elements` is how many numbers its inputs had when it was profiled, `shapes` their shapes. `saved_share` is that of the compiled
+    form to run; None is eager. `training` is the mode it was profiled in; None is unknown.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Choice:
     tiles: int = 1
     tiled: tuple[str, ...] = ()
     training: bool | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -101,7 +102,8 @@ class Assignment:
 def _choice(item: dict[str, Any]) -> Choice:
     passing = tuple(Passing(**{**each, "fill": tuple(each["fill"])}) for each in item["passing"])
     slots = {name: tuple(item.get(name, ())) for name in ("held", "moved", "moved_inputs", "tiled")}
-    return Choice(**{**item, **slots, "option": OptionKind(item["option"]), "passing": passing})
+    shapes = tuple(tuple(shape) for shape in item.get("shapes", ()))
+    return Choice(**{**item, **slots, "shapes": shapes, "option": OptionKind(item["option"]), "passing": passing})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

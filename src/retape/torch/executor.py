@@ -7,6 +7,7 @@ for each new shape. What the assignment does not know (a module called more ofte
 from __future__ import annotations
 
 import logging
+import operator
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from retape.torch.proof import Proof, Standing
 from retape.torch.region import Region
 from retape.torch.runs import THREAD, managed_elsewhere
 from retape.torch.select import Recipe, plan_recipe
-from retape.torch.signature import Signature, elements, signature
+from retape.torch.signature import Signature, elements, shapes, signature
 from retape.torch.tiling import call_part
 from retape.torch.trace import RegionTrace
 
@@ -157,12 +158,8 @@ class Executor:
         self.regions_run += 1
         inputs = signature(args, keywords)
         # Under a live budget larger batches are looked after.
-        if choice.elements and _sized(inputs) > choice.elements and THREAD.manager is None:
-            self._warn_once(
-                "size",
-                f"Region {choice.name} was given {_sized(inputs)} numbers, and {choice.elements} when it was profiled: "
-                "the peak may pass the budget. Call retape.fit again with the larger batch.",
-            )
+        if choice.elements and THREAD.manager is None:
+            self._warn_of_size(choice, inputs)
         held = self._answers.get(number, ()) if choice.held or choice.moved else ()
         if not held or type(plain_call) is CompiledCall:
             policy = policy_of(number, choice, None, None)
@@ -171,6 +168,21 @@ class Executor:
         proof = None if selection.recipe is None and done is None else selection.proof
         policy = policy_of(number, choice, selection.recipe, proof)
         return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check, done=done)
+
+    def _warn_of_size(self, choice: Choice, inputs: Signature) -> None:
+        """Warn once of inputs with more numbers, or a longer side, than those that were profiled: rows can cost their square."""
+        if _sized(inputs) > choice.elements:
+            what = f"{_sized(inputs)} numbers, and {choice.elements}"
+        else:
+            longer = _longer(shapes(inputs), choice.shapes)
+            if longer is None:
+                return
+            what = f"a tensor of shape {longer[0]}, and one of shape {longer[1]}"
+        self._warn_once(
+            "size",
+            f"Region {choice.name} was given {what} when it was profiled: the peak may pass the budget. "
+            "Call retape.fit again with the larger batch.",
+        )
 
     def _selection(self, number: int, choice: Choice, key: _Key) -> tuple[_Selection, Callable[[Region], None] | None]:
         """What a re-run of this region may skip, and what is to be done after its forward: a trace, where it is not known yet."""
@@ -253,6 +265,18 @@ def executor_of(profile: Profile, assignment: Assignment, names: dict[int, str],
 def _sized(inputs: Signature) -> int:
     """How many numbers a call is given; one that comes along by itself (how many items a batch has) is no larger batch."""
     return elements(tuple(part for part in inputs if not (isinstance(part, tuple) and part[:1] == ((),))))
+
+
+def _longer(
+    given: tuple[tuple[int, ...], ...], profiled: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The first tensor that is longer along one side than the profiled one in its place, with that one's shape."""
+    if len(given) != len(profiled):
+        return None
+    for now, then in zip(given, profiled, strict=True):
+        if len(now) == len(then) and any(map(operator.gt, now, then)):
+            return now, then
+    return None
 
 
 def answers(choice: Choice) -> tuple[int, ...]:

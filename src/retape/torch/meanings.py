@@ -5,7 +5,7 @@ from __future__ import annotations
 from retape.core.assignment import Choice, StageMeaning
 from retape.torch.modelling import Modelled
 from retape.torch.profile import Profile
-from retape.torch.signature import elements
+from retape.torch.signature import elements, shapes
 
 
 def meanings_of(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...]:
@@ -25,6 +25,7 @@ def meanings_of(profile: Profile, modelled: Modelled) -> tuple[StageMeaning, ...
             kind=kinds[call.kind],
             slots=len(trace.slots) if trace is not None else 0,
             elements=elements(call.inputs),
+            shapes=shapes(call.inputs),
             training=call.training,
         )
         held = tuple(tuple(sorted(slots or ())) for slots in about.held)

@@ -190,7 +190,7 @@ class Call:
             self.meet(inner)
         if isinstance(value, _NOT_FOLLOWED) or type(value).__module__.startswith("torch."):
             return  # PyTorch's own objects (FSDP's state, process groups) keep their own record
-        if hasattr(value, "__dict__"):
+        if type(getattr(value, "__dict__", None)) is dict:
             self._follow(value.__dict__)
         elif hasattr(type(value), "__slots__"):
             self._meet_slots(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import torch
@@ -52,13 +53,11 @@ def _look(tensor: Tensor) -> tuple[Any, ...]:
     return (tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else tensor.layout, tensor.dtype)
 
 
+def shapes(of: Signature) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a call's tensors, in order."""
+    return tuple(part[0] for part in of if isinstance(part, tuple) and part and isinstance(part[0], tuple))
+
+
 def elements(of: Signature) -> int:
     """How many numbers the tensors of a call have in all."""
-    total = 0
-    for part in of:
-        if isinstance(part, tuple) and part and isinstance(part[0], tuple):
-            count = 1
-            for size in part[0]:
-                count *= size
-            total += count
-    return total
+    return sum(map(math.prod, shapes(of)))
