@@ -727,3 +727,14 @@ def test_many_compilations():
         assert config.recompile_limit > before
         assert config.fail_on_recompile_limit_hit
     assert config.recompile_limit == before
+
+
+def test_global_forward_hooks():
+    before = torch.nn.modules.module.register_module_forward_pre_hook(identity)
+    after = torch.nn.modules.module.register_module_forward_hook(identity)
+    try:
+        assert _compat.global_forward_hooks() == [identity, identity]
+    finally:
+        before.remove()
+        after.remove()
+    assert _compat.global_forward_hooks() == []
