@@ -5,7 +5,8 @@ functions that are called through these, modules with their hooks, objects and c
 object is entered once. What a subclass writes down for a tensor, for code and for an object that cannot be entered is its own affair:
 `Reading` compares by identity, inside one process; `loop_fingerprint.py` writes texts that a file can hold.
 
-The standard library, torch, numpy and retape are not entered: their functions, classes and objects go by identity or by name.
+The standard library, torch, numpy, retape and packages that only report (tqdm) are not entered: their functions, classes and objects
+go by identity or by name. So what is kept in a `contextvars.ContextVar` or in `os.environ` is not seen.
 """
 
 from __future__ import annotations
@@ -78,13 +79,13 @@ _CHILDREN = ("_parameters", "_buffers", "_modules")
 
 # --- which code is a library's ------------------------------------------------------------------------------------------
 
-_LIBRARIES = frozenset({"torch", "numpy", "retape", "triton", "builtins"})
+_LIBRARIES = frozenset({"torch", "numpy", "retape", "triton", "builtins", "tqdm", "rich", "wandb"})
 _STANDARD = sysconfig.get_path("stdlib")
 
 
 @functools.cache
 def is_library(name: str) -> bool:
-    """Whether a module belongs to the standard library, torch, numpy or retape; nobody keeps settings of a run there."""
+    """Whether a module is of the standard library, torch, numpy, retape, or of a package that only reports, as tqdm does."""
     top = name.partition(".")[0]
     if top in _LIBRARIES:
         return True
@@ -121,6 +122,13 @@ class _Space(NamedTuple):
     done: set[str]
 
 
+def ambient() -> dict[str, Any]:
+    """What PyTorch's own settings say that a forward depends on."""
+    devices = ("cpu", "cuda")
+    autocast = tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices])
+    return {"autocast on cpu and cuda": autocast, "the default dtype": torch.get_default_dtype()}
+
+
 class Walk:
     """Writes down what a callable depends on: `paths`, and one of `tokens` for each."""
 
@@ -136,7 +144,8 @@ class Walk:
 
     def enter(self, roots: dict[str, Any]) -> None:
         """Walk from `roots`, each with its label."""
-        self._push([((None, label), value) for label, value in roots.items()])
+        everywhere = {"global module hooks": _compat.global_forward_hooks()}
+        self._push([((None, label), value) for label, value in (roots | everywhere).items()])
         while self._stack or self._named_since():
             while self._stack:
                 self._visit(*self._stack.pop())
@@ -552,10 +561,10 @@ class Reading(Walk):
         for index, value in enumerate(arguments):
             token = self.shape(value) if isinstance(value, Tensor) else self.atom(value)
             self._note((None, f"argument {index}"), token)
-        self._note((None, "the autocast state"), _autocast())
-        self._note((None, "the default dtype"), torch.get_default_dtype())
+        for name, value in ambient().items():
+            self._note((None, name), value)
         self._note((None, "the gradient mode"), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        self.enter({**roots, "a global module hook": _compat.global_forward_hooks()})
+        self.enter(roots)
         self.key = tuple(self.tokens)
 
     def difference(self, other: Reading) -> str:
@@ -582,8 +591,3 @@ class Reading(Walk):
 
     def again(self, first: int) -> Any:
         return first
-
-
-def _autocast() -> tuple[Any, ...]:
-    devices = ("cpu", "cuda")
-    return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices])
