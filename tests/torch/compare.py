@@ -92,6 +92,7 @@ class Notes:
 def _notes_of(number: int) -> list[Any]:
     return []
 
+
 WAYS = (as_region, by_values, to_the_end, dropped, some_held, all_held, some_moved, nested)
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 

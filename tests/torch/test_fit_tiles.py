@@ -24,7 +24,6 @@ from retape.torch.policy import Check
 from retape.torch.tiling import parts_of, treats_rows_independently
 
 
-
 @functools.cache
 def calls():
     """The rows of each call of an MLP, kept where nothing looks: what a module counts itself would be put back, and checked again."""

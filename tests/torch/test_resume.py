@@ -299,7 +299,9 @@ def test_kill_minus_nine(tmp_path, at):
             tests=str(Path(__file__).parent), folder=str(tmp_path / "run"), out=str(tmp_path / "out.pt")
         )
         environment = {**os.environ, "KILLED_AT": str(at)}
-        return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment)
+        return subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment
+        )
 
     assert process(at).returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path / "run")) > 1

@@ -117,7 +117,9 @@ def while_loop(
     if not torch.is_grad_enabled() or is_plain():
         return _plain_while(cond, step, carry, most)
     refuse_transforms(step)
-    parts = _Parts(step, lambda carry, _: (step(carry), ()), carry, Xs(None), None, params=params, others={"cond": cond})
+    parts = _Parts(
+        step, lambda carry, _: (step(carry), ()), carry, Xs(None), None, params=params, others={"cond": cond}
+    )
     plan = _online_plan(parts, counts, levels)
     driver = parts.driver(plan, levels, resume)
     driver.run_unknown(_decision(driver, cond, most))

@@ -71,10 +71,10 @@ class _Texts(Walk):
         return f"{value.co_name}, code {digest(_shown(value).encode())}"
 
     def thing(self, value: Any) -> str:
-        named = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
         if isinstance(value, types.ModuleType):
             return f"module {value.__name__}"
-        return f"{named.__module__}.{named.__qualname__}"
+        named = value if isinstance(getattr(value, "__qualname__", None), str) else type(value)
+        return f"{getattr(named, '__module__', None)}.{named.__qualname__}"
 
     def again(self, first: int) -> str:
         return f"the same as {path_text(self.paths[first])}"

@@ -28,6 +28,7 @@ import uuid
 import weakref
 from collections import UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,14 +303,18 @@ class Walk:
     # --- containers -------------------------------------------------------------------------------------------------
 
     def _sequence(self, path: Path, value: Any) -> None:
-        self._note(path, type(value).__name__, len(value), *self._digest(value))
-        items = () if self._digest(value) else value
-        self._push([((path, f"[{i}]"), item) for i, item in enumerate(items)] + self._attributes(path, value))
+        items = list(next(base for base in (list, tuple, deque) if isinstance(value, base)).__iter__(value))
+        told = _digest_of(items)
+        self._note(path, type(value).__name__, len(items), *told)
+        found = [] if told else [((path, f"[{i}]"), item) for i, item in enumerate(items)]
+        self._push(found + self._attributes(path, value))
 
     def _mapping(self, path: Path, value: Any) -> None:
-        items = [] if self._digest(value) else list(value.items())
-        keys = [self.atom(key) for key, _ in items if type(key) in ATOMS]
-        self._note(path, type(value).__name__, len(value), *self._digest(value), *keys)
+        items = list(dict.items(value) if isinstance(value, dict) else value.items())
+        told = _digest_of(items)
+        keys = [] if told else [self.atom(key) for key, _ in items if type(key) in ATOMS]
+        self._note(path, type(value).__name__, len(items), *told, *keys)
+        items = [] if told else items
         found = [((path, f": key {i}"), key) for i, (key, _) in enumerate(items) if type(key) not in ATOMS]
         found += [((path, f"[{_label(key)}]"), item) for key, item in items]
         if isinstance(value, defaultdict):
@@ -318,15 +323,10 @@ class Walk:
 
     def _set(self, path: Path, value: Any) -> None:
         items = sorted(value, key=lambda item: (type(item).__name__, repr(item) if type(item) in ATOMS else ""))
-        self._note(path, type(value).__name__, len(items), *self._digest(items))
-        items = [] if self._digest(items) else items
-        self._push([((path, f" item {i}"), item) for i, item in enumerate(items)] + self._attributes(path, value))
-
-    def _digest(self, value: Any) -> tuple[str, ...]:
-        if len(value) <= _LONG or not _is_plain(value):
-            return ()
-        plain = list(value.items()) if isinstance(value, dict) else list(value)
-        return (digest(marshal.dumps(plain, 0)),)
+        told = _digest_of(items)
+        self._note(path, type(value).__name__, len(items), *told)
+        found = [] if told else [((path, f" item {i}"), item) for i, item in enumerate(items)]
+        self._push(found + self._attributes(path, value))
 
     def _attributes(self, path: Path, value: Any) -> list[tuple[Path, Any]]:
         """The attributes of an object of a user's class, such as a list with fields of its own."""
@@ -451,10 +451,8 @@ def _find_handler(kind: type) -> _Handler:
 
 def _fields_of(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object keeps in its dict and in its slots, without running code of its own."""
-    try:
+    with suppress(AttributeError):  # it has none
         yield from list(object.__getattribute__(value, "__dict__").items())
-    except AttributeError:
-        pass
     for base in type(value).__mro__:
         for name in _slots_of(base):
             member = vars(base).get(name)
@@ -496,16 +494,23 @@ def _label(key: Any) -> str:
     return repr(key) if type(key) in ATOMS else f"a {type(key).__name__}"
 
 
-def _is_plain(container: Any) -> bool:
-    """Whether a container holds nothing but numbers, texts and containers of such, none of them twice."""
-    if type(container) not in _NESTED:
-        return isinstance(container, deque) and _EXACT.issuperset(map(type, container))
-    pending, seen = [container], {id(container)}
+def _digest_of(items: list[Any]) -> tuple[str, ...]:
+    """A digest of a long list of plain values; nothing where items have to be looked at one by one."""
+    if len(items) <= _LONG or not _is_plain(items):
+        return ()
+    try:
+        return (digest(marshal.dumps(items, 0)),)
+    except ValueError:  # nested too deep for it
+        return ()
+
+
+def _is_plain(container: list[Any]) -> bool:
+    """Whether a list holds nothing but numbers, texts and containers of such, each of these once."""
+    pending: list[Any] = [container]
+    seen: set[int] = set()
     while pending:
         value = pending.pop()
         items = [*value.keys(), *value.values()] if type(value) is dict else value
-        if _EXACT.issuperset(map(type, items)):
-            continue
         inner = [item for item in items if type(item) not in _EXACT]
         if not all(type(item) in _NESTED and id(item) not in seen for item in inner):
             return False
