@@ -498,12 +498,3 @@ def read_settings() -> list[Any]:
     if CUDA_BUILT:
         seen += [_cudnn(), _benchmark(), _cudnn_deterministic(), _mem_efficient(), _cudnn_attention()]
     return seen
-
-
-# --- module hooks -----------------------------------------------------------------------------------------------------
-
-
-def global_forward_hooks() -> list[Any]:
-    """The hooks that run before and after the forward of every module there is."""
-    modules = torch.nn.modules.module
-    return [*modules._global_forward_pre_hooks.values(), *modules._global_forward_hooks.values()]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from retape.torch.checksum import inner_tensors
 from retape.torch.reads import Call
-from retape.torch.settings import Walk, ambient, digest, path_text
+from retape.torch.settings import Walk, ambient, path_text
+from retape.torch.settings_values import digest
 
 Texts = dict[str, str]
 _SHOWN = 80  # characters of a value; of a longer one the rest is in a digest
@@ -57,15 +58,16 @@ class _Texts(Walk):
 
     def __init__(self) -> None:
         super().__init__()
-        self.met: set[int] = set()  # the ids of tensors
+        self.met: dict[int, str] = {}  # by the ids of tensors
 
     def atom(self, value: Any) -> str:
         text = repr(value)
         return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters, {digest(text.encode())})"
 
     def tensor(self, value: Tensor) -> str:
-        self.met.add(id(value))
-        return f"tensor of {value.dtype} {tuple(value.shape)}, values {digest_of([value])}"
+        if id(value) not in self.met:
+            self.met[id(value)] = f"tensor of {value.dtype} {tuple(value.shape)}, values {digest_of([value])}"
+        return self.met[id(value)]
 
     def code(self, value: types.CodeType) -> str:
         return f"{value.co_name}, code {digest(_shown(value).encode())}"

@@ -5,14 +5,11 @@ before, to rounding. Copies are rows that the function has seen, so it cannot ob
 shows functions that look at a row's position or at the number of rows. Nothing outside notices: random streams and buffers are
 those of the first run, and are put back.
 
-What a function depends on is read before each call (`settings.py`). A reading that has passed the check before needs no other.
+When it has to be asked again is in `row_guard.py`.
 """
 
 from __future__ import annotations
 
-import logging
-import types
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +23,9 @@ from retape.torch import _compat, runs, state
 from retape.torch.copies import equal_bits
 from retape.torch.links import Held, Link, Made, SavedInNode
 from retape.torch.region import RERUN, Region
-from retape.torch.settings import Reading
+from retape.torch.row_guard import Reading, known_of
 from retape.torch.watch import AsBefore
 
-_LOG = logging.getLogger("retape")
-_MOST_READINGS = 1024  # of one function; the oldest are forgotten, and would be checked again
-_OFTEN = 3  # calls one after the other, each of which had to be checked
 # How far kernels may round apart, as a share of the largest number.
 _ROUNDING_OF_FLOAT64, _ROUNDING_OF_FLOAT32, _ROUNDING_OF_TF32, _ROUNDING_OF_16_BIT = 1e-10, 2e-5, 5e-3, 3e-2
 
@@ -184,21 +178,11 @@ class Arguments:
     rows: list[Tensor]
 
 
-def read_settings(function: Callable[..., Any], given: list[Any], slicing: Slicing) -> Reading | None:
-    """What a function depends on before its first slice; None where there is nothing to check.
-
-    A re-run is a call that was checked when it first ran, and tensors without values show nothing.
-    """
-    if runs.recomputing() or any(_compat.is_fake(value) for value in given if isinstance(value, Tensor)):
-        return None
-    return Reading({"": function}, [*given, slicing.dim])
-
-
 def assert_rowwise(
     region: SliceRegion, given: Arguments, outputs: list[Any], slicing: Slicing, reading: Reading, *, may_draw: bool
 ) -> None:
     """Raise if the function of the first slice mixes rows, unless it has been asked with the same reading before."""
-    known = _known(region)
+    known = known_of(region.kind[0])
     if known.has(reading):
         return
     if region.draws and not may_draw:
@@ -334,54 +318,3 @@ def _moved(rows: Tensor, kept: int, dim: int) -> Tensor:
     moved = rows * 0.5 + 1.0
     moved.narrow(dim, kept, 1).copy_(rows.narrow(dim, kept, 1))
     return moved
-
-
-# --- which functions have been asked --------------------------------------------------------------------------------
-
-
-class _Known:
-    """The readings of one function with which it has passed the check."""
-
-    def __init__(self) -> None:
-        self._passed: dict[Any, None] = {}  # in the order of their last use
-        self._last: Reading | None = None
-        self._new_in_a_row = 0
-
-    def has(self, reading: Reading) -> bool:
-        if reading.key not in self._passed:
-            return False
-        self._passed[reading.key] = self._passed.pop(reading.key)
-        self._last, self._new_in_a_row = reading, 0
-        return True
-
-    def add(self, reading: Reading) -> None:
-        self._passed[reading.key] = None
-        while len(self._passed) > _MOST_READINGS:
-            del self._passed[next(iter(self._passed))]
-
-    def note_change(self, reading: Reading, name: str) -> None:
-        """Say once that a function is checked in every call, and what changes from call to call."""
-        self._new_in_a_row += 1
-        if self._new_in_a_row == _OFTEN and self._last is not None and name not in _TOLD:
-            _TOLD.add(name)
-            _LOG.warning(
-                "retape: %s is checked for independent rows in every call, which takes the time of about three slices more: "
-                "%s differs from call to call. What only counts can be kept in a tensor that is written in place.",
-                name,
-                reading.difference(self._last),
-            )
-        self._last = reading
-
-
-_CHECKED: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
-_LASTING: dict[Any, _Known] = {}  # methods and functions of C types, which live for ever
-_TOLD: set[str] = set()
-_C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-
-
-def _known(region: SliceRegion) -> _Known:
-    key = region.kind[0]
-    try:
-        return _CHECKED.setdefault(key, _Known())
-    except TypeError:  # it cannot be held weakly
-        return _LASTING.setdefault(key, _Known()) if isinstance(key, _C_FUNCTIONS) else _Known()

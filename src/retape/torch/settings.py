@@ -3,7 +3,7 @@
 `Walk` starts at a callable and goes through code, closure variables, defaults, the globals and class attributes that the code names,
 functions that are called through these, modules with their hooks, objects and containers. It has no limit of depth or of number; each
 object is entered once. What a subclass writes down for a tensor, for code and for an object that cannot be entered is its own affair:
-`Reading` compares by identity, inside one process; `loop_fingerprint.py` writes texts that a file can hold.
+`Reading` (`row_guard.py`) compares by identity, inside one process; `loop_fingerprint.py` writes texts that a file can hold.
 
 The standard library, torch, numpy, retape and packages that only report (tqdm) are not entered: their functions, classes and objects
 go by identity or by name. So what is kept in a `contextvars.ContextVar` or in `os.environ` is not seen.
@@ -17,33 +17,38 @@ import decimal
 import enum
 import fractions
 import functools
-import hashlib
-import marshal
 import pathlib
 import re
-import sys
-import sysconfig
 import types
 import uuid
 import weakref
 from collections import UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retape.torch import _compat
+from retape.torch import _compat_modules
 from retape.torch.holders import ATOMS, OWN_FIELDS
 from retape.torch.opaque import CompiledCall, Opaque
+from retape.torch.settings_values import (
+    EXACT,
+    contents_of,
+    defaults_of,
+    digest,
+    digest_of_long,
+    fields_of,
+    is_library,
+    names_in,
+    of_library,
+    slots_of,
+    variables_of,
+)
 
 Path = tuple[Any, str]  # the path of what it is reached through, and a label
 
-_LONG = 64  # items: a longer container of plain values is one digest
-_EXACT = frozenset({type(None), bool, int, float, complex, str, bytes})  # what `marshal` writes by value
-_NESTED = frozenset({list, tuple, dict})
 # Values without attributes that code could bind anew, whose repr says all of them.
 _TOLD_BY_REPR = (
     pathlib.PurePath,
@@ -78,42 +83,6 @@ _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_f
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 
 
-# --- which code is a library's ------------------------------------------------------------------------------------------
-
-_LIBRARIES = frozenset({"torch", "numpy", "retape", "triton", "builtins", "tqdm", "rich", "wandb"})
-_STANDARD = sysconfig.get_path("stdlib")
-
-
-@functools.cache
-def is_library(name: str) -> bool:
-    """Whether a module is of the standard library, torch, numpy, retape, or of a package that only reports, as tqdm does."""
-    top = name.partition(".")[0]
-    if top in _LIBRARIES:
-        return True
-    if top not in sys.stdlib_module_names:
-        return False
-    file = getattr(sys.modules.get(top), "__file__", None)  # a user's file may be called as one of the library's
-    return file is None or (file.startswith(_STANDARD) and "site-packages" not in file)
-
-
-def _of_library(value: Any) -> bool:
-    return is_library(str(getattr(value, "__module__", None) or "builtins"))
-
-
-# --- what code names ----------------------------------------------------------------------------------------------------
-
-_NAMES: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
-
-
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """The globals and attributes that code names, with those of functions that are made in it."""
-    found = _NAMES.get(code)
-    if found is None:
-        inner = [names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-        found = _NAMES[code] = frozenset(code.co_names).union(*inner)
-    return found
-
-
 class _Space(NamedTuple):
     """The attributes of a class or module, of which those count that some code names."""
 
@@ -145,7 +114,7 @@ class Walk:
 
     def enter(self, roots: dict[str, Any]) -> None:
         """Walk from `roots`, each with its label."""
-        everywhere = {"global module hooks": _compat.global_forward_hooks()}
+        everywhere = {"global module hooks": _compat_modules.global_forward_hooks()}
         self._push([((None, label), value) for label, value in (roots | everywhere).items()])
         while self._stack or self._named_since():
             while self._stack:
@@ -200,7 +169,7 @@ class Walk:
         if isinstance(value, Tensor):
             self._note(path, self.tensor(value))
             return
-        if kind is tuple and _EXACT.issuperset(map(type, value)):  # a constant: which of them are one object is chance
+        if kind is tuple and EXACT.issuperset(map(type, value)):  # a constant: which of them are one object is chance
             self._sequence(path, value)
             return
         first = self._seen.get(id(value))
@@ -232,8 +201,8 @@ class Walk:
     def _function(self, path: Path, function: types.FunctionType) -> None:
         code = function.__code__
         self._note(path, "function", self.code(code))
-        found = [((path, f": closure variable {n}"), v) for n, v in _variables_of(function)]
-        found += [((path, f": default {n}"), v) for n, v in _defaults_of(function)]
+        found = [((path, f": closure variable {n}"), v) for n, v in variables_of(function)]
+        found += [((path, f": default {n}"), v) for n, v in defaults_of(function)]
         self._keep(path, vars(function).items())
         names = function.__globals__
         if not is_library(str(names.get("__name__") or "")):
@@ -276,7 +245,7 @@ class Walk:
         self._note(path, self.thing(kind))
         self._add_class(path, kind)
         for base in kind.__mro__:  # it may be made in the call
-            fields = {} if _of_library(base) else vars(base)
+            fields = {} if of_library(base) else vars(base)
             self._push([((path, f".{name}"), fields[name]) for name in sorted(_MAKING & fields.keys())])
 
     def _add_class(self, path: Path, kind: type) -> None:
@@ -287,7 +256,7 @@ class Walk:
             if base in self._classes:
                 continue
             self._classes.add(base)
-            if _of_library(base):
+            if of_library(base):
                 continue
             fields = vars(base)
             called = [name for name, value in fields.items() if _is_called_unnamed(name, value)]
@@ -304,14 +273,14 @@ class Walk:
 
     def _sequence(self, path: Path, value: Any) -> None:
         items = list(next(base for base in (list, tuple, deque) if isinstance(value, base)).__iter__(value))
-        told = _digest_of(items)
+        told = digest_of_long(items)
         self._note(path, type(value).__name__, len(items), *told)
         found = [] if told else [((path, f"[{i}]"), item) for i, item in enumerate(items)]
         self._push(found + self._attributes(path, value))
 
     def _mapping(self, path: Path, value: Any) -> None:
         items = list(dict.items(value) if isinstance(value, dict) else value.items())
-        told = _digest_of(items)
+        told = digest_of_long(items)
         keys = [] if told else [self.atom(key) for key, _ in items if type(key) in ATOMS]
         self._note(path, type(value).__name__, len(items), *told, *keys)
         items = [] if told else items
@@ -323,17 +292,17 @@ class Walk:
 
     def _set(self, path: Path, value: Any) -> None:
         items = sorted(value, key=lambda item: (type(item).__name__, repr(item) if type(item) in ATOMS else ""))
-        told = _digest_of(items)
+        told = digest_of_long(items)
         self._note(path, type(value).__name__, len(items), *told)
         found = [] if told else [((path, f" item {i}"), item) for i, item in enumerate(items)]
         self._push(found + self._attributes(path, value))
 
     def _attributes(self, path: Path, value: Any) -> list[tuple[Path, Any]]:
         """The attributes of an object of a user's class, such as a list with fields of its own."""
-        if _of_library(type(value)):
+        if of_library(type(value)):
             return []
         self._add_class(path, type(value))
-        return [((path, f".{name}"), field) for name, field in _fields_of(value)]
+        return [((path, f".{name}"), field) for name, field in fields_of(value)]
 
     # --- objects ----------------------------------------------------------------------------------------------------
 
@@ -345,7 +314,7 @@ class Walk:
             if fields[name]:
                 self._keep(path, fields[name].items())
         self._keep(path, [(name, fields[name]) for name in sorted(fields.keys() - OWN_FIELDS)])
-        self._note((path, ".training"), module.training)
+        self._note((path, ".training"), self.atom(module.training))
         for name in hooked:
             self._hooks(path, name, fields)
         self._add_class(path, type(module))
@@ -382,7 +351,7 @@ class Walk:
         self._push(self._attributes(path, value))
 
     def _cell(self, path: Path, cell: types.CellType) -> None:
-        self._push([((path, ""), value) for value in _contents(cell)])
+        self._push([((path, ""), value) for value in contents_of(cell)])
 
     def _reference(self, path: Path, value: weakref.ref[Any]) -> None:
         self._note(path, "reference")
@@ -395,7 +364,7 @@ class Walk:
             self._stack.append(((path, ""), value.__self__))
 
     def _object(self, path: Path, value: Any) -> None:
-        fields = list(_fields_of(value))
+        fields = list(fields_of(value))
         self._note(path, self.thing(type(value)), *[name for name, _ in fields])
         self._keep(path, fields)
         self._add_class(path, type(value))
@@ -445,26 +414,8 @@ def _find_handler(kind: type) -> _Handler:
     for types_, handler in _BY_TYPE:
         if issubclass(kind, types_):
             return handler
-    has_fields = kind.__dictoffset__ != 0 or any(True for base in kind.__mro__ for _ in _slots_of(base))
-    return Walk._object if has_fields and not _of_library(kind) else Walk._opaque
-
-
-def _fields_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object keeps in its dict and in its slots, without running code of its own."""
-    with suppress(AttributeError):  # it has none
-        yield from list(object.__getattribute__(value, "__dict__").items())
-    for base in type(value).__mro__:
-        for name in _slots_of(base):
-            member = vars(base).get(name)
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    yield name, member.__get__(value)
-                except AttributeError:  # empty
-                    continue
-
-
-def _slots_of(kind: type) -> list[str]:
-    return [name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType)]
+    has_fields = kind.__dictoffset__ != 0 or any(True for base in kind.__mro__ for _ in slots_of(base))
+    return Walk._object if has_fields and not of_library(kind) else Walk._opaque
 
 
 def _is_called_unnamed(name: str, value: Any) -> bool:
@@ -472,55 +423,8 @@ def _is_called_unnamed(name: str, value: Any) -> bool:
     return special and isinstance(value, (types.FunctionType, staticmethod, classmethod))
 
 
-def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield from [(name, value) for value in _contents(cell)]
-
-
-def _contents(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # a variable that has no value yet
-        return []
-
-
-def _defaults_of(function: types.FunctionType) -> list[tuple[str, Any]]:
-    code, given = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given) :]
-    return [*zip(names, given, strict=True), *(function.__kwdefaults__ or {}).items()]
-
-
 def _label(key: Any) -> str:
     return repr(key) if type(key) in ATOMS else f"a {type(key).__name__}"
-
-
-def _digest_of(items: list[Any]) -> tuple[str, ...]:
-    """A digest of a long list of plain values; nothing where items have to be looked at one by one."""
-    if len(items) <= _LONG or not _is_plain(items):
-        return ()
-    try:
-        return (digest(marshal.dumps(items, 0)),)
-    except ValueError:  # nested too deep for it
-        return ()
-
-
-def _is_plain(container: list[Any]) -> bool:
-    """Whether a list holds nothing but numbers, texts and containers of such, each of these once."""
-    pending: list[Any] = [container]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        items = [*value.keys(), *value.values()] if type(value) is dict else value
-        inner = [item for item in items if type(item) not in _EXACT]
-        if not all(type(item) in _NESTED and id(item) not in seen for item in inner):
-            return False
-        seen.update(map(id, inner))
-        pending += inner
-    return True
-
-
-def digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def path_text(path: Path) -> str:
@@ -531,68 +435,3 @@ def path_text(path: Path) -> str:
         at, label = at
         labels.append(label)
     return "".join(reversed(labels)).removeprefix(": ") or "the function itself"
-
-
-# --- inside one process ---------------------------------------------------------------------------------------------------
-
-
-class _Same:
-    """An object as a token: equal to itself alone. It is not kept alive, and another one in its memory is not it."""
-
-    __slots__ = ("_id", "_reference")
-
-    def __init__(self, value: Any) -> None:
-        self._id = id(value)
-        try:
-            self._reference: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # it cannot be held weakly, so it is held
-            self._reference = lambda: value
-
-    def __hash__(self) -> int:
-        return self._id
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same) or self._id != other._id:
-            return False
-        mine = self._reference()
-        return mine is not None and mine is other._reference()
-
-
-class Reading(Walk):
-    """What a callable depends on now. Equal readings: nothing has changed but values of tensors."""
-
-    def __init__(self, roots: dict[str, Any], arguments: Iterable[Any] = ()) -> None:
-        super().__init__()
-        for index, value in enumerate(arguments):
-            token = self.shape(value) if isinstance(value, Tensor) else self.atom(value)
-            self._note((None, f"argument {index}"), token)
-        for name, value in ambient().items():
-            self._note((None, name), value)
-        self._note((None, "the gradient mode"), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        self.enter(roots)
-        self.key = tuple(self.tokens)
-
-    def difference(self, other: Reading) -> str:
-        """Where two readings differ first, in words."""
-        pairs = zip(self.paths, self.tokens, other.tokens, strict=False)
-        return next((path_text(path) for path, mine, its in pairs if mine != its), "what it reaches")
-
-    def atom(self, value: Any) -> Any:
-        return (type(value), repr(value) if type(value) in (float, complex, slice) else value)
-
-    @staticmethod
-    def shape(value: Tensor) -> Any:
-        return (type(value), value.shape, value.dtype, value.device)
-
-    def tensor(self, value: Tensor) -> Any:
-        # An activation is another one in every call; so are its values, as are those of weights.
-        return (self.shape(value), None if value.grad_fn is not None else _Same(value))
-
-    def code(self, value: types.CodeType) -> Any:
-        return _Same(value)
-
-    def thing(self, value: Any) -> Any:
-        return _Same(value)
-
-    def again(self, first: int) -> Any:
-        return first

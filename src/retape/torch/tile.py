@@ -26,7 +26,8 @@ from retape.torch.mismatch import name_of
 from retape.torch.policy import Policy
 from retape.torch.products import wide
 from retape.torch.reads import Call, capture_call
-from retape.torch.rowwise import Arguments, SavedPart, SavedRows, SliceRegion, Slicing, assert_rowwise, read_settings
+from retape.torch.row_guard import read_settings
+from retape.torch.rowwise import Arguments, SavedPart, SavedRows, SliceRegion, Slicing, assert_rowwise
 from retape.torch.runs import is_plain
 from retape.torch.slice_graph import Linear, SliceGraph
 from retape.torch.transforms import refuse_transforms
@@ -117,7 +118,7 @@ class _Forward:
         for start, length in self._slicing.parts():
             given = self._sliced(start, length)
             if start == 0:
-                reading = read_settings(self._fn, given, self._slicing)
+                reading = read_settings(self._fn, given, self._slicing.dim)
             if not self._grad and start:
                 values, structure = pytree.tree_flatten(self._fn(*given))
             else:
