@@ -6,6 +6,7 @@ be equal (gradients, buffers, states of its own generators); the global random s
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import re
@@ -76,18 +77,21 @@ class Notes:
     """Notes taken by a region's function in every run of it: a list that no walk of its closure can find and put back."""
 
     def __init__(self) -> None:
-        _NOTES[id(self)] = []
+        self.all.clear()  # of another one that had this id
 
     def __call__(self, note: Any = None) -> int:
-        _NOTES[id(self)].append(note)
-        return len(_NOTES[id(self)])
+        self.all.append(note)
+        return len(self.all)
 
     @property
     def all(self) -> list[Any]:
-        return _NOTES[id(self)]
+        return _notes_of(id(self))
 
 
-_NOTES: dict[int, list[Any]] = {}
+@functools.cache
+def _notes_of(number: int) -> list[Any]:
+    return []
+
 
 WAYS = (as_region, by_values, to_the_end, dropped, some_held, all_held, some_moved, nested)
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

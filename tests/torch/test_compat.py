@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch import _compat, _compat_compiler
+from retape.torch import _compat, _compat_compiler, _compat_modules
 
 
 def identity(value):
@@ -33,7 +33,12 @@ def names_of(module):
 
 
 def test_every_name_has_a_canary():
-    names = {name for module in (_compat, _compat_compiler) for name in names_of(module) if not name.startswith("_")}
+    names = {
+        name
+        for module in (_compat, _compat_compiler, _compat_modules)
+        for name in names_of(module)
+        if not name.startswith("_")
+    }
     names -= {"PolicyFunction"}
     missing = sorted(name for name in names if f"test_{name.lower()}" not in globals())
     assert not missing, f"no canary for {missing}"
@@ -727,3 +732,14 @@ def test_many_compilations():
         assert config.recompile_limit > before
         assert config.fail_on_recompile_limit_hit
     assert config.recompile_limit == before
+
+
+def test_global_forward_hooks():
+    before = torch.nn.modules.module.register_module_forward_pre_hook(identity)
+    after = torch.nn.modules.module.register_module_forward_hook(identity)
+    try:
+        assert _compat_modules.global_forward_hooks() == [identity, identity]
+    finally:
+        before.remove()
+        after.remove()
+    assert _compat_modules.global_forward_hooks() == []

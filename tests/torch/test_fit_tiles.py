@@ -1,6 +1,7 @@
 """Parts of regions in tiles: which they are, that plans use them where little room is left, and what they cost in precision."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ from retape.torch.fitting import put_on, take_off
 from retape.torch.policy import Check
 from retape.torch.tiling import parts_of, treats_rows_independently
 
-CALLS: list[int] = []  # the rows of each call of an MLP; what a module itself counts is put back after a re-run
+
+@functools.cache
+def calls():
+    """The rows of each call of an MLP, kept where nothing looks: what a module counts itself would be put back, and checked again."""
+    return []
 
 
 class Mlp(nn.Module):
@@ -32,7 +37,7 @@ class Mlp(nn.Module):
         self.mixes, self.drops = mixes, drops
 
     def forward(self, x):
-        CALLS.append(x.shape[-2])
+        calls().append(x.shape[-2])
         hidden = nn.functional.gelu(self.up(x))
         if self.mixes:
             hidden = hidden - hidden.mean(-2, keepdim=True)
@@ -125,11 +130,11 @@ def test_a_re_run_stops_where_the_tiles_begin(inputs):
     model, x = Blocks(count=2), torch.randn(2, 12, 16)
     regions = in_tiles(model, 4, moved_inputs=inputs)
     loss(model, x).backward()  # rows are asked about on first use
-    CALLS.clear()
+    calls().clear()
     out = loss(model, x)
-    assert CALLS == [3] * 4 * 2
+    assert calls() == [3] * 4 * 2
     out.backward()
-    assert CALLS == [3] * 8 * 2
+    assert calls() == [3] * 8 * 2
     take_off(model, regions)
     assert not any(map(is_attached, model.modules()))
 
@@ -162,9 +167,9 @@ def test_a_part_without_a_region_around_it_runs_as_it_is():
     seed()
     model, x = Blocks(count=1), torch.randn(1, 12, 16)
     regions = in_tiles(model, 4)
-    CALLS.clear()
+    calls().clear()
     model.layers[0].mlp(x)
-    assert CALLS == [12]
+    assert calls() == [12]
     take_off(model, regions)
 
 

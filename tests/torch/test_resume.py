@@ -1,11 +1,13 @@
 """resume=: a run that was killed in the forward or in the backward pass goes on from its files, to the same bits."""
 
+import functools
 import os
 import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,32 +32,32 @@ class Stopped(BaseException):
     """Ends a run as a kill would."""
 
 
-class Fuse:
-    """Counts down where no walk goes."""
+@functools.cache
+def counts():
+    """Counts down where no walk goes: what differs between the killed run and the resumed one must not be a part of the run."""
+    return SimpleNamespace(left=None, runs=0)
 
-    left = None
-    runs = 0
 
-    @classmethod
-    def burn(cls):
-        cls.runs += 1
-        if cls.left is not None:
-            cls.left -= 1
-            if cls.left < 0:
-                raise Stopped
+def burn():
+    now = counts()
+    now.runs += 1
+    if now.left is not None:
+        now.left -= 1
+        if now.left < 0:
+            raise Stopped
 
 
 def run_scan(folder=None, *, fuse=None, scale=1.0, reduce=None, **options):
     """A loop with dropout, batch statistics and gradients of xs, from the same start each time; all that must be equal."""
     torch.manual_seed(0)
-    Fuse.left, Fuse.runs = fuse, 0
+    counts().left, counts().runs = fuse, 0
     weight = torch.randn(5, 5, requires_grad=True)
     start, xs = torch.randn(3, 5, requires_grad=True), torch.randn(STEPS, 3, 5, requires_grad=True)
     norm = nn.BatchNorm1d(5)
     state = {"calls": 0}
 
     def step(carry, x):
-        Fuse.burn()
+        burn()
         h, n = carry
         state["calls"] += 1
         h = torch.tanh(nn.functional.dropout(norm(h) @ weight * scale, 0.2) + x)
@@ -91,22 +93,22 @@ def test_without_a_kill(tmp_path):
 @pytest.mark.parametrize("block", [1, 3])
 def test_kill_at_every_phase(tmp_path, fuse, block):
     plain = run_scan(block=block)
-    whole = Fuse.runs
+    whole = counts().runs
     if fuse >= whole:
         return
     killed(run_scan, tmp_path / "run", fuse, block=block)
     assert same(plain, run_scan(tmp_path / "run", block=block))
-    assert Fuse.runs <= whole + 1
+    assert counts().runs <= whole + 1
     assert os.listdir(tmp_path) == []
 
 
 def test_the_work_before_the_kill_is_not_done_again(tmp_path):
     run_scan()
-    whole = Fuse.runs
+    whole = counts().runs
     files = killed(run_scan, tmp_path / "run", 100)
     assert [name.split("-")[0] for name in files].count("end") == 1
     run_scan(tmp_path / "run")
-    assert Fuse.runs < whole - 55
+    assert counts().runs < whole - 55
 
 
 def test_killed_again_and_again(tmp_path):
@@ -153,16 +155,21 @@ def test_a_draft_that_a_kill_left_is_no_snapshot(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("options", [{"scale": 2.0}, {"snapshots": 5}, {"block": 2}])
-def test_another_run_is_refused(tmp_path, options):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale": 2.0}, "closure variable scale: 1.0 in the folder, 2.0 now"),
+        ({"snapshots": 5}, "snapshots: 4 in the folder, 5 now"),
+        ({"block": 2}, "block: 1 in the folder, 2 now"),
+    ],
+)
+def test_another_run_is_refused(tmp_path, options, words):
     killed(run_scan, tmp_path / "run", 30)
     before = sorted(os.listdir(tmp_path / "run"))
-    if "scale" in options:  # a closure's plain value is no input of the fingerprint; its tensors and code are
-        with pytest.raises(InvalidInput, match="holds the journal of another run"):
-            scan(lambda h, x: (h * 2, None), torch.ones(2, requires_grad=True), length=9, resume=tmp_path / "run")
-    else:
-        with pytest.raises(InvalidInput, match="holds the journal of another run"):
-            run_scan(tmp_path / "run", **options)
+    with pytest.raises(InvalidInput, match=f"holds the journal of another run: {words}"):
+        run_scan(tmp_path / "run", **options)
+    with pytest.raises(InvalidInput, match="holds the journal of another run"):
+        scan(lambda h, x: (h * 2, None), torch.ones(2, requires_grad=True), length=9, resume=tmp_path / "run")
     assert sorted(os.listdir(tmp_path / "run")) == before
 
 
@@ -202,12 +209,12 @@ def test_retained_graph(tmp_path):
 
 def run_while(folder=None, *, fuse=None, snapshots=4):
     torch.manual_seed(0)
-    Fuse.left, Fuse.runs = fuse, 0
+    counts().left, counts().runs = fuse, 0
     weight = torch.randn(5, 5, requires_grad=True)
     start = torch.randn(3, 5, requires_grad=True)
 
     def step(carry):
-        Fuse.burn()
+        burn()
         h, n = carry
         return torch.tanh(nn.functional.dropout(h @ weight, 0.2)), n + 1
 
@@ -276,10 +283,10 @@ import test_resume
 from retape.torch import loop_resume
 loop_resume.PROGRESS_SECONDS = 0.0
 def burn():
-    test_resume.Fuse.runs += 1
-    if test_resume.Fuse.runs == {at}:
+    test_resume.counts().runs += 1
+    if test_resume.counts().runs == int(os.environ["KILLED_AT"]):
         os.kill(os.getpid(), signal.SIGKILL)
-test_resume.Fuse.burn = staticmethod(burn)
+test_resume.burn = burn
 result = test_resume.run_scan({folder!r})
 torch.save(result, {out!r})
 """
@@ -289,9 +296,12 @@ torch.save(result, {out!r})
 def test_kill_minus_nine(tmp_path, at):
     def process(at):
         code = KILLED.format(
-            tests=str(Path(__file__).parent), at=at, folder=str(tmp_path / "run"), out=str(tmp_path / "out.pt")
+            tests=str(Path(__file__).parent), folder=str(tmp_path / "run"), out=str(tmp_path / "out.pt")
         )
-        return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        environment = {**os.environ, "KILLED_AT": str(at)}
+        return subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment
+        )
 
     assert process(at).returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path / "run")) > 1

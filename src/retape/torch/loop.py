@@ -19,8 +19,9 @@ from retape.core.problem import BudgetLike, Tier
 from retape.core.quantities import is_whole, shown
 from retape.torch.disk import Scratch
 from retape.torch.loop_body import Body, Xs, Ys
+from retape.torch.loop_fingerprint import texts_of
 from retape.torch.loop_hidden import Hidden
-from retape.torch.loop_journal import Journal, fingerprint_of
+from retape.torch.loop_journal import Journal
 from retape.torch.loop_node import LoopNode, Outputs
 from retape.torch.loop_plan import (
     LoopPlan,
@@ -82,7 +83,7 @@ def scan(
     body_step = step if reduce is None else _reducing(step, reduce)
     start = carry if reduce is None else (carry, _NOTHING_YET)
     ys = Ys(f"scan of {name_of(step)}", steps) if reduce is None else None
-    parts = _Parts(step, body_step, start, given, ys, params=params, others=(reduce,))
+    parts = _Parts(step, body_step, start, given, ys, params=params, others={"reduce": reduce})
     plan = _plan(parts, steps, counts, budget, levels, tapes=resume is None)  # no file holds a tape
     driver = parts.driver(plan, levels, resume)
     driver.run_known(steps, plan.actions)
@@ -116,7 +117,9 @@ def while_loop(
     if not torch.is_grad_enabled() or is_plain():
         return _plain_while(cond, step, carry, most)
     refuse_transforms(step)
-    parts = _Parts(step, lambda carry, _: (step(carry), ()), carry, Xs(None), None, params=params, others=(cond,))
+    parts = _Parts(
+        step, lambda carry, _: (step(carry), ()), carry, Xs(None), None, params=params, others={"cond": cond}
+    )
     plan = _online_plan(parts, counts, levels)
     driver = parts.driver(plan, levels, resume)
     driver.run_unknown(_decision(driver, cond, most))
@@ -130,12 +133,12 @@ class _Parts:
     """What a loop is made of, before it is known how it will be run."""
 
     def __init__(
-        self, step: Any, body_step: Any, carry: Any, xs: Xs, ys: Ys | None, *, params: Any, others: tuple[Any, ...]
+        self, step: Any, body_step: Any, carry: Any, xs: Xs, ys: Ys | None, *, params: Any, others: dict[str, Any]
     ) -> None:
         kind = "scan" if others and ys is not None else "loop"
         self.name = f"{kind} of {name_of(step)}"
         self._step, self._body_step, self._others = step, body_step, others
-        self.call = _captured(step, others)
+        self.call = _captured(step, tuple(others.values()))
         self.initial = State.of(carry)
         self._params = tensors_of_params(params)
         self.hidden = Hidden(self.name, self.call, _uncompiled(step), [*self.initial.leaves, *xs.leaves])
@@ -167,12 +170,13 @@ class _Parts:
         check_generators(self.call.generators)
         reached.close()
         inputs = [leaf for leaf in (*self.initial.leaves, *self._xs.leaves, *self._params) if leaf is not _NOTHING_YET]
-        schedule = (plan.steps, plan.snapshots, plan.block)
-        print_ = fingerprint_of(self.name, (self._step, *self._others), self.call, inputs, schedule)
+        schedule = {"loop": self.name, "steps": plan.steps, "snapshots": plan.snapshots, "block": plan.block}
+        functions = {"": self._step, **{name: other for name, other in self._others.items() if other is not None}}
+        about = texts_of({k: _uncompiled(f) for k, f in functions.items()}, self.call, inputs, schedule)
         seen = self.probe()
         if seen.y_spec is not None:
             self.body.learn(seen.tape, seen.y_spec)
-        return Resume(Journal(Path(folder), print_), self.body, self.hidden, seen.after)
+        return Resume(Journal(Path(folder), about), self.body, self.hidden, seen.after)
 
 
 def _captured(step: Any, others: tuple[Any, ...]) -> Call:

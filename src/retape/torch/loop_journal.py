@@ -1,29 +1,25 @@
 """The journal of a loop that can be resumed: its snapshots, its results so far and the gradients so far, in files of one folder.
 
-A run is known by a fingerprint of its inputs, its parameters, its step's code and its schedule; a folder that holds another run is refused.
+A run is known by what `loop_fingerprint.py` says about its inputs, its step and its schedule; a folder that holds another run is refused.
 Files are written in full before the ones they replace are removed, so a kill at any moment leaves something to go on from.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from retape.core.errors import InvalidInput
-from retape.torch.checksum import inner_tensors
 from retape.torch.disk import SnapshotLost, cannot_write, read_file, write_file
-from retape.torch.reads import Call
+from retape.torch.loop_fingerprint import Texts, differences
 
 _RUN = "run.json"
-_FORMAT = "retape loop 1"
+_FORMAT = "retape loop 2"
 _PLAIN = (type(None), bool, int, str)
 
 
@@ -38,39 +34,48 @@ class Entry(NamedTuple):
 class Journal:
     """The files of one run in one folder."""
 
-    def __init__(self, folder: str | Path, fingerprint: str) -> None:
+    def __init__(self, folder: str | Path, about: Texts) -> None:
         self.folder = Path(folder)
         try:
             self._created = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._open(fingerprint)
+            self._open(about)
         except OSError as error:
             raise cannot_write(self.folder / _RUN, error) from error
 
-    def _open(self, fingerprint: str) -> None:
+    def _open(self, about: Texts) -> None:
         path = self.folder / _RUN
         if not path.exists():
-            others = [entry.name for entry in self.folder.iterdir() if entry.suffix not in (".tensors", ".part")]
-            if others:
-                raise InvalidInput(
-                    f"The folder {self.folder} holds {others[0]!r} and no journal of a loop. Give resume= a folder of its own."
-                )
-            for stale in self.folder.iterdir():
-                stale.unlink()
-            draft = path.with_suffix(".part")
-            draft.write_text(json.dumps({"format": _FORMAT, "fingerprint": fingerprint, "created": self._created}))
-            draft.replace(path)
+            self._begin(path, about)
             return
         try:
             found = json.loads(path.read_text())
         except ValueError:
-            found = {}
-        if not isinstance(found, dict) or found.get("format") != _FORMAT or found.get("fingerprint") != fingerprint:
-            raise InvalidInput(
-                f"The folder {self.folder} holds the journal of another run: other inputs, parameters, step, schedule or PyTorch version. "
-                "Give resume= another folder, or remove that one if its run is not wanted any more."
-            )
+            found = None
+        if not isinstance(found, dict) or found.get("format") != _FORMAT:
+            raise self._of_another_run("it was written by another version of retape, or is damaged")
+        if found.get("run") != about:
+            raise self._of_another_run(differences(found.get("run") or {}, about))
         self._created = bool(found.get("created"))
+
+    def _begin(self, path: Path, about: Texts) -> None:
+        others = [entry.name for entry in self.folder.iterdir() if entry.suffix not in (".tensors", ".part")]
+        if others:
+            raise InvalidInput(
+                f"The folder {self.folder} holds {others[0]!r} and no journal of a loop. Give resume= a folder of its own."
+            )
+        for stale in self.folder.iterdir():
+            stale.unlink()
+        draft = path.with_suffix(".part")
+        draft.write_text(json.dumps({"format": _FORMAT, "run": about, "created": self._created}))
+        draft.replace(path)
+
+    def _of_another_run(self, why: str) -> InvalidInput:
+        return InvalidInput(
+            f"The folder {self.folder} holds the journal of another run: {why}. A run goes on only where inputs, parameters, step, all "
+            "that it reads, schedule and PyTorch version are the same. Give resume= another folder, or remove that one if its run is not "
+            "wanted any more."
+        )
 
     def write(self, kind: str, entry: Entry) -> None:
         """Write one entry, and wait until it is on the disk."""
@@ -144,47 +149,3 @@ def decode(value: Any) -> Any:
         return {decode(key): decode(item) for key, item in inner}
     items = [decode(item) for item in inner]
     return items if kind == "list" else tuple(items)
-
-
-# --- fingerprints --------------------------------------------------------------------------------------------------
-
-
-def digest_of(tensors: Iterable[Any]) -> str:
-    """A fingerprint of tensors and plain values, in order."""
-    total = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            total.update(repr(tensor).encode())
-            continue
-        total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        for part in inner_tensors(tensor) or [tensor]:
-            plain = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            if plain.numel():
-                total.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
-
-
-def fingerprint_of(
-    kind: str, functions: Iterable[Callable[..., Any] | None], call: Call, inputs: Iterable[Any], schedule: Any
-) -> str:
-    """What tells runs apart: inputs, parameters and other tensors that the step reads, its code, the schedule."""
-    total = hashlib.blake2b(digest_size=16)
-    for function in functions:
-        total.update(_code_of(function).encode())
-    for module in call.modules:
-        total.update(f"{type(module).__qualname__} {_code_of(type(module).forward)}".encode())
-    tensors = [*inputs, *call.extras, *call.state]
-    total.update(f"{kind} {schedule} {torch.__version__} {digest_of(tensors)}".encode())
-    return total.hexdigest()
-
-
-def _code_of(function: Any) -> str:
-    function = getattr(function, "__func__", getattr(function, "func", function))
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{name} {_shown(code)}" if code is not None else name
-
-
-def _shown(code: types.CodeType) -> str:
-    consts = [_shown(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {consts}"

@@ -16,8 +16,9 @@ from torch import Tensor
 from retape.core.errors import InvalidInput
 from retape.torch.disk import SnapshotLost
 from retape.torch.loop_body import Body
+from retape.torch.loop_fingerprint import digest_of
 from retape.torch.loop_hidden import Hidden
-from retape.torch.loop_journal import Entry, Journal, digest_of
+from retape.torch.loop_journal import Entry, Journal
 from retape.torch.loop_state import State
 from retape.torch.loop_tape import Grads
 from retape.torch.snapshots import Snapshot

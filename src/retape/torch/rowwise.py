@@ -1,16 +1,15 @@
-"""Does a function treat rows independently? Asked once for each kind of function, by running it on other rows.
+"""Does a function treat rows independently? Asked by running it on other rows, again whenever what it depends on has changed.
 
 The first slice is run again with all rows replaced by copies of its first, and by copies of its last: that row must come out as
 before, to rounding. Copies are rows that the function has seen, so it cannot object to them. Then on half of the rows, which
 shows functions that look at a row's position or at the number of rows. Nothing outside notices: random streams and buffers are
 those of the first run, and are put back.
+
+When it has to be asked again is in `row_guard.py`.
 """
 
 from __future__ import annotations
 
-import functools
-import types
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +23,9 @@ from retape.torch import _compat, runs, state
 from retape.torch.copies import equal_bits
 from retape.torch.links import Held, Link, Made, SavedInNode
 from retape.torch.region import RERUN, Region
+from retape.torch.row_guard import Reading, known_of
 from retape.torch.watch import AsBefore
 
-_CHECKED: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
-_LASTING: dict[Any, set[Any]] = {}  # methods and functions of C types, which live for ever
 # How far kernels may round apart, as a share of the largest number.
 _ROUNDING_OF_FLOAT64, _ROUNDING_OF_FLOAT32, _ROUNDING_OF_TF32, _ROUNDING_OF_16_BIT = 1e-10, 2e-5, 5e-3, 3e-2
 
@@ -180,11 +178,19 @@ class Arguments:
     rows: list[Tensor]
 
 
-def assert_rowwise(region: SliceRegion, given: Arguments, outputs: list[Any], slicing: Slicing) -> None:
-    """Raise if the function of the first slice mixes rows, unless a function of this kind has been asked before."""
-    known, kind = _known(region), _kind(region, slicing)
-    if kind in known or any(map(_compat.is_fake, given.tensors)):
+def assert_rowwise(
+    region: SliceRegion, given: Arguments, outputs: list[Any], slicing: Slicing, reading: Reading, *, may_draw: bool
+) -> None:
+    """Raise if the function of the first slice mixes rows, unless it has been asked with the same reading before."""
+    known = known_of(region.kind[0])
+    if known.has(reading):
         return
+    if region.draws and not may_draw:
+        raise RegionError(
+            f"{region.name} draws random numbers, and did not when the plan was made: in tiles it would draw others than on all of its "
+            "rows. Fit the model as it is now, or leave out options=retape.ALL."
+        )
+    known.note_change(reading, region.name)
     probe = _Probe(region, given, slicing)
     length = next(slicing.parts())[1]
     if length < 2:  # one row cannot mix; two can
@@ -194,7 +200,7 @@ def assert_rowwise(region: SliceRegion, given: Arguments, outputs: list[Any], sl
         return
     if not region.draws and not region.kept:
         probe.assert_any_length(length, outputs)
-    known.add(kind)
+    known.add(reading)
 
 
 class _Probe:
@@ -312,48 +318,3 @@ def _moved(rows: Tensor, kept: int, dim: int) -> Tensor:
     moved = rows * 0.5 + 1.0
     moved.narrow(dim, kept, 1).copy_(rows.narrow(dim, kept, 1))
     return moved
-
-
-# --- which functions have been asked --------------------------------------------------------------------------------
-
-
-def _known(region: SliceRegion) -> set[Any]:
-    key = region.kind[0]
-    try:
-        return _CHECKED.setdefault(key, set())
-    except TypeError:  # it cannot be held weakly
-        return _LASTING.setdefault(key, set()) if isinstance(key, _C_FUNCTIONS) else set()
-
-
-_C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-
-
-def _kind(region: SliceRegion, slicing: Slicing) -> Any:
-    return region.kind[1], _settings(region._call.function), slicing.dim
-
-
-def _settings(value: Any, depth: int = 0) -> Any:
-    """What a function closes over that may decide whether it mixes rows: numbers of dims, names, functions of C."""
-    if depth > 4:
-        return None
-    if isinstance(value, (bool, int, str, *_C_FUNCTIONS)):
-        return value
-    inner: list[Any] = []
-    if isinstance(value, types.FunctionType):
-        inner = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        inner += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    elif isinstance(value, functools.partial):
-        inner = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, types.MethodType):
-        inner = [value.__func__]
-    elif isinstance(value, (tuple, list)) and len(value) <= 16:
-        inner = list(value)
-    return tuple([_settings(part, depth + 1) for part in inner])
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

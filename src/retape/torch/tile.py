@@ -26,6 +26,7 @@ from retape.torch.mismatch import name_of
 from retape.torch.policy import Policy
 from retape.torch.products import wide
 from retape.torch.reads import Call, capture_call
+from retape.torch.row_guard import read_settings
 from retape.torch.rowwise import Arguments, SavedPart, SavedRows, SliceRegion, Slicing, assert_rowwise
 from retape.torch.runs import is_plain
 from retape.torch.slice_graph import Linear, SliceGraph
@@ -39,11 +40,16 @@ _PLAIN_VALUES = (type(None), bool, int, float, complex, str)
 def tile(fn: Callable[..., Any], *rows: Any, tiles: int, dim: int = 0) -> Any:
     """Call `fn(*rows)` in `tiles` slices along `dim`, so that what autograd saves in it is never whole in memory.
 
-    `fn` must treat rows independently, which is checked on first use. It may return a tensor or containers of tensors, each with
-    the rows along `dim`. Rows that are no tensors are handed on as they are.
+    `fn` must treat rows independently, which is checked on first use and whenever something that it depends on has changed. It may
+    return a tensor or containers of tensors, each with the rows along `dim`. Rows that are no tensors are handed on as they are.
     """
+    return call_in_tiles(fn, rows, tiles=tiles, dim=dim, may_draw=True)
+
+
+def call_in_tiles(fn: Callable[..., Any], rows: tuple[Any, ...], *, tiles: int, dim: int, may_draw: bool) -> Any:
+    """`tile`, which may also refuse a function that draws random numbers."""
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(tile)(fn, *rows, tiles=tiles, dim=dim)
+        return torch.compiler.disable(call_in_tiles)(fn, rows, tiles=tiles, dim=dim, may_draw=may_draw)
     slicing = _slicing(fn, rows, tiles, dim)
     if is_plain() or slicing.count == 0:
         return fn(*rows)
@@ -51,7 +57,7 @@ def tile(fn: Callable[..., Any], *rows: Any, tiles: int, dim: int = 0) -> Any:
     if capture_call(fn, rows, {}).is_lazy:
         return fn(*rows)  # its first call gives it its shape
     with _no_autocast_cache():
-        return _Forward(fn, rows, slicing).run()
+        return _Forward(fn, rows, slicing, may_draw=may_draw).run()
 
 
 def _slicing(fn: Callable[..., Any], rows: tuple[Any, ...], tiles: int, dim: int) -> Slicing:
@@ -97,8 +103,9 @@ def _no_autocast_cache() -> Iterator[None]:
 class _Forward:
     """The slices run one after the other, and their outputs put side by side."""
 
-    def __init__(self, fn: Callable[..., Any], rows: tuple[Any, ...], slicing: Slicing) -> None:
+    def __init__(self, fn: Callable[..., Any], rows: tuple[Any, ...], slicing: Slicing, *, may_draw: bool) -> None:
         self._fn = fn
+        self._may_draw = may_draw
         self._rows = rows
         self._slicing = slicing
         self._grad = torch.is_grad_enabled()
@@ -110,6 +117,8 @@ class _Forward:
         saved = self._saved_rows()
         for start, length in self._slicing.parts():
             given = self._sliced(start, length)
+            if start == 0:
+                reading = read_settings(self._fn, given, self._slicing.dim)
             if not self._grad and start:
                 values, structure = pytree.tree_flatten(self._fn(*given))
             else:
@@ -118,8 +127,9 @@ class _Forward:
                 piece = _Slice(self._fn, given, needs_grad, tape, whole)
                 values, structure = piece.run()
             self._take(values, structure, start, length)
-            if start == 0:
-                assert_rowwise(piece.region, piece.arguments(self._rows), values, self._slicing)
+            if start == 0 and reading is not None:
+                about = piece.region, piece.arguments(self._rows), values, self._slicing
+                assert_rowwise(*about, reading, may_draw=self._may_draw)
             if self._grad:
                 piece.settle(values, tape)
         return pytree.tree_unflatten(self._joined(tape), self._structure)

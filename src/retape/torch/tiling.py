@@ -24,7 +24,7 @@ from retape.torch.links import tensors_of
 from retape.torch.meter import synchronize, weighing
 from retape.torch.policy import Policy
 from retape.torch.runs import current_runs, is_plain
-from retape.torch.tile import tile
+from retape.torch.tile import call_in_tiles
 
 TILES = (2, 4, 8, 16, 32)
 WORTH = 0.96  # of what stands with half as many tiles: twice as many must be lower
@@ -118,9 +118,10 @@ def call_part(module: nn.Module, plain_call: Callable[..., Any], args: Any, keyw
 
 
 def run_in_tiles(call: Callable[..., Any], rows: Tensor, tiles: int) -> Tensor:
-    """A part on slices of its rows."""
+    """A part on slices of its rows; RegionError where it has changed since it was asked, and mixes rows or draws random numbers now."""
     # A slice of a batch is not in one piece, and code that flattens its input with `view` would refuse it.
-    found: Tensor = tile(partial(_in_one_piece, call), rows, tiles=tiles, dim=ROWS_DIM)
+    one_piece = partial(_in_one_piece, call)
+    found: Tensor = call_in_tiles(one_piece, (rows,), tiles=tiles, dim=ROWS_DIM, may_draw=False)
     return found
 
 

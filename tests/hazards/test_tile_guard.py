@@ -1,0 +1,540 @@
+"""Tiles that would mix rows: whatever a function depends on may change after its rows were checked, and is checked again then."""
+
+import argparse
+import contextvars
+import copy
+import dataclasses
+import enum
+import functools
+import gc
+import logging
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import retape
+from retape.core.assignment import Assignment, Choice
+from retape.core.problem import OptionKind
+from retape.errors import RegionError
+from retape.torch.executor import Executor
+from retape.torch.fitting import put_on, take_off
+from retape.torch.policy import Check
+
+ROWS = 16
+DIM = -1
+TABLE = {"inner": [{"dim": -1}]}
+MIXES = "does not treat rows independently"
+
+
+class Settings:
+    dim = -1
+
+    @classmethod
+    def softmax(cls, x):
+        return x.softmax(cls.dim)
+
+
+def helper(x):
+    return deeper(x)
+
+
+def deeper(x):
+    return x.softmax(DIM)
+
+
+def from_table(x):
+    return x.softmax(TABLE["inner"][0]["dim"])
+
+
+class Soft(nn.Module):
+    dim_of_class = -1
+
+    def __init__(self, dim=-1):
+        super().__init__()
+        self.linear, self.dim, self.mode = nn.Linear(4, 4), dim, "columns"
+        self.nested = {"a": [(1, {"dim": dim})]}
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.linear(x).softmax(self.dim).softmax(self.nested["a"][0][1]["dim"]).softmax(self.dim_of_class)
+        return x - x.mean(0) if self.mode == "rows" else x
+
+
+class InEval(nn.Module):
+    """Mixes rows in evaluation alone."""
+
+    def forward(self, x):
+        return x.sin() if self.training else x.softmax(0)
+
+
+class Side(enum.Enum):
+    ROW = 0
+    COLUMN = 1
+
+
+@dataclasses.dataclass
+class Config:
+    dim: int = -1
+
+
+class Slotted:
+    __slots__ = ("dim",)
+
+    def __init__(self):
+        self.dim = -1
+
+
+class Solver:
+    def __init__(self):
+        self.config = Config()
+
+    def __call__(self, x):
+        return x.softmax(self.config.dim)
+
+    def run(self, x):
+        return x.softmax(self.config.dim)
+
+
+def module_setting():
+    module = Soft()
+    return module, lambda: setattr(module, "dim", 0)
+
+
+def module_text():
+    module = Soft()
+    return module, lambda: setattr(module, "mode", "rows")
+
+
+def module_container():
+    module = Soft()
+    return module, lambda: module.nested["a"][0][1].update(dim=0)
+
+
+def setting_of_a_child():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    return module, lambda: setattr(module[1], "dim", 0)
+
+
+def class_attribute():
+    class Own(Soft):
+        dim_of_class = -1
+
+    return Own(), lambda: setattr(Own, "dim_of_class", 0)
+
+
+def method_bound_anew():
+    class Own(Soft):
+        def forward(self, x):
+            return x.sin()
+
+    return Own(), lambda: setattr(Own, "forward", lambda self, x: x.softmax(0))
+
+
+def forward_on_the_instance():
+    module = nn.Linear(4, 4)
+    return module, lambda: setattr(module, "forward", lambda x: x.softmax(0))
+
+
+def module_exchanged():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    return module, lambda: setattr(module, "1", nn.Softmax(0))
+
+
+def forward_hook():
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    return module, lambda: module[1].register_forward_hook(lambda m, i, out: out - out.mean(0))
+
+
+def forward_pre_hook():
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    return module, lambda: module[0].register_forward_pre_hook(lambda m, i: (i[0] - i[0].mean(0),))
+
+
+def setting_of_a_hook():
+    module, state = nn.Linear(4, 4), {"mix": 0.0}
+    module.register_forward_hook(lambda m, i, out: out - state["mix"] * out.mean(0))
+    return module, lambda: state.update(mix=1.0)
+
+
+def training_flag():
+    module = InEval()
+    return module, module.eval
+
+
+def closure_number():
+    dim = -1
+
+    def change():
+        nonlocal dim
+        dim = 0
+
+    return (lambda x: x.softmax(dim)), change
+
+
+def closure_float():
+    share = 0.0
+
+    def change():
+        nonlocal share
+        share = 1.0
+
+    return (lambda x: x - share * x.mean(0)), change
+
+
+def closure_dict():
+    state = {"a": {"b": [0.0]}}
+    return (lambda x: x - state["a"]["b"][0] * x.mean(0)), lambda: state["a"]["b"].append(state["a"]["b"].pop() + 1)
+
+
+def long_list():
+    share = [0.0] * 1000
+    return (lambda x: x - share[-1] * x.mean(0)), lambda: share.__setitem__(-1, 1.0)
+
+
+def deep_list():
+    inner = [0.0]
+    deep = inner
+    for _ in range(3000):
+        deep = [deep]
+
+    def fn(x):
+        at = deep
+        while isinstance(at, list):
+            at = at[0]
+        return x - at * x.mean(0)
+
+    return fn, lambda: inner.__setitem__(0, 1.0)
+
+
+def default():
+    def fn(x, dim=-1):
+        return x.softmax(dim)
+
+    return fn, lambda: setattr(fn, "__defaults__", (0,))
+
+
+def keyword_default():
+    def fn(x, *, dim=-1):
+        return x.softmax(dim)
+
+    return fn, lambda: fn.__kwdefaults__.update(dim=0)
+
+
+def global_number():
+    return (lambda x: x.softmax(DIM)), lambda: globals().update(DIM=0)
+
+
+def global_of_a_helper():
+    return (lambda x: helper(x) + 1), lambda: globals().update(DIM=0)
+
+
+def global_dict():
+    return (lambda x: from_table(x) + 0), lambda: TABLE["inner"][0].update(dim=0)
+
+
+def attribute_of_a_global_class():
+    return (lambda x: Settings.softmax(x) + 0), lambda: setattr(Settings, "dim", 0)
+
+
+def attribute_of_a_python_module():
+    settings = types.ModuleType("settings_of_a_user")
+    settings.dim = -1
+    return (lambda x: x.softmax(settings.dim)), lambda: setattr(settings, "dim", 0)
+
+
+def helper_bound_anew():
+    space = types.SimpleNamespace(f=torch.sin)
+    return (lambda x: space.f(x) + 0), lambda: setattr(space, "f", functools.partial(torch.softmax, dim=0))
+
+
+def dataclass_field():
+    config = Config()
+    return (lambda x: x.softmax(config.dim)), lambda: setattr(config, "dim", 0)
+
+
+def slot():
+    config = Slotted()
+    return (lambda x: x.softmax(config.dim)), lambda: setattr(config, "dim", 0)
+
+
+def namespace():
+    args = argparse.Namespace(dim=-1)
+    return (lambda x: x.softmax(args.dim)), lambda: setattr(args, "dim", 0)
+
+
+def enum_member():
+    config = types.SimpleNamespace(side=Side.COLUMN)
+    return (lambda x: x.softmax(config.side.value)), lambda: setattr(config, "side", Side.ROW)
+
+
+def callable_object():
+    solver = Solver()
+    return solver, lambda: setattr(solver.config, "dim", 0)
+
+
+def bound_method():
+    solver = Solver()
+    return solver.run, lambda: setattr(solver.config, "dim", 0)
+
+
+def array_written_to():
+    dims = np.array([-1, -1])
+    return (lambda x: x.softmax(int(dims[1]))), lambda: dims.__setitem__(1, 0)
+
+
+def numpy_number():
+    config = {"dim": np.int64(-1)}
+    return (lambda x: x.softmax(int(config["dim"]))), lambda: config.update(dim=np.int64(0))
+
+
+def tensor_exchanged():
+    config = {"dim": torch.tensor(-1)}
+    return (lambda x: x.softmax(int(config["dim"]))), lambda: config.update(dim=torch.tensor(0))
+
+
+def set_of_names():
+    active = {"sin"}
+
+    def fn(x):
+        return x - x.mean(0) if "mean" in active else x.sin()
+
+    return fn, lambda: active.add("mean")
+
+
+def cached_helper():
+    config = {"dim": -1}
+
+    @functools.cache
+    def scaled(number):
+        return number
+
+    return (lambda x: x.softmax(config["dim"]) * scaled(2)), lambda: config.update(dim=0)
+
+
+def partial_argument():
+    fn = functools.partial(torch.softmax, dim=-1)
+    return fn, lambda: fn.keywords.update(dim=0)
+
+
+CASES = (
+    module_setting,
+    module_text,
+    module_container,
+    setting_of_a_child,
+    class_attribute,
+    method_bound_anew,
+    forward_on_the_instance,
+    module_exchanged,
+    forward_hook,
+    forward_pre_hook,
+    setting_of_a_hook,
+    training_flag,
+    closure_number,
+    closure_float,
+    closure_dict,
+    long_list,
+    deep_list,
+    default,
+    keyword_default,
+    global_number,
+    global_of_a_helper,
+    global_dict,
+    attribute_of_a_global_class,
+    attribute_of_a_python_module,
+    helper_bound_anew,
+    dataclass_field,
+    slot,
+    namespace,
+    enum_member,
+    callable_object,
+    bound_method,
+    array_written_to,
+    numpy_number,
+    tensor_exchanged,
+    set_of_names,
+    cached_helper,
+    partial_argument,
+)
+
+
+@pytest.fixture(autouse=True)
+def put_back():
+    """Globals that cases change."""
+    before = DIM, Settings.dim, copy.deepcopy(TABLE)
+    yield
+    globals().update(DIM=before[0])
+    Settings.dim = before[1]
+    TABLE.update(before[2])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_what_changes_after_the_first_use_is_noticed(case):
+    fn, change = case()
+    x = torch.randn(ROWS, 4)
+    for _ in range(2):
+        torch.testing.assert_close(retape.tile(fn, x, tiles=4), fn(x))
+    change()
+    for _ in range(2):  # and not only once
+        with pytest.raises(RegionError, match=MIXES):
+            retape.tile(fn, x, tiles=4)
+
+
+def test_a_global_hook_is_noticed():
+    module, x = nn.Linear(4, 4), torch.randn(ROWS, 4)
+    retape.tile(module, x, tiles=4)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, i, out: out - out.mean(0))
+    try:
+        with pytest.raises(RegionError, match=MIXES):
+            retape.tile(module, x, tiles=4)
+    finally:
+        handle.remove()
+    retape.tile(module, x, tiles=4)
+
+
+def test_arguments_sizes_and_precision_are_noticed():
+    def by_argument(x, mode):
+        return x - x.mean(0) if mode > 5 else x
+
+    def by_length(x):
+        return x - x.mean(0) if len(x) > 8 else x
+
+    def by_dtype(x):
+        return x - x.mean(0) if x.dtype == torch.float64 else x
+
+    def by_autocast(x):
+        return x - x.mean(0) if torch.is_autocast_enabled("cpu") else x
+
+    def by_default(x):
+        return x - x.mean(0) if torch.get_default_dtype() == torch.float64 else x
+
+    x = torch.randn(ROWS, 4)
+    retape.tile(by_argument, x, 1, tiles=4)
+    with pytest.raises(RegionError, match=MIXES):
+        retape.tile(by_argument, x, 100, tiles=4)
+    retape.tile(by_length, x, tiles=4)
+    with pytest.raises(RegionError, match=MIXES):
+        retape.tile(by_length, torch.randn(ROWS * 4, 4), tiles=4)
+    retape.tile(by_dtype, x, tiles=4)
+    with pytest.raises(RegionError, match=MIXES):
+        retape.tile(by_dtype, x.double(), tiles=4)
+    retape.tile(by_autocast, x, tiles=4)
+    with torch.autocast("cpu"), pytest.raises(RegionError, match=MIXES):
+        retape.tile(by_autocast, x, tiles=4)
+    retape.tile(by_default, x, tiles=4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(RegionError, match=MIXES):
+            retape.tile(by_default, x, tiles=4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+_RUNS = contextvars.ContextVar("runs")  # which nothing enters that looks at settings
+
+
+def counted(function, *rows):
+    """How often a tiled function runs in one call."""
+    _RUNS.set([])
+    retape.tile(function, *rows, tiles=4)
+    return len(_RUNS.get())
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale, self.calls = nn.Linear(4, 4), 2.0, 0
+
+    def forward(self, x):
+        _RUNS.get().append(0)
+        return self.linear(x) * self.scale
+
+
+class Counting(Counted):
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_weights_that_train_need_no_other_check():
+    module, x = Counted(), torch.randn(ROWS, 4)
+    assert counted(module, x) > 4
+    assert counted(module, x) == 4
+    with torch.no_grad():
+        module.linear.weight.mul_(2)
+    assert counted(module, x) == 4
+    module.scale = 3.0
+    assert counted(module, x) > 4
+    module.scale = float("2.0")  # equal, and another object
+    assert counted(module, x) == 4
+
+    def wrapped(module):
+        return lambda r: module(r) + 0
+
+    assert counted(wrapped(module), x) > 4
+    assert counted(wrapped(module), x) == 4  # a new function of the same code over the same module
+
+
+def test_a_counter_is_checked_in_every_call_and_named_once(caplog):
+    module, x = Counting(), torch.randn(ROWS, 4)
+    with caplog.at_level(logging.WARNING, "retape"):
+        for _ in range(6):
+            assert counted(module, x) > 4
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert "is checked for independent rows in every call" in lines[0]
+    assert "calls differs from call to call" in lines[0]
+
+
+def test_what_was_read_keeps_nothing_alive():
+    module = Soft()
+    module.back = [module]
+    module.register_forward_hook(lambda m, i, out, of=module: out + 0 * of.dim)
+    retape.tile(module, torch.randn(ROWS, 4), tiles=4)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+# --- in a plan ----------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.share, self.drop = 0.0, 0.0
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        return nn.functional.dropout(self.down(hidden - self.share * hidden.mean(-2, keepdim=True)), self.drop)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(4), Mlp()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize(("name", "words"), [("share", MIXES), ("drop", "draws random numbers, and did not when")])
+def test_a_part_that_changes_after_the_plan_was_made(name, words):
+    model = nn.Sequential(Block())
+    choice = Choice(name="0", option=OptionKind.TILE, tiles=4, tiled=("mlp",))
+    regions = {"0": model[0]}
+    put_on(model, regions, Executor(Assignment(choices=(choice,)), {id(model[0]): "0"}, check=Check.METADATA))
+    x = torch.randn(1, ROWS, 4)
+    try:
+        for _ in range(2):
+            model(x).sum().backward()
+        setattr(model[0].mlp, name, 0.5)
+        with pytest.raises(RegionError, match=words):
+            model(x)
+    finally:
+        take_off(model, regions)
