@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from retape.torch import _compat
+from retape.torch.decisions import class_decides
 from retape.torch.holders import ATOMS, OWN_FIELDS, ModuleHolder, tracked
 
 _PARAMETER = frozenset({nn.Parameter})
@@ -53,6 +54,7 @@ class Layout:
         "_weak",
         "all_tensors",
         "content",
+        "decides",
         "field_keys",
         "field_lengths",
         "field_places",
@@ -86,6 +88,7 @@ class Layout:
         self._root_type = type(modules[0])
         self._weak = [weakref.ref(module) for module in modules[1:]]
         self.fills_what_it_saved = nn.RReLU in map(type, modules)
+        self.decides = any(map(class_decides, dict.fromkeys(map(type, modules))))
         fields = list(map(_vars, modules))
         self.field_keys: list[str] = list(_flat(fields))
         self._count = len(fields[0]) if len(fields) == 1 else 0  # of the fields of a module without children
@@ -104,7 +107,7 @@ class Layout:
         self._sort_held(modules, held)
         self._find_written(modules, list(_owned(content)))
         self.is_simple = self.only_parameters and not (
-            self.has_objects or self.renormalised or self.statistics or self.fills_what_it_saved
+            self.has_objects or self.renormalised or self.statistics or self.fills_what_it_saved or self.decides
         )
         # A lone module with plain settings and parameters, all of which are there.
         self.is_bare = self.is_simple and alone and self.all_tensors and self.pick_switches is not None

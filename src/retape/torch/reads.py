@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
 from retape.torch.closures import NEVER_READ, as_of_now
+from retape.torch.decisions import function_decides
 from retape.torch.holders import (
     ATOMS,
     BLANKS,
@@ -78,6 +79,7 @@ class Call:
     generators: tuple[Any, ...] = ()
     codes: tuple[Any, ...] = ()  # of functions met, to tell apart what one wrapper wraps
     fills_what_it_saved = False  # it runs `rrelu`: autograd saves an output of it before its kernel has filled it
+    decides = False  # its code names an op that decides (`decisions.py`)
     renormalised: frozenset[int] = _NOTHING  # parameters that their own module writes to in its forward
     # Buffers that their module writes to, though its first batch may leave them as they are.
     statistics: frozenset[int] = _NOTHING
@@ -186,6 +188,7 @@ class Call:
             self.codes += (value.__code__,)
             if "rrelu" in value.__code__.co_names:
                 self.fills_what_it_saved = True
+            self.decides = self.decides or function_decides(value)
         for inner in _reachable(value):
             self.meet(inner)
         if isinstance(value, _NOT_FOLLOWED) or type(value).__module__.startswith("torch."):
@@ -216,6 +219,7 @@ class Call:
         if not layout.is_simple:
             self.only_parameters = self.only_parameters and layout.only_parameters
             self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
+            self.decides = self.decides or layout.decides
             self.statistics |= tree.statistics or _NOTHING
             self.renormalised |= tree.renormalised or _NOTHING
         elif last:

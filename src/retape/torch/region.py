@@ -31,6 +31,7 @@ from retape.core.errors import RegionError
 from retape.torch import _compat, _compat_compiler, links, offload, state
 from retape.torch.checksum import Digest, checksum, digest, same_digests
 from retape.torch.debug import OpLog, difference
+from retape.torch.decisions import Decisions, Recording, Repeating
 from retape.torch.mismatch import RerunMismatch, different_number, name_of
 from retape.torch.moved_inputs import MovedInputs
 from retape.torch.opaque import CompiledCall
@@ -74,6 +75,7 @@ class Region:
     _backward_inside = False  # the function asks for gradients itself
     _diverged = False  # from its recipe
     _own_ids: set[int] | None = None
+    _decisions: Decisions | None = None
     _digests: dict[int, Digest] | None = None  # of dropped slots, where a recipe is to be proven
     kept: list[Any] = ()  # type: ignore[assignment]  # what was given to `retape.keep`: a list from the first on
     _cargo: offload.Cargo | None = None  # where slots or inputs are moved
@@ -171,11 +173,13 @@ class Region:
             _push_hooks(partial(offload.pack, self, cargo), _unpack_moved)
         running.append(self)
         try:
-            outputs = (
-                function(*arguments, **keywords)
-                if contexts is None
-                else self._run_within(contexts[0], function, arguments, keywords)
-            )
+            if contexts is not None:
+                outputs = self._run_within(contexts[0], function, arguments, keywords)
+            elif call.decides and not self.is_compiled:
+                self._decisions = Decisions(tensors)
+                outputs = self._run_within(Recording(self._decisions), function, arguments, keywords)
+            else:
+                outputs = function(*arguments, **keywords)
         except RuntimeError as error:
             raise_explained(self.name, error)
         finally:
@@ -405,9 +409,10 @@ class Region:
                 args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
                 if self._backward_inside:
                     before.keep_gradients()
-                if mode is None and self._contexts is None:
+                if mode is None and self._contexts is None and self._decisions is None:
                     return self._hooked(filler, args, keywords)
-                with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext():
+                repeating = nullcontext() if self._decisions is None else Repeating(self._decisions)
+                with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext(), repeating:
                     return self._hooked(filler, args, keywords)
             finally:
                 before.leave()
