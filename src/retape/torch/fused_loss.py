@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -75,12 +76,17 @@ def unfuse_loss(model: nn.Module) -> nn.Module:
     if getattr(model, "loss_function", None) is fused_causal_loss:
         del model._loss_function
     for module in (model, _head_of(model)):
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number in [number for number, hook in hooks.items() if hook in _HOOKS]:
-                for where in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
-                    where.pop(number, None)
-                module._forward_hooks_always_called.pop(number, None)
+        remove_hooks(module, _HOOKS)
     return model
+
+
+def remove_hooks(module: nn.Module, functions: Collection[Any]) -> None:
+    """Take forward hooks that are these functions off a module, which may be a copy of the one that they were put on."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if hook in functions]:
+            for where in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
+                where.pop(number, None)
+            module._forward_hooks_always_called.pop(number, None)
 
 
 def _forget_settings(head: nn.Module) -> None:
