@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from retape.core.errors import InvalidInput
-from retape.torch.caches import note_left_out, refuse_cache
+from retape.torch.caches import refuse_cache
 from retape.torch.checkpoint import checkpoint
 from retape.torch.fused_loss import remove_hooks
 
@@ -35,7 +35,6 @@ def enable(model: nn.Module, *, check: str = "metadata") -> nn.Module:
     _unhook(model)
     for module in _models(layers):
         module.register_forward_pre_hook(refuse_cache, with_kwargs=True)
-        module.register_forward_hook(note_left_out, with_kwargs=True)
     return model
 
 
@@ -63,7 +62,7 @@ def _models(checkpointable: list[nn.Module]) -> list[nn.Module]:
 
 def _unhook(model: nn.Module) -> None:
     for module in checkpointable_layers(model):
-        remove_hooks(module, (refuse_cache, note_left_out))
+        remove_hooks(module, (refuse_cache,))
 
 
 def __getattr__(name: str) -> Any:
