@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
+from retape.torch.caches import as_cache, is_cache
 from retape.torch.closures import NEVER_READ, as_of_now
 from retape.torch.holders import ATOMS, BLANKS, DictHolder, ListHolder, SlotHolder, tracked
 from retape.torch.known_layouts import read_simple_tree, read_tree
@@ -163,7 +164,10 @@ class Call:
         if depth > _MOST_OBJECTS or isinstance(value, _NOT_FOLLOWED):
             return
         if hasattr(value, "__dict__"):
+            before = len(self.holders)
             self._follow(value.__dict__, depth)
+            if is_cache(value):
+                self.holders[before:] = as_cache(self.holders[before:])
         elif hasattr(type(value), "__slots__"):
             self._meet_slots(value, depth)
 
