@@ -27,13 +27,13 @@ from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_html import render_fit_html, write_report
 from retape.report.fit_text import explain
 from retape.report.frontier_file import write_frontier
-from retape.torch.attach import put_on, take_off
+from retape.torch.attach import detach, is_attached, put_on, take_off
 from retape.torch.compiled import refuse_graph_replays
 from retape.torch.discover import Wanted, refuse_own_checkpointing
 from retape.torch.executor import Executor
 from retape.torch.fingerprint import fingerprint, refuse_replicas, unwrapped
 from retape.torch.fitting import Fitter
-from retape.torch.fused_loss import fuse_loss_as, unfuse_loss
+from retape.torch.fused_loss import fuse_loss_as, is_fused, unfuse_loss
 from retape.torch.modes import say_evaluation
 from retape.torch.policy import Check
 from retape.torch.resident import devices_of
@@ -160,6 +160,22 @@ def _python_stream_left_alone() -> Iterator[None]:
         random.setstate(before)
 
 
+@contextmanager
+def _undone_on_error(model: nn.Module) -> Iterator[None]:
+    """Where an exception comes out, the model is as it was: nothing attached or fused that was not so before."""
+    attached = {id(module) for module in model.modules() if is_attached(module)}
+    was_fused = is_fused(model)
+    try:
+        yield
+    except BaseException:
+        for module in model.modules():
+            if id(module) not in attached:
+                detach(module)
+        if not was_fused:
+            unfuse_loss(model)
+        raise
+
+
 @_python_stream_left_alone()
 def fit(
     model: nn.Module,
@@ -187,7 +203,7 @@ def fit(
         raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     refuse_replicas(model)
     say_evaluation(unwrapped(model))
-    with _telling(progress) as tell:
+    with _undone_on_error(unwrapped(model)), _telling(progress) as tell:
         asked = Budget.of(budget)
         fitter = (SpreadFitter if len(devices_of(model, asked)) > 1 else Fitter)(
             model,
@@ -242,9 +258,13 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
     if not record.assignment.keeps_everything or record.assignment.is_compiled:
         names = {id(module): name for name, module in regions.items()}
         executor = Executor(record.assignment, names, check=Check.of(check))
-        put_on(unwrapped(model), regions, executor)  # refused where a fit manages it already, whose loss may be fused
-    if record.fused_loss:
-        fuse_loss_as(unwrapped(model), record)
+    with _undone_on_error(unwrapped(model)):
+        if executor is not None:
+            put_on(
+                unwrapped(model), regions, executor
+            )  # refused where a fit manages it already, whose loss may be fused
+        if record.fused_loss:
+            fuse_loss_as(unwrapped(model), record)
     return Fit(model, record, regions, executor)
 
 

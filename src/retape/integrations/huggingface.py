@@ -8,14 +8,17 @@ from typing import Any
 from torch import nn
 
 from retape.core.errors import InvalidInput
+from retape.torch.caches import refuse_cache
 from retape.torch.checkpoint import checkpoint
+from retape.torch.fused_loss import remove_hooks
 
 
 def enable(model: nn.Module, *, check: str = "metadata") -> nn.Module:
     """Run every checkpointable layer of a Hugging Face model as a region, also where the model was made before; returns the model.
 
     The models' own `gradient_checkpointing_enable()` takes PyTorch's function by name when transformers is imported, so
-    assigning another one afterwards does not reach it; this does.
+    assigning another one afterwards does not reach it; this does. That switch leaves key-value caches out: one that holds
+    something (a trained prefix) is refused; `retape.fit` and `retape.adaptive` keep it.
     """
     switch = getattr(model, "gradient_checkpointing_enable", None)
     if switch is None:
@@ -29,6 +32,9 @@ def enable(model: nn.Module, *, check: str = "metadata") -> nn.Module:
         raise InvalidInput(f"{type(model).__name__} has no layer that can be checkpointed.")
     for layer in layers:
         layer._gradient_checkpointing_func = partial(checkpoint, check=check)  # type: ignore[assignment]
+    _unhook(model)
+    for module in _models(layers):
+        module.register_forward_pre_hook(refuse_cache, with_kwargs=True)
     return model
 
 
@@ -40,12 +46,23 @@ def disable(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has no gradient_checkpointing_disable(); this is for Hugging Face models."
         )
     switch()
+    _unhook(model)
     return model
 
 
 def checkpointable_layers(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that carry Hugging Face's switch."""
     return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+
+
+def _models(checkpointable: list[nn.Module]) -> list[nn.Module]:
+    """Those that run layers: Transformers drops the cache of a layer before the layer's hooks are called."""
+    return [m for m in checkpointable if all(c.__name__ != "GradientCheckpointingLayer" for c in type(m).__mro__)]
+
+
+def _unhook(model: nn.Module) -> None:
+    for module in checkpointable_layers(model):
+        remove_hooks(module, (refuse_cache,))
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from retape.core.problem import BudgetLike
 from retape.torch.attach import attach, detach, is_attached, replicated, take_off
 from retape.torch.discover import refuse_own_checkpointing
 from retape.torch.fingerprint import unwrapped
-from retape.torch.fused_loss import fused_causal_loss, unfuse_loss
+from retape.torch.fused_loss import is_fused, unfuse_loss
 from retape.torch.ranks import is_distributed
 
 _MANAGED: WeakKeyDictionary[nn.Module, ref[FitCallback]] = WeakKeyDictionary()  # models, and whose callback they have
@@ -95,7 +95,7 @@ def _leave_others(model: nn.Module) -> None:
         return
     if is_attached(model):  # the callback is gone, and what it did is not
         take_off(model, {"": model})
-    if getattr(model, "loss_function", None) is fused_causal_loss:
+    if is_fused(model):
         unfuse_loss(model)
 
 

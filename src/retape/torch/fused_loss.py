@@ -1,6 +1,7 @@
 """Hugging Face causal language models: head and loss without whole logits, behind the model's own forward.
 
-`fuse_loss(model)` leaves hooks and a loss function on the model. In training, when labels are given, the head hands on a
+`fuse_loss(model)` leaves hooks and a loss function on the model; where PEFT wraps it, the loss function is that of the model
+inside. In training, when labels are given, the head hands on a
 stand-in of its logits (`retape.torch.logits`); the loss function computes the loss from what it stands for, and the output's
 `.logits` is None. Everything else of the model runs as it is.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -40,23 +42,24 @@ def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: boo
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    head = _head_of(model)
+    head, owner = _head_of(model), _owner_of(model)
+    found = None if owner is None else owner.loss_function
+    if owner is None or (found is not ForCausalLMLoss and found is not fused_causal_loss):
+        raise InvalidInput(
+            f"{type(model).__name__} has a loss function of its own; only the causal one can be fused with the head."
+        )
     _forget_settings(head)
     if chunk_bytes is not None:
         setattr(head, CHUNK_BYTES, chunk_bytes)
     if compiled:
         setattr(head, COMPILED, True)
-    if getattr(model, "loss_function", None) is fused_causal_loss:
-        return model
-    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
-        raise InvalidInput(
-            f"{type(model).__name__} has a loss function of its own; only the causal one can be fused with the head."
-        )
-    model.loss_function = fused_causal_loss  # type: ignore[assignment]
-    model.register_forward_pre_hook(_before_model, with_kwargs=True)
-    model.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
-    head.register_forward_pre_hook(_before_head)
-    head.register_forward_hook(_after_head)
+    if found is not fused_causal_loss:
+        owner.loss_function = fused_causal_loss  # type: ignore[assignment]
+        # On what is called, which need not be the owner: a wrapper may call `forward` of the model inside, which runs no hooks.
+        model.register_forward_pre_hook(_before_model, with_kwargs=True)
+        model.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
+        head.register_forward_pre_hook(_before_head)
+        head.register_forward_hook(_after_head)
     return model
 
 
@@ -66,21 +69,51 @@ def can_fuse_loss(model: nn.Module) -> bool:
         return False
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    return model.loss_function is ForCausalLMLoss and type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
+    owner = _owner_of(model)
+    return (
+        owner is not None
+        and owner.loss_function is ForCausalLMLoss
+        and type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
+    )
+
+
+def is_fused(model: nn.Module) -> bool:
+    """Whether the loss of a model is fused with its head."""
+    return getattr(model, "loss_function", None) is fused_causal_loss
 
 
 def unfuse_loss(model: nn.Module) -> nn.Module:
     """Undo `fuse_loss`; returns the model."""
-    _forget_settings(_head_of(model))
-    if getattr(model, "loss_function", None) is fused_causal_loss:
-        del model._loss_function
-    for module in (model, _head_of(model)):
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number in [number for number, hook in hooks.items() if hook in _HOOKS]:
-                for where in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
-                    where.pop(number, None)
-                module._forward_hooks_always_called.pop(number, None)
+    for module in model.modules():
+        _forget_settings(module)
+        remove_hooks(module, _HOOKS)
+        if vars(module).get("_loss_function") is fused_causal_loss:
+            _put_loss_back(module)
     return model
+
+
+def _put_loss_back(owner: nn.Module) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    del owner._loss_function
+    if owner.loss_function is not ForCausalLMLoss:  # it was set by hand before
+        owner.loss_function = ForCausalLMLoss  # type: ignore[assignment]
+
+
+def _owner_of(model: nn.Module) -> nn.Module | None:
+    """The model whose forward computes the loss: this one, or what stands inside a wrapper that hands attributes on (PEFT's)."""
+    if not hasattr(model, "loss_function"):
+        return None
+    return next((module for module in model.modules() if hasattr(type(module), "loss_function")), None)
+
+
+def remove_hooks(module: nn.Module, functions: Collection[Any]) -> None:
+    """Take forward hooks that are these functions off a module, which may be a copy of the one that they were put on."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if hook in functions]:
+            for where in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
+                where.pop(number, None)
+            module._forward_hooks_always_called.pop(number, None)
 
 
 def _forget_settings(head: nn.Module) -> None:

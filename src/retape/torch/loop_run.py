@@ -76,7 +76,7 @@ class Driver:
         self.steps = steps
         begin = self._begin()
         done = 0
-        with state.Replay(self.ambient, state.NONE_DRAWN):
+        with state.Replay(self.ambient, state.NONE_DRAWN, first_run=True):
             for action in actions() if not begin.ended else ():
                 done += 1
                 if not begin.passed(self, action):
@@ -100,7 +100,7 @@ class Driver:
                 asked[self.steps] = goes_on(self._working, self.steps)
             return asked[self.steps]
 
-        with state.Replay(self.ambient, state.NONE_DRAWN):
+        with state.Replay(self.ambient, state.NONE_DRAWN, first_run=True):
             for action in forward_phase(self.snapshots) if not begin.ended else ():
                 assert isinstance(action, Forward | Save | Free)
                 if not begin.passed(self, action):

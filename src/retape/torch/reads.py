@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch import _compat
+from retape.torch.caches import as_cache, is_cache
 from retape.torch.closures import NEVER_READ, as_of_now
 from retape.torch.decisions import function_decides
 from retape.torch.holders import (
@@ -194,7 +195,7 @@ class Call:
         if isinstance(value, _NOT_FOLLOWED) or type(value).__module__.startswith("torch."):
             return  # PyTorch's own objects (FSDP's state, process groups) keep their own record
         if type(getattr(value, "__dict__", None)) is dict:
-            self._follow(value.__dict__)
+            (self._meet_cache if is_cache(value) else self._follow)(value.__dict__)
         elif hasattr(type(value), "__slots__"):
             self._meet_slots(value)
 
@@ -251,6 +252,16 @@ class Call:
                     self.meet(value)
             elif kind is not types.FunctionType:
                 self.meet(value)
+
+    def _meet_cache(self, fields: dict[str, Any]) -> None:
+        """Meet all that stands behind a key-value cache, whose dicts are taken as the cache's own."""
+        before, around = len(self.holders), self._pending
+        self._pending = []
+        self._follow(fields)
+        while self._pending:
+            self._visit(self._pending.pop())
+        self._pending = around
+        self.holders[before:] = as_cache(self.holders[before:])
 
     def _meet_slots(self, value: Any) -> None:
         names = [name for kind in type(value).__mro__ for name in _slots_of(kind)]

@@ -11,19 +11,22 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context as _copy_context
 from typing import Any, Protocol
 
 import torch
 
 from retape.torch import _compat
+from retape.torch.context import KINDS, Binding, Holder, Kind, bind, bindings, enter_collectors
 
 Token = Any
 # A name of torch's own is slow to find, and one of another module's slower than one of ours.
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _compat.set_grad_enabled
 _count_function_modes = _compat.count_function_modes
 _CUDA_BUILT = _compat.CUDA_BUILT
+_KINDS, _NOTHING = KINDS, Kind.NOTHING
 
 
 class Stream(Protocol):
@@ -292,21 +295,29 @@ def drawn(before: Draws) -> Draws:
 
 
 # What surrounds a call: PyTorch's settings; of each device whether autocast is on, and its dtype; torch-function modes; the
-# current CUDA device.
-Ambient = tuple[list[Any], tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], int | None]
+# current CUDA device; what context variables are bound to; whether some of it may be collected in.
+Ambient = tuple[list[Any], tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], int | None, tuple[Binding, ...], bool]
 
 
 def capture() -> Ambient:
     """What surrounds the caller now."""
     modes = _compat.function_modes() if _count_function_modes() else ()
+    bound: tuple[Binding, ...] = ()
+    collects, context = False, _copy_context()
+    for variable in context:  # most often nothing but what numpy and decimal have there
+        if _KINDS[type(context[variable])] is not _NOTHING:
+            bound, collects = bindings(context), True
+            break
     if not _CUDA_BUILT:
-        return _read_settings(), (_autocast("cpu"),), (_autocast_dtype("cpu"),), modes, None
+        return _read_settings(), (_autocast("cpu"),), (_autocast_dtype("cpu"),), modes, None, bound, collects
     return (
         _read_settings(),
         (_autocast("cpu"), _autocast("cuda")),
         (_autocast_dtype("cpu"), _autocast_dtype("cuda")),
         modes,
         torch.cuda.current_device() if _compat.cuda_initialized() else None,
+        bound,
+        collects,
     )
 
 
@@ -316,18 +327,23 @@ _autocast, _autocast_dtype, _read_settings = torch.is_autocast_enabled, torch.ge
 
 
 class Replay:
-    """Surrounds a re-run, from when it is made, with what surrounded the first run; when it is left, all is as it was."""
+    """Surrounds a re-run, from when it is made, with what surrounded the first run; when it is left, all is as it was.
 
-    __slots__ = ("_around", "_found", "_grad", "_settings", "_stood")
+    So are containers that context variables hold, unless this surrounds a `first_run`: what that collects stays.
+    """
 
-    def __init__(self, ambient: Ambient, draws: Draws) -> None:
+    __slots__ = ("_around", "_collectors", "_found", "_grad", "_settings", "_stood")
+
+    def __init__(self, ambient: Ambient, draws: Draws, *, first_run: bool = False) -> None:
         now = capture()
         self._settings = now[0]
         self._grad = _is_grad_enabled()
         self._around: Any = None
-        if now != ambient or now[1] != _OFF:  # an autocast is on
+        if now[:6] != ambient[:6] or now[1] != _OFF:  # an autocast is on
             self._around = _as_then(ambient, now)
             self._around.__enter__()
+        collects = not first_run and (now[6] or ambient[5])
+        self._collectors: Iterable[Holder] = enter_collectors() if collects else ()
         self._found, self._stood = draws
         if self._found is not _ONLY_CPU or not _CPU.is_at(draws[1][0]):
             self._stood = peek(self._found)
@@ -346,6 +362,8 @@ class Replay:
         found, stood = self._found, self._stood
         if (found is not _ONLY_CPU or not _CPU.is_at(stood[0])) and peek(found) != stood:
             seek((found, stood))
+        for holder in self._collectors:
+            holder.leave()
         if self._around is not None:
             self._around.__exit__(None, None, None)
         if (settings := _read_settings()) != self._settings:  # a stop came before the function set back what it had set
@@ -354,8 +372,9 @@ class Replay:
 
 @contextmanager
 def _as_then(ambient: Ambient, now: Ambient) -> Iterator[None]:
-    settings, enabled_then, dtypes, modes, cuda_device = ambient
+    settings, enabled_then, dtypes, modes, cuda_device, bound, _ = ambient
     with ExitStack() as stack:
+        bind(bound, stack)
         stack.callback(_put_settings, settings, now[0])
         _put_settings(now[0], settings)
         if cuda_device != now[4] and cuda_device is not None:

@@ -1,0 +1,124 @@
+"""Losses on what Transformers collects through forward hooks: hidden states, attentions and router logits leave regions by the side."""
+
+import copy
+
+import pytest
+import torch
+
+import retape
+from retape.integrations.huggingface import disable, enable
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+EXPERTS = {"num_experts": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+
+
+def llama():
+    config = transformers.LlamaConfig(**SIZES, attn_implementation="eager", attention_dropout=0.1)
+    return transformers.LlamaForCausalLM(config)
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=3))
+
+
+def qwen2_moe():
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, num_experts_per_tok=2))
+
+
+def on_hidden_states(model, batch):
+    out = model(**batch, output_hidden_states=True)
+    assert len(out.hidden_states) == 4
+    return out.loss + sum(state.square().mean() for state in out.hidden_states)
+
+
+def on_attentions(model, batch):
+    out = model(**batch, output_attentions=True)
+    assert len(out.attentions) == 3
+    return out.loss + sum(weights.square().mean() for weights in out.attentions)
+
+
+def on_router_logits(model, batch):
+    out = model(**batch, output_router_logits=True)  # its own loss has a part of them, too
+    assert len(out.router_logits) == 3
+    return out.loss + sum(logits.logsumexp(-1).square().mean() for logits in out.router_logits)
+
+
+def gradients(model, step):
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = step(model, BATCH)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def equal(found, wanted):
+    return all(map(torch.equal, found, wanted))
+
+
+CASES = pytest.mark.parametrize(
+    ("make", "step"),
+    [(llama, on_hidden_states), (llama, on_attentions), (mixtral, on_router_logits), (qwen2_moe, on_router_logits)],
+)
+
+
+def made(make):
+    torch.manual_seed(0)
+    return make().train()
+
+
+@CASES
+@pytest.mark.parametrize("budget", [0.8, 0.6])
+def test_fit(make, step, budget):
+    model = made(make)
+    wanted = gradients(model, step)
+    fitted = retape.fit(model, BATCH, budget=budget, step=step, progress=False)
+    assert not fitted.record.assignment.keeps_everything
+    for _ in range(2):
+        assert equal(gradients(model, step), wanted)
+    fitted.remove()
+
+
+@CASES
+def test_a_live_budget(make, step):
+    model = made(make)
+    wanted = gradients(model, step)
+    share = 0.8 if make is llama else 0.88  # experts are mostly weights, which stay
+    live = retape.adaptive(model, budget=int(share * retape.measure(lambda: gradients(model, step)).peak_bytes))
+    for _ in range(3):
+        assert equal(gradients(model, step), wanted)
+    assert live.stats().reruns
+    live.remove()
+
+
+@CASES
+def test_regions_behind_transformers_switch(make, step):
+    model = made(make)
+    wanted = gradients(model, step)
+    assert equal(gradients(enable(model), step), wanted)
+    assert equal(gradients(disable(model), step), wanted)
+
+
+def test_the_outputs_are_those_of_the_plain_model():
+    """A new shape is traced within the forward, while Transformers collects."""
+    model = made(mixtral)
+    twin = copy.deepcopy(model)
+    fitted = retape.fit(model, BATCH, budget=0.6, progress=False)
+    for rows in (1, 2):
+        asked = {"input_ids": TOKENS[:rows], "output_hidden_states": True, "output_router_logits": True}
+        found, wanted = model(**asked), twin(**asked)
+        assert equal(found.hidden_states, wanted.hidden_states)
+        assert equal(found.router_logits, wanted.router_logits)
+        assert len(found.router_logits) == len(wanted.router_logits) == 3
+    fitted.remove()

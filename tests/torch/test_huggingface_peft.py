@@ -1,0 +1,142 @@
+"""PEFT's models: they hand attributes of the model inside on, and what is set on them stays outside."""
+
+import pytest
+import torch
+
+import retape
+from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
+from retape.torch.attach import is_attached
+from retape.torch.fused_loss import is_fused
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+TOKENS = torch.randint(0, 1024, (2, 64), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def made(**lora):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    settings = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **lora})
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), settings).train()
+
+
+@pytest.fixture(params=[None, "CAUSAL_LM"])
+def model(request):
+    """PEFT has a class for each task, and one for none."""
+    return made(task_type=request.param)
+
+
+def gradients(model):
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = model(**BATCH).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def traces_on(model):
+    """What a fit leaves on a model while it is there."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if is_attached(module)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or any("loss_function" in field or "retape" in field for field in vars(module))
+    ]
+
+
+def assert_as_before(model, wanted):
+    assert traces_on(model) == []
+    found = gradients(model)
+    assert all(map(torch.equal, found, wanted))
+    assert model(**BATCH).logits is not None
+
+
+def test_the_loss_of_the_model_inside_is_fused(model):
+    wanted = gradients(model)
+    fuse_loss(model)
+    assert model(**BATCH).logits is None
+    torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+    unfuse_loss(model)
+    assert_as_before(model, wanted)
+
+
+def test_fit_with_all_options():
+    model = made(task_type="CAUSAL_LM")
+    wanted = gradients(model)
+    fitted = retape.fit(model, BATCH, budget=0.4, options=retape.ALL, progress=False)
+    assert fitted.record.fused_loss
+    assert model(**BATCH).logits is None
+    torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+    fitted.remove()
+    assert_as_before(model, wanted)
+    again = retape.apply(model, fitted.record)
+    assert model(**BATCH).logits is None
+    again.remove()
+    assert_as_before(model, wanted)
+
+
+def test_a_live_budget_with_all_options(model):
+    wanted = gradients(model)
+    live = retape.adaptive(model, budget="1GiB", options=retape.ALL)
+    assert model(**BATCH).logits is None
+    live.remove()
+    assert_as_before(model, wanted)
+
+
+def test_a_head_with_an_adapter_is_not_fused():
+    model = made(target_modules=["q_proj", "lm_head"])
+    fitted = retape.fit(model, BATCH, budget=0.95, options=retape.ALL, progress=False)
+    assert not fitted.record.fused_loss
+    fitted.remove()
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "budget", "is_time"),
+    [
+        (retape.EXACT, 0.95, lambda model, steps: steps == 1),
+        (retape.EXACT, 0.95, lambda model, steps: steps == 9),  # plans are being measured by then
+        (retape.ALL, 0.5, lambda model, steps: is_fused(model)),
+    ],
+)
+def test_an_exception_in_a_step_of_a_fit_leaves_the_model_as_it_was(options, budget, is_time):
+    model = made()
+    wanted, steps = gradients(model), 0
+
+    def step(model, batch):
+        nonlocal steps
+        steps += 1
+        loss = model(**batch).loss
+        if is_time(model, steps):
+            raise Interrupted
+        return loss
+
+    with pytest.raises(Interrupted):
+        retape.fit(model, BATCH, budget=budget, step=step, options=options, progress=False)
+    assert_as_before(model, wanted)
+
+
+def test_a_refused_fit_leaves_the_one_that_is_there():
+    model = made()
+    fitted = retape.fit(model, BATCH, budget=0.95, progress=False)
+    there = traces_on(model)
+    with pytest.raises(retape.RetapeError, match="managed by a fit already"):
+        retape.fit(model, BATCH, budget=0.95, progress=False)
+    assert traces_on(model) == there != []
+    fitted.remove()
+    assert traces_on(model) == []
