@@ -727,3 +727,59 @@ def test_many_compilations():
         assert config.recompile_limit > before
         assert config.fail_on_recompile_limit_hit
     assert config.recompile_limit == before
+
+
+def test_keeps_its_own_books():
+    class Wrapper(torch.nn.DataParallel):
+        pass
+
+    assert _compat.keeps_its_own_books(Wrapper(torch.nn.Linear(2, 2)))
+    assert _compat.keeps_its_own_books(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert not _compat.keeps_its_own_books(torch.nn.Linear(2, 2))
+    assert torch.nn.parallel.DistributedDataParallel.__name__ in _compat._WRAPPERS
+
+
+def test_communication_states():
+    source = inspect.getsource(torch.nn.parallel.DistributedDataParallel.register_comm_hook)
+    assert "self._comm_hooks.append((hook, state))" in source
+    assert _compat.communication_states(torch.nn.Linear(2, 2)) == []
+
+
+def test_has_hooks():
+    tensor = torch.zeros(2, requires_grad=True)
+    assert not _compat.has_hooks(tensor)
+    tensor.register_hook(identity)
+    assert _compat.has_hooks(tensor)
+
+
+def test_has_backward_hooks():
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        module = torch.nn.Linear(2, 2)
+        assert not _compat.has_backward_hooks(module)
+        getattr(module, register)(lambda *_: None)
+        assert _compat.has_backward_hooks(module)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_heldback():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    seen, leaf = [], torch.nn.Parameter(torch.ones(2))
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append("hook"))
+    _apply_optimizer_in_backward(torch.optim.SGD, [leaf], {"lr": 1.0})
+    held = _compat.HeldBack(leaf)
+    leaf.sum().backward()
+    assert not seen
+    assert torch.equal(leaf, torch.ones(2))
+    held.put_back()
+    leaf.sum().backward()
+    assert seen == ["hook"]
+    assert torch.equal(leaf, torch.zeros(2))
+
+
+def test_weak_tensor():
+    tensor = torch.zeros(2)
+    reference = _compat.weak_tensor(tensor)
+    assert reference() is tensor
+    del tensor
+    assert reference() is None

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retape.core.assignment import Assignment, assign
 from retape.core.errors import BudgetTooSmall
@@ -34,7 +34,6 @@ from retape.torch.executor import Executor, executor_of
 from retape.torch.fingerprint import unwrapped
 from retape.torch.form_profiles import FormProfiles
 from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
-from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
 from retape.torch.meanings import meanings_of
 from retape.torch.meter import step_record, synchronize, weighing
@@ -46,6 +45,8 @@ from retape.torch.ranks import decided_by_first
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
+from retape.torch.sandbox import Sandbox as Laboratory
+from retape.torch.sandbox import sandboxed
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.tiled_form import PartsInTiles
 from retape.torch.turns import in_turns, is_long, is_quicker, nearest, repeated, times_for, turns_within, wins
@@ -80,7 +81,7 @@ class Fitter:
         if step is None:
             refuse_other_arguments(model, batch)
         self.model, self.batch, self.step = model, batch, step or default_step
-        self.options, self.check, self.tell = options, check, tell
+        self.options, self.check, self.tell, self._optimizer = options, check, tell, optimizer
         self.root = unwrapped(model)
         self._may_refine = regions is None
         self._limit: int | None = None
@@ -107,10 +108,13 @@ class Fitter:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def run_step(self, mark: Callable[[], None] = lambda: None) -> None:
-        """One forward and backward, from the same start every time."""
+    def run_step(
+        self, mark: Callable[[], None] = lambda: None, meet: Callable[[Tensor], object] = lambda loss: None
+    ) -> None:
+        """One forward and backward, from the same start every time; `meet` is shown the loss before its backward."""
         loss = scalar_loss(self.step, self.model, self.batch)
         mark()
+        meet(loss)
         loss.backward()
 
     @contextmanager
@@ -182,7 +186,7 @@ class Fitter:
         """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
         laboratory.rewind()
         before = allocated_bytes(self.device)
-        self.run_step()
+        self.run_step(meet=laboratory.meet)
         laboratory.rewind()
         gc.collect()  # what a compiler leaves in cycles is not there for good
         self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
@@ -240,7 +244,7 @@ class Fitter:
     def fit(self) -> Fitting:
         """Find the fastest plan inside the budget that a real step confirms, and leave it attached."""
         start = time.perf_counter()
-        with undisturbed(self.model) as laboratory:
+        with sandboxed(self.model, self.batch, self.step, self._optimizer) as laboratory:
             fitting = self._fitted(laboratory)
             if self._may_fuse:
                 fitting = self._with_fused_loss(laboratory, fitting)
@@ -270,14 +274,16 @@ class Fitter:
             return without
         self.tell("with the loss fused")
         self._take_regions(self._first_regions)
-        fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes), compiled=self._compiled)
+        with laboratory.kept_changes():
+            fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes), compiled=self._compiled)
         fused: Fitting | BudgetTooSmall | None = None
         try:
             fused = self._fitted(laboratory)
         finally:
             better = isinstance(fused, Fitting) and decided_by_first(partial(wins, fused, without))
             if not better:
-                unfuse_loss(self.root)
+                with laboratory.kept_changes():
+                    unfuse_loss(self.root)
         if better:
             assert isinstance(fused, Fitting)
             return replace(fused, fused_loss=True)

@@ -28,7 +28,6 @@ from retape.core.units import format_bytes
 from retape.torch.budgets import resolved
 from retape.torch.executor import Executor
 from retape.torch.fitting import A_HAIR, MOST_ROUNDS, Fitter
-from retape.torch.laboratory import Laboratory
 from retape.torch.lanes import host_tier
 from retape.torch.meanings import meanings_of
 from retape.torch.meter import Scale, step_record, synchronize, weighing
@@ -40,6 +39,7 @@ from retape.torch.ranks import decided_by_first
 from retape.torch.readings import Profiled, StepBytes, read_bytes
 from retape.torch.resident import allocated_bytes, devices_of, fixed_bytes
 from retape.torch.rounds import WORTH_USING, Fitting
+from retape.torch.sandbox import Sandbox as Laboratory
 from retape.torch.tiled_form import PartsInTiles
 
 
@@ -149,7 +149,7 @@ class SpreadFitter(Fitter):
     def _first_step(self, laboratory: Laboratory) -> None:
         laboratory.rewind()
         before = {device: allocated_bytes(device) for device in self.devices}
-        self.run_step()
+        self.run_step(meet=laboratory.meet)
         laboratory.rewind()
         for device in self.devices:
             self.fixed[device] += max(0, allocated_bytes(device) - before[device])
