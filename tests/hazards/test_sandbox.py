@@ -89,8 +89,10 @@ def test_a_generator_of_the_step(run):
     state = own.get_state()
 
     def step(model, batch):
-        noise = (lambda: torch.rand(16, generator=GLOBAL))() + torch.rand(16, generator=own)
-        return loss_of(model, batch + noise)
+        def noise():
+            return torch.rand(16, generator=GLOBAL) + torch.rand(16, generator=own)
+
+        return loss_of(model, batch + noise())
 
     run(blocks(), rows(), step)
     assert torch.equal(own.get_state(), state)
@@ -111,7 +113,7 @@ class Own(UserDict):
 
 
 class Slotted:
-    __slots__ = ("_Slotted__hidden", "calls")
+    __slots__ = ("__hidden", "calls")
 
     def __init__(self):
         self.calls = 0
@@ -228,7 +230,7 @@ def test_pytorch_s_optimizers_in_backward_do_not_run():
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     before = [parameter.detach().clone() for parameter in model.parameters()]
     fitted(model, rows())
-    with pytest.raises(InvalidInput, match="No leaf has a gradient after the step.*no hook takes .grad away"):
+    with pytest.raises(InvalidInput, match=r"No leaf has a gradient after the step.*no hook takes \.grad away"):
         verified(model, rows())
     assert all(torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True))
     loss_of(model, rows()).backward()
@@ -311,7 +313,10 @@ def test_gradients_of_leaves_that_are_no_weights(run, found):
     before = [leaf.grad for leaf in leaves]
 
     def step(model, batch):
-        return loss_of(model, batch * inside * (lambda: OUTSIDE)() * hidden["leaf"])
+        def scale():
+            return inside * OUTSIDE * hidden["leaf"]
+
+        return loss_of(model, batch * scale())
 
     run(blocks(), batch, step)
     for leaf, gradient in zip(leaves, before, strict=True):

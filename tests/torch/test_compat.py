@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch import _compat, _compat_compiler
+from retape.torch import _compat, _compat_compiler, _compat_sandbox
 
 
 def identity(value):
@@ -33,7 +33,12 @@ def names_of(module):
 
 
 def test_every_name_has_a_canary():
-    names = {name for module in (_compat, _compat_compiler) for name in names_of(module) if not name.startswith("_")}
+    names = {
+        name
+        for module in (_compat, _compat_compiler, _compat_sandbox)
+        for name in names_of(module)
+        if not name.startswith("_")
+    }
     names -= {"PolicyFunction"}
     missing = sorted(name for name in names if f"test_{name.lower()}" not in globals())
     assert not missing, f"no canary for {missing}"
@@ -733,31 +738,31 @@ def test_keeps_its_own_books():
     class Wrapper(torch.nn.DataParallel):
         pass
 
-    assert _compat.keeps_its_own_books(Wrapper(torch.nn.Linear(2, 2)))
-    assert _compat.keeps_its_own_books(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
-    assert not _compat.keeps_its_own_books(torch.nn.Linear(2, 2))
-    assert torch.nn.parallel.DistributedDataParallel.__name__ in _compat._WRAPPERS
+    assert _compat_sandbox.keeps_its_own_books(Wrapper(torch.nn.Linear(2, 2)))
+    assert _compat_sandbox.keeps_its_own_books(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert not _compat_sandbox.keeps_its_own_books(torch.nn.Linear(2, 2))
+    assert torch.nn.parallel.DistributedDataParallel.__name__ in _compat_sandbox._WRAPPERS
 
 
 def test_communication_states():
     source = inspect.getsource(torch.nn.parallel.DistributedDataParallel.register_comm_hook)
     assert "self._comm_hooks.append((hook, state))" in source
-    assert _compat.communication_states(torch.nn.Linear(2, 2)) == []
+    assert _compat_sandbox.communication_states(torch.nn.Linear(2, 2)) == []
 
 
 def test_has_hooks():
     tensor = torch.zeros(2, requires_grad=True)
-    assert not _compat.has_hooks(tensor)
+    assert not _compat_sandbox.has_hooks(tensor)
     tensor.register_hook(identity)
-    assert _compat.has_hooks(tensor)
+    assert _compat_sandbox.has_hooks(tensor)
 
 
 def test_has_backward_hooks():
     for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
         module = torch.nn.Linear(2, 2)
-        assert not _compat.has_backward_hooks(module)
+        assert not _compat_sandbox.has_backward_hooks(module)
         getattr(module, register)(lambda *_: None)
-        assert _compat.has_backward_hooks(module)
+        assert _compat_sandbox.has_backward_hooks(module)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -767,7 +772,7 @@ def test_heldback():
     seen, leaf = [], torch.nn.Parameter(torch.ones(2))
     leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append("hook"))
     _apply_optimizer_in_backward(torch.optim.SGD, [leaf], {"lr": 1.0})
-    held = _compat.HeldBack(leaf)
+    held = _compat_sandbox.HeldBack(leaf)
     leaf.sum().backward()
     assert not seen
     assert torch.equal(leaf, torch.ones(2))
@@ -779,7 +784,7 @@ def test_heldback():
 
 def test_weak_tensor():
     tensor = torch.zeros(2)
-    reference = _compat.weak_tensor(tensor)
+    reference = _compat_sandbox.weak_tensor(tensor)
     assert reference() is tensor
     del tensor
     assert reference() is None

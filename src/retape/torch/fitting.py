@@ -108,13 +108,10 @@ class Fitter:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def run_step(
-        self, mark: Callable[[], None] = lambda: None, meet: Callable[[Tensor], object] = lambda loss: None
-    ) -> None:
-        """One forward and backward, from the same start every time; `meet` is shown the loss before its backward."""
+    def run_step(self, before_backward: Callable[[Tensor], object] = lambda loss: None) -> None:
+        """One forward and backward, from the same start every time."""
         loss = scalar_loss(self.step, self.model, self.batch)
-        mark()
-        meet(loss)
+        before_backward(loss)
         loss.backward()
 
     @contextmanager
@@ -186,7 +183,7 @@ class Fitter:
         """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
         laboratory.rewind()
         before = allocated_bytes(self.device)
-        self.run_step(meet=laboratory.meet)
+        self.run_step(laboratory.meet)
         laboratory.rewind()
         gc.collect()  # what a compiler leaves in cycles is not there for good
         self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
@@ -207,7 +204,7 @@ class Fitter:
         laboratory.rewind()
         session.begin_step(instrument)
         instrument.mark("start")
-        self.run_step(lambda: session.mark(Phase.LOSS, -1))
+        self.run_step(lambda _: session.mark(Phase.LOSS, -1))
         instrument.mark("end")
 
     # --- measure -------------------------------------------------------------------------------------------------

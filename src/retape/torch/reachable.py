@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retape.torch import _compat
+from retape.torch import _compat, _compat_sandbox
 
 _ATOMS = (int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device, torch.Size, Enum)
 _HIDDEN = ("_parameters", "_buffers", "_modules")  # fields of a module that are no part of a name
@@ -89,9 +89,9 @@ class Reach:
         self.modules.append((name, module))
         self._packages |= {_package(kind) for kind in type(module).__mro__} - {"torch", "builtins", "retape"}
         fields = vars(module)
-        if _compat.keeps_its_own_books(module):
+        if _compat_sandbox.keeps_its_own_books(module):
             fields = {field: fields[field] for field in _HIDDEN}
-            for state in _compat.communication_states(module):
+            for state in _compat_sandbox.communication_states(module):
                 self.objects.append((f"{name} communication state", state))
                 yield from (Reached(f"{name}.{at}", part, Role.FIELD) for at, part in slots_of(state).items())
         else:

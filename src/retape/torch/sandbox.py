@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
-from retape.torch import _compat, state
+from retape.torch import _compat_sandbox, state
 from retape.torch.put_back import MOST_BYTES, Noted, NotedSlots, NotedTensor, noted, shares_numbers
 from retape.torch.reachable import Reach, Reached, Role
 
@@ -47,7 +47,7 @@ class Sandbox:
         reach = self._reached()
         self._trained = {id(parameter) for parameter in model.parameters()}
         self._leaves: dict[int, _Leaf] = {}
-        self._optimizers: list[_compat.HeldBack] = []
+        self._optimizers: list[_compat_sandbox.HeldBack] = []
         copied = _written_parameters(reach)
         self._tensors = [_noted_tensor(each, copied) for each in reach.tensors if _can_be_noted(each)]
         self._generators = [name for name, _ in reach.generators]
@@ -96,7 +96,8 @@ class Sandbox:
     @contextmanager
     def kept_changes(self) -> Iterator[None]:
         """Change fields of the model for good: what is done inside is not put back."""
-        self.rewind()
+        for fields in self._fields:
+            fields.put_back()
         yield
         self._reached()
 
@@ -110,7 +111,7 @@ class Sandbox:
 
     def _meet(self, name: str, leaf: Tensor) -> None:
         self._leaves[id(leaf)] = _Leaf(name, leaf, trained=id(leaf) in self._trained)
-        self._optimizers.append(_compat.HeldBack(leaf))
+        self._optimizers.append(_compat_sandbox.HeldBack(leaf))
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that leaves with a name have by now, copied."""
@@ -142,7 +143,7 @@ class _Leaf:
 
     def __init__(self, name: str, leaf: Tensor, *, trained: bool) -> None:
         self.name, self._trained = name, trained
-        self._held, self._weak = (leaf if name else None), _compat.weak_tensor(leaf)
+        self._held, self._weak = (leaf if name else None), _compat_sandbox.weak_tensor(leaf)
         self._found = found = leaf.grad
         self._version = None if found is None else found._version
         # Kept on the host, so that the device holds no more gradients than it does in training.
@@ -216,9 +217,9 @@ def _noted_tensor(reached: Reached, written: set[int]) -> NotedTensor:
 
 def _written_parameters(reach: Reach) -> set[int]:
     """Parameters that a forward or a backward may write to: embeddings with a `max_norm`, and those with hooks of their own."""
-    found = {id(each.value) for each in reach.tensors if _compat.has_hooks(each.value)}
+    found = {id(each.value) for each in reach.tensors if _compat_sandbox.has_hooks(each.value)}
     for _, module in reach.modules:
-        if vars(module).get("max_norm") is not None or _compat.has_backward_hooks(module):
+        if vars(module).get("max_norm") is not None or _compat_sandbox.has_backward_hooks(module):
             found |= {id(parameter) for parameter in module.parameters(recurse=False)}
     return found
 

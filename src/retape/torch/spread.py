@@ -149,7 +149,7 @@ class SpreadFitter(Fitter):
     def _first_step(self, laboratory: Laboratory) -> None:
         laboratory.rewind()
         before = {device: allocated_bytes(device) for device in self.devices}
-        self.run_step(meet=laboratory.meet)
+        self.run_step(laboratory.meet)
         laboratory.rewind()
         for device in self.devices:
             self.fixed[device] += max(0, allocated_bytes(device) - before[device])
