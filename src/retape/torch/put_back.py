@@ -49,7 +49,7 @@ class _Mapping:
 
     def __init__(self, name: str, live: dict[Any, Any]) -> None:
         self.name, self._live = name, live
-        self._keys, self._values = list(live), list(live.values())
+        self._keys, self._values = tuple(live), tuple(live.values())
 
     def _is_same(self) -> bool:
         live = self._live

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from retape.torch import _compat, _compat_sandbox
 
 _ATOMS = (int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device, torch.Size, Enum)
+_PLAIN_ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # most of what there is
 _HIDDEN = ("_parameters", "_buffers", "_modules")  # fields of a module that are no part of a name
 _HARMLESS = frozenset({"builtins", "collections", "types", "typing", "abc", "dataclasses", "__main__"})
 _OPENED = ("torch.quasirandom", "torch.distributions")  # plain objects of PyTorch's with a state
@@ -63,21 +64,21 @@ class Reach:
         while waiting:
             reached = waiting.pop()
             value = reached.value
-            if value is None or isinstance(value, _ATOMS) or id(value) in self._known:
+            if id(value) in self._known or isinstance(value, _ATOMS):
                 continue
             self._known[id(value)] = value
-            found = list(self._inside(*reached))
+            found = [each for each in self._inside(*reached) if type(each.value) not in _PLAIN_ATOMS]
             waiting.extend(reversed(found))
 
     def _inside(self, name: str, value: Any, role: Role) -> Iterator[Reached]:
         if isinstance(value, Tensor):
             self.tensors.append(Reached(name, value, role))
-        elif is_generator(value):
-            self.generators.append((name, value))
         elif isinstance(value, nn.Module):
             yield from self._of_module(name, value)
         elif isinstance(value, (dict, list, deque, set, bytearray, array.array)) or _is_array(value):
             yield from self._of_container(name, value, role)
+        elif is_generator(value):
+            self.generators.append((name, value))
         elif isinstance(value, (tuple, frozenset)):
             yield from (Reached(f"{name}[{i}]", part, role) for i, part in enumerate(value))
         elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
