@@ -37,11 +37,11 @@ def test_gradients_of_any_make_are_as_before(stand):
     stand(model)
     found = [parameter.grad for parameter in model.parameters()]
     values = [gradient.detach().clone() for gradient in found]
-    with sandboxed(model) as laboratory:
+    with sandboxed(model) as sandbox:
         for _ in range(2):
             assert all(not parameter.grad.any() for parameter in model.parameters())
             model(torch.ones(2, 4)).sum().backward()
-            laboratory.rewind()
+            sandbox.rewind()
     for parameter, gradient, value in zip(model.parameters(), found, values, strict=True):
         assert parameter.grad is gradient
         assert torch.equal(gradient, value)

@@ -104,8 +104,8 @@ def profiled():
     )
     homes = {id(module): home(name, module) for name, module in fitter.regions.items()}
     fitter._session = lambda inputs, share, tiled: ProfileSession(fitter.names, CPU, Inputs.HOLD, homes=homes)
-    with sandboxed(model) as laboratory:
-        return fitter.profiled(laboratory)
+    with sandboxed(model) as sandbox:
+        return fitter.profiled(sandbox)
 
 
 def chain_of(profiled, device, step=None):
