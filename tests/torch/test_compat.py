@@ -4,6 +4,9 @@ import ast
 import inspect
 import random
 import struct
+import threading
+import time
+import warnings
 from contextlib import ExitStack
 
 import numpy as np
@@ -15,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch import _compat, _compat_compiler, _compat_modules
+from retape.torch import _compat, _compat_compiler, _compat_modules, _compat_sandbox
 
 
 def identity(value):
@@ -35,7 +38,7 @@ def names_of(module):
 def test_every_name_has_a_canary():
     names = {
         name
-        for module in (_compat, _compat_compiler, _compat_modules)
+        for module in (_compat, _compat_compiler, _compat_modules, _compat_sandbox)
         for name in names_of(module)
         if not name.startswith("_")
     }
@@ -743,3 +746,95 @@ def test_global_forward_hooks():
         before.remove()
         after.remove()
     assert _compat_modules.global_forward_hooks() == []
+
+
+def test_keeps_its_own_books():
+    class Wrapper(torch.nn.DataParallel):
+        pass
+
+    assert _compat_sandbox.keeps_its_own_books(Wrapper(torch.nn.Linear(2, 2)))
+    assert _compat_sandbox.keeps_its_own_books(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert not _compat_sandbox.keeps_its_own_books(torch.nn.Linear(2, 2))
+    assert torch.nn.parallel.DistributedDataParallel.__name__ in _compat_sandbox._WRAPPERS
+
+
+def test_communication_states():
+    source = inspect.getsource(torch.nn.parallel.DistributedDataParallel.register_comm_hook)
+    assert "self._comm_hooks.append((hook, state))" in source
+    assert _compat_sandbox.communication_states(torch.nn.Linear(2, 2)) == []
+
+
+def test_has_hooks():
+    tensor = torch.zeros(2, requires_grad=True)
+    assert not _compat_sandbox.has_hooks(tensor)
+    tensor.register_hook(identity)
+    assert _compat_sandbox.has_hooks(tensor)
+
+
+def test_has_backward_hooks():
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        module = torch.nn.Linear(2, 2)
+        assert not _compat_sandbox.has_backward_hooks(module)
+        getattr(module, register)(lambda *_: None)
+        assert _compat_sandbox.has_backward_hooks(module)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_heldback():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    seen, leaf = [], torch.nn.Parameter(torch.ones(2))
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append("hook"))
+    _apply_optimizer_in_backward(torch.optim.SGD, [leaf], {"lr": 1.0})
+    held = _compat_sandbox.HeldBack(leaf)
+    leaf.sum().backward()
+    assert not seen
+    assert torch.equal(leaf, torch.ones(2))
+    held.put_back()
+    leaf.sum().backward()
+    assert seen == ["hook"]
+    assert torch.equal(leaf, torch.zeros(2))
+
+
+def test_weak_tensor():
+    tensor = torch.zeros(2)
+    reference = _compat_sandbox.weak_tensor(tensor)
+    assert reference() is tensor
+    del tensor
+    assert reference() is None
+
+
+def test_sparse_parts():
+    dense = torch.eye(3)
+    for layout, count in ((torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert len(_compat.sparse_parts(dense.to_sparse(layout=layout))) == count
+    assert _compat.sparse_parts(dense) == []
+
+
+def test_memory_of():
+    octets = torch.arange(4, dtype=torch.uint8)
+    assert bytes(_compat.memory_of(octets)) == b"\x00\x01\x02\x03"
+
+
+def test_waiting_frame():
+    started, over = threading.Event(), threading.Event()
+
+    def wait():
+        started.set()
+        over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    started.wait()
+    try:
+        for _ in range(1000):
+            if _compat.waiting_frame(thread.ident) is not None:
+                break
+            time.sleep(0.01)
+        assert _compat.waiting_frame(thread.ident) is not None
+        assert _compat.waiting_frame(threading.get_ident()) is None
+    finally:
+        over.set()
+        thread.join()

@@ -22,13 +22,13 @@ from retape.core.solve import solve
 from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch import meter, spread
 from retape.torch.fitting import Fitter, meanings_of
-from retape.torch.laboratory import undisturbed
 from retape.torch.meter import Reading
 from retape.torch.modelling import Overheads, model_of
 from retape.torch.policy import Check, Inputs
 from retape.torch.profile import ProfileSession, SharedStopwatch
 from retape.torch.readings import StepBytes
 from retape.torch.resident import devices_of
+from retape.torch.sandbox import sandboxed
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 BLOCKS, BORDER = 6, 3
@@ -104,8 +104,8 @@ def profiled():
     )
     homes = {id(module): home(name, module) for name, module in fitter.regions.items()}
     fitter._session = lambda inputs, share, tiled: ProfileSession(fitter.names, CPU, Inputs.HOLD, homes=homes)
-    with undisturbed(model) as laboratory:
-        return fitter.profiled(laboratory)
+    with sandboxed(model) as sandbox:
+        return fitter.profiled(sandbox)
 
 
 def chain_of(profiled, device, step=None):

@@ -14,7 +14,7 @@ from retape.torch import _compat
 from retape.torch.policy import DROP, Check, Policy
 from retape.torch.reads import capture_call
 from retape.torch.region import Contexts, Region
-from retape.torch.runs import THREAD, recomputing
+from retape.torch.runs import PROCESS, THREAD, is_plain, recomputing
 from retape.torch.transforms import refuse_cached_parametrizations, refuse_transforms
 from retape.torch.usual_region import usual_region
 
@@ -48,7 +48,7 @@ def run_call(  # noqa: PLR0917 - by position, see below
     done: Callable[[Region], None] | None,
 ) -> Any:
     """`run_region` for the drop-in, which has all of it at hand: spelling keywords out twice costs as much as a region's record."""
-    if not _is_grad_enabled() or THREAD.plain:
+    if not _is_grad_enabled() or THREAD.plain or (PROCESS.plain and is_plain()):
         return function(*arguments, **keywords)
     odd = _in_odd_surroundings()
     if odd:

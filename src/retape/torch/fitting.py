@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retape.core.assignment import Assignment, assign
 from retape.core.errors import BudgetTooSmall, StateChanged
@@ -34,7 +34,6 @@ from retape.torch.executor import Executor, executor_of
 from retape.torch.fingerprint import unwrapped
 from retape.torch.form_profiles import FormProfiles
 from retape.torch.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
-from retape.torch.laboratory import Laboratory, undisturbed
 from retape.torch.lanes import host_tier
 from retape.torch.meanings import meanings_of
 from retape.torch.meter import step_record, synchronize, weighing
@@ -46,6 +45,7 @@ from retape.torch.ranks import any_rank, decided_by_first
 from retape.torch.readings import Profiled, RegionSeconds, StepBytes, read_bytes, read_seconds
 from retape.torch.resident import allocated_bytes, device_of, fixed_bytes
 from retape.torch.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
+from retape.torch.sandbox import Sandbox, sandboxed
 from retape.torch.stepping import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.tiled_form import PartsInTiles
 from retape.torch.turns import in_turns, is_long, is_quicker, nearest, repeated, times_for, turns_within, wins
@@ -80,7 +80,7 @@ class Fitter:
         if step is None:
             refuse_other_arguments(model, batch)
         self.model, self.batch, self.step = model, batch, step or default_step
-        self.options, self.check, self.tell = options, check, tell
+        self.options, self.check, self.tell, self._optimizer = options, check, tell, optimizer
         self.root = unwrapped(model)
         self._may_refine = regions is None
         self._limit: int | None = None
@@ -108,10 +108,10 @@ class Fitter:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def run_step(self, mark: Callable[[], None] = lambda: None) -> None:
+    def run_step(self, before_backward: Callable[[Tensor], object] = lambda loss: None) -> None:
         """One forward and backward, from the same start every time."""
         loss = scalar_loss(self.step, self.model, self.batch)
-        mark()
+        before_backward(loss)
         loss.backward()
 
     @contextmanager
@@ -126,17 +126,17 @@ class Fitter:
     # --- profile -------------------------------------------------------------------------------------------------
 
     def profiled(
-        self, laboratory: Laboratory, saved_share: float | None = None, tiled: PartsInTiles | None = None
+        self, sandbox: Sandbox, saved_share: float | None = None, tiled: PartsInTiles | None = None
     ) -> Profiled:
         """Profile with every region recomputed; where even that is too much, with the inputs dropped as well."""
         for inputs in (Inputs.HOLD, Inputs.LINK):
             try:
-                return self._profiled(laboratory, self._session(inputs, saved_share, tiled))
+                return self._profiled(sandbox, self._session(inputs, saved_share, tiled))
             except CannotCompile:
-                return self.profiled(laboratory, saved_share, tiled)  # what was refused is eager now
+                return self.profiled(sandbox, saved_share, tiled)  # what was refused is eager now
             except torch.OutOfMemoryError as error:
                 failure = error
-            laboratory.rewind()
+            sandbox.rewind()
             torch.cuda.empty_cache()
             self.tell("out of memory; trying with less")
         raise BudgetTooSmall(
@@ -147,44 +147,42 @@ class Fitter:
             binding="",
         ) from failure
 
-    def _profiled(self, laboratory: Laboratory, session: ProfileSession) -> Profiled:
+    def _profiled(self, sandbox: Sandbox, session: ProfileSession) -> Profiled:
         with self.attached(session):
             self.tell(session.described)
             session.begin_step(None)
-            self._first_step(laboratory)
+            self._first_step(sandbox)
             profile = session.profile
             self.tell("weighing a step")
-            weighed = self._weighed(laboratory, session)
+            weighed = self._weighed(sandbox, session)
             seconds: list[dict[int, RegionSeconds]] = []
             times = times_for(len(profile.calls), len(profile.traces))
-            taken = repeated(partial(self._stopped, laboratory, session, seconds), times)
+            taken = repeated(partial(self._stopped, sandbox, session, seconds), times)
             self._long = is_long(min(taken))
         return Profiled(profile=profile, step=weighed, seconds=seconds)
 
-    def _stopped(
-        self, laboratory: Laboratory, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
-    ) -> float:
+    def _stopped(self, sandbox: Sandbox, session: ProfileSession, readings: list[dict[int, RegionSeconds]]) -> float:
         """A step with the stopwatch; returns what it took in all."""
         self.tell("timing a step")
         stopwatch = self._stopwatch()
-        self._marked(laboratory, session, stopwatch)
+        self._marked(sandbox, session, stopwatch)
         marks = stopwatch.read()
         readings.append(read_seconds(marks))
         return float(marks[-1][1])
 
-    def _other_forms(self, laboratory: Laboratory, whole: Profiled) -> tuple[list[Profiled], Profiled | None]:
+    def _other_forms(self, sandbox: Sandbox, whole: Profiled) -> tuple[list[Profiled], Profiled | None]:
         """The same step in the other compiled forms, and without a compiler, where parts may run in tiles."""
         if not self._compiled:
             return [], None
-        few, profiled = self.regions is not self._first_regions, partial(self.profiled, laboratory)
+        few, profiled = self.regions is not self._first_regions, partial(self.profiled, sandbox)
         return self._forms.all(tuple(self.regions), whole, profiled, few=few, tiles=self._in_tiles)
 
-    def _first_step(self, laboratory: Laboratory) -> None:
+    def _first_step(self, sandbox: Sandbox) -> None:
         """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
-        laboratory.rewind()
+        sandbox.rewind()
         before = allocated_bytes(self.device)
-        self.run_step()
-        laboratory.rewind()
+        self.run_step(sandbox.meet)
+        sandbox.rewind()
         gc.collect()  # what a compiler leaves in cycles is not there for good
         self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
 
@@ -192,59 +190,59 @@ class Fitter:
         tiles = self.options is OptionSet.ALL
         return ProfileSession(self.names, self.device, inputs, saved_share, tiles=tiles, tiled=tiled)
 
-    def _weighed(self, laboratory: Laboratory, session: ProfileSession) -> StepBytes:
+    def _weighed(self, sandbox: Sandbox, session: ProfileSession) -> StepBytes:
         with weighing(self.device) as scale:
-            self._marked(laboratory, session, scale)
+            self._marked(sandbox, session, scale)
         return read_bytes(scale.readings)
 
     def _stopwatch(self) -> Stopwatch | SharedStopwatch:
         return Stopwatch(self.device)
 
-    def _marked(self, laboratory: Laboratory, session: ProfileSession, instrument: Instrument) -> None:
-        laboratory.rewind()
+    def _marked(self, sandbox: Sandbox, session: ProfileSession, instrument: Instrument) -> None:
+        sandbox.rewind()
         session.begin_step(instrument)
         instrument.mark("start")
-        self.run_step(lambda: session.mark(Phase.LOSS, -1))
+        self.run_step(lambda _: session.mark(Phase.LOSS, -1))
         instrument.mark("end")
 
     # --- measure -------------------------------------------------------------------------------------------------
 
-    def measured(self, laboratory: Laboratory) -> Record:
+    def measured(self, sandbox: Sandbox) -> Record:
         """A real step of the model as it stands now, on the scale; its seconds are for `_timed_best` to say."""
-        laboratory.rewind()
+        sandbox.rewind()
         with weighing(self.device) as scale:
             self.run_step()
         return step_record(scale, self.device, self.fixed_bytes)
 
-    def _timed(self, laboratory: Laboratory) -> float:
-        laboratory.rewind()
+    def _timed(self, sandbox: Sandbox) -> float:
+        sandbox.rewind()
         synchronize(self.device)
         start = time.perf_counter()
         self.run_step()
         synchronize(self.device)
         return time.perf_counter() - start
 
-    def _timed_best(self, laboratory: Laboratory, best: Fitting) -> Fitting:
+    def _timed_best(self, sandbox: Sandbox, best: Fitting) -> Fitting:
         """The plan that was chosen, with its seconds: no other is timed, for steps are dear."""
         self.tell("timing the plan")
         try:
-            return best.taking(min(repeated(partial(self._timed_with, laboratory, best.executor))))
+            return best.taking(min(repeated(partial(self._timed_with, sandbox, best.executor))))
         except torch.OutOfMemoryError as error:  # it fitted once: on this device that is no promise
-            raise self._ran_out(laboratory, best.plan, error) from error
+            raise self._ran_out(sandbox, best.plan, error) from error
 
-    def _timed_with(self, laboratory: Laboratory, executor: Executor | None) -> float:
+    def _timed_with(self, sandbox: Sandbox, executor: Executor | None) -> float:
         with nullcontext() if executor is None else self.attached(executor):
-            return self._timed(laboratory)
+            return self._timed(sandbox)
 
     # --- all of it -----------------------------------------------------------------------------------------------
 
     def fit(self) -> Fitting:
         """Find the fastest plan inside the budget that a real step confirms, and leave it attached."""
         start = time.perf_counter()
-        with undisturbed(self.model) as laboratory:
-            fitting = self._fitted_or_fused(laboratory)
-            if isinstance(fitting, Fitting) and not self._proves(laboratory, fitting):
-                fitting = self._without_recipes(laboratory, fitting)
+        with sandboxed(self.model, self.batch, self.step, self._optimizer) as sandbox:
+            fitting = self._fitted_or_fused(sandbox)
+            if isinstance(fitting, Fitting) and not self._proves(sandbox, fitting):
+                fitting = self._without_recipes(sandbox, fitting)
         if isinstance(fitting, BudgetTooSmall):
             raise with_levers(fitting, self.budget, self.options, can_fuse=can_fuse_loss(self.root))
         self._take_regions(fitting.regions)
@@ -252,11 +250,11 @@ class Fitter:
             put_on(self.root, self.regions, fitting.executor)
         return replace(fitting, profile_seconds=time.perf_counter() - start)
 
-    def _fitted_or_fused(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
-        fitting = self._fitted(laboratory)
-        return self._with_fused_loss(laboratory, fitting) if self._may_fuse else fitting
+    def _fitted_or_fused(self, sandbox: Sandbox) -> Fitting | BudgetTooSmall:
+        fitting = self._fitted(sandbox)
+        return self._with_fused_loss(sandbox, fitting) if self._may_fuse else fitting
 
-    def _proves(self, laboratory: Laboratory, fitting: Fitting) -> bool:
+    def _proves(self, sandbox: Sandbox, fitting: Fitting) -> bool:
         """Run one step in which every recipe is proven for its region (`proof.py`); False if one was rejected."""
         executor = fitting.executor
         if executor is None or not any(choice.held or choice.moved for choice in fitting.assignment.choices):
@@ -265,62 +263,64 @@ class Fitter:
         self._take_regions(fitting.regions)
         executor.end_trial()
         try:
-            self._timed_with(laboratory, executor)
+            self._timed_with(sandbox, executor)
         except (
             torch.OutOfMemoryError
         ):  # the comparison needs a little more than a step: the first steps of training prove the rest
-            laboratory.rewind()
+            sandbox.rewind()
         except StateChanged:  # an op wrote to what was held without saying so
             if not executor.rejected:
                 raise
-            laboratory.rewind()
+            sandbox.rewind()
         return not any_rank(executor.rejected)
 
-    def _without_recipes(self, laboratory: Laboratory, rejected: Fitting) -> Fitting | BudgetTooSmall:
+    def _without_recipes(self, sandbox: Sandbox, rejected: Fitting) -> Fitting | BudgetTooSmall:
         """Plan again, with no region that is re-run in part."""
         self.tell("a partial re-run was not exact: planning without them")
         if rejected.fused_loss:
             unfuse_loss(self.root)
         self._selects, self._put_off = False, None
         self._take_regions(self._first_regions)
-        return self._fitted_or_fused(laboratory)
+        return self._fitted_or_fused(sandbox)
 
     @property
     def _may_fuse(self) -> bool:
         return self.options is OptionSet.ALL and can_fuse_loss(self.root)
 
-    def _fitted(self, laboratory: Laboratory) -> Fitting | BudgetTooSmall:
+    def _fitted(self, sandbox: Sandbox) -> Fitting | BudgetTooSmall:
         try:
-            return self._settled(laboratory)
+            return self._settled(sandbox)
         except BudgetTooSmall as error:
             if self._may_fuse and error.binding and error.binding not in self.regions:
                 self._put_off = error  # it is the loss that does not fit: other regions would hardly help
                 return error
-            return self._with_less_at_once(laboratory, error)
+            return self._with_less_at_once(sandbox, error)
 
-    def _with_fused_loss(self, laboratory: Laboratory, without: Fitting | BudgetTooSmall) -> Fitting | BudgetTooSmall:
+    def _with_fused_loss(self, sandbox: Sandbox, without: Fitting | BudgetTooSmall) -> Fitting | BudgetTooSmall:
         """The same with the loss computed in slices: kept where it is faster inside the budget, or where nothing else fits."""
         if isinstance(without, Fitting) and without.assignment.keeps_everything:
             return without
         self.tell("with the loss fused")
         self._take_regions(self._first_regions)
-        fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes), compiled=self._compiled)
+        with sandbox.kept_changes():
+            fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes), compiled=self._compiled)
         fused: Fitting | BudgetTooSmall | None = None
         try:
-            fused = self._fitted(laboratory)
+            fused = self._fitted(sandbox)
         finally:
             better = isinstance(fused, Fitting) and decided_by_first(partial(wins, fused, without))
             if not better:
-                unfuse_loss(self.root)
+                with sandbox.kept_changes():
+                    unfuse_loss(self.root)
         if better:
             assert isinstance(fused, Fitting)
             return replace(fused, fused_loss=True)
         if isinstance(fused, BudgetTooSmall) and self._put_off is not None:
             self._take_regions(self._first_regions)
-            return nearest(self._with_less_at_once(laboratory, self._put_off), fused)
+            return nearest(self._with_less_at_once(sandbox, self._put_off), fused)
         return nearest(without, fused)
 
-    def _with_less_at_once(self, laboratory: Laboratory, failure: BudgetTooSmall) -> Fitting | BudgetTooSmall:
+    def _with_less_at_once(self, sandbox: Sandbox, failure: BudgetTooSmall) -> Fitting | BudgetTooSmall:
         """Where blocks do not fit: compiled ones may with what treats rows by themselves in tiles, and else their parts may.
 
         Smaller regions have a smaller working set, though more inputs to hold.
@@ -333,15 +333,15 @@ class Fitter:
             self.tell("taking the regions apart" if regions is finer else "with parts in tiles")
             self._take_regions(regions)
             try:
-                return self._settled(laboratory)
+                return self._settled(sandbox)
             except BudgetTooSmall as error:
                 failure = min(failure, error, key=lambda each: each.floor_bytes)
         return failure
 
-    def _settled(self, laboratory: Laboratory) -> Fitting:
+    def _settled(self, sandbox: Sandbox) -> Fitting:
         """Profile, and solve, run and compare until a plan is confirmed."""
-        profiled = self.profiled(laboratory, WHOLE if self._compiled else None)
-        others, eager = self._other_forms(laboratory, profiled)
+        profiled = self.profiled(sandbox, WHOLE if self._compiled else None)
+        others, eager = self._other_forms(sandbox, profiled)
         self.tell("solving")
         profile, fixed = profiled.profile, self.fixed_bytes
         overheads, host = engine_overheads(self.device), host_tier(self.device)
@@ -357,29 +357,29 @@ class Fitter:
             frontier=decided_by_first(partial(frontier, modelled.chain)),
             long=self._long,
         )
-        if self._search(laboratory, profile, modelled, rounds):
+        if self._search(sandbox, profile, modelled, rounds):
             # How long copies are on their way is the least certain part of a model: see what can be had without them.
-            self._search(laboratory, profile, modelled.without(OptionKind.OFFLOAD), rounds)
-        self._use_slack(laboratory, profile, modelled, rounds)
-        self._promise_again(laboratory, rounds)
+            self._search(sandbox, profile, modelled.without(OptionKind.OFFLOAD), rounds)
+        self._use_slack(sandbox, profile, modelled, rounds)
+        self._promise_again(sandbox, rounds)
         if rounds.best is not None:
-            best = self._timed_best(laboratory, rounds.best)
-            return self._or_plainer(laboratory, profile, modelled, rounds, best)
+            best = self._timed_best(sandbox, rounds.best)
+            return self._or_plainer(sandbox, profile, modelled, rounds, best)
         if rounds.failure is not None:
             raise rounds.failure
         raise rounds.not_kept()
 
     def _or_plainer(
-        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
+        self, sandbox: Sandbox, profile: Profile, modelled: Modelled, rounds: Rounds, best: Fitting
     ) -> Fitting:
         """Beside a plan that copies, or steers regions op by op: those that ask less of the host, whose work no profile of a GPU shows."""
         for kinds in ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD)):
             if not self._long and any(choice.option in kinds for choice in best.assignment.choices):
-                best = self._or_other(laboratory, profile, modelled.without(*kinds), rounds, best)
+                best = self._or_other(sandbox, profile, modelled.without(*kinds), rounds, best)
         return best
 
     def _or_other(
-        self, laboratory: Laboratory, profile: Profile, plainer: Modelled, rounds: Rounds, best: Fitting
+        self, sandbox: Sandbox, profile: Profile, plainer: Modelled, rounds: Rounds, best: Fitting
     ) -> Fitting:
         """The best plan of a plainer model, if it is faster, in turns; of long steps only where this one is slower than promised."""
         promised, measured = best.plan.promised_seconds or 0.0, best.measured.seconds
@@ -389,23 +389,23 @@ class Fitter:
         if not turns or self._promises(plainer, rounds.beside(), most) is None:
             return best
         other = rounds.beside()
-        self._search(laboratory, profile, plainer, other)
-        self._use_slack(laboratory, profile, plainer, other)
-        self._promise_again(laboratory, other)
+        self._search(sandbox, profile, plainer, other)
+        self._use_slack(sandbox, profile, plainer, other)
+        self._promise_again(sandbox, other)
         if other.best is None or not rounds.compares(best, other.best):
             return best
-        runs = [partial(self._timed_with, laboratory, each.executor) for each in (best, other.best)]
+        runs = [partial(self._timed_with, sandbox, each.executor) for each in (best, other.best)]
         try:
             taken = in_turns(runs, turns)
         except torch.OutOfMemoryError as error:
-            self._ran_out(laboratory, other.best.plan, error)
+            self._ran_out(sandbox, other.best.plan, error)
             return best
         # Where a promise left out what a step takes, it does not say which of the two is faster either.
         promise = 1.0 if slower else seconds_over(other.best, best)
         better = decided_by_first(partial(is_quicker, *taken, promised=promise))
         return other.best.taking(min(taken[1])) if better else best
 
-    def _search(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
+    def _search(self, sandbox: Sandbox, profile: Profile, modelled: Modelled, rounds: Rounds) -> bool:
         """Solve, run and compare until a plan is confirmed; whether one passed the budget that moves slots to the host."""
         moved_too_much = False
         for _ in range(MOST_ROUNDS):
@@ -420,9 +420,9 @@ class Fitter:
                 modelled = modelled.without_slack()
                 continue
             try:
-                tried = self._tried(laboratory, profile, modelled, plan, rounds)
+                tried = self._tried(sandbox, profile, modelled, plan, rounds)
             except torch.OutOfMemoryError as error:
-                rounds.failed(self._ran_out(laboratory, plan, error))
+                rounds.failed(self._ran_out(sandbox, plan, error))
                 if rounds.everything:
                     break
                 modelled = modelled.with_more_fixed(plan.promised_peak_bytes // TIGHTER)
@@ -434,7 +434,7 @@ class Fitter:
             modelled = modelled.with_more_fixed(error_bytes)
         return moved_too_much
 
-    def _use_slack(self, laboratory: Laboratory, profile: Profile, modelled: Modelled, rounds: Rounds) -> None:
+    def _use_slack(self, sandbox: Sandbox, profile: Profile, modelled: Modelled, rounds: Rounds) -> None:
         """What is put aside, or promised and not needed, may be just what a faster plan needs: a measurement decides."""
         if (best := rounds.best) is None or self._long or rounds.everything:
             return
@@ -443,12 +443,12 @@ class Fitter:
         if plan is None:
             return
         try:
-            tried = self._tried(laboratory, profile, modelled, plan, rounds)
+            tried = self._tried(sandbox, profile, modelled, plan, rounds)
             rounds.are_over(tried)
             if rounds.best is not best and tried.assignment.moves_something:  # copies are not always as far
-                rounds.are_over(self._tried(laboratory, profile, modelled, plan, rounds))
+                rounds.are_over(self._tried(sandbox, profile, modelled, plan, rounds))
         except torch.OutOfMemoryError as error:
-            self._ran_out(laboratory, plan, error)
+            self._ran_out(sandbox, plan, error)
 
     def _promises(self, modelled: Modelled, rounds: Rounds, seconds: float) -> Plan | None:
         """The plan for a model, if there is one and it promises to take no longer than that."""
@@ -458,8 +458,8 @@ class Fitter:
             return None
         return plan if (plan.promised_seconds or 0.0) <= seconds else None
 
-    def _ran_out(self, laboratory: Laboratory, plan: Plan, error: torch.OutOfMemoryError) -> BudgetTooSmall:
-        laboratory.rewind()
+    def _ran_out(self, sandbox: Sandbox, plan: Plan, error: torch.OutOfMemoryError) -> BudgetTooSmall:
+        sandbox.rewind()
         torch.cuda.empty_cache()
         self.tell("out of memory; trying with less")
         return ran_out(plan, str(self.device), str(error).splitlines()[0])
@@ -478,9 +478,7 @@ class Fitter:
             rounds.tried_floor = True
             return solve(chain, error.floor_bytes)
 
-    def _tried(
-        self, laboratory: Laboratory, profile: Profile, modelled: Modelled, plan: Plan, rounds: Rounds
-    ) -> Fitting:
+    def _tried(self, sandbox: Sandbox, profile: Profile, modelled: Modelled, plan: Plan, rounds: Rounds) -> Fitting:
         """Run a plan and measure it; one that was run before, too: what it promises now it is to keep now."""
         assignment = assign(meanings_of(profile, modelled), plan.actions())
         plain = assignment.keeps_everything and not assignment.is_compiled
@@ -490,7 +488,7 @@ class Fitter:
             plan=plan,
             frontier=rounds.frontier,
             assignment=assignment,
-            measured=self._weighed_with(laboratory, executor),
+            measured=self._weighed_with(sandbox, executor),
             budget=self.budget,
             budget_bytes=rounds.limit_bytes,
             profile_seconds=0.0,
@@ -498,24 +496,24 @@ class Fitter:
             regions=self.regions,
         )
 
-    def _promise_again(self, laboratory: Laboratory, rounds: Rounds) -> None:
+    def _promise_again(self, sandbox: Sandbox, rounds: Rounds) -> None:
         """Make a promise that was far off again with what its step has taught: it is kept if another step keeps it."""
         best = rounds.best
         if best is None or not rounds.is_far_off:
             return
         chain, plan = decided_by_first(partial(promised_again, best, rounds.limit_bytes))
         try:
-            record = self._weighed_with(laboratory, best.executor)
+            record = self._weighed_with(sandbox, best.executor)
         except torch.OutOfMemoryError as error:
-            rounds.failed(self._ran_out(laboratory, plan, error))
+            rounds.failed(self._ran_out(sandbox, plan, error))
             rounds.best = None
         else:
             rounds.are_over(replace(best, chain=chain, plan=plan, measured=record))
 
-    def _weighed_with(self, laboratory: Laboratory, executor: Executor | None) -> Record:
+    def _weighed_with(self, sandbox: Sandbox, executor: Executor | None) -> Record:
         self.tell("measuring the plan")
         with nullcontext() if executor is None else self.attached(executor):
-            return self.measured(laboratory)
+            return self.measured(sandbox)
 
     def _executor(self, assignment: Assignment, profile: Profile) -> Executor:
         return executor_of(profile, assignment, self.names, check=self.check)

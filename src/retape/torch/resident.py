@@ -18,12 +18,17 @@ from retape.torch.meter import storage_bytes
 _KERNELS = ("fused", "foreach", "capturable")  # ways to compute the same state, which want a real device
 
 
-def devices_of(model: nn.Module, budget: Budget | None = None) -> tuple[torch.device, ...]:
-    """The devices on which a model trains, and those of its weights that the budget names as well."""
+def refuse_lazy(model: nn.Module) -> None:
+    """InvalidInput where modules get their shape in their first call: that cannot be undone."""
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise InvalidInput(
             f"{type(model).__name__} has lazy modules that have no shape yet. Call it once on a batch before fitting."
         )
+
+
+def devices_of(model: nn.Module, budget: Budget | None = None) -> tuple[torch.device, ...]:
+    """The devices on which a model trains, and those of its weights that the budget names as well."""
+    refuse_lazy(model)
     devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
     if not devices:
         raise InvalidInput(

@@ -102,7 +102,15 @@ class _Thread(threading.local):
         self.manager: Any = None  # who runs regions in this thread under a live budget
 
 
+class _Process:
+    """What goes for every thread."""
+
+    plain = 0
+
+
 THREAD = _Thread()
+PROCESS = _Process()
+_COUNTING = threading.Lock()
 
 
 def current_runs() -> list[Running]:
@@ -111,8 +119,8 @@ def current_runs() -> list[Running]:
 
 
 def is_plain() -> bool:
-    """Whether regions are switched off in this thread, so that their functions are simply called."""
-    return THREAD.plain > 0
+    """Whether regions are switched off here, so that their functions are simply called."""
+    return THREAD.plain > 0 or (PROCESS.plain > 0 and not THREAD.runs)
 
 
 @contextmanager
@@ -123,6 +131,18 @@ def plain() -> Iterator[None]:
         yield
     finally:
         THREAD.plain -= 1
+
+
+@contextmanager
+def plain_everywhere() -> Iterator[None]:
+    """Switch regions off in every thread. A thread that is inside a region goes on as it began: its re-runs must match."""
+    with _COUNTING:
+        PROCESS.plain += 1
+    try:
+        yield
+    finally:
+        with _COUNTING:
+            PROCESS.plain -= 1
 
 
 def keep(value: Any) -> Any:

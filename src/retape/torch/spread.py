@@ -28,7 +28,6 @@ from retape.core.units import format_bytes
 from retape.torch.budgets import resolved
 from retape.torch.executor import Executor
 from retape.torch.fitting import A_HAIR, MOST_ROUNDS, Fitter
-from retape.torch.laboratory import Laboratory
 from retape.torch.lanes import host_tier
 from retape.torch.meanings import meanings_of
 from retape.torch.meter import Scale, step_record, synchronize, weighing
@@ -40,6 +39,7 @@ from retape.torch.ranks import decided_by_first
 from retape.torch.readings import Profiled, StepBytes, read_bytes
 from retape.torch.resident import allocated_bytes, devices_of, fixed_bytes
 from retape.torch.rounds import WORTH_USING, Fitting
+from retape.torch.sandbox import Sandbox
 from retape.torch.tiled_form import PartsInTiles
 
 
@@ -146,11 +146,11 @@ class SpreadFitter(Fitter):
 
     # --- profile -------------------------------------------------------------------------------------------------
 
-    def _first_step(self, laboratory: Laboratory) -> None:
-        laboratory.rewind()
+    def _first_step(self, sandbox: Sandbox) -> None:
+        sandbox.rewind()
         before = {device: allocated_bytes(device) for device in self.devices}
-        self.run_step()
-        laboratory.rewind()
+        self.run_step(sandbox.meet)
+        sandbox.rewind()
         for device in self.devices:
             self.fixed[device] += max(0, allocated_bytes(device) - before[device])
         self.fixed_bytes = self.fixed[self.device]
@@ -163,26 +163,26 @@ class SpreadFitter(Fitter):
     def _stopwatch(self) -> SharedStopwatch:
         return SharedStopwatch(self.devices)
 
-    def _weighed(self, laboratory: Laboratory, session: ProfileSession) -> StepBytes:
+    def _weighed(self, sandbox: Sandbox, session: ProfileSession) -> StepBytes:
         with ExitStack() as stack:
             scales = _Scales({device: stack.enter_context(weighing(device)) for device in self.devices})
-            self._marked(laboratory, session, scales)
+            self._marked(sandbox, session, scales)
         self._steps = {device: read_bytes(scale.readings) for device, scale in scales.of.items()}
         return self._steps[self.device]
 
-    def _measured_everywhere(self, laboratory: Laboratory) -> dict[torch.device, Record]:
+    def _measured_everywhere(self, sandbox: Sandbox) -> dict[torch.device, Record]:
         """A real step of the model as it stands now, on every scale."""
-        laboratory.rewind()
+        sandbox.rewind()
         with ExitStack() as stack:
             scales = {device: stack.enter_context(weighing(device)) for device in self.devices}
             self.run_step()
         return {device: step_record(scale, device, self.fixed[device]) for device, scale in scales.items()}
 
-    def _timed(self, laboratory: Laboratory) -> float:
+    def _timed(self, sandbox: Sandbox) -> float:
         for device in self.devices:
             synchronize(device)
         watch = self._stopwatch()
-        laboratory.rewind()
+        sandbox.rewind()
         watch.mark("start")
         self.run_step()
         watch.mark("end")
@@ -190,8 +190,8 @@ class SpreadFitter(Fitter):
 
     # --- solve and compare ---------------------------------------------------------------------------------------
 
-    def _settled(self, laboratory: Laboratory) -> Fitting:
-        profiled = self.profiled(laboratory)
+    def _settled(self, sandbox: Sandbox) -> Fitting:
+        profiled = self.profiled(sandbox)
         profile = profiled.profile
         _refuse_strangers(profile, self.devices)
         self.tell("solving")
@@ -207,7 +207,7 @@ class SpreadFitter(Fitter):
                     break
                 slack, places = False, [place.without_slack() for place in places]
                 continue
-            last = self._tried_everywhere(laboratory, profile, places, plans)
+            last = self._tried_everywhere(sandbox, profile, places, plans)
             again = best is not None and best.assignment == last.assignment  # with a promise that knows more
             if _is_inside(last) and (best is None or again or _extra_seconds(last) < _extra_seconds(best)):
                 best = last
@@ -217,7 +217,7 @@ class SpreadFitter(Fitter):
             places = [place.corrected(error) for place, error in zip(places, errors, strict=True)]
         if best is None:
             raise self._no_plan(places, last)
-        return self._timed_best(laboratory, best)
+        return self._timed_best(sandbox, best)
 
     def _place(self, device: torch.device, profiled: Profiled) -> Place:
         overheads = engine_overheads(device)
@@ -239,9 +239,7 @@ class SpreadFitter(Fitter):
             self._limits[device] = decided_by_first(partial(limit_bytes, bare, self.budgets[device]))
         return self._limits[device]
 
-    def _tried_everywhere(
-        self, laboratory: Laboratory, profile: Profile, places: list[Place], plans: list[Plan]
-    ) -> Fitting:
+    def _tried_everywhere(self, sandbox: Sandbox, profile: Profile, places: list[Place], plans: list[Plan]) -> Fitting:
         """Run the plans of all devices together, and measure each."""
         parts = {
             place.device: assign(meanings_of(profile, place.modelled), plan.actions())
@@ -251,11 +249,11 @@ class SpreadFitter(Fitter):
         executor: Executor | None = None
         self.tell("measuring the plan")
         if assignment.keeps_everything:
-            records = self._measured_everywhere(laboratory)
+            records = self._measured_everywhere(sandbox)
         else:
             executor = self._executor(assignment, profile)
             with self.attached(executor):
-                records = self._measured_everywhere(laboratory)
+                records = self._measured_everywhere(sandbox)
         devices = tuple(
             _device_record(place, plan, records[place.device], parts[place.device], profile)
             for place, plan in zip(places, plans, strict=True)

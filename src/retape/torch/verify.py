@@ -1,24 +1,29 @@
-"""Proof: the gradients, buffers and random streams of a managed model beside those of plain autograd, bit for bit.
+"""Proof: loss, gradients, buffers, random streams and fields of a managed model beside those of plain autograd, bit for bit.
 
-Plain autograd runs twice first. Where it differs from itself, no comparison can show anything, and the report says so, with
+Gradients are those of every leaf that the loss depends on. Regions are off in every thread while plain autograd runs.
+It runs twice first. Where it differs from itself, no comparison can show anything, and the report says so, with
 the ops that PyTorch knows to be nondeterministic.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retape.torch import state
-from retape.torch.buffers import Buffers
-from retape.torch.runs import plain
+from retape.core.errors import InvalidInput
+from retape.torch.checksum import checksum
+from retape.torch.resident import refuse_lazy
+from retape.torch.runs import plain_everywhere
+from retape.torch.sandbox import Gradients, Sandbox, sandboxed
 from retape.torch.stepping import StepFunction, default_step, scalar_loss
+
+_GRADIENT = "gradient of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,58 +62,56 @@ class Verification:
 
 def verify(model: nn.Module, batch: Any, *, step: StepFunction | None = None) -> Verification:
     """Compare one step of a managed model with plain autograd; the model, its gradients and every stream are left as they were."""
-    with _as_found(model) as rewind:
+    refuse_lazy(model)
+    with sandboxed(model, batch, step, gradients=Gradients.NONE) as sandbox:
 
         def run(context: AbstractContextManager[Any]) -> dict[str, Any]:
-            rewind()
+            sandbox.rewind()
             with context:
-                scalar_loss(step or default_step, model, batch).backward()
-            return _results(model)
+                loss = scalar_loss(step or default_step, model, batch)
+                unnamed = sandbox.meet(loss)
+                value = loss.detach().clone()
+                loss.backward()
+            return {"loss": value} | _gradients(sandbox, unnamed) | _state(model, sandbox)
 
-        first, second = run(plain()), run(plain())
+        first, second = run(plain_everywhere()), run(plain_everywhere())
+        _refuse_nothing(first)
         if _differences(first, second):
             return Verification(
                 equal=False,
                 plain_repeats=False,
                 compared=len(first),
                 differences=tuple(_differences(first, second)),
-                nondeterministic_ops=_nondeterministic_ops(lambda: run(plain())),
+                nondeterministic_ops=_nondeterministic_ops(lambda: run(plain_everywhere())),
             )
         differences = tuple(_differences(first, run(nullcontext())))
         return Verification(equal=not differences, plain_repeats=True, compared=len(first), differences=differences)
 
 
-@contextmanager
-def _as_found(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Yield a function that puts gradients, buffers and streams back to the start; at the end they are as they were."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = Buffers(model)
-    draws = state.streams([])
-
-    def rewind() -> None:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        buffers.put_back()
-        state.seek(draws)
-
-    try:
-        yield rewind
-    finally:
-        rewind()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-def _results(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        found[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.detach().clone()
-    for name, buffer in model.named_buffers():
-        found[f"buffer {name}"] = buffer.detach().clone()
-    draws = state.streams([])
-    for number, (stream, token) in enumerate(zip(*draws, strict=True)):
-        found[f"random stream {number} ({type(stream).__name__})"] = token
+def _gradients(sandbox: Sandbox, unnamed: list[Tensor]) -> dict[str, Tensor]:
+    """Of every leaf that has one: parameters, the batch, and what else the loss depends on."""
+    found = {f"{_GRADIENT}{name}": gradient for name, gradient in sandbox.gradients().items()}
+    # A leaf that the step makes is another one in each run: its values tell which it is.
+    made = sorted((leaf for leaf in unnamed if leaf.grad is not None), key=lambda leaf: (leaf.shape, checksum(leaf)))
+    for number, leaf in enumerate(made):
+        assert leaf.grad is not None
+        found[f"{_GRADIENT}leaf {number} outside the model, of shape {tuple(leaf.shape)}"] = leaf.grad.detach().clone()
     return found
+
+
+def _state(model: nn.Module, sandbox: Sandbox) -> dict[str, Any]:
+    """Buffers and streams, and what else the step has changed."""
+    found: dict[str, Any] = {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
+    changes = {what: value for what, value in sandbox.changes().items() if f"buffer {what.split()[-1]}" not in found}
+    return found | sandbox.streams() | changes
+
+
+def _refuse_nothing(results: dict[str, Any]) -> None:
+    if not any(what.startswith(_GRADIENT) for what in results):
+        raise InvalidInput(
+            "No leaf has a gradient after the step, so there is nothing to compare. Check requires_grad of the parameters and of the "
+            "batch, and that no hook takes .grad away in backward."
+        )
 
 
 def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[Difference]:
@@ -121,18 +124,36 @@ def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[Differen
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return torch.equal(one, other) or torch.equal(
-            torch.nan_to_num(one, nan=1.25e7), torch.nan_to_num(other, nan=1.25e7)
-        )
-    return type(one) is type(other) and bool(one == other)
+        return _equal_tensors(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    return bool(one == other) or (isinstance(one, float) and one != one and other != other)  # noqa: PLR0124 - NaN
+
+
+def _equal_tensors(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    if one.layout is torch.sparse_coo:
+        one, other = one.coalesce(), other.coalesce()
+        return _equal_tensors(one.indices(), other.indices()) and _equal_tensors(one.values(), other.values())
+    return torch.equal(one, other) or torch.equal(
+        torch.nan_to_num(one, nan=1.25e7), torch.nan_to_num(other, nan=1.25e7)
+    )
 
 
 def _distance(one: Any, other: Any) -> float:
     if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
-        return float((one.double() - other.double()).abs().max())
+        return float((_numbers(one) - _numbers(other)).abs().max())
     return float("inf")
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    dense = tensor.to_dense() if tensor.layout is torch.sparse_coo else tensor
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
 
 
 def _nondeterministic_ops(run: Callable[[], Any]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from torch import nn
 
 import retape
 from retape.errors import InvalidInput
-from retape.torch.laboratory import undisturbed
+from retape.torch.sandbox import sandboxed
 
 
 def flat_views(model):
@@ -37,11 +37,11 @@ def test_gradients_of_any_make_are_as_before(stand):
     stand(model)
     found = [parameter.grad for parameter in model.parameters()]
     values = [gradient.detach().clone() for gradient in found]
-    with undisturbed(model) as laboratory:
+    with sandboxed(model) as sandbox:
         for _ in range(2):
             assert all(not parameter.grad.any() for parameter in model.parameters())
             model(torch.ones(2, 4)).sum().backward()
-            laboratory.rewind()
+            sandbox.rewind()
     for parameter, gradient, value in zip(model.parameters(), found, values, strict=True):
         assert parameter.grad is gradient
         assert torch.equal(gradient, value)
@@ -50,7 +50,7 @@ def test_gradients_of_any_make_are_as_before(stand):
 def test_a_step_that_takes_gradients_away():
     model, unused = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
     model.unused, unused.grad = unused, torch.full((3,), 5.0)
-    with undisturbed(model):
+    with sandboxed(model):
         model.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
     assert torch.equal(unused.grad, torch.full((3,), 5.0))

@@ -1,0 +1,76 @@
+"""The private PyTorch interfaces that steps in a sandbox lean on: hooks on leaves and modules, wrappers, weak references."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def keeps_its_own_books(module: torch.nn.Module) -> bool:
+    """Whether a module is one of PyTorch's wrappers, whose fields follow what happens outside Python: they are not to be put back."""
+    return any(kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.") for kind in type(module).__mro__)
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
+
+
+def communication_states(module: torch.nn.Module) -> list[Any]:
+    """The states of the communication hooks of a DistributedDataParallel."""
+    return [state for _, state in getattr(module, "_comm_hooks", ()) if state is not None]
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks were put on a tensor with `register_hook`."""
+    return bool(tensor._backward_hooks)
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks that run in backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+class HeldBack:
+    """Takes the hooks off a leaf that run once its gradient is there, optimizers in backward above all, until `put_back`.
+
+    Hooks of PyTorch's own are left: reductions among ranks need theirs.
+    """
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._hooks: dict[int, Any] = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
+        self._taken = dict(self._hooks)
+        for number, hook in self._taken.items():
+            if not _module_of(hook).startswith("torch."):
+                del self._hooks[number]
+        # torch.distributed.optim._apply_optimizer_in_backward
+        self._optimizers: list[Any] = getattr(leaf, "_in_backward_optimizers", None) or []
+        self._held = list(self._optimizers)
+        self._optimizers.clear()
+
+    def put_back(self) -> None:
+        if self._taken:
+            self._hooks.clear()
+            self._hooks.update(self._taken)
+        self._optimizers.extend(self._held)
+
+
+def _module_of(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or "")
+
+
+def weak_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """A reference that does not keep a tensor alive."""
+    reference = weakref.ref(tensor)
+
+    def tensor_or_none() -> torch.Tensor | None:
+        found = reference()
+        if found is not None:
+            found._fix_weakref()  # type: ignore[attr-defined]
+        return found
+
+    return tensor_or_none
