@@ -251,14 +251,14 @@ def test_an_optimizer_whose_state_comes_late_is_counted():
 
 
 class Walks:
-    """Counts walks over Python's objects, each of which takes a second of a clock of its own."""
+    """Counts walks over the program's objects, each of which takes a second of a clock of its own."""
 
     def __init__(self, monkeypatch):
         self.count, self.seconds = 0, 0.0
         monkeypatch.setattr(adaptive_limit, "present_bytes", self._walk)
         monkeypatch.setattr(adaptive_limit, "perf_counter", lambda: self.seconds)
 
-    def _walk(self, device):
+    def _walk(self, device, own):
         self.count += 1
         self.seconds += 1.0
         return 1000
@@ -267,11 +267,11 @@ class Walks:
 def test_counting_takes_a_small_part_of_the_time(monkeypatch):
     walks, standing, known = Walks(monkeypatch), Standing(), Gradients()
     for _ in range(FIRST_COUNTED):
-        standing.count(CPU, 0, known)
+        standing.count(CPU, None, 0, known)
     assert walks.count == FIRST_COUNTED
     for _ in range(1000):
         walks.seconds += 1.0
-        standing.count(CPU, 0, known)
+        standing.count(CPU, None, 0, known)
     later = walks.count - FIRST_COUNTED
     assert 5 <= later <= COUNTED_SHARE * walks.seconds
 
@@ -286,13 +286,13 @@ def test_it_is_counted_after_the_first_steps_of_an_optimizer(monkeypatch):
             with torch.no_grad():
                 weight.add_(1.0)
         before = walks.count
-        standing.count(CPU, 0, known)
+        standing.count(CPU, None, 0, known)
         seen.append(walks.count - before)
     assert seen == [1, 1, 1, *[0] * 6, 1, 1, *[0] * 9]
     standing.expect_more()
     with torch.no_grad():
         weight.add_(1.0)
-    standing.count(CPU, 0, known)
+    standing.count(CPU, None, 0, known)
     assert walks.count == sum(seen) + 1
 
 

@@ -4,9 +4,11 @@ import ast
 import inspect
 import random
 import struct
+import sys
 import threading
 import time
 import warnings
+import weakref
 from contextlib import ExitStack
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch import _compat, _compat_compiler, _compat_modules, _compat_sandbox
+from retape.torch import _compat, _compat_compiler, _compat_modules, _compat_process, _compat_sandbox
 
 
 def identity(value):
@@ -38,7 +40,7 @@ def names_of(module):
 def test_every_name_has_a_canary():
     names = {
         name
-        for module in (_compat, _compat_compiler, _compat_modules, _compat_sandbox)
+        for module in (_compat, _compat_compiler, _compat_modules, _compat_process, _compat_sandbox)
         for name in names_of(module)
         if not name.startswith("_")
     }
@@ -724,6 +726,76 @@ def test_replays_cuda_graphs():
     module.compile(mode="reduce-overhead")
     assert _compat_compiler.replays_cuda_graphs(module)
     assert _compat_compiler.replays_cuda_graphs(torch.compile(torch.nn.Linear(2, 2), mode="max-autotune"))
+
+
+def test_local_values():
+    """The frame of a function keeps nothing of what was looked at; a module's variables are left where they are."""
+
+    def function():
+        tensor = torch.ones(3)
+        found = _compat_process.local_values(inspect.currentframe())
+        assert any(value is tensor for value in found)
+        alive = weakref.ref(tensor)
+        del tensor, found
+        return alive()
+
+    assert function() is None
+    names = {"inspect": inspect, "look": _compat_process.local_values, "value": 3}
+    exec("found = look(inspect.currentframe())", names)
+    assert 3 in names["found"]
+    assert names["value"] == 3
+
+
+def test_is_only_thread():
+    others = len(sys._current_frames()) - 1  # a test before may have left one
+    assert _compat_process.is_only_thread() == (others == 0)
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        assert not _compat_process.is_only_thread()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_heap_bytes():
+    before = _compat_process.heap_bytes()
+    assert before is not None
+    tensor = torch.ones(1 << 20)
+    assert tensor.nbytes <= _compat_process.heap_bytes() - before < 1.1 * tensor.nbytes
+    del tensor
+    assert _compat_process.heap_bytes() - before < 1 << 18
+
+
+def test_collectives_started(tmp_path):
+    assert _compat_process.collectives_started() == ()
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        before = _compat_process.collectives_started()
+        assert before == _compat_process.collectives_started()
+        dist.all_reduce(torch.ones(1))
+        assert _compat_process.collectives_started() != before
+        before = _compat_process.collectives_started()
+        group = dist.new_group([0])
+        assert _compat_process.collectives_started() != before, "another group"
+        before = _compat_process.collectives_started()
+        dist.broadcast(torch.ones(1), 0, group=group, async_op=True).wait()
+        assert _compat_process.collectives_started() != before
+    finally:
+        dist.destroy_process_group()
+    assert _compat_process.collectives_started() == ()
+
+
+def test_collectives_started_where_a_backend_keeps_no_count():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        assert _compat_process.collectives_started() != _compat_process.collectives_started()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -1,5 +1,9 @@
 """The scale: known allocations on the CPU, to the byte."""
 
+import weakref
+from collections import deque
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -76,9 +80,48 @@ def test_what_lived_before_counts_once():
     assert present_bytes(CPU) - before == 640 * KIB
     layer = nn.Linear(100, 10, bias=False)
     layer.weight.grad = torch.zeros_like(layer.weight)
-    assert present_bytes(CPU) - before == 640 * KIB + 2 * 4000
+    assert present_bytes(CPU, [layer]) - before == 640 * KIB + 2 * 4000
     del tensor, views, layer
     assert present_bytes(CPU) == before
+
+
+class Trainer:
+    """Holds tensors in the ways in which programs do."""
+
+    def __init__(self):
+        self.queue = deque([allocate(1)])
+        self.by_name = {"a": (allocate(2), [allocate(4)])}
+        kept = allocate(8)
+        self.hook = lambda: kept
+        self.call = partial(self.hook, allocate(16))
+        self.batches = (allocate(32) for _ in range(1))
+        self.tagged = torch.ones(0)
+        self.tagged.extra = allocate(64)
+
+
+def test_what_containers_closures_and_attributes_hold_is_found():
+    before = present_bytes(CPU)
+    trainer = Trainer()
+    assert present_bytes(CPU, [trainer]) - before == 95 * KIB
+    assert present_bytes(CPU) - before == 95 * KIB, "a local variable leads to it"
+    del trainer
+    assert present_bytes(CPU) == before
+
+
+def test_to_look_at_variables_keeps_none_of_them_alive():
+    tensor = allocate(5)
+    alive = weakref.ref(tensor)
+    names = locals()
+    present_bytes(CPU)
+    assert "alive" in names, "what locals() returned is left alone"
+    del tensor, names
+    present_bytes(CPU)
+    again = allocate(5)
+    alive_again = weakref.ref(again)
+    present_bytes(CPU)
+    del again
+    assert alive() is None
+    assert alive_again() is None
 
 
 def test_an_exception_passes_and_takes_the_scale_down():

@@ -1,6 +1,6 @@
 """Every private PyTorch, numpy and CPython interface that retape leans on, each behind one small function.
 
-Nothing else in the package touches a private name; those of PyTorch's compiler are in `_compat_compiler.py`.
+Nothing else touches a private name but `_compat_compiler.py` (PyTorch's compiler) and `_compat_process.py` (process and process groups).
 `tests/torch/test_compat.py` has a canary for each: when a new release moves one, that test says which.
 """
 

@@ -16,21 +16,21 @@ from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall
 from retape.core.problem import Budget
-from retape.torch import _compat, attach
+from retape.torch import _compat, _compat_process, attach
 from retape.torch.adaptive_attach import Attachment, device_under
 from retape.torch.adaptive_backward import Reversal
 from retape.torch.adaptive_menu import Menus
 from retape.torch.adaptive_oom import elsewhere, rewind, with_gradients_left
 from retape.torch.adaptive_region import AdaptiveRegion
-from retape.torch.adaptive_room import CLOSE, Room
-from retape.torch.adaptive_roots import Attempt, Footprints, PlainSteps
+from retape.torch.adaptive_room import Room
+from retape.torch.adaptive_roots import Attempt, Footprints, PlainSteps, Visit
 from retape.torch.adaptive_stats import AdaptiveStats, Counts, ProgressLine
 from retape.torch.caches import note_given, without_cache
 from retape.torch.entrance import run_region
 from retape.torch.fingerprint import unwrapped
 from retape.torch.meter import GIVE_WAY, synchronize
 from retape.torch.policy import HOLD, Check, Policy
-from retape.torch.pressure import Kind, Kinds, Mark, Phase
+from retape.torch.pressure import CLOSE, Kind, Kinds, Mark, Phase
 from retape.torch.reads import Call, capture_call
 from retape.torch.region import Region
 from retape.torch.runs import THREAD, managed_elsewhere
@@ -60,8 +60,7 @@ class Adaptive:
         self._root: Kind | None = None
         self._in_step, self._task = False, -1
         self._weighed_bytes: int | None = None  # the peak of this step above its start, once it has been weighed
-        self._met: list[Kind] = []  # the regions of this step
-        self._plainly = PlainSteps()
+        self._met: list[Visit] = []  # the regions of this step
         self._begun_with = (0, 0)  # evictions and out-of-memory events when the step began
         self._serial = self._number = 0
         self._attachment: Attachment | None = None
@@ -73,6 +72,7 @@ class Adaptive:
         self._room = Room(self._budget, device, self._counts, host=self._uses_host, restore=self._restores)
         self._reversal = Reversal(self._room, self._counts)
         self._menus, self.account = Menus(device, self._room.host), self._room.account
+        self._plainly = PlainSteps(device)
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -143,14 +143,25 @@ class Adaptive:
         kind = self._kinds.of(function, args, keywords)
         if not self._plainly.goes_on(kind):
             return None
+        number = self._plainly.number
         attempt = Attempt(function, args, keywords)
         if attempt.failure is not None:
-            attempt.undo(kind.name)
+            if not attempt.collective:
+                attempt.undo(kind.name)
             self._plainly.stop()
-            self._room.out_of_memory(kind, attempt.failure, False)
+            self._room.out_of_memory(kind, attempt.failure, False, collective=attempt.collective)
             return None
         self._counts.regions += 1
+        self._look_at_heap(kind, number)
         return attempt
+
+    def _look_at_heap(self, kind: Kind, number: int) -> None:
+        """A region ran without being one: where it took more than one like it did before, those that follow are regions."""
+        taken = self._plainly.unexpected_bytes(number)
+        if taken:
+            self._plainly.distrust()
+            self._room.limit.unmanaged_bytes = taken
+            self._room.has_reached(f"The forward of {kind.name}", self._room.now())
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -238,7 +249,10 @@ class Adaptive:
         above, limit = self._weighed_bytes, self._room.limit
         self._learn_root(above)
         limit.count_fragments()
-        self._counts.peaks.append(self._room.peak if above is None else limit.start_bytes + above)
+        peak = self._room.peak if above is None else limit.start_bytes + above
+        self._counts.peaks.append(peak)
+        if above is not None and limit.device.type == "cpu" and self._counts.weighed > FIRST_WEIGHED:
+            self._room.has_reached("The step", peak)
         if self._line is not None:
             self._line.show(self._stats())
 
@@ -269,10 +283,9 @@ class Adaptive:
         evictions, events = self._begun_with
         if self._root is None or self._under or self._plainly or self._counts.out_of_memory > events:
             return
-        whole = above_bytes if self._room.live.evictions == evictions and not self._room.before.dropped else None
-        self._plainly.roots.learn(
-            self._root, tuple(self._met), None if whole is None else whole - self._room.before.bytes
-        )
+        dropped = self._room.live.evictions > evictions or self._room.before.dropped
+        whole = None if dropped or above_bytes is None else above_bytes - self._room.before.bytes
+        self._plainly.roots.learn(self._root, tuple(self._met), whole, dropped=dropped)
 
     def stats(self) -> AdaptiveStats:
         """What it has cost so far."""
@@ -308,7 +321,8 @@ class Adaptive:
     ) -> Any:
         """Call a function as a region under the budget."""
         kind = self._kinds.of(function, arguments, keywords, call.state)
-        self._met.append(kind)
+        visit = Visit(kind)
+        self._met.append(visit)
         self._gradients.know(call.state)
         number, self._number = self._number, self._number + 1
         self._room.position = number
@@ -320,7 +334,8 @@ class Adaptive:
         self._counts.regions += 1
         region.drop_planned_inputs()
         self._room.live.note(region)
-        self._room.live.settled(region)
+        self._room.settled(region)
+        visit.saved_bytes, visit.held_bytes = region.saved_bytes, self.account.held_bytes()
         if self._room.live.evictions:
             self._room.host.send(region)
         if done is not None:
@@ -337,7 +352,7 @@ class Adaptive:
         tried = False
         while True:
             self._room.enter(Phase.FORWARD, kind, how["number"])
-            start = self._clock()
+            start, started = self._clock(), _compat_process.collectives_started()
             region: AdaptiveRegion | None = None
             try:
                 self._serial += 1
@@ -352,11 +367,13 @@ class Adaptive:
                 if THREAD.runs:  # the outermost region is run again as a whole
                     raise
                 failure = error.with_traceback(None)
-            if region is not None:
+            collective = started != _compat_process.collectives_started()
+            if region is not None and not collective:
                 rewind(region)
             del region
-            tried = self._room.out_of_memory(kind, failure, tried)
+            tried = self._room.out_of_memory(kind, failure, tried, collective=collective)
             call = capture_call(function, arguments, keywords)
+        region.collective = started != _compat_process.collectives_started()
         if self._clock_is_true() or not kind.runs:
             kind.ran(self._clock() - start)
         if prints is not None:

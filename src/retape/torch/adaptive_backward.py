@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from retape.torch import _compat, links
+from retape.torch import _compat, _compat_process, links
 from retape.torch.adaptive_host import is_here, storage_of
 from retape.torch.adaptive_region import AdaptiveRegion
 from retape.torch.adaptive_room import Room
@@ -66,9 +66,12 @@ class Reversal:
         self._bring(region)
 
     def _begin_backward(self, region: AdaptiveRegion) -> None:
-        self._room.enter(Phase.BACKWARD, region.kind, region.number)
+        self._room.enter(Phase.BACKWARD, region.kind, region.number, region.saved_bytes)
         if self._room.host.moved_bytes and self._bring_near(region):
             self._room.mark(Phase.BACKWARD, region.kind, region.number)  # what is brought is no part of what it needs
+
+    def _needed(self, region: AdaptiveRegion) -> int:
+        return self._room.needs.of(Phase.BACKWARD, region.kind, region.number, region.saved_bytes).bytes
 
     def _settle_opened(self) -> None:
         for serial, (reference, _) in list(self._opened.items()):
@@ -92,7 +95,7 @@ class Reversal:
         following = self._room.live.before(region.number)
         if following is None:
             return False
-        need = self._room.needs.of(Phase.BACKWARD, region.kind, region.number).bytes
+        need = self._needed(region)
         parcels = following.away()
         for parcel in parcels:
             if self._room.now() + need + parcel.nbytes <= self._room.limit.aim_bytes:
@@ -102,7 +105,7 @@ class Reversal:
 
     def _start(self, region: AdaptiveRegion, parcels: list[Parcel]) -> None:
         """Copy back, after making room beside what the region's backward needs."""
-        need = self._room.needs.of(Phase.BACKWARD, region.kind, region.number).bytes
+        need = self._needed(region)
         over = self._room.now() + sum(parcel.nbytes for parcel in parcels) + need - self._room.limit.aim_bytes
         if over > 0:
             self._room.evict(over)
@@ -148,6 +151,7 @@ class Reversal:
     def _until_it_fits(self, region: AdaptiveRegion, attempt: Callable[[], Answer]) -> Answer:
         tried = False
         while True:
+            started = _compat_process.collectives_started()
             try:
                 return attempt()
             except torch.OutOfMemoryError as error:
@@ -156,7 +160,8 @@ class Reversal:
                 failure = error.with_traceback(None)
             region.settle()
             self._room.pinned = set()
-            tried = self._room.out_of_memory(region.kind, failure, tried)
+            collective = started != _compat_process.collectives_started()
+            tried = self._room.out_of_memory(region.kind, failure, tried, collective=collective)
 
     def _refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
         copy = region.copies.get(wanted.index)
@@ -172,7 +177,7 @@ class Reversal:
         try:
             self._settle_opened()
             self.make_inputs(region)
-            self._room.enter(Phase.RERUN, region.kind, region.rerun_number)
+            self._room.enter(Phase.RERUN, region.kind, region.rerun_number, region.saved_bytes)
             start, seconds = time.perf_counter(), region.rerun_seconds
             answer = run()
             self._ran_again(region, start, seconds)
@@ -201,7 +206,7 @@ class Reversal:
             raise
 
     def _make_outputs(self, maker: AdaptiveRegion) -> None:
-        self._room.enter(Phase.RERUN, maker.kind, TO_THE_END)
+        self._room.enter(Phase.RERUN, maker.kind, TO_THE_END, maker.saved_bytes)
         start = time.perf_counter()
         outputs = maker.refill_outputs(tape=True, made={})
         self._ran_again(maker, start, maker.kind.seconds)

@@ -9,7 +9,6 @@ cannot be put back.
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import OffloadError
-from retape.torch import _compat, _compat_compiler
+from retape.torch import _compat, _compat_compiler, _compat_process
 from retape.torch.host_pool import Chunk
 from retape.torch.lanes import DONE, Pairs, lanes_of
 from retape.torch.meter import nbytes_of
 from retape.torch.offload import can_be_moved
+from retape.torch.memory_roots import Walk, variables
 from retape.torch.watch import version_of
 
 CRATE_BYTES = 64 << 20  # copied with one event: whoever adds to one of its gradients waits for all of them
@@ -54,12 +54,16 @@ class GradientsBefore:
         self._hooks: list[Any] = []
         self._looks, self._looked_at, self._look_seconds = 0, 0.0, 0.0
         self._running = False
-        self.knows_all = False  # leaves that Python could reach when the block began
+        self.knows_all = False  # leaves that variables led to when the block began
 
     def look_around(self) -> None:
-        """A block begins: find every leaf that Python can reach, if that takes a small part of the time."""
+        """A block begins: find every leaf that variables lead to, if that takes a small part of the time.
+
+        While another thread runs none is looked for: it may be adding to a gradient, and to copy it or to put it back would be a race.
+        """
         start = time.perf_counter()
-        self.knows_all = self._looks < FIRST_LOOKS or self._look_seconds <= LOOKING_SHARE * (start - self._looked_at)
+        due = self._looks < FIRST_LOOKS or self._look_seconds <= LOOKING_SHARE * (start - self._looked_at)
+        self.knows_all = due and _compat_process.is_only_thread()
         if not self.knows_all:
             return
         for leaf in _leaves_in_reach():
@@ -96,7 +100,8 @@ class GradientsBefore:
         """A step begins: copy what stands, of the CPU's memory no more than that many bytes."""
         self.end()
         self._running = True
-        self._taking_part, self._bystanders = _alive(self._taking_part), _alive(self._bystanders)
+        self._taking_part = _alive(self._taking_part)
+        self._bystanders = _alive(self._bystanders) if _compat_process.is_only_thread() else {}
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for leaf, gradient in self._standing(self._taking_part):
             if self.on and gradient.layout is torch.sparse_coo:
@@ -359,11 +364,9 @@ def _alive(leaves: dict[int, weakref.ref[Tensor]]) -> dict[int, weakref.ref[Tens
 
 
 def _leaves_in_reach() -> Iterator[Tensor]:
-    for thing in gc.get_objects():
-        if (
-            type(thing) in _PLAIN and thing.is_leaf and thing.requires_grad
-        ):  # a subclass may do anything when it is asked
-            yield thing
+    for tensor in Walk().tensors(variables()):
+        if type(tensor) in _PLAIN and tensor.is_leaf and tensor.requires_grad:  # a subclass may do anything when asked
+            yield tensor
 
 
 def _crates_of(members: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:

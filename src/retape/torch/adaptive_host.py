@@ -87,7 +87,7 @@ class HostTier:
     def send(self, region: AdaptiveRegion) -> None:
         """Its forward is over: copy out what was chosen of its kind, if the lane is free by then."""
         self._computed_seconds += region.kind.seconds
-        if not self.on or not region.kind.moved or self._busy_seconds > self._computed_seconds:
+        if not self.on or not region.kind.moved or region.collective or self._busy_seconds > self._computed_seconds:
             return
         by_storage: dict[int, list[offload.MovedSlot]] = {}
         with _compat.unobserved():

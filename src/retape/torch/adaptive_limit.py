@@ -3,8 +3,8 @@
 On CUDA the allocator says what is live, and the budget is its hard limit wherever running out can be undone, in a region's forward
 and re-run. Elsewhere (a backward kernel, the loss) it may keep some more, for fragments: live bytes are held to the budget by what
 was measured, and an allocator that finds no piece large enough would end the step. While a step stands on the scale there is no hard
-limit yet, and more is dropped than seems necessary. On the CPU nobody counts: what Python can reach is counted (`Standing`), and the
-account of the regions comes on top.
+limit yet, and more is dropped than seems necessary. On the CPU nobody counts: the tensors are counted that the program's variables
+lead to (`Standing`), and the account of the regions comes on top.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COUNTED_SHARE = 0.01  # of the time that counting may take later on
 
 
 class Standing:
-    """What stands on the CPU between steps, gradients left out. Counting walks all of Python's objects, so it is not done every time."""
+    """What stands on the CPU between steps, gradients left out. Counting walks all that variables lead to: not every time."""
 
     def __init__(self) -> None:
         self.bytes = self.batch_bytes = 0
@@ -43,12 +43,12 @@ class Standing:
         """Other weights are trained from now on: the optimizer is going to make state for them."""
         self._writes = 0
 
-    def count(self, device: torch.device, batch_bytes: int, gradients: Gradients) -> None:
+    def count(self, device: torch.device, batch: Any, batch_bytes: int, gradients: Gradients) -> None:
         """A step begins: count, if something may have changed or counting takes a small part of the time."""
         start = perf_counter()
         if not self._is_due(gradients.traces(), start):
             return
-        self.bytes = present_bytes(device) - gradients.present_bytes(device)
+        self.bytes = present_bytes(device, [batch, gradients.parameters()]) - gradients.present_bytes(device)
         self.batch_bytes = batch_bytes
         self._at = perf_counter()
         self._seconds = self._at - start
@@ -68,6 +68,7 @@ class Limit:
     def __init__(self, budget: Budget, device: torch.device) -> None:
         self._budget, self.device = budget, device
         self.bytes = self.base_bytes = self.start_bytes = 0
+        self.unmanaged_bytes = 0  # that a step took before its regions were regions
         self.fragment_bytes = 0  # the most that was seen
         self.standing = Standing()
         self._closed = True  # a backward pass after the end leaves the allocator alone
@@ -80,12 +81,13 @@ class Limit:
     def begin_step(self, batch: Any, gradients: Gradients) -> None:
         """A step begins with this batch: count what is there, and set the limit."""
         self.open()
+        self.unmanaged_bytes = 0
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         batch_bytes = storage_bytes(tensors, self.device)
         if self.device.type == "cuda":
             self.start_bytes = torch.cuda.memory_allocated(self.device)
         else:
-            self.standing.count(self.device, batch_bytes, gradients)
+            self.standing.count(self.device, batch, batch_bytes, gradients)
             grown = batch_bytes - self.standing.batch_bytes + gradients.present_bytes(self.device)
             self.start_bytes = self.standing.bytes + grown
         missing = gradients.missing_bytes(self.device)
@@ -106,7 +108,7 @@ class Limit:
         """Everything on the device, as far as it is counted."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        return self.base_bytes + account.held_bytes()
+        return self.base_bytes + self.unmanaged_bytes + account.held_bytes()
 
     # --- the allocator's own limit ---------------------------------------------------------------------------------
 

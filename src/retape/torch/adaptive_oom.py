@@ -44,10 +44,22 @@ def rewind(region: AdaptiveRegion) -> None:
 
 
 def nothing_left(
-    what: str, *, limit_bytes: int, now_bytes: int, need_bytes: int, base_bytes: int, error: BaseException | None = None
+    what: str,
+    *,
+    limit_bytes: int,
+    now_bytes: int,
+    need_bytes: int,
+    base_bytes: int,
+    collective_bytes: int = 0,
+    error: BaseException | None = None,
 ) -> BudgetTooSmall:
     """Everything that can be dropped is dropped, and it is still too much."""
     why = f" The allocator said: {str(error).splitlines()[0]}" if error is not None else ""
+    if collective_bytes:
+        why += (
+            f" Regions that run a collective hold {format_bytes(collective_bytes)} and are never dropped, because one rank alone cannot "
+            "run them again; retape.fit plans for all ranks together."
+        )
     floor = now_bytes + need_bytes
     return BudgetTooSmall(
         f"{what} needs {format_bytes(need_bytes)} beside {format_bytes(now_bytes)} that cannot be dropped "
@@ -57,6 +69,27 @@ def nothing_left(
         budget_bytes=limit_bytes,
         floor_bytes=floor,
         binding=what,
+    )
+
+
+def took_more(what: str, *, peak_bytes: int, limit_bytes: int) -> str:
+    """A warning where there was no way to know: what a region saves depends on the data, and no allocator refuses it."""
+    return (
+        f"{what} took more than any like it before, by what was measured about {format_bytes(peak_bytes)} in all, which passes the budget "
+        f"of {format_bytes(limit_bytes)}. Bytes that depend on the data are known only once they are there; from now on there is room for "
+        "as many. If the budget must never be passed, begin with the largest batch, or use a smaller budget."
+    )
+
+
+def after_collective(name: str, *, limit_bytes: int, now_bytes: int, error: BaseException) -> BudgetTooSmall:
+    """Out of memory in a region that has started a collective: to start it again would pair with another one of the other ranks."""
+    return BudgetTooSmall(
+        f"Region {name} ran out of memory after it had started a collective, with {format_bytes(now_bytes)} counted of a budget of "
+        f"{format_bytes(limit_bytes)}: {str(error).splitlines()[0]} The other ranks do not run it again, so it cannot be run again here. "
+        "Lower the budget, so that more is dropped before it, use a smaller batch, or retape.fit, which plans for all ranks together.",
+        budget_bytes=limit_bytes,
+        floor_bytes=now_bytes,
+        binding=name,
     )
 
 
@@ -91,7 +124,10 @@ def with_gradients_left(error: BudgetTooSmall, added_to: list[str]) -> BudgetToo
 def _gradients_left(added_to: list[str], *, all_known: bool = True) -> str:
     """What .grad holds now, and what to do about it."""
     if not added_to and not all_known:
-        return "Gradients of the model, of regions, and of leaves that were there in blocks before are as they were before this step."
+        return (
+            "Gradients of the model, of regions, and of what was watched beside them are as they were before this step. Those of other "
+            "tensors may hold a part of it."
+        )
     if not added_to:
         return "Gradients are as they were before this step."
     more = f" and {len(added_to) - MOST_NAMED} more" if len(added_to) > MOST_NAMED else ""

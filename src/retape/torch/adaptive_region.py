@@ -73,13 +73,15 @@ class AdaptiveRegion(Region):
     """A region that a manager may evict, rung by rung of its kind's menu or as a whole.
 
     `number` is its place in the step, `serial` never comes twice. `rung` is how far it was dropped, None while it holds everything or
-    nothing; `evicted` says that it was dropped as a whole.
+    nothing; `evicted` says that it was dropped as a whole. A `collective` one took part in a collective: it is held, because a rank that
+    ran it again alone would pair with other collectives of the other ranks.
     """
 
     __slots__ = (
         "_counted",
         "_own_bytes",
         "_steps_down",
+        "collective",
         "copies",
         "evicted",
         "handed_out",
@@ -88,6 +90,7 @@ class AdaptiveRegion(Region):
         "manager",
         "number",
         "rung",
+        "saved_bytes",
         "serial",
         "takers",
     )
@@ -103,8 +106,9 @@ class AdaptiveRegion(Region):
         self.manager, self.kind, self.number, self.serial = manager, kind, number, serial
         self.takers: list[tuple[weakref.ref[AdaptiveRegion], int, int]] = []  # who took which output as which input
         self.handed_out = False  # others may hold its outputs
-        self.evicted = False
+        self.evicted = self.collective = False
         self.rung: Rung | None = None
+        self.saved_bytes = 0  # by its first run, of what nothing else held before
         self._counted: list[weakref.ref[Slot]] = []  # its slots, less those that cost nothing
         self.keys: list[Keys] = []  # under which the values of those are counted
         self._own_bytes: int | None = 0
@@ -408,6 +412,8 @@ class AdaptiveRegion(Region):
 
     def can_drop_input(self, place: int) -> bool:
         """Whether it could be made again and be the same: nobody wrote to it, this region neither."""
+        if self.collective:
+            return False
         held = self.inputs.held[place]
         if type(held) is links.Link:
             return True

@@ -13,15 +13,15 @@ from retape.core.problem import Budget
 from retape.torch.adaptive_gradients import GradientsBefore
 from retape.torch.adaptive_host import HostTier
 from retape.torch.adaptive_limit import Limit
-from retape.torch.adaptive_oom import nothing_left
+from retape.torch.adaptive_oom import after_collective, nothing_left, took_more
+from retape.torch.adaptive_region import AdaptiveRegion
 from retape.torch.adaptive_stats import Counts
 from retape.torch.live_regions import LiveRegions
-from retape.torch.pressure import Account, Kind, Need, Needs, Phase
+from retape.torch.pressure import CLOSE, Account, Kind, Need, Needs, Phase
 from retape.torch.step_scale import StepScale
 
 _LOG = logging.getLogger("retape")
 WITH_A_LIMIT = frozenset({"cuda"})  # devices whose allocator can be held to one
-CLOSE = 1.3  # two sizes on the scale are enough for those between them, if one is at most so many times the other
 
 
 class Room:
@@ -39,8 +39,8 @@ class Room:
         self.scale: StepScale | None = None
         self.pinned: set[int] = set()
         self.position, self.turn, self.task, self.peak = 0, -1, -1, 0
-        self.phase: tuple[Phase, Kind, int] | None = None  # the one that was entered last
-        self.met_unknown = self._said = False
+        self.phase: tuple[Phase, Kind, int, int] | None = None  # the one that was entered last
+        self.met_unknown = self._said = self._said_more = False
 
     def begin_step(self) -> None:
         self.account.begin_step()
@@ -59,11 +59,15 @@ class Room:
         """Everything on the device, as far as it is counted."""
         return self.limit.live_bytes(self.account)
 
-    def enter(self, phase: Phase, kind: Kind, number: int) -> None:
-        """A phase begins: make room for it, and mark it where the step is weighed."""
-        self.phase = (phase, kind, number)
-        need = self.needs.of(phase, kind, number)
-        if self.scale is None and not self.needs.is_covered(kind, within=CLOSE):
+    def enter(self, phase: Phase, kind: Kind, number: int, saved_bytes: int = 0) -> None:
+        """A phase of a region that saved so much begins: make room for it, and mark it where the step is weighed.
+
+        Before its first run nobody knows what a region saves: it is taken for the largest of its kind.
+        """
+        self.phase = (phase, kind, number, saved_bytes)
+        first = phase is Phase.FORWARD
+        need = self.needs.of(phase, kind, number, kind.saved_bytes if first else saved_bytes)
+        if self.scale is None and not self.needs.is_covered(kind, saved_bytes, within=CLOSE):
             self.met_unknown = True
         now = self.now()
         self.limit.enforce(undoable=phase in (Phase.FORWARD, Phase.RERUN))
@@ -80,6 +84,28 @@ class Room:
         """Where the step is weighed: what is counted now is no part of what the phase needs."""
         if self.scale is not None:
             self.scale.mark(phase, kind, number, self.now())
+
+    def settled(self, region: AdaptiveRegion) -> None:
+        """The first run of a region is over, and it can be evicted: what it saved may be more than any of its kind did before."""
+        self.live.settled(region)
+        kind, saved, now = region.kind, region.saved_bytes, self.now()
+        if self.scale is not None:
+            self.scale.saw(kind, saved)
+        more = saved > kind.saved_bytes
+        kind.saved_bytes = max(saved, kind.saved_bytes)
+        if more and self.scale is None and self.limit.device.type not in WITH_A_LIMIT:
+            need = self.needs.of(Phase.FORWARD, kind, region.number, saved)
+            self.has_reached(f"The forward of {kind.name}", max(now, now - saved + need.bytes))
+
+    def has_reached(self, what: str, peak_bytes: int) -> None:
+        """Something took more than was known before it began; where it passed the budget, that is counted and said once."""
+        self.peak = max(self.peak, peak_bytes)
+        if peak_bytes <= self.limit.bytes:
+            return
+        self.counts.over += 1
+        if not self._said_more:
+            self._said_more = True
+            _LOG.warning("retape: %s", took_more(what, peak_bytes=peak_bytes, limit_bytes=self.limit.bytes))
 
     def evict(self, wanted_bytes: int) -> int:
         """Drop what is cheapest to miss; returns the bytes that went."""
@@ -111,6 +137,7 @@ class Room:
             now_bytes=now,
             need_bytes=need.bytes,
             base_bytes=self.limit.base_bytes,
+            collective_bytes=self.live.collective_bytes(),
         )
         if self.limit.device.type not in WITH_A_LIMIT:
             raise found
@@ -118,12 +145,16 @@ class Room:
             _LOG.warning("retape: %s", found)
             self._said = True
 
-    def out_of_memory(self, kind: Kind, failure: BaseException, tried: bool) -> bool:
+    def out_of_memory(self, kind: Kind, failure: BaseException, tried: bool, *, collective: bool) -> bool:
         """The allocator gave up in a region: drop at least as much as the region needs.
 
-        With nothing to drop, blocks that the cache gives back may do, once; returns whether that was it.
+        With nothing to drop, blocks that the cache gives back may do, once; returns whether that was it. A region that had started a
+        collective cannot be run again.
         """
         self.counts.out_of_memory += 1
+        if collective:
+            limit, now = self.limit.bytes, self.now()
+            raise after_collective(kind.name, limit_bytes=limit, now_bytes=now, error=failure) from failure
         need = max(1, self.needs.of(Phase.FORWARD, kind, 0).bytes) + self.limit.ran_out()
         freed = self.evict(need)
         if self.limit.device.type == "cuda":
@@ -135,6 +166,7 @@ class Room:
                 now_bytes=self.now(),
                 need_bytes=need,
                 base_bytes=self.limit.base_bytes,
+                collective_bytes=self.live.collective_bytes(),
                 error=failure,
             ) from failure
         return not freed

@@ -8,6 +8,7 @@ A region that changes something beside its output (a buffer, a list) is always r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import StateChanged
-from retape.torch import _compat_compiler, links, state
+from retape.torch import _compat_compiler, _compat_process, links, state
 from retape.torch.pressure import Kind
 from retape.torch.region import Region
 from retape.torch.signature import Signature
@@ -23,35 +24,54 @@ from retape.torch.watch import version_of
 
 LEAST_STEPS = 2  # of a model, before one runs without regions
 SLACK = 1.1  # what is known to have fitted may take so many times the bytes
+NOISE_BYTES = 256 << 10  # by which the process's heap may grow beside the tensors of a step
+
+
+@dataclass(slots=True)
+class Visit:
+    """A region of a step: what it saved, and what all regions held when it was done."""
+
+    kind: Kind
+    saved_bytes: int = 0
+    held_bytes: int = 0
 
 
 class Roots:
-    """What whole steps took, by the kind of their batch."""
+    """What whole steps took, by the kind of their batch.
+
+    A model whose regions save more for one batch than for another of the same shape is not trusted: no batch tells what the next takes.
+    """
 
     def __init__(self) -> None:
         self._sequences: dict[Kind, tuple[Kind, ...]] = {}
+        self._visits: dict[Kind, tuple[Visit, ...]] = {}  # of steps in which nothing was dropped
         self._whole_bytes: dict[Any, dict[Kind, int]] = {}
         self._steps: dict[Any, int] = {}
         self._odd: set[Any] = set()
 
-    def learn(self, root: Kind, regions: tuple[Kind, ...], whole_bytes: int | None) -> None:
+    def learn(self, root: Kind, visits: tuple[Visit, ...], whole_bytes: int | None, *, dropped: bool) -> None:
         """A step is over that ran these regions; with nothing dropped and on the scale, it rose so many bytes above its start."""
         self._steps[root.owner] = self._steps.get(root.owner, 0) + 1
+        regions = tuple([visit.kind for visit in visits])
         if self._sequences.setdefault(root, regions) != regions:
             self.distrust(root)
+        if not dropped:
+            known = self._visits.setdefault(root, visits)
+            if any(one.saved_bytes != other.saved_bytes for one, other in zip(known, visits, strict=False)):
+                self.distrust(root)
         if whole_bytes is not None:
-            known = self._whole_bytes.setdefault(root.owner, {})
-            known[root] = max(whole_bytes, known.get(root, 0))
+            sizes = self._whole_bytes.setdefault(root.owner, {})
+            sizes[root] = max(whole_bytes, sizes.get(root, 0))
 
     def distrust(self, root: Kind) -> None:
         """A model does not do the same for every batch of one shape."""
         self._odd.add(root.owner)
 
-    def expected(self, root: Kind, room_bytes: int) -> tuple[Kind, ...] | None:
+    def expected(self, root: Kind, room_bytes: int) -> tuple[Visit, ...] | None:
         """The regions of a step that is going to fit with everything held; None where nobody knows that."""
         if root.owner in self._odd or self._steps.get(root.owner, 0) < LEAST_STEPS:
             return None
-        return self._sequences.get(root) if self.fits(root, room_bytes) else None
+        return self._visits.get(root) if self.fits(root, room_bytes) else None
 
     def fits(self, root: Kind, room_bytes: int) -> bool:
         """Whether everything can be held in a step with such a batch, as far as batches say that."""
@@ -68,11 +88,18 @@ class Roots:
 
 
 class PlainSteps:
-    """The step that runs now, if it needs no regions: which regions are expected, and how far it has come."""
+    """The step that runs now, if it needs no regions: which regions are expected, and how far it has come.
 
-    def __init__(self) -> None:
+    On the CPU no allocator refuses what is too much: the heap is asked after each region, and one that takes more than expected ends the
+    trust. Where the heap cannot be asked, every step runs as regions.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self.roots = Roots()
-        self._expected: tuple[Kind, ...] | None = None
+        self._watches_heap = device.type == "cpu"
+        self._heap_bytes: int | None = None  # when the step began
+        self._allowed_bytes = 0  # beside what regions held when the step was known
+        self._expected: tuple[Visit, ...] | None = None
         self._root: Kind | None = None
         self._next = 0
         self._unanswered = 0  # forwards without regions whose backward has not begun
@@ -85,8 +112,14 @@ class PlainSteps:
             return None
         if unanswered:  # several forwards before one backward: what one of them takes says nothing of all
             self.roots.distrust(root)
-        self._expected = self.roots.expected(root, room_bytes)
-        return None if self._expected is None else self.roots.whole_bytes(root)
+        self._heap_bytes = _compat_process.heap_bytes() if self._watches_heap else None
+        if not self._watches_heap or self._heap_bytes is not None:
+            self._expected = self.roots.expected(root, room_bytes)
+        whole = None if self._expected is None else self.roots.whole_bytes(root)
+        if whole is not None:
+            held = max((visit.held_bytes for visit in self._expected or ()), default=0)
+            self._allowed_bytes = max(0, whole - held) + NOISE_BYTES
+        return whole
 
     def __bool__(self) -> bool:
         return self._expected is not None
@@ -95,12 +128,30 @@ class PlainSteps:
         """Whether the next region is the one that was expected, and can do without being one."""
         assert self._expected is not None
         number, self._next = self._next, self._next + 1
-        if number < len(self._expected) and self._expected[number] is kind:
+        if number < len(self._expected) and self._expected[number].kind is kind:
             return kind.stateless is True
+        self.distrust()
+        return False
+
+    def distrust(self) -> None:
+        """Something is not as expected: from here on, and in all steps to come, every region is one."""
         self.stop()
         if self._root is not None:
             self.roots.distrust(self._root)
-        return False
+
+    @property
+    def number(self) -> int:
+        """Of the region that began last."""
+        return self._next - 1
+
+    def unexpected_bytes(self, number: int) -> int:
+        """What the step has taken by now, if that is more than was known when this region was done; else 0."""
+        now = _compat_process.heap_bytes() if self._expected is not None and self._heap_bytes is not None else None
+        if now is None or self._expected is None or self._heap_bytes is None:
+            return 0
+        grown = now - self._heap_bytes
+        known = self._expected[number].held_bytes + self._allowed_bytes
+        return grown if grown > SLACK * known else 0
 
     def stop(self) -> None:
         """From here on every region is one."""
@@ -124,14 +175,17 @@ class Attempt:
 
     def __init__(self, function: Callable[..., Any], arguments: Any, keywords: Any) -> None:
         self.failure: BaseException | None = None
+        self.collective = False  # it had started a collective when it failed
         self.outputs: Any = None
         self._tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if type(leaf) is Tensor]
         self._versions = list(map(version_of, self._tensors))
         self._draws = state.streams(())
+        started = _compat_process.collectives_started()
         try:
             self.outputs = function(*arguments, **keywords)
         except torch.OutOfMemoryError as error:
             self.failure = error.with_traceback(None)  # whose frames hold tensors
+            self.collective = started != _compat_process.collectives_started()
 
     def undo(self, name: str) -> None:
         """Put back what the failed run has drawn."""

@@ -54,7 +54,9 @@ class LiveRegions:
     def settled(self, region: AdaptiveRegion) -> None:
         """Its first run is over: it can be evicted."""
         self._running.discard(region.number)
+        before = self.account.held_bytes()
         region.settle()
+        region.saved_bytes = max(0, self.account.held_bytes() - before)
 
     def clear(self) -> None:
         self._references.clear()
@@ -126,6 +128,8 @@ class LiveRegions:
         regions = list(self)
         before, behind = neighbourhoods({region.number: region.kind.seconds for region in regions}, self._makers)
         for region in regions:
+            if region.collective:
+                continue
             own = region.kind.seconds + before.get(region.number, 0.0)
             if region.serial not in pinned and (region.own_bytes or region.copied_bytes()):
                 yield from self._slot_units(region, before.get(region.number, 0.0))
@@ -168,6 +172,10 @@ class LiveRegions:
         number = max(taker.number for taker, _ in takers)
         candidate = Candidate(number=number, seconds=seconds, bytes=max(1, size))
         return Unit(candidate=candidate, region=region, output=output, takers=takers)
+
+    def collective_bytes(self) -> int:
+        """What regions hold because they took part in a collective."""
+        return sum(region.own_bytes for region in self if region.collective)
 
     def before(self, number: int) -> AdaptiveRegion | None:
         """The region that backward comes to next, of those that have something on the host only."""

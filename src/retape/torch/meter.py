@@ -2,12 +2,11 @@
 
 CUDA: the caching allocator's own counters, which follow the program's order exactly and need no synchronisation. CPU: the
 allocator's reports to PyTorch's profiler, every allocation and every free of the thread, at about a tenth of the time;
-what lived before the scale was put up is counted from the tensors themselves.
+what lived before the scale was put up is counted from the tensors that the program's variables lead to (`memory_roots.py`).
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor
 
 from retape.core.record import Moment, Record
-from retape.torch import _compat
+from retape.torch import _compat, _compat_process
 from retape.torch.checksum import inner_tensors
 from retape.torch.ranks import largest
+from retape.torch.memory_roots import Walk, variables
 
 MOST_MOMENTS = 4096  # of a timeline; between two of them the higher one counts
 
@@ -127,10 +127,11 @@ def measure(step: Callable[[], Any], *, device: torch.device | str | None = None
     """Run `step` twice, once on the scale and once with the stopwatch: its peak bytes, seconds and live bytes over time.
 
     The peak counts everything on the device: on CUDA all that the process has allocated there, on the CPU every tensor that
-    Python can reach at the start and what the step allocates. The device is that of CUDA where it is in use, else the CPU.
+    `step` and the variables of the functions on the stack lead to at the start, and what the step allocates. The device is that of
+    CUDA where it is in use, else the CPU.
     """
     where = _device_of(device)
-    base = present_bytes(where)
+    base = present_bytes(where, [step, getattr(step, "__globals__", None)])
     with weighing(where) as scale:
         step()
     peak = max(reading.peak_bytes for reading in scale.readings)
@@ -165,21 +166,31 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def present_bytes(device: torch.device) -> int:
-    """What is allocated before the step: by the allocator's count, or of every tensor that Python can reach."""
+def present_bytes(device: torch.device, own: Iterable[Any] = ()) -> int:
+    """What is allocated before the step: by the allocator's count, or of every tensor that `own` objects and variables lead to.
+
+    Of tensors that `own` objects do not lead to, gradients count only while no other thread runs: one may be adding to them, and a
+    gradient that is read meanwhile may be freed under the reader.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
-    return storage_bytes(_reachable_tensors(), device)
+    return storage_bytes(_held_tensors(own), device)
 
 
-def _reachable_tensors() -> Iterator[Tensor]:
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor):  # without asking `__class__`, which may be anything
-            yield thing
-            gradient = thing.grad if thing.is_leaf else None
-            if gradient is not None:
-                yield gradient
+def _held_tensors(own: Iterable[Any]) -> Iterator[Tensor]:
+    walk = Walk()
+    yield from _with_gradients(walk.tensors(own))
+    others = walk.tensors(variables())
+    yield from _with_gradients(others) if _compat_process.is_only_thread() else others
+
+
+def _with_gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield tensor
+        gradient = tensor.grad if tensor.is_leaf else None
+        if gradient is not None:
+            yield gradient
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:

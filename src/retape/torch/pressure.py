@@ -33,6 +33,7 @@ _MOST_NUMBERS = (
 # Numbers of re-runs that refill everything, beside those of the rungs of a menu: from 1 on, a part is missing.
 WHOLE, BESIDE_COPIES, TO_THE_END = 0, -1, -2  # all of it; all but what the host has; and the outputs too
 ODD = -3  # fewer slots than usual: what it takes says nothing of others
+CLOSE = 1.3  # two sizes on the scale are enough for those between them, if one is at most so many times the other
 SCALARS_BYTES = 256  # that ops make on the way, and that are in no trace
 Keys = tuple[int, ...]
 
@@ -142,7 +143,7 @@ class Kind:
     `lessons` is how many of its re-runs are still to be written down op by op; from them comes the `menu`, which says how it can be dropped
     in part. It is for regions with `slot_count` slots. `stateless` ones change nothing beside their output; the
     slots in `moved` are copied to the host where there is a lane. A re-run that refills everything takes `rerun_share` of `seconds`: it
-    stops after the last slot.
+    stops after the last slot. `saved_bytes` is the most that one of them saved, which may depend on the data.
     """
 
     owner: Any
@@ -157,6 +158,7 @@ class Kind:
     stateless: bool | None = None
     moved: frozenset[int] = frozenset()
     rerun_share: float = 1.0
+    saved_bytes: int = 0
     # By the region's place in the step and the number of the rung: the standing of the rung's recipe there.
     proofs: dict[tuple[int, int], Proof] = field(default_factory=dict)
     unproven: set[int] = field(default_factory=set)  # places where a recipe waits for a proof that takes all digests
@@ -259,17 +261,21 @@ class Need:
 
 @dataclass(slots=True)
 class Needs:
-    """How far each phase rises above the account; of several times the highest counts."""
+    """How far each phase rises above the account; of several times the highest counts.
+
+    It was seen with regions that saved so many bytes at most; one that saved more is going to need more in proportion.
+    """
 
     _exact: dict[tuple[Phase, Kind, int], int] = field(default_factory=dict)
     _rises: dict[tuple[Phase, Kind, int], int] = field(default_factory=dict)  # above what was live when the phase began
     _starts: dict[tuple[Phase, Kind], int] = field(default_factory=dict)  # what was live then, above the account
     _families: dict[tuple[Phase, Any], dict[int, int]] = field(default_factory=dict)
     _provisional: set[Kind] = field(default_factory=set)
+    _saved_bytes: dict[Kind, int] = field(default_factory=dict)  # the most that one saved on the scale
     weighed: set[Kind] = field(default_factory=set)
 
-    def begin(self, kinds: set[Kind]) -> None:
-        """A step with these kinds was weighed and is about to be learned from.
+    def begin(self, kinds: set[Kind], saved_bytes: dict[Kind, int]) -> None:
+        """A step with these kinds, which saved so much at most, was weighed and is about to be learned from.
 
         A module's very first call copies what it might change, so what the first step on the scale showed is replaced by the second.
         """
@@ -280,6 +286,9 @@ class Needs:
         for phase in Phase:
             for kind in again:
                 self._families.get((phase, kind.owner), {}).pop(kind.elements, None)
+        self._saved_bytes = {kind: size for kind, size in self._saved_bytes.items() if kind not in again}
+        for kind, size in saved_bytes.items():
+            self._saved_bytes[kind] = max(size, self._saved_bytes.get(kind, 0))
         self._provisional -= again
         if not self.weighed:
             self._provisional |= kinds
@@ -300,11 +309,25 @@ class Needs:
         family = self._families.setdefault((mark.phase, mark.kind.owner), {})
         family[mark.kind.elements] = max(need, family.get(mark.kind.elements, need))
 
-    def of(self, phase: Phase, kind: Kind, number: int) -> Need:
-        """What a phase is going to need; estimated from its relatives where it was not seen itself.
+    def of(self, phase: Phase, kind: Kind, number: int, saved_bytes: int = 0) -> Need:
+        """What a phase of a region that saves so much is going to need; estimated where nothing like it was seen.
 
         The number of a re-run is that of the rung of its kind's menu that it starts from, or says what it refills.
         """
+        found = self._of(phase, kind, number)
+        if phase is Phase.OUTSIDE or self.has_seen(kind, saved_bytes):
+            return found
+        most = self._saved_bytes.get(kind, 0)
+        more = int(max(0, found.bytes) * (saved_bytes / most - 1)) if most else saved_bytes
+        return Need(
+            bytes=found.bytes + more, measured=found.measured and self.has_seen(kind, saved_bytes, within=CLOSE)
+        )
+
+    def has_seen(self, kind: Kind, saved_bytes: int, *, within: float = 1.0) -> bool:
+        """Whether a region of a kind that was weighed saved about as much as this; a kind that was not says nothing."""
+        return kind not in self.weighed or saved_bytes <= within * self._saved_bytes.get(kind, 0)
+
+    def _of(self, phase: Phase, kind: Kind, number: int) -> Need:
         key = (phase, kind, _numbered(phase, number))
         known = self._exact.get(key)
         if known is not None and phase is Phase.RERUN:  # elsewhere in the step more may live beside it
@@ -319,7 +342,7 @@ class Needs:
         """A re-run that was not seen itself, from others of its kind."""
         like_forward = self._rerun_like_forward(kind)
         if number != WHOLE:
-            whole = self.of(Phase.RERUN, kind, WHOLE)
+            whole = self._of(Phase.RERUN, kind, WHOLE)
             least = like_forward if number == TO_THE_END and like_forward is not None else 0
             saved = 0
             for rung in kind.menu:
@@ -357,10 +380,10 @@ class Needs:
         share = (size - below) / (above - below)
         return int(points[below] + share * max(0, points[above] - points[below]))
 
-    def is_covered(self, kind: Kind, *, within: float) -> bool:
-        """Whether a kind was seen, or lies between two relatives that are not far apart."""
+    def is_covered(self, kind: Kind, saved_bytes: int = 0, *, within: float) -> bool:
+        """Whether a kind was seen, with about as much saved, or lies between two relatives that are not far apart."""
         if kind in self.weighed:
-            return True
+            return self.has_seen(kind, saved_bytes, within=within)
         points = self._families.get((Phase.FORWARD, kind.owner), {})
         # As many numbers in another shape say nothing: attention sees the length.
         below = max((at for at in points if at < kind.elements), default=None)

@@ -42,10 +42,13 @@ class Gradients:
             if parameter is not None and parameter.grad is None and parameter.requires_grad:
                 self._missing.append(reference)
 
+    def parameters(self) -> list[Tensor]:
+        """Those that are still there."""
+        return [p for r in self._parameters.values() if (p := r()) is not None]
+
     def traces(self) -> tuple[int, int]:
         """What an optimizer that steps leaves behind: another sum of versions, or (a fused one writes unseen) more gradients missing."""
-        versions = sum(p._version for r in self._parameters.values() if (p := r()) is not None)
-        return versions, len(self._missing)
+        return sum(p._version for p in self.parameters()), len(self._missing)
 
     def missing_bytes(self, device: torch.device) -> int:
         """What the gradients will take that were not there when the step began."""
@@ -71,6 +74,7 @@ class StepScale:
         self._account, self._base_bytes, self._gradients = account, base_bytes, gradients
         self._device = device = account.device
         self._marks: list[Mark] = []
+        self._saved_bytes: dict[Kind, int] = {}
         self._leaving: list[tuple[StorageWeakRef, int]] = []  # when the last phase began
         self._stack = ExitStack()
         self._scale: Scale = self._stack.enter_context(weighing(device))
@@ -93,6 +97,10 @@ class StepScale:
         above = now_bytes - self._base_bytes
         self._scale.mark(len(self._marks))
         self._marks.append(Mark(phase=phase, kind=kind, number=number, held_bytes=above, gradient_bytes=grown))
+
+    def saw(self, kind: Kind, saved_bytes: int) -> None:
+        """A region has saved so much."""
+        self._saved_bytes[kind] = max(saved_bytes, self._saved_bytes.get(kind, 0))
 
     def _end_phase(self) -> None:
         """Correct the last mark: what only the user held when it was made, and let go of since, made room that there is not
@@ -119,7 +127,7 @@ class StepScale:
             return None
         readings = self._scale.readings
         begins = {reading.label: i for i, reading in enumerate(readings) if isinstance(reading.label, int)}
-        needs.begin({mark.kind for mark in self._marks})
+        needs.begin({mark.kind for mark in self._marks}, self._saved_bytes)
         for number, mark in enumerate(self._marks):
             at = begins.get(number)
             if at is not None and at + 1 < len(readings):

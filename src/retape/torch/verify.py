@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.torch.checksum import checksum
 from retape.torch.resident import refuse_lazy
+from retape.torch.copies import equal_bits
 from retape.torch.runs import plain_everywhere
 from retape.torch.sandbox import Gradients, Sandbox, sandboxed
 from retape.torch.stepping import StepFunction, default_step, scalar_loss
@@ -140,6 +141,8 @@ def _equal_tensors(one: Tensor, other: Tensor) -> bool:
     if one.layout is torch.sparse_coo:
         one, other = one.coalesce(), other.coalesce()
         return _equal_tensors(one.indices(), other.indices()) and _equal_tensors(one.values(), other.values())
+    if one.layout is not torch.strided:
+        return equal_bits(one, other)
     return torch.equal(one, other) or torch.equal(
         torch.nan_to_num(one, nan=1.25e7), torch.nan_to_num(other, nan=1.25e7)
     )
@@ -152,7 +155,7 @@ def _distance(one: Any, other: Any) -> float:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    dense = tensor.to_dense() if tensor.layout is torch.sparse_coo else tensor
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
 
 

@@ -1,0 +1,217 @@
+"""What each of two ranks runs for test_distributed_adaptive.py: live budgets beside collectives; JSON on stdout."""
+
+import datetime
+import json
+import sys
+import traceback
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+import retape
+from retape.errors import BudgetTooSmall
+from retape.torch import _compat_process
+
+WIDTH, ROWS = 32, 64
+GROUPS = {}
+
+
+class Wide(nn.Module):
+    """Saves much, and runs no collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Across(torch.autograd.Function):
+    """Runs something between the ranks forward, and an all-reduce backward."""
+
+    @staticmethod
+    def forward(ctx, x, between):
+        return between(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient, None
+
+
+class Joined(nn.Module):
+    """A region with communication in the middle."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH), between
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(Across.apply(torch.tanh(x), self.between))))
+
+
+def in_place(x):
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def asynchronous(x):
+    x = x.clone()
+    dist.all_reduce(x, async_op=True).wait()
+    return x
+
+
+def functionally(x):
+    return functional.all_reduce(x, "sum", GROUPS["mesh"]).clone()
+
+
+def redistributed(x):
+    return (
+        DTensor.from_local(x, GROUPS["mesh"], [Partial()])
+        .redistribute(GROUPS["mesh"], [Replicate()])
+        .to_local()
+        .clone()
+    )
+
+
+def from_one_to_the_other(x):
+    other, found = 1 - dist.get_rank(), torch.empty_like(x)
+    works = [dist.isend(x.contiguous(), other), dist.irecv(found, other)]
+    for work in works:
+        work.wait()
+    return x + found
+
+
+def blocks(between):
+    torch.manual_seed(dist.get_rank())
+    return nn.ModuleList(Joined(between) if i % 2 else Wide() for i in range(10))
+
+
+def step(blocks, x, *, regions):
+    for parameter in blocks.parameters():
+        parameter.grad = None
+    for block in blocks:
+        x = retape.checkpoint(block, x, use_reentrant=False) if regions else block(x)
+    x.square().mean().backward()
+    return [parameter.grad.clone() for parameter in blocks.parameters()]
+
+
+def started():
+    return sum(_compat_process.collectives_started())
+
+
+def right_beside(between):
+    """Ranks whose budgets differ run other regions again; the gradients and the number of collectives are those of the plain step."""
+    model = blocks(between)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    before = started()
+    wanted = step(model, x, regions=False)
+    count = started() - before
+    assert count >= len(model)
+    live = retape.adaptive(budget=retape.Budget.activations("750KiB" if dist.get_rank() else "650KiB"))
+    for _ in range(4):
+        before = started()
+        with live:
+            got = step(model, x, regions=True)
+        assert started() - before == count, "a collective ran again"
+        assert all(map(torch.equal, got, wanted))
+    assert live.stats().reruns, "regions without collectives are dropped"
+
+
+def too_small():
+    """Over a group of this rank alone, so that the other one does not wait."""
+    model = blocks(alone)
+    live = retape.adaptive(budget=retape.Budget.activations("150KiB"))
+    said = "nothing"
+    try:
+        for _ in range(4):
+            with live:
+                step(model, torch.ones(ROWS, WIDTH), regions=True)
+    except BudgetTooSmall as error:
+        said = str(error)
+    assert "Regions that run a collective hold" in said, said
+    assert "retape.fit plans for all ranks together" in said, said
+
+
+def alone(x):
+    x = x.clone()
+    dist.all_reduce(x, group=GROUPS["own"])
+    return x
+
+
+class RunsOut(nn.Module):
+    """Runs out of memory once, after or before a collective."""
+
+    def __init__(self, *, after):
+        super().__init__()
+        self.weight, self.after, self.calls = nn.Parameter(torch.ones(WIDTH)), after, []
+
+    def forward(self, x):
+        y = torch.tanh(x * self.weight)
+        if self.after:
+            dist.all_reduce(torch.ones(1), group=GROUPS["own"])
+        self.calls.append(1)
+        if len(self.calls) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return torch.tanh(y)
+
+
+def out_of_memory(*, after):
+    module, live, said = RunsOut(after=after), retape.adaptive(budget="1GiB"), "nothing"
+    try:
+        with live:
+            retape.checkpoint(module, torch.ones(ROWS, WIDTH), use_reentrant=False).sum().backward()
+    except BudgetTooSmall as error:
+        said = str(error)
+    assert ("ran out of memory after it had started a collective" in said) == after, said
+    assert len(module.calls) == (1 if after else 2)
+
+
+BETWEEN = {
+    "in place": in_place,
+    "asynchronous": asynchronous,
+    "functional": functionally,
+    "DTensor": redistributed,
+    "send and receive": from_one_to_the_other,
+}
+CASES = {name: lambda between=between: right_beside(between) for name, between in BETWEEN.items()} | {
+    "too small": too_small,
+    "out of memory after": lambda: out_of_memory(after=True),
+    "out of memory before": lambda: out_of_memory(after=False),
+}
+
+
+def report(case):
+    try:
+        case()
+    except BaseException:
+        return traceback.format_exc()
+    return "right"
+
+
+def main(rank, path):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    wait = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=wait)
+    GROUPS["mesh"] = init_device_mesh("cpu", (2,))
+    GROUPS["own"] = [dist.new_group([each]) for each in range(2)][rank]
+    found = {}
+    for name, case in CASES.items():
+        found[name] = report(case)
+        if found[name] != "right":  # the other rank may wait for this one
+            break
+    print(json.dumps(found))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
