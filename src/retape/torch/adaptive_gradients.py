@@ -23,9 +23,9 @@ from retape.core.errors import OffloadError
 from retape.torch import _compat, _compat_compiler, _compat_process
 from retape.torch.host_pool import Chunk
 from retape.torch.lanes import DONE, Pairs, lanes_of
+from retape.torch.memory_roots import Walk, variables
 from retape.torch.meter import nbytes_of
 from retape.torch.offload import can_be_moved
-from retape.torch.memory_roots import Walk, variables
 from retape.torch.watch import version_of
 
 CRATE_BYTES = 64 << 20  # copied with one event: whoever adds to one of its gradients waits for all of them

@@ -19,8 +19,8 @@ from torch import Tensor
 from retape.core.record import Moment, Record
 from retape.torch import _compat, _compat_process
 from retape.torch.checksum import inner_tensors
-from retape.torch.ranks import largest
 from retape.torch.memory_roots import Walk, variables
+from retape.torch.ranks import largest
 
 MOST_MOMENTS = 4096  # of a timeline; between two of them the higher one counts
 

@@ -194,7 +194,10 @@ class NotedTensor:
         """Whether it was written to or its `.data` was bound anew since."""
         if self._is_rebound() or self.tensor._version != self._version:
             return True
-        return self._copy is not None and self._copy.nbytes <= SMALL_BYTES and not _is_equal(self.tensor, self._copy)
+        copy = self._copy
+        if copy is None or copy.layout is not torch.strided:  # a sparse one by its version alone
+            return False
+        return copy.nbytes <= SMALL_BYTES and not _is_equal(self.tensor, copy)
 
     def _is_rebound(self) -> bool:
         alias = self._alias

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.torch.checksum import checksum
-from retape.torch.resident import refuse_lazy
 from retape.torch.copies import equal_bits
+from retape.torch.resident import refuse_lazy
 from retape.torch.runs import plain_everywhere
 from retape.torch.sandbox import Gradients, Sandbox, sandboxed
 from retape.torch.stepping import StepFunction, default_step, scalar_loss
