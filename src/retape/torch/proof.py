@@ -12,6 +12,9 @@ from enum import Enum
 from functools import cache
 
 _LOG = logging.getLogger("retape")
+_MOST_TRIES = (
+    16  # executions that take digests for a recipe: a forward alone, or a pass that needs no slot, proves nothing
+)
 
 
 class Standing(Enum):
@@ -36,6 +39,13 @@ class Proof:
     def is_pending(self) -> bool:
         return self.standing is Standing.PENDING
 
+    def takes_digests(self) -> bool:
+        """True if an execution that begins now is to take digests; not so for ever, where no re-run ever compares them."""
+        if not self.is_pending or self.tries >= _MOST_TRIES:
+            return False
+        self.tries += 1
+        return True
+
     @property
     def is_rejected(self) -> bool:
         return self.standing is Standing.REJECTED
@@ -44,11 +54,14 @@ class Proof:
         """The re-run came with other ops, tensors or arguments than the recipe was made for."""
         self.standing = Standing.REJECTED
 
-    def judge(self, name: str, partial: set[int], whole: set[int]) -> None:
-        """Accept or reject, given the slots in which the partial and then a whole re-run differed from the forward."""
+    def judge(self, name: str, partial: set[int], whole: set[int], *, drifts: bool) -> None:
+        """Accept or reject, given the slots in which the partial and then a whole re-run differed from the forward.
+
+        `drifts`: the whole re-run differed in floating-point numbers.
+        """
         if partial <= whole:
             self.standing = Standing.PROVEN
-            if whole:
+            if drifts:
                 _say_unrepeatable(name)
             return
         self.standing = Standing.REJECTED

@@ -74,6 +74,13 @@ class Recipe:
         object.__setattr__(self, "plan", plan)
 
     @property
+    def runs_custom_ops(self) -> bool:
+        """True if it runs an op whose schema may not tell what it writes to: none of PyTorch's own."""
+        return any(
+            step is Step.RUN and op.op.namespace != "aten" for op, step in zip(self.ops, self.steps, strict=True)
+        )
+
+    @property
     def run(self) -> int:
         return sum(step is Step.RUN for step in self.steps)
 
