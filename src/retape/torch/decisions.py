@@ -1,15 +1,17 @@
 """Decisions of a region that are kept by themselves: which experts, which rows, which branch (Rule 10).
 
 Where kernels are nondeterministic, a router may choose other experts in the re-run than in the forward, and nothing but the gradient
-would show it. Integer and boolean results of ops that decide (topk, argmax, sort, nonzero, comparisons of floating-point numbers,
-`.item()`) are small, so the forward records them and the re-run uses the record. Only regions whose code names such an op run under
-a dispatch mode for it; what is large compared with the region's inputs is not recorded (`retape.keep` records anything).
+would show it. Integer and boolean results of functions that decide (topk, argmax, sort, nonzero, comparisons of floating-point
+numbers, `.item()`) are small, so the forward records them and the re-run uses the record. Only regions whose code names such a
+function run under a torch-function mode for it. A dispatch mode around a forward would see more, but some PyTorch kernels
+(`_foreach_mul_` on a view) give autograd another graph under one. What is large compared with the region's inputs is not recorded;
+`retape.keep` records anything.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -17,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from retape.torch import _compat, _compat_compiler
+from retape.torch import _compat
+from retape.torch.exposure import TransparentMode
 
 _NAMES = frozenset(
     {
@@ -26,23 +29,26 @@ _NAMES = frozenset(
         *("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"),
     }
 )
-_COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
-_DECIDING = ("topk", "kthvalue", "argmax", "argmin", "sort", "argsort", "nonzero", "nonzero_static", "multinomial")
-_DECIDING_DIMS = ("max", "min", "median", "mode", "cummax", "cummin")
+_COMPARISONS = frozenset(
+    {
+        *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal", "not_equal"),
+        *("__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__"),
+    }
+)
+# Functions whose result is a Python value.
+_READS = frozenset(
+    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"}
+)
+_FUNCTIONS = frozenset(
+    {
+        *("topk", "kthvalue", "argmax", "argmin", "sort", "argsort", "msort", "nonzero", "nonzero_static", "argwhere"),
+        *("multinomial", "searchsorted", "bucketize", "unique", "unique_consecutive", "max", "min", "median", "mode"),
+        *("cummax", "cummin", "aminmax"),
+    }
+)
+_ALL = _COMPARISONS | _READS | _FUNCTIONS
 _SHARE = 8  # a result larger than one in so many parts of the region's inputs is not recorded
 _ALWAYS_BYTES = 64 * 1024  # a result up to this size always is
-_ITEM = torch.ops.aten._local_scalar_dense.default
-
-
-def _overloads(names: Iterable[str]) -> Iterator[Any]:
-    for name in names:
-        packet = getattr(torch.ops.aten, name)
-        yield from (getattr(packet, overload) for overload in packet.overloads())
-
-
-_OF_NUMBERS = frozenset(_overloads(_COMPARISONS))  # which decide where they compare computed numbers
-_OPS = frozenset({*_overloads(_DECIDING), *_overloads(_DECIDING_DIMS), *_overloads(("searchsorted", "bucketize"))})
-_ALL = _OPS | _OF_NUMBERS | {_ITEM}
 
 
 # --- which code may decide ------------------------------------------------------------------------------------------
@@ -114,15 +120,15 @@ class Decisions:
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         self._limit_bytes = max(_ALWAYS_BYTES, sum(tensor.nbytes for tensor in inputs if _is_plain(tensor)) // _SHARE)
-        self.entries: list[tuple[Any, list[Any]]] = []
+        self.entries: list[tuple[str, list[Any]]] = []
 
-    def record(self, func: Any, out: Any) -> None:
-        if func is _ITEM:
-            self.entries.append((func, [out]))
+    def record(self, name: str, out: Any) -> None:
+        if name in _READS:
+            self.entries.append((name, [out]))
             return
         leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         with _compat.unobserved():
-            self.entries.append((func, [leaf.clone() if self._is_kept(leaf) else None for leaf in leaves]))
+            self.entries.append((name, [leaf.detach().clone() if self._is_kept(leaf) else None for leaf in leaves]))
 
     def _is_kept(self, leaf: Tensor) -> bool:
         counts = not (leaf.is_floating_point() or leaf.is_complex())
@@ -136,45 +142,55 @@ def _is_plain(tensor: Tensor) -> bool:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def _decides(func: Any, args: Any) -> bool:
-    if func not in _ALL:
-        return False
-    return func not in _OF_NUMBERS or (isinstance(args[0], Tensor) and args[0].is_floating_point())
+def _decision(func: Any, args: Any) -> str | None:
+    """The name of a function that decides, if this is a call of one."""
+    name = getattr(func, "__name__", "")
+    if name not in _ALL or not args or not isinstance(args[0], Tensor):
+        return None
+    return None if name in _COMPARISONS and not args[0].is_floating_point() else name
 
 
-class Recording(_compat_compiler.LightMode):
+class Recording(TransparentMode):
     """Records what a forward decides."""
 
     def __init__(self, decisions: Decisions) -> None:
         super().__init__()
         self._decisions = decisions
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if _decides(func, args):
-            self._decisions.record(func, out)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = _decision(func, args)
+        if name is not None:
+            self._decisions.record(name, out)
         return out
 
 
-class Repeating(_compat_compiler.LightMode):
-    """Puts what the forward decided in the place of what a re-run decides; a re-run that does other ops is left alone from there."""
+class Repeating(TransparentMode):
+    """Puts what the forward decided in the place of what a re-run decides; a re-run that decides otherwise is left alone from there."""
 
-    def __init__(self, decisions: Decisions) -> None:
+    def __init__(self, decisions: Decisions, was_run: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
         self._entries = iter(decisions.entries)
         self._follows = True
+        self._was_run = (
+            was_run  # not so for an op that a mode below answered, perhaps with what its result became later
+        )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if not self._follows or not _decides(func, args):
-            return out
-        known, kept = next(self._entries, (None, []))
-        leaves, tree = pytree.tree_flatten(out)
-        if known is not func or len(kept) != sum(isinstance(leaf, Tensor) or func is _ITEM for leaf in leaves):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = _decision(func, args) if self._follows else None
+        return out if name is None else self._repeat(name, out)
+
+    def _repeat(self, name: str, out: Any) -> Any:
+        known, kept = next(self._entries, ("", []))
+        if known != name:
             self._follows = False
             return out
-        if func is _ITEM:
+        if name in _READS:
             return kept[0]
+        leaves, tree = pytree.tree_flatten(out)
+        if len(kept) != sum(isinstance(leaf, Tensor) for leaf in leaves) or not self._was_run():
+            return out
         values = iter(kept)
         again = [_repeated(leaf, next(values)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return pytree.tree_unflatten(again, tree)
@@ -185,4 +201,7 @@ def _repeated(again: Tensor, kept: Tensor | None) -> Tensor:
     if kept is None or again.dtype is not kept.dtype:
         return again
     with _compat.unobserved(), torch.no_grad():
-        return again.copy_(kept) if again.shape == kept.shape else kept.clone()
+        if again.shape != kept.shape:
+            return kept.clone()
+        _compat.write_unseen(again, kept)  # autograd may have saved it by now
+        return again

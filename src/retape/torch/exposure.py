@@ -26,7 +26,11 @@ _EXPOSING = frozenset(
 _CUDA_ARRAY = Tensor.__cuda_array_interface__.__get__
 
 
-class Exposure(TorchFunctionMode):
+class TransparentMode(TorchFunctionMode):
+    """A torch-function mode of retape's own: no part of what surrounds a call, and so not captured with it."""
+
+
+class Exposure(TransparentMode):
     """Tells of every tensor that such a call is made on."""
 
     def __init__(self, tell: Callable[[Tensor], None]) -> None:

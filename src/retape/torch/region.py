@@ -415,13 +415,17 @@ class Region:
                     before.keep_gradients()
                 if mode is None and self._contexts is None and self._decisions is None:
                     return self._hooked(filler, args, keywords)
-                repeating = nullcontext() if self._decisions is None else Repeating(self._decisions)
+                repeating = nullcontext() if self._decisions is None else self._repeating(self._decisions, mode)
                 with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext(), repeating:
                     return self._hooked(filler, args, keywords)
             finally:
                 before.leave()
         finally:
             around.leave()
+
+    @staticmethod
+    def _repeating(decisions: Decisions, mode: AbstractContextManager[Any] | None) -> Repeating:
+        return Repeating(decisions, mode.ran_last) if isinstance(mode, Replay) else Repeating(decisions)
 
     @property
     def is_selective(self) -> bool:

@@ -44,7 +44,7 @@ class Replay(_compat_compiler.LightMode):
         self._saved = recipe.saved
         self._plan = recipe.plan
         self._count = len(self._plan)
-        self._next = 0
+        self._next, self._ran_last = 0, True
         self._numbers: dict[int, int] = {}  # of storages, by their address
         self._known: set[int] = set()
         # Asking so that no mode of others notices costs more than the rest of it.
@@ -57,7 +57,7 @@ class Replay(_compat_compiler.LightMode):
             if func in _compat.IGNORED_OPS or is_view(func):  # hooks of others (a FLOP counter's) insert views
                 return func(*args, **(kwargs or {}))
             raise Diverged
-        self._next = index + 1
+        self._next, self._ran_last = index + 1, runs
         if kwargs or not self._follows(reads, given, args):
             self._follow(op, args, kwargs)
         if not runs and settings_of(args, kwargs) != op.settings:
@@ -155,6 +155,10 @@ class Replay(_compat_compiler.LightMode):
         for leaf, result in zip((out,) if op.returns_one else _tensors((out,), None), op.results, strict=False):
             self._numbers[self._storage(leaf)._cdata] = result[0]
             self._known.add(result[0])
+
+    def ran_last(self) -> bool:
+        """True if the last op was run, and not answered or skipped."""
+        return self._ran_last
 
     def answers(self) -> list[Tensor]:
         """The held values that may stand for results."""

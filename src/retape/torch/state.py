@@ -20,6 +20,7 @@ import torch
 
 from retape.torch import _compat
 from retape.torch.context import KINDS, Binding, Holder, Kind, bind, bindings, enter_collectors
+from retape.torch.exposure import TransparentMode
 
 Token = Any
 # A name of torch's own is slow to find, and one of another module's slower than one of ours.
@@ -301,7 +302,7 @@ Ambient = tuple[list[Any], tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], i
 
 def capture() -> Ambient:
     """What surrounds the caller now."""
-    modes = _compat.function_modes() if _count_function_modes() else ()
+    modes = _user_modes() if _count_function_modes() else ()
     bound: tuple[Binding, ...] = ()
     collects, context = False, _copy_context()
     for variable in context:  # most often nothing but what numpy and decimal have there
@@ -319,6 +320,10 @@ def capture() -> Ambient:
         bound,
         collects,
     )
+
+
+def _user_modes() -> tuple[Any, ...]:
+    return tuple(mode for mode in _compat.function_modes() if not isinstance(mode, TransparentMode))
 
 
 _DEVICES = ("cpu", "cuda") if _CUDA_BUILT else ("cpu",)
