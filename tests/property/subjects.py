@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from retape.torch import _compat
 from retape.torch.entrance import run_region
 from retape.torch.policy import Check, Policy
 from retape.torch.region import Region
-from retape.torch.runs import THREAD
+from retape.torch.runs import THREAD, plain
 
 from . import ways
 from .function_ops import LYING
@@ -115,7 +115,7 @@ class Subject:
     def step(self, policy: Policy | None = None, check: Check = Check.METADATA) -> dict:
         """One step, plainly or as a region under a policy; returns everything that it leaves behind."""
         self.rewind()
-        with ways.session(Mode.PLAIN if policy is None else Mode.MANAGED):
+        with running(Mode.PLAIN if policy is None else Mode.MANAGED):
             function, arguments, keywords = self.call()
             if policy is None:
                 packed = function(*arguments, **keywords)
@@ -149,6 +149,13 @@ class _Stopwatch:
 
     def seconds(self) -> list[float]:
         return self._taken
+
+
+@contextmanager
+def running(mode: Mode):
+    """A session in which, if it is PLAIN, no call of retape's is a region, `retape.checkpoint` inside a block included."""
+    with ways.session(mode), plain() if mode is Mode.PLAIN else nullcontext():
+        yield
 
 
 def leaf(setting: Setting) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 
 from .models import ModelTally, describe, model_case, run_model_case
 
-FITS, LIVE, CHUNK = 24, 4, 4
+FITS, LIVE, CHUNK = 20, 4, 4
 
 
 @pytest.mark.parametrize("start", range(0, FITS, CHUNK))
