@@ -56,7 +56,7 @@ def case_of(seed: int) -> Case:
     spec = draw(rng)
     backward = rng.choice((Backward.ONCE, Backward.ONCE, Backward.ONCE, *Backward))
     if backward is not Backward.ONCE:
-        spec = _without_selective(spec)  # torch's contexts hold for one backward pass
+        spec = without_selective(spec)  # torch's contexts hold for one backward pass
     return Case(
         seed=seed,
         spec=spec,
@@ -69,11 +69,11 @@ def case_of(seed: int) -> Case:
     )
 
 
-def _without_selective(spec: Spec) -> Spec:
+def without_selective(spec: Spec) -> Spec:
     way = spec.way
     if way is not None and way.kind is Kind.SELECTIVE:
         way = replace(way, kind=Kind.POLICY)
-    return replace(spec, way=way, children=tuple(_without_selective(child) for child in spec.children))
+    return replace(spec, way=way, children=tuple(without_selective(child) for child in spec.children))
 
 
 # --- running one ---------------------------------------------------------------------------------------------------

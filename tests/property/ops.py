@@ -22,9 +22,25 @@ OPS = {}
 ALIASING = {"same", "reshape", "dropout", "inplace_operand"}
 
 
+# Further ops, for the fuzzer over selections and fits; of some of them retape may refuse a region with a clear error.
+WIDE = {}
+PARTS = {}  # by op of WIDE: what makes each module, parameter or buffer that it needs
+
+
 def op(function):
     OPS[function.__name__] = function
     return function
+
+
+def wide(**parts):
+    """Register an op of WIDE, with what makes the parts of the block that it uses."""
+
+    def register(function):
+        WIDE[function.__name__] = function
+        PARTS[function.__name__] = parts
+        return function
+
+    return register
 
 
 @op
@@ -99,11 +115,11 @@ def dropout(block, number, a):
 @op
 def noise(block, number, a):
     kinds = (
-        lambda: torch.rand(SHAPE),
+        lambda: torch.rand(a.shape),
         lambda: torch.randn_like(a),
-        lambda: torch.bernoulli(torch.full(SHAPE, 0.5)),
-        lambda: torch.empty(SHAPE).uniform_(0.5, 1.5),
-        lambda: torch.randperm(WIDTH).float().expand(SHAPE),
+        lambda: torch.bernoulli(torch.full(a.shape, 0.5)),
+        lambda: torch.empty(a.shape).uniform_(0.5, 1.5),
+        lambda: torch.randperm(WIDTH).float().expand(a.shape),
         lambda: torch.normal(a.detach(), 0.1),
     )
     return a * kinds[number % len(kinds)]()
@@ -111,7 +127,7 @@ def noise(block, number, a):
 
 @op
 def generator_noise(block, number, a):
-    return a * torch.rand(SHAPE, generator=block.generator) + torch.randint(0, 3, SHAPE, generator=block.generator)
+    return a * torch.rand(a.shape, generator=block.generator) + torch.randint(0, 3, a.shape, generator=block.generator)
 
 
 @op
@@ -155,13 +171,13 @@ def swiglu(block, number, a):
 
 @op
 def reshape(block, number, a):
-    kinds = (lambda t: t.view(-1).view(SHAPE), lambda t: t.transpose(0, 1).transpose(0, 1), lambda t: t[:])
+    kinds = (lambda t: t.view(-1).view(a.shape), lambda t: t.transpose(0, 1).transpose(0, 1), lambda t: t[:])
     return kinds[number % len(kinds)](a)
 
 
 @op
 def moved(block, number, a):
-    return a.mT.contiguous().view(2, ROWS, WIDTH) if number % 2 else a.flip(1).permute(0, 2, 1).reshape(SHAPE).cos()
+    return a.mT.contiguous().view(a.shape) if number % 2 else a.flip(1).permute(0, 2, 1).reshape(a.shape).cos()
 
 
 @op
@@ -171,7 +187,7 @@ def stacked(block, number, a, b):
 
 @op
 def expanded(block, number, a):
-    return a.mean(1, keepdim=True).expand(SHAPE) * a
+    return a.mean(1, keepdim=True).expand(a.shape) * a
 
 
 @op
@@ -196,7 +212,7 @@ def cast(block, number, a):
 
 @op
 def complex_view(block, number, a):
-    z = torch.view_as_complex(a.reshape(2, ROWS, WIDTH // 2, 2))
+    z = torch.view_as_complex(a.reshape(*a.shape[:2], WIDTH // 2, 2))
     return torch.view_as_real(z * z.exp()).flatten(2)
 
 
@@ -218,7 +234,7 @@ def selected(block, number, a):
     chosen = rows.detach().sum(-1) > 0
     out = torch.zeros_like(rows)
     out[chosen] = rows[chosen].sin()
-    return out.view(SHAPE)
+    return out.view(a.shape)
 
 
 @op

@@ -7,7 +7,7 @@ it plainly or as a region, as the session says. Nothing here compares; that is i
 from __future__ import annotations
 
 import random
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from . import ways
-from .ops import ALIASING, OPS, ROWS, WIDTH
+from . import function_ops, layout_ops, module_ops, number_ops, ways  # noqa: F401 - the first four fill WIDE
+from .ops import ALIASING, OPS, PARTS, ROWS, WIDE, WIDTH
 
 Pair = namedtuple("Pair", "first rest")
 
@@ -37,8 +37,10 @@ class Style(Enum):
     BUNDLE = "dataclass"
     PAIR = "namedtuple"
     CLOSURE = "closure"
+    USER_DICT = "UserDict"
 
 
+STYLES = tuple(style for style in Style if style is not Style.USER_DICT)
 GIVES = (Style.POSITIONAL, Style.LIST, Style.DICT, Style.BUNDLE, Style.PAIR)
 
 
@@ -72,18 +74,20 @@ class Spec:
 
 # --- drawing one -----------------------------------------------------------------------------------------------
 
-_LEAF_OPS = sorted(set(OPS) - {"same", "copy", "inplace_operand"})
+LEAF_OPS = tuple(sorted(set(OPS) - {"same", "copy", "inplace_operand"}))
+WIDE_OPS = tuple(sorted(WIDE))
+_EVERY_OP = {**OPS, **WIDE}
 
 
-def draw(rng: random.Random, depth: int = 0) -> Spec:
-    """A random block; the outermost one (depth 0) is no region itself."""
+def draw(rng: random.Random, depth: int = 0, pool: tuple[str, ...] = LEAF_OPS) -> Spec:
+    """A random block of the ops in `pool`; the outermost one (depth 0) is no region itself."""
     inputs = rng.randint(1, 3)
     copies = depth > 0 and rng.random() < 0.15
     ops, children, fresh = [], [], set(range(inputs)) if copies else set()
     count = inputs
     for _ in range(rng.randint(2, 5) if depth == 0 else rng.randint(1, 7)):
         if depth < 3 and rng.random() < (0.75 if depth == 0 else 0.18):
-            child = _draw_child(rng, depth)
+            child = draw_child(rng, depth, pool)
             operands = tuple(rng.randrange(count) for _ in range(child.inputs))
             if rng.random() < 0.6:  # a chain, which links can follow
                 operands = (count - 1, *operands[1:])
@@ -93,7 +97,7 @@ def draw(rng: random.Random, depth: int = 0) -> Spec:
             children.append(child)
             count += len(child.outputs)
             continue
-        ops.append(_draw_op(rng, count, fresh))
+        ops.append(_draw_op(rng, count, fresh, pool))
         if ops[-1].name in ALIASING:
             fresh.discard(ops[-1].operands[0])
         else:
@@ -103,21 +107,23 @@ def draw(rng: random.Random, depth: int = 0) -> Spec:
     return Spec(inputs, tuple(ops), tuple(dict.fromkeys(picks)), tuple(children), copies=copies)
 
 
-def _draw_op(rng, count, fresh):
+def _draw_op(rng, count, fresh, pool):
     last = count - 1
     if fresh and rng.random() < 0.08:
         return Op("inplace_operand", (rng.choice(sorted(fresh)),), rng.randrange(12))
-    name = rng.choice(_LEAF_OPS) if rng.random() < 0.95 else "same"
-    arity = OPS[name].__code__.co_argcount - 2
+    name = rng.choice(pool) if rng.random() < 0.95 else "same"
+    arity = _EVERY_OP[name].__code__.co_argcount - 2
     first = last if rng.random() < 0.6 else rng.randrange(count)
-    return Op(name, (first, *[rng.randrange(count) for _ in range(arity - 1)]), rng.randrange(12))
+    variants = 12 if name in OPS else 60
+    return Op(name, (first, *[rng.randrange(count) for _ in range(arity - 1)]), rng.randrange(variants))
 
 
-def _draw_child(rng, depth):
-    child = draw(rng, depth + 1)
+def draw_child(rng: random.Random, depth: int, pool: tuple[str, ...] = LEAF_OPS) -> Spec:
+    """A random block that is a region inside one of `depth`."""
+    child = draw(rng, depth + 1, pool)
     return replace(
         child,
-        takes=rng.choice(list(Style)) if rng.random() < 0.5 else Style.POSITIONAL,
+        takes=rng.choice(STYLES) if rng.random() < 0.5 else Style.POSITIONAL,
         gives=rng.choice(GIVES) if rng.random() < 0.4 else Style.POSITIONAL,
         way=ways.draw(rng) if rng.random() < 0.92 else None,
         autocast=rng.random() < 0.12,
@@ -146,10 +152,19 @@ class Block(nn.Module):
         self.register_buffer("mean", torch.zeros(ROWS))
         self.register_buffer("var", torch.ones(ROWS))
         self.last = torch.zeros(())
+        self.past, self.notes, self.calls, self.side = [], {}, 0, None
         self.generator = torch.Generator()
+        for op in spec.ops:
+            self._add_parts(PARTS.get(op.name, {}))
         for module in (self.linear, self.wide, self.conv):
             if rng.random() < 0.25:
                 module.requires_grad_(False)  # frozen, as under LoRA
+
+    def _add_parts(self, parts):
+        for name, make in parts.items():
+            if not hasattr(self, name):
+                part = make()
+                setattr(self, name, part) if isinstance(part, nn.Module) else self.register_buffer(name, part)
 
     def forward(self, values):
         values = list(values)
@@ -157,7 +172,7 @@ class Block(nn.Module):
             if op.name == "child":
                 values += self._child(op, values)
             else:
-                out = OPS[op.name](self, op.number, *[values[i] for i in op.operands])
+                out = _EVERY_OP[op.name](self, op.number, *[values[i] for i in op.operands])
                 values.append(out.float() if out.dtype != torch.float32 else out)
         return [values[i] for i in self.spec.outputs]
 
@@ -167,10 +182,10 @@ class Block(nn.Module):
         if block.spec.copies:
             taken = [value * 1 for value in taken]
         with torch.autocast("cpu", torch.bfloat16, enabled=block.spec.autocast):
-            return _tensors(block.spec.gives, ways.call(block.spec.way, block, *_call_of(block, taken)))
+            return tensors_in(block.spec.gives, ways.call(block.spec.way, block, *call_of(block, taken)))
 
 
-def _call_of(block, taken):
+def call_of(block, taken):
     """The function to call, its arguments and its keywords, in the style that the child takes them."""
     gives = block.spec.gives
     takes = block.spec.takes
@@ -178,24 +193,25 @@ def _call_of(block, taken):
         return partial(_from_positional, block, gives), tuple(taken), {}
     if takes is Style.KEYWORD:
         names = {f"t{i}": value for i, value in enumerate(taken[1:])}
-        return lambda first, **rest: _give(gives, block([first, *rest.values()])), (taken[0],), names
+        return lambda first, **rest: give(gives, block([first, *rest.values()])), (taken[0],), names
     if takes is Style.CLOSURE:
         rest = taken[1:]
-        return lambda first: _give(gives, block([first, *rest])), (taken[0],), {}
+        return lambda first: give(gives, block([first, *rest])), (taken[0],), {}
     kinds = {
         Style.LIST: lambda: [taken[0], [taken[1:]]],
         Style.DICT: lambda: {"a": taken[0], "rest": tuple(taken[1:])},
         Style.BUNDLE: lambda: Bundle(taken),
         Style.PAIR: lambda: Pair(taken[0], taken[1:]),
+        Style.USER_DICT: lambda: UserDict(a=taken[0], rest=taken[1:]),
     }
-    return lambda packed, flag=True: _give(gives, block(_tensors(takes, packed))), (kinds[takes](),), {"flag": False}
+    return lambda packed, flag=True: give(gives, block(tensors_in(takes, packed))), (kinds[takes](),), {"flag": False}
 
 
 def _from_positional(block, gives, *taken):
-    return _give(gives, block(taken))
+    return give(gives, block(taken))
 
 
-def _give(style, values):
+def give(style, values):
     if style is Style.POSITIONAL:
         return values[0] if len(values) == 1 else tuple(values)
     kinds = {
@@ -203,16 +219,17 @@ def _give(style, values):
         Style.DICT: lambda: {"a": values[0], "rest": tuple(values[1:]), "flag": None},
         Style.BUNDLE: lambda: Bundle(values),
         Style.PAIR: lambda: Pair(values[0], values[1:]),
+        Style.USER_DICT: lambda: UserDict(a=values[0], rest=values[1:]),
     }
     return kinds[style]()
 
 
-def _tensors(style, packed):
+def tensors_in(style, packed):
     if isinstance(packed, torch.Tensor):
         return [packed]
     if style is Style.LIST:
         return [packed[0], *packed[1][0]]
-    if style is Style.DICT:
+    if style in (Style.DICT, Style.USER_DICT):
         return [packed["a"], *packed["rest"]]
     if style is Style.BUNDLE:
         return packed.values
