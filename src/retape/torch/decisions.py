@@ -10,9 +10,7 @@ function run under a torch-function mode for it. A dispatch mode around a forwar
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -51,63 +49,9 @@ _SHARE = 8  # a result larger than one in so many parts of the region's inputs i
 _ALWAYS_BYTES = 64 * 1024  # a result up to this size always is
 
 
-# --- which code may decide ------------------------------------------------------------------------------------------
-
-
-@cache
-def class_decides(kind: type) -> bool:
-    """True if the methods of a module's class, or functions that they call, name an op that decides."""
-    bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
-    return any(map(function_decides, methods))
-
-
-_KNOWN: dict[int, tuple[types.CodeType, bool]] = {}  # by the id of the code, which is kept so that the id stays its own
-
-
-def function_decides(function: types.FunctionType) -> bool:
-    """True if a function, or one that it calls through its module or closure, names an op that decides."""
-    code = function.__code__
-    known = _KNOWN.get(id(code))
-    if known is None:
-        known = _KNOWN[id(code)] = (code, _names_a_decision(function))
-    return known[1]
-
-
-def _names_a_decision(function: types.FunctionType) -> bool:
-    seen: set[int] = set()
-    pending = [function]
-    while pending:
-        each = pending.pop()
-        if id(each.__code__) in seen or _is_library(each):
-            continue
-        seen.add(id(each.__code__))
-        if code_decides(each.__code__):
-            return True
-        pending += _called(each)
-    return False
-
-
-def code_decides(code: types.CodeType) -> bool:
-    """True if code, or code inside it, names an op that decides."""
-    if not _NAMES.isdisjoint(code.co_names):
-        return True
-    return any(code_decides(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
-
-
-def _is_library(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").startswith(("torch.", "retape."))
-
-
-def _called(function: types.FunctionType) -> list[types.FunctionType]:
-    names = function.__globals__
-    found = [names[name] for name in function.__code__.co_names if name in names]
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a variable that has no value yet
-            continue
-    return [value for value in found if isinstance(value, types.FunctionType)]
+def may_decide(names: frozenset[str]) -> bool:
+    """True if code that mentions these names may decide something."""
+    return not _NAMES.isdisjoint(names)
 
 
 # --- recording and repeating ----------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from retape.torch import _compat
-from retape.torch.decisions import class_decides
+from retape.torch.code_names import RRELU, names_of_class
+from retape.torch.decisions import may_decide
 from retape.torch.holders import ATOMS, OWN_FIELDS, ModuleHolder, tracked
 
 _PARAMETER = frozenset({nn.Parameter})
@@ -87,8 +88,9 @@ class Layout:
         self.kinds: dict[Any, frozenset[int]] | None = None
         self._root_type = type(modules[0])
         self._weak = [weakref.ref(module) for module in modules[1:]]
-        self.fills_what_it_saved = nn.RReLU in map(type, modules)
-        self.decides = any(map(class_decides, dict.fromkeys(map(type, modules))))
+        names = frozenset[str]().union(*map(names_of_class, dict.fromkeys(map(type, modules))))
+        self.fills_what_it_saved = nn.RReLU in map(type, modules) or not RRELU.isdisjoint(names)
+        self.decides = may_decide(names)
         fields = list(map(_vars, modules))
         self.field_keys: list[str] = list(_flat(fields))
         self._count = len(fields[0]) if len(fields) == 1 else 0  # of the fields of a module without children

@@ -27,7 +27,8 @@ from torch.nn.parameter import is_lazy
 from retape.torch import _compat
 from retape.torch.caches import as_cache, is_cache
 from retape.torch.closures import NEVER_READ, as_of_now
-from retape.torch.decisions import function_decides
+from retape.torch.code_names import RRELU, names_of_function
+from retape.torch.decisions import may_decide
 from retape.torch.holders import (
     ATOMS,
     BLANKS,
@@ -187,9 +188,9 @@ class Call:
     def _meet_other(self, value: Any) -> None:
         if isinstance(value, types.FunctionType):
             self.codes += (value.__code__,)
-            if "rrelu" in value.__code__.co_names:
-                self.fills_what_it_saved = True
-            self.decides = self.decides or function_decides(value)
+            names = names_of_function(value)
+            self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
+            self.decides = self.decides or may_decide(names)
         for inner in _reachable(value):
             self.meet(inner)
         if isinstance(value, _NOT_FOLLOWED) or type(value).__module__.startswith("torch."):

@@ -349,13 +349,12 @@ class Region:
         except Diverged:
             self._diverged = True
             proof.diverged()
-            return False
-        if not proving:
-            return True
         if before and not all(map(same_digests, before, map(digest, replay.answers()))):
             proof.diverged()
             raise wrote_to_held(self.name)
-        return self._proved(proof, filler, targets, held)
+        if self._diverged:
+            return False
+        return not proving or self._proved(proof, filler, targets, held)
 
     def _proved(self, proof: Proof, filler: Filler, targets: dict[int, Slot], held: list[Tensor]) -> bool:
         """Compare what a recipe refilled with the digests of the forward; where bits differ, run whole and compare that."""

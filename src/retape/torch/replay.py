@@ -181,7 +181,11 @@ class Replay(_compat_compiler.LightMode):
             and alias.storage_offset() == offset
         ):
             return alias
-        return torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), offset, shape, stride)
+        storage = alias.untyped_storage()
+        extent = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if (offset + extent) * dtype.itemsize > storage.nbytes() or alias.device != device:
+            raise Diverged  # the slot holds another tensor than in the trace
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

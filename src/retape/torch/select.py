@@ -91,7 +91,7 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
     Walks backwards from the slots that must be refilled. An op whose results are all held is answered, if nothing writes to
     them later; an op that makes nothing anybody needs is skipped, if everything it makes was seen to be used.
     """
-    if trace.opaque or not held:
+    if trace.opaque or not held or any(torch.Tag.dynamic_output_shape in op.op.tags for op in trace.ops):
         return None
     holder = {trace.slots[slot]: slot for slot in sorted(held, reverse=True) if slot < len(trace.slots)}
     rewritten = {storage for op in trace.ops for storage in op.writes}
