@@ -9,6 +9,7 @@ are made of is gone afterwards.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -87,14 +88,41 @@ class Held:
 
 def bindings(context: Context) -> tuple[Binding, ...]:
     """What variables are bound to: plain values, tensors without their history, and other objects as long as they live."""
-    found: tuple[Binding, ...] = ()
-    for variable, value in context.items():
-        if KINDS[type(value)] not in _UNBOUND or (type(value) is tuple and ATOMS.issuperset(map(type, value))):
-            found += ((variable, _held(value)),)
-    return found
+    return tuple(
+        (variable, _held(value))
+        for variable, value in context.items()
+        if KINDS[type(value)] not in _UNBOUND or (type(value) is tuple and ATOMS.issuperset(map(type, value)))
+    )
 
 
 _UNBOUND = (Kind.NOTHING, Kind.CONTAINER)
+
+
+class LastBindings(threading.local):
+    """What the last look at the context of a thread found, while nothing but plain values is bound there.
+
+    PyTorch's compiler binds hundreds of settings, and each region looks. Two copies of a context that nobody changed in between
+    compare equal at once. Nothing else is remembered: a context keeps alive what it holds.
+    """
+
+    context: Context | None = None
+    found: tuple[tuple[Binding, ...], bool] = ((), False)
+
+    def look(self, context: Context) -> tuple[tuple[Binding, ...], bool]:
+        """What the variables are bound to, and whether something may be collected in them."""
+        if self.context is not None and _is_same(context, self.context):
+            return self.found
+        kinds = {KINDS[type(value)] for value in context.values()}
+        found = (bindings(context), True) if kinds - {Kind.NOTHING} else ((), False)
+        self.context, self.found = (context, found) if kinds <= {Kind.NOTHING, Kind.PLAIN} else (None, ((), False))
+        return found
+
+
+def _is_same(one: Context, other: Context) -> bool:
+    try:
+        return one == other
+    except Exception:  # values whose comparison is no truth value: another context
+        return False
 
 
 def _held(value: Any) -> Held:

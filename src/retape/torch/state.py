@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from retape.torch import _compat
-from retape.torch.context import KINDS, Binding, Holder, Kind, bind, bindings, enter_collectors
+from retape.torch.context import Binding, Holder, LastBindings, bind, enter_collectors
 from retape.torch.exposure import TransparentMode
 
 Token = Any
@@ -27,7 +27,7 @@ Token = Any
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _compat.set_grad_enabled
 _count_function_modes = _compat.count_function_modes
 _CUDA_BUILT = _compat.CUDA_BUILT
-_KINDS, _NOTHING = KINDS, Kind.NOTHING
+_LAST = LastBindings()
 
 
 class Stream(Protocol):
@@ -303,12 +303,8 @@ Ambient = tuple[list[Any], tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], i
 def capture() -> Ambient:
     """What surrounds the caller now."""
     modes = _user_modes() if _count_function_modes() else ()
-    bound: tuple[Binding, ...] = ()
-    collects, context = False, _copy_context()
-    for variable in context:  # most often nothing but what numpy and decimal have there
-        if _KINDS[type(context[variable])] is not _NOTHING:
-            bound, collects = bindings(context), True
-            break
+    context = _copy_context()
+    bound, collects = _LAST.look(context) if context else ((), False)
     if not _CUDA_BUILT:
         return _read_settings(), (_autocast("cpu"),), (_autocast_dtype("cpu"),), modes, None, bound, collects
     return (
