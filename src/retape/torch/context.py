@@ -113,7 +113,7 @@ class LastBindings(threading.local):
         if self.context is not None and _is_same(context, self.context):
             return self.found
         kinds = {KINDS[type(value)] for value in context.values()}
-        found = (bindings(context), True) if kinds - {Kind.NOTHING} else ((), False)
+        found = (bindings(context), not kinds.isdisjoint(_LOOKED_INTO))
         self.context, self.found = (context, found) if kinds <= {Kind.NOTHING, Kind.PLAIN} else (None, ((), False))
         return found
 
