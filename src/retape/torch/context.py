@@ -112,10 +112,18 @@ class LastBindings(threading.local):
         """What the variables are bound to, and whether something may be collected in them."""
         if self.context is not None and _is_same(context, self.context):
             return self.found
-        kinds = {KINDS[type(value)] for value in context.values()}
-        found = (bindings(context), not kinds.isdisjoint(_LOOKED_INTO))
-        self.context, self.found = (context, found) if kinds <= {Kind.NOTHING, Kind.PLAIN} else (None, ((), False))
+        others = [value for value in context.values() if KINDS[type(value)] not in _HARMLESS and not _is_frozen(value)]
+        found = (bindings(context), any(KINDS[type(value)] in _LOOKED_INTO for value in others))
+        self.context, self.found = (None, ((), False)) if others else (context, found)
         return found
+
+
+_HARMLESS = (Kind.NOTHING, Kind.PLAIN)
+
+
+def _is_frozen(value: Any) -> bool:
+    """True for a tuple or a set of plain values: PyTorch's compiler leaves such a variable behind for each of its settings."""
+    return isinstance(value, (tuple, set, frozenset)) and ATOMS.issuperset(map(type, value))
 
 
 def _is_same(one: Context, other: Context) -> bool:
