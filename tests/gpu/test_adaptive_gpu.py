@@ -239,35 +239,3 @@ def test_elsewhere_it_is_a_clear_error_and_the_limit_is_gone(adaptive):
     assert all(parameter.grad is None for parameter in model.parameters())
     assert _compat.memory_fraction(CUDA) == before
     assert torch.empty(2 << 30, dtype=torch.uint8, device=CUDA).numel() == 2 << 30
-
-
-def fill_and_fail(model, x):
-    torch.cuda.manual_seed(1)
-    model(x).square().mean().backward()
-    torch.empty(200 << 30, dtype=torch.uint8, device=CUDA)
-
-
-@pytest.mark.parametrize("share", [3.0, 0.5])
-def test_gradients_that_stood_come_back(share, adaptive):
-    """They are copied beside the forward, and what adds to them waits: every bit is there, step after step."""
-    model, x = build(width=2048, wider=1), rows(2048, 2048)
-    step(model, x)
-    base = torch.cuda.memory_allocated()
-    above = peak_bytes(model, x) - base
-    live = adaptive(model, budget=retape.Budget.activations(int(share * above)))
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    wanted = gradients(model)
-    for _ in range(5):
-        with pytest.raises(BudgetTooSmall, match="as they were before this step"), live:
-            fill_and_fail(model, x)
-        assert_same(gradients(model), wanted)
-    pool = lanes_of(CUDA).pool
-    allocations = pool.allocations
-    with live:
-        model(x).square().mean().backward()
-    gc.collect()
-    assert not all(map(torch.equal, gradients(model), wanted))
-    assert pool.allocations == allocations
-    assert pool.free_bytes == pool.allocated_bytes
-    assert live.stats().copied_gradient_bytes == 6 * sum(gradient.nbytes for gradient in wanted)

@@ -20,7 +20,7 @@ from retape.torch import _compat, _compat_process, attach
 from retape.torch.adaptive_attach import Attachment, device_under
 from retape.torch.adaptive_backward import Reversal
 from retape.torch.adaptive_menu import Menus
-from retape.torch.adaptive_oom import elsewhere, rewind, with_gradients_left
+from retape.torch.adaptive_oom import elsewhere, rewind
 from retape.torch.adaptive_region import AdaptiveRegion
 from retape.torch.adaptive_room import Room
 from retape.torch.adaptive_roots import Attempt, Footprints, PlainSteps, Visit
@@ -49,9 +49,9 @@ class Adaptive:
     """
 
     def __init__(
-        self, model: nn.Module | None, budget: Budget, *, progress: bool, host: bool | None, fuse: bool, restore: bool
+        self, model: nn.Module | None, budget: Budget, *, progress: bool, host: bool | None, fuse: bool
     ) -> None:
-        self._budget, self._uses_host, self._restores = budget, host, restore
+        self._budget, self._uses_host = budget, host
         self._counts = Counts()
         self._stand_on(device_under(model))
         self._kinds, self._gradients = Kinds(), Gradients()
@@ -69,7 +69,7 @@ class Adaptive:
             self._attachment.put_on()
 
     def _stand_on(self, device: torch.device) -> None:
-        self._room = Room(self._budget, device, self._counts, host=self._uses_host, restore=self._restores)
+        self._room = Room(self._budget, device, self._counts, host=self._uses_host)
         self._reversal = Reversal(self._room, self._counts)
         self._menus, self.account = Menus(device, self._room.host), self._room.account
         self._plainly = PlainSteps(device)
@@ -100,7 +100,6 @@ class Adaptive:
         if torch.is_grad_enabled() and not THREAD.runs:
             parameters: list[Tensor] = list(module.parameters())
             self._look_at_weights(parameters)
-            self._room.before.know(parameters)
             self._begin_step(self._kinds.of(module, args, keywords), (args, keywords))
         note_given(args, keywords)
         outer, THREAD.manager = THREAD.manager, self
@@ -173,7 +172,6 @@ class Adaptive:
             if not self._counts.steps:  # by now it is clear where the work is done
                 self._stand_on(device_under(None))
             THREAD.manager = self
-        self._room.before.look_around()
         if self._attachment is None:
             self._begin_step(None, None)
         return self
@@ -188,25 +186,14 @@ class Adaptive:
             self.remove()
         if isinstance(error, (torch.OutOfMemoryError, BudgetTooSmall)):
             self._room.live.clear()  # nobody is going to come back for them, though the error's frames hold them
-            added_to = self._named(self._room.before.put_back())
             if not isinstance(error, BudgetTooSmall):
-                limit, known = self._room.limit.bytes, self._room.before.knows_all
-                raise elsewhere(error, limit_bytes=limit, now_bytes=now, added_to=added_to, all_known=known) from error
-            if added_to:
-                raise with_gradients_left(error, added_to) from error
-        if not self._outer:
-            self._room.before.end()
-
-    def _named(self, parameters: list[Tensor]) -> list[str]:
-        names = {} if self._attachment is None else self._attachment.names()
-        return [names.get(id(parameter), f"one of {tuple(parameter.shape)}") for parameter in parameters]
+                raise elsewhere(error, limit_bytes=self._room.limit.bytes, now_bytes=now) from error
 
     def _begin_step(self, root: Kind | None, batch: Any) -> None:
         if self._room.live:
             self._room.limit.open()  # the forward before may have been in a block that is over
             return
         self._end_step()
-        self._room.before.end()
         self._room.begin_step()
         self._reversal.begin_step()
         self._gradients.begin()
@@ -221,8 +208,6 @@ class Adaptive:
             if self._room.scale is not None:
                 self._counts.weighed += 1
                 GIVE_WAY.append(self._end_weighing)
-        if self._outer:  # outside a block nobody catches what the step may end in
-            self._room.keep_gradients()
         self._room.limit.unknown = self._room.scale is not None
         self._room.limit.enforce(undoable=False)
         self._room.limit.give_back_cached()
@@ -283,8 +268,8 @@ class Adaptive:
         evictions, events = self._begun_with
         if self._root is None or self._under or self._plainly or self._counts.out_of_memory > events:
             return
-        dropped = self._room.live.evictions > evictions or self._room.before.dropped
-        whole = None if dropped or above_bytes is None else above_bytes - self._room.before.bytes
+        dropped = self._room.live.evictions > evictions
+        whole = None if dropped else above_bytes
         self._plainly.roots.learn(self._root, tuple(self._met), whole, dropped=dropped)
 
     def stats(self) -> AdaptiveStats:
@@ -302,7 +287,6 @@ class Adaptive:
             evictions=live.evictions,
             evicted_bytes=live.evicted_bytes,
             moved_bytes=self._room.host.moved_bytes,
-            copied_gradient_bytes=self._room.before.copied_bytes,
         )
 
     # --- the first run of a region ---------------------------------------------------------------------------------
@@ -328,8 +312,6 @@ class Adaptive:
         self._room.position = number
         base = policy if policy.stage >= 0 else HOLD
         how = {"policy": base, "check": check, "early_stop": early_stop, "kind": kind, "number": number}
-        if self._outer and self._attachment is None:
-            self._room.before.know([*call.tensors, *call.state])
         region, outputs = self._first_run(call, function, arguments, keywords, how)
         self._counts.regions += 1
         region.drop_planned_inputs()

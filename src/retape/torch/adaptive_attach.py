@@ -83,10 +83,6 @@ class Attachment:
             unfuse_loss(self._model)
             self._fused = False
 
-    def names(self) -> dict[int, str]:
-        """The model's parameters by identity."""
-        return {id(parameter): name for name, parameter in self._model.named_parameters()}
-
 
 def device_under(model: nn.Module | None) -> torch.device:
     """Where a live budget counts: the model's device; without one the GPU in use, if any is."""

@@ -17,7 +17,6 @@ def adaptive(
     options: OptionSet | str = EXACT,
     progress: bool = False,
     host: bool | None = None,
-    restore_gradients: bool = True,
 ) -> Adaptive:
     """A live budget: regions start held, and are dropped and run again only as far as the bytes demand.
 
@@ -25,9 +24,7 @@ def adaptive(
     regions are found as `retape.fit` finds them and it stays attached until `.remove()`, or the end of a `with` block;
     entered again, it is attached again. With options=ALL the loss of a Hugging Face causal language model is computed in
     slices, without whole logits. With `progress` a line on the terminal follows the steps. With `host` what is dear to make
-    again is copied to the host while the lane is free; None means where the device has a memory of its own. A step that ends out of
-    memory outside regions, inside a `with` block, leaves every .grad as it was before: those that are not None are copied when
-    the step begins, unless `restore_gradients` is False.
+    again is copied to the host while the lane is free; None means where the device has a memory of its own.
     """
     fuse = OptionSet.of(options) is OptionSet.ALL
     if model is not None and not isinstance(model, nn.Module):
@@ -40,4 +37,4 @@ def adaptive(
             f"budget={asked.share} is a fraction of what a step takes that stores everything, and adaptive measures no such step. "
             "Give bytes ('20GiB'), Budget.activations or 'auto'."
         )
-    return Adaptive(model, asked, progress=progress, host=host, fuse=fuse, restore=restore_gradients)
+    return Adaptive(model, asked, progress=progress, host=host, fuse=fuse)

@@ -1,7 +1,7 @@
 """What happens when the allocator has nothing left: a region's first run is undone, so that it can be run again.
 
 A re-run undoes itself (`region.py`). Elsewhere, in a backward kernel or an optimizer, there is nothing to run again: the
-error says so, and gradients are put back (`adaptive_gradients.py`).
+error says what to do.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from retape.core.errors import BudgetTooSmall, StateChanged
 from retape.core.units import format_bytes
 from retape.torch import _compat, state
 from retape.torch.adaptive_region import AdaptiveInputs, AdaptiveRegion
-
-MOST_NAMED = 3  # parameters in a message
 
 
 def rewind(region: AdaptiveRegion) -> None:
@@ -93,46 +91,14 @@ def after_collective(name: str, *, limit_bytes: int, now_bytes: int, error: Base
     )
 
 
-def elsewhere(
-    error: BaseException, *, limit_bytes: int, now_bytes: int, added_to: list[str], all_known: bool = True
-) -> BudgetTooSmall:
-    """Out of memory where no region runs; `added_to` are parameters whose gradients hold a part of the step that ended.
-
-    Unless `all_known`, there may be leaves of which nobody noted what they were.
-    """
+def elsewhere(error: BaseException, *, limit_bytes: int, now_bytes: int) -> BudgetTooSmall:
+    """Out of memory where no region runs: nothing can be run again, and gradients may hold a part of the step."""
     return BudgetTooSmall(
         f"Out of memory outside any region's forward or re-run (a backward kernel, the loss or the optimizer), with "
         f"{format_bytes(now_bytes)} counted of a budget of {format_bytes(limit_bytes)}: {str(error).splitlines()[0]} "
-        f"{_gradients_left(added_to, all_known=all_known)} "
+        "Some .grad may hold a part of this step: call zero_grad() and repeat every step that was accumulated since the last one. "
         "Lower the budget, so that more room is left beside the regions, or use a smaller batch.",
         budget_bytes=limit_bytes,
         floor_bytes=now_bytes,
         binding="outside regions",
-    )
-
-
-def with_gradients_left(error: BudgetTooSmall, added_to: list[str]) -> BudgetTooSmall:
-    """The same error, with the gradients that could not be put back."""
-    return BudgetTooSmall(
-        f"{error} {_gradients_left(added_to)}",
-        budget_bytes=error.budget_bytes,
-        floor_bytes=error.floor_bytes,
-        binding=error.binding,
-    )
-
-
-def _gradients_left(added_to: list[str], *, all_known: bool = True) -> str:
-    """What .grad holds now, and what to do about it."""
-    if not added_to and not all_known:
-        return (
-            "Gradients of the model, of regions, and of what was watched beside them are as they were before this step. Those of other "
-            "tensors may hold a part of it."
-        )
-    if not added_to:
-        return "Gradients are as they were before this step."
-    more = f" and {len(added_to) - MOST_NAMED} more" if len(added_to) > MOST_NAMED else ""
-    return (
-        "Of the gradients that it had added to, some could not be put back, because there was no copy of them: .grad holds a part "
-        f"of this step in {len(added_to)} parameters ({', '.join(added_to[:MOST_NAMED])}{more}). Call zero_grad() and repeat every step "
-        "that was accumulated since the last one."
     )

@@ -10,7 +10,6 @@ import logging
 import torch
 
 from retape.core.problem import Budget
-from retape.torch.adaptive_gradients import GradientsBefore
 from retape.torch.adaptive_host import HostTier
 from retape.torch.adaptive_limit import Limit
 from retape.torch.adaptive_oom import after_collective, nothing_left, took_more
@@ -29,13 +28,10 @@ class Room:
     the backward pass numbered `task` has come to.
     """
 
-    def __init__(
-        self, budget: Budget, device: torch.device, counts: Counts, *, host: bool | None, restore: bool
-    ) -> None:
+    def __init__(self, budget: Budget, device: torch.device, counts: Counts, *, host: bool | None) -> None:
         self.account, self.limit, self.counts = Account(device), Limit(budget, device), counts
         self.host = HostTier(device, on=host)
         self.live, self.needs = LiveRegions(self.account, self.host), Needs()
-        self.before = GradientsBefore(on=restore)
         self.scale: StepScale | None = None
         self.pinned: set[int] = set()
         self.position, self.turn, self.task, self.peak = 0, -1, -1, 0
@@ -109,22 +105,7 @@ class Room:
 
     def evict(self, wanted_bytes: int) -> int:
         """Drop what is cheapest to miss; returns the bytes that went."""
-        copies = self.before.drop()  # of gradients, on the CPU: what is only there for an error goes before all else
-        self.limit.base_bytes -= copies
-        if copies >= wanted_bytes:
-            return copies
-        pinned = self.pinned | {self.turn}
-        return copies + self.live.evict(wanted_bytes - copies, self.position, pinned, backward=self.turn >= 0)
-
-    def keep_gradients(self) -> None:
-        """A step begins that may end in an error: copy the gradients that stand, as far as there is room.
-
-        On the scale, which does not see memory going that was there before it.
-        """
-        copied = self.before.copied_bytes
-        self.before.begin(self.left_bytes)
-        self.limit.base_bytes += self.before.bytes
-        self.host.occupy(self.before.copied_bytes - copied)
+        return self.live.evict(wanted_bytes, self.position, self.pinned | {self.turn}, backward=self.turn >= 0)
 
     def _cannot_fit(self, phase: Phase, kind: Kind, need: Need, now: int) -> None:
         self.counts.over += 1

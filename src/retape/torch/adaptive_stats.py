@@ -17,9 +17,8 @@ class AdaptiveStats:
 
     `peak_bytes` has one number a step, everything counted: measured where the step stood on the scale, else what was predicted.
     `over_budget` counts moments at which something not seen before, or nothing left to drop, passed the budget. `plain_steps` ran
-    without regions, because a step like them was known to fit. `moved_bytes` were copied to the host; `copied_gradient_bytes` of
-    gradients that stood were copied, to be put back after an error. `fragment_bytes` is the most that the allocator had free inside its
-    own blocks and could not give back, at the end of a step or when it ran out (0 on the CPU).
+    without regions, because a step like them was known to fit. `moved_bytes` were copied to the host. `fragment_bytes` is the
+    most that the allocator had free inside its own blocks and could not give back, when a step ended or it ran out (0 on the CPU).
     """
 
     budget_bytes: int
@@ -31,7 +30,6 @@ class AdaptiveStats:
     evictions: int
     evicted_bytes: int
     moved_bytes: int
-    copied_gradient_bytes: int
     reruns: int
     rerun_seconds: float
     out_of_memory_events: int
@@ -72,7 +70,6 @@ class Counts:
         evictions: int,
         evicted_bytes: int,
         moved_bytes: int,
-        copied_gradient_bytes: int,
     ) -> AdaptiveStats:
         return AdaptiveStats(
             budget_bytes=budget_bytes,
@@ -84,7 +81,6 @@ class Counts:
             evictions=evictions,
             evicted_bytes=evicted_bytes,
             moved_bytes=moved_bytes,
-            copied_gradient_bytes=copied_gradient_bytes,
             reruns=self.reruns,
             rerun_seconds=self.seconds,
             out_of_memory_events=self.out_of_memory,
