@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import retape
-from retape.torch.meter import weighing
+from retape.torch.measure.memory_meter import weighing
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ from benchmarks.records import record
 
 import retape
 from retape.core.solvers.chain_planner import ChainPlanner
-from retape.torch.meter import synchronize
+from retape.torch.measure.memory_meter import synchronize
 
 ALLOWED_SECONDS = 5.0
 PLAIN_STEPS = 3

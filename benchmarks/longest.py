@@ -30,9 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retape
 from retape.core.problem import Tier
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
-from retape.torch import fitting, lanes
-from retape.torch.meter import weighing
-from retape.torch.runs import plain
+from retape.torch.engine.host import copy_streams as lanes
+from retape.torch.engine.runs import plain
+from retape.torch.measure.memory_meter import weighing
+from retape.torch.planning import fitting
 
 GIB = 2**30
 EIGHT_BILLION = {

@@ -22,7 +22,7 @@ from benchmarks.records import record
 from scipy.integrate import solve_ivp
 
 import retape
-from retape.torch.ode import PLAIN, in_a_loop, integrate
+from retape.torch.ode.odeint import PLAIN, in_a_loop, integrate
 
 TOLERANCES = (1e-3, 1e-5, 1e-7, 1e-9, 1e-10)
 SNAPSHOTS = 32

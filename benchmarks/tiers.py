@@ -22,8 +22,9 @@ from benchmarks.records import record
 import retape
 from retape.core.problem import Tier
 from retape.core.simulate import simulate
-from retape.torch import fitting, lanes
-from retape.torch.runs import plain
+from retape.torch.engine.host import copy_streams as lanes
+from retape.torch.engine.runs import plain
+from retape.torch.planning import fitting
 
 GIB = 2**30
 SHARES = (0.64, 0.43, 0.24, 0.1)

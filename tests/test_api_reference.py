@@ -13,8 +13,8 @@ import pytest
 import retape
 from retape.cli.main import _parser
 from retape.core.record import Record
-from retape.torch.adaptive import AdaptiveStats
-from retape.torch.verify import Verification
+from retape.torch.adaptive.manager import AdaptiveStats
+from retape.torch.measure.verify import Verification
 
 TEXT = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
 FUNCTIONS = [name for name in retape.__all__ if inspect.isfunction(getattr(retape, name))]

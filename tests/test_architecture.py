@@ -37,7 +37,7 @@ FORBIDDEN = {
     "retape.integrations": ("retape.cli",),
 }
 
-# Private names of PyTorch that stand outside `torch/_compat.py`, each with the reason.
+# Private names of PyTorch that stand outside `torch/internals.py`, each with the reason.
 PRIVATE_ALLOWED = {
     # Named with an underscore but documented, and stable since 2.0; a subclass or a tree walk gains nothing from a detour.
     "torch.utils._python_dispatch",
@@ -196,12 +196,12 @@ def test_no_rooms_for_leftovers(name):
 
 @each_module("retape.")
 def test_private_torch_only_in_compat(name):
-    if name.startswith("retape.torch._compat"):
+    if name.startswith("retape.torch.compat.internals"):
         return
     tree = modules()[name][1]
     used = {found for found in (*_torch_attributes(tree), *imports(tree, for_types=True)) if _is_private(found)}
     wrong = [found for found in used if not any(belongs(found, allowed) for allowed in PRIVATE_ALLOWED)]
-    assert not wrong, f"{name} uses {wrong}; put it into torch/_compat.py, with a canary test"
+    assert not wrong, f"{name} uses {wrong}; put it into torch/internals.py, with a canary test"
 
 
 def _torch_attributes(tree):

@@ -21,8 +21,8 @@ from benchmarks.frontier.models import Case
 from benchmarks.frontier.ways import Way, plain_way
 from torch import Tensor
 
-from retape.torch.meter import weighing
-from retape.torch.resident import fixed_bytes
+from retape.torch.measure.baseline_memory import fixed_bytes
+from retape.torch.measure.memory_meter import weighing
 
 # Of ||gradients - plain's|| / ||plain's||, for kernels that round elsewhere: a few units in the last place of each dtype.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

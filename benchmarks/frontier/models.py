@@ -14,7 +14,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from retape.torch.discover import find_regions
+from retape.torch.planning.discover import find_regions
 
 TINY = "tiny"  # sizes that only a test takes
 

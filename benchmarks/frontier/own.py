@@ -17,8 +17,8 @@ import retape
 from retape.core.units import format_bytes
 from retape.errors import BudgetTooSmall, RetapeError
 from retape.report.frontier_beside import Family
-from retape.torch.fitting import put_on, take_off
-from retape.torch.fused_loss import fuse_loss_as, unfuse_loss
+from retape.torch.planning.fitting import put_on, take_off
+from retape.torch.planning.variants.fused_loss import fuse_loss_as, unfuse_loss
 
 A_HAIR = 1.002  # over the floor: it was measured, and moves by as much
 

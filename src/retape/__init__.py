@@ -16,36 +16,36 @@ if TYPE_CHECKING:
     from retape.api import Fit as Fit
     from retape.api import apply as apply
     from retape.api import fit as fit
-    from retape.torch.adaptive_budget import adaptive as adaptive
-    from retape.torch.checkpoint import checkpoint as checkpoint
-    from retape.torch.checkpoint import checkpoint_sequential as checkpoint_sequential
-    from retape.torch.head_loss import linear_cross_entropy as linear_cross_entropy
-    from retape.torch.loop import scan as scan
-    from retape.torch.loop import while_loop as while_loop
-    from retape.torch.meter import measure as measure
-    from retape.torch.ode import odeint as odeint
-    from retape.torch.runs import keep as keep
-    from retape.torch.runs import recomputing as recomputing
-    from retape.torch.tile import tile as tile
-    from retape.torch.verify import verify as verify
+    from retape.torch.adaptive.budget import adaptive as adaptive
+    from retape.torch.engine.checkpoint import checkpoint as checkpoint
+    from retape.torch.engine.checkpoint import checkpoint_sequential as checkpoint_sequential
+    from retape.torch.engine.runs import keep as keep
+    from retape.torch.engine.runs import recomputing as recomputing
+    from retape.torch.loops.scan import scan as scan
+    from retape.torch.loops.scan import while_loop as while_loop
+    from retape.torch.measure.memory_meter import measure as measure
+    from retape.torch.measure.verify import verify as verify
+    from retape.torch.ode.odeint import odeint as odeint
+    from retape.torch.slicing.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from retape.torch.slicing.tile import tile as tile
 
 # Names that need PyTorch are imported when they are first used: the planner and its command start without it.
 _LAZY = {
     "Fit": "retape.api",
-    "adaptive": "retape.torch.adaptive_budget",
+    "adaptive": "retape.torch.adaptive.budget",
     "apply": "retape.api",
     "fit": "retape.api",
-    "measure": "retape.torch.meter",
-    "checkpoint": "retape.torch.checkpoint",
-    "checkpoint_sequential": "retape.torch.checkpoint",
-    "keep": "retape.torch.runs",
-    "linear_cross_entropy": "retape.torch.head_loss",
-    "recomputing": "retape.torch.runs",
-    "tile": "retape.torch.tile",
-    "odeint": "retape.torch.ode",
-    "scan": "retape.torch.loop",
-    "verify": "retape.torch.verify",
-    "while_loop": "retape.torch.loop",
+    "measure": "retape.torch.measure.memory_meter",
+    "checkpoint": "retape.torch.engine.checkpoint",
+    "checkpoint_sequential": "retape.torch.engine.checkpoint",
+    "keep": "retape.torch.engine.runs",
+    "linear_cross_entropy": "retape.torch.slicing.linear_cross_entropy",
+    "recomputing": "retape.torch.engine.runs",
+    "tile": "retape.torch.slicing.tile",
+    "odeint": "retape.torch.ode.odeint",
+    "scan": "retape.torch.loops.scan",
+    "verify": "retape.torch.measure.verify",
+    "while_loop": "retape.torch.loops.scan",
 }
 
 __all__ = [

@@ -1,6 +1,6 @@
 """`fit`, `apply` and `Fit`: the one place where the runtime and the reports meet.
 
-What is measured, solved and attached is in `torch/fitting.py`; what it looks like, in `report/`.
+What is measured, solved and attached is in `fitting.py`; what it looks like, in `report/`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_html import render_fit_html, write_report
 from retape.report.fit_text import explain
 from retape.report.frontier_file import write_frontier
-from retape.torch.attach import detach, is_attached, put_on, take_off
-from retape.torch.compiled import refuse_graph_replays
-from retape.torch.discover import Wanted, refuse_own_checkpointing
-from retape.torch.executor import Executor
-from retape.torch.fingerprint import fingerprint, refuse_replicas, unwrapped
-from retape.torch.fitting import Fitter
-from retape.torch.fused_loss import fuse_loss_as, is_fused, unfuse_loss
-from retape.torch.modes import say_evaluation
-from retape.torch.policy import Check
-from retape.torch.resident import devices_of
-from retape.torch.spread import SpreadFitter
-from retape.torch.stepping import StepFunction, rows_of
+from retape.torch.engine.policy import Check
+from retape.torch.measure.baseline_memory import devices_of
+from retape.torch.measure.step_function import StepFunction, rows_of
+from retape.torch.planning.attach import detach, is_attached, put_on, take_off
+from retape.torch.planning.discover import Wanted, refuse_own_checkpointing
+from retape.torch.planning.executor import Executor
+from retape.torch.planning.fitting import Fitter
+from retape.torch.planning.model_hash import fingerprint, refuse_replicas, unwrapped
+from retape.torch.planning.spread import SpreadFitter
+from retape.torch.planning.train_mode import say_evaluation
+from retape.torch.planning.variants.compiled import refuse_graph_replays
+from retape.torch.planning.variants.fused_loss import fuse_loss_as, is_fused, unfuse_loss
 
 __all__ = ["ALL", "EXACT", "Fit", "Promise", "apply", "fit"]
 

@@ -8,9 +8,10 @@ from torch import nn
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch import _compat, adaptive_host
-from retape.torch.lanes import lanes_of
-from retape.torch.pressure import Needs
+from retape.torch.adaptive.accounting import Needs
+from retape.torch.adaptive.manager import host as adaptive_host
+from retape.torch.compat import internals
+from retape.torch.engine.host.copy_streams import lanes_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def adaptive():
     """Makes live budgets, and takes them away again however the test ends: a limit that stays on would fail the tests after it."""
-    made, before = [], _compat.memory_fraction(CUDA)
+    made, before = [], internals.memory_fraction(CUDA)
 
     def make(*arguments, **keywords):
         made.append(retape.adaptive(*arguments, **keywords))
@@ -105,7 +106,7 @@ def test_a_live_budget_holds_and_has_the_same_bits(share, adaptive):
     wanted = gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
-    before = _compat.memory_fraction(CUDA)
+    before = internals.memory_fraction(CUDA)
     live = adaptive(model, budget=retape.Budget.activations(int(share * above)))
     for _ in range(3):
         step(model, x)
@@ -119,7 +120,7 @@ def test_a_live_budget_holds_and_has_the_same_bits(share, adaptive):
     assert (after.plain_steps > warm.plain_steps) == (share > 1)
     assert after.fragment_bytes >= 0
     live.remove()
-    assert _compat.memory_fraction(CUDA) == before
+    assert internals.memory_fraction(CUDA) == before
 
 
 def settled(adaptive, model, x, share, **how):
@@ -205,7 +206,7 @@ def test_the_allocator_runs_out_in_regions_and_every_step_ends_right(adaptive):
     wanted = gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
-    before = _compat.memory_fraction(CUDA)
+    before = internals.memory_fraction(CUDA)
     live = adaptive(budget=retape.Budget.activations(above // 2))
     for _ in range(3):
         with live:
@@ -217,7 +218,7 @@ def test_the_allocator_runs_out_in_regions_and_every_step_ends_right(adaptive):
         checkpointed(model, x)
     assert_same(gradients(model), wanted)
     assert live.stats().out_of_memory_events > 0
-    assert _compat.memory_fraction(CUDA) == before
+    assert internals.memory_fraction(CUDA) == before
 
 
 def backward_and_too_much(model, x):
@@ -227,7 +228,7 @@ def backward_and_too_much(model, x):
 
 def test_elsewhere_it_is_a_clear_error_and_the_limit_is_gone(adaptive):
     model, x = build(), rows(2048)
-    before = _compat.memory_fraction(CUDA)
+    before = internals.memory_fraction(CUDA)
     live = adaptive(budget=retape.Budget.activations("256MiB"))
     for _ in range(2):
         with live:
@@ -237,5 +238,5 @@ def test_elsewhere_it_is_a_clear_error_and_the_limit_is_gone(adaptive):
     with pytest.raises(BudgetTooSmall, match="Out of memory outside any region"), live:
         backward_and_too_much(model, x)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert _compat.memory_fraction(CUDA) == before
+    assert internals.memory_fraction(CUDA) == before
     assert torch.empty(2 << 30, dtype=torch.uint8, device=CUDA).numel() == 2 << 30

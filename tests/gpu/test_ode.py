@@ -5,7 +5,7 @@ import torch
 from ode_cases import METHODS, Net, gradients, solve_plainly
 
 import retape
-from retape.torch.ode import in_a_loop, integrate
+from retape.torch.ode.odeint import in_a_loop, integrate
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,11 @@ import retape
 from retape.core.problem import OptionKind, Tier
 from retape.core.simulate import simulate
 from retape.errors import OffloadError
-from retape.torch import fitting, lanes, offload
-from retape.torch.entrance import run_region
-from retape.torch.policy import Policy
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.host import copy_streams as lanes
+from retape.torch.engine.host import offload
+from retape.torch.engine.policy import Policy
+from retape.torch.planning import fitting
 
 pytestmark = [
     pytest.mark.gpu,

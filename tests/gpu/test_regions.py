@@ -6,12 +6,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import retape
-from retape.torch.entrance import run_region
-from retape.torch.policy import Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.region import Region
-from retape.torch.runs import plain
-from retape.torch.select import plan_recipe
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.region import Region
+from retape.torch.engine.runs import plain
+from retape.torch.engine.select import plan_recipe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import retape
-from retape.torch import products
-from retape.torch.loss_kernels import may_compile
+from retape.torch.slicing import products
+from retape.torch.slicing.loss_kernels import may_compile
 
 pytestmark = [
     pytest.mark.gpu,

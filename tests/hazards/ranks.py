@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import retape
 from retape.errors import StateChanged
-from retape.torch.runs import plain
+from retape.torch.engine.runs import plain
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch import _compat_process
+from retape.torch.compat import process_internals
 
 WIDTH, ROWS = 32, 64
 GROUPS = {}
@@ -105,7 +105,7 @@ def step(blocks, x, *, regions):
 
 
 def started():
-    return sum(_compat_process.collectives_started())
+    return sum(process_internals.collectives_started())
 
 
 def right_beside(between):

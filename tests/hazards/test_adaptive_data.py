@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.meter import weighing
+from retape.torch.measure.memory_meter import weighing
 
 ROWS, WIDTH = 512, 32
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.context import context_values
+from retape.torch.capture.context_variables import context_values
 
 COLLECTOR = ContextVar("COLLECTOR", default=None)
 

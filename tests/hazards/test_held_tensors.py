@@ -11,8 +11,8 @@ from torch import nn
 
 import retape
 from retape.errors import StateChanged
-from retape.torch.entrance import run_region
-from retape.torch.policy import Policy
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import Policy
 
 
 def edited_output(call):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from compare import every_way, leaf, same_as_plain
 
-from retape.torch.policy import Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.region import Region
-from retape.torch.select import plan_recipe
+from retape.torch.engine.policy import Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.region import Region
+from retape.torch.engine.select import plan_recipe
 
 
 def into_empty(a):

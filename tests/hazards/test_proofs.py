@@ -11,11 +11,11 @@ from torch import nn
 import retape
 from retape.core.problem import OptionKind
 from retape.errors import StateChanged
-from retape.torch.entrance import run_region
-from retape.torch.policy import Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.region import Region
-from retape.torch.select import Recipe, Step, plan_recipe
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.region import Region
+from retape.torch.engine.select import Recipe, Step, plan_recipe
 
 W = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
 

@@ -20,9 +20,9 @@ import retape
 from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
 from retape.errors import RegionError
-from retape.torch.executor import Executor
-from retape.torch.fitting import put_on, take_off
-from retape.torch.policy import Check
+from retape.torch.engine.policy import Check
+from retape.torch.planning.executor import Executor
+from retape.torch.planning.fitting import put_on, take_off
 
 ROWS = 16
 DIM = -1

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from retape.errors import RetapeError
-from retape.torch.copies import Copies
-from retape.torch.meter import measure
+from retape.torch.capture.aliased_copies import Copies
+from retape.torch.measure.memory_meter import measure
 
 
 def complex_leaf():

@@ -20,8 +20,8 @@ from retape.core.assignment import Assignment, Choice
 from retape.core.errors import BudgetTooSmall, RetapeError
 from retape.core.fit_record import FitRecord
 from retape.core.problem import OptionKind
-from retape.torch.attach import is_attached
-from retape.torch.meter import weighing
+from retape.torch.measure.memory_meter import weighing
+from retape.torch.planning.attach import is_attached
 
 from .cases import without_selective
 from .ops import ROWS, WIDTH

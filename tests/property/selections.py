@@ -15,12 +15,12 @@ from unittest import mock
 import late_lanes
 
 from retape.core.errors import RetapeError
-from retape.torch import offload
-from retape.torch.policy import Check, Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.select import Recipe, plan_recipe
-from retape.torch.trace import RegionTrace
-from retape.torch.treatments import is_steady, select_treatments, tape_storages, treat
+from retape.torch.engine.host import offload
+from retape.torch.engine.policy import Check, Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.select import Recipe, plan_recipe
+from retape.torch.engine.trace import RegionTrace
+from retape.torch.planning.chain.treatments import is_steady, select_treatments, tape_storages, treat
 
 from .cases import without_selective
 from .regions import LEAF_OPS, STYLES, WIDE_OPS, Spec, Style, draw_child, smaller, text

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retape.torch import _compat
-from retape.torch.entrance import run_region
-from retape.torch.policy import Check, Policy
-from retape.torch.region import Region
-from retape.torch.runs import THREAD, plain
+from retape.torch.compat import internals
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import Check, Policy
+from retape.torch.engine.region import Region
+from retape.torch.engine.runs import THREAD, plain
 
 from . import ways
 from .function_ops import LYING
@@ -243,9 +243,9 @@ def refuse_leftovers() -> None:
     left += ["runs"] if THREAD.runs else []
     left += ["a manager"] if THREAD.manager is not None else []
     left += ["plain"] if THREAD.plain else []
-    left += ["a dispatch mode"] if _compat.count_dispatch_modes() else []
-    left += ["a function mode"] if _compat.count_function_modes() else []
-    left += ["saved-tensor hooks"] if _compat.top_hooks(True) is not None else []
+    left += ["a dispatch mode"] if internals.count_dispatch_modes() else []
+    left += ["a function mode"] if internals.count_function_modes() else []
+    left += ["saved-tensor hooks"] if internals.top_hooks(True) is not None else []
     left += ["autocast"] if torch.is_autocast_enabled("cpu") else []
     left += [] if torch.is_grad_enabled() else ["no_grad"]
     left += ["another dtype"] if torch.get_default_dtype() is not torch.float32 else []

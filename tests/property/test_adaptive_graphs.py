@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch.meter import weighing
+from retape.torch.measure.memory_meter import weighing
 
 ROWS = 64
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import late_lanes
 import pytest
 
-from retape.torch.policy import Policy
+from retape.torch.engine.policy import Policy
 
 from . import ways
 from .cases import Refused, case_of, describe, failure

@@ -6,11 +6,11 @@ import warnings
 import pytest
 import torch
 
-from retape.torch.entrance import run_region
-from retape.torch.policy import Check, Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.region import Region
-from retape.torch.select import Step, plan_recipe
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import Check, Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.region import Region
+from retape.torch.engine.select import Step, plan_recipe
 
 from .programs import SHAPE, draw, run
 

@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import retape
-from retape.torch.entrance import run_region
-from retape.torch.policy import Check, Inputs, Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.region import Region
-from retape.torch.select import plan_recipe
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import Check, Inputs, Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.region import Region
+from retape.torch.engine.select import plan_recipe
 
 
 class Kind(Enum):

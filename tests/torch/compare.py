@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import retape
-from retape.torch.entrance import run_region
-from retape.torch.policy import HOLD, Policy
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import HOLD, Policy
 
 Caller = Callable[..., Any]
 Case = Callable[[Caller], Any]

@@ -9,8 +9,9 @@ import random
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from retape.torch import _compat, offload
-from retape.torch.host_pool import HostPool
+from retape.torch.compat import internals
+from retape.torch.engine.host import offload
+from retape.torch.engine.host.host_pool import HostPool
 
 
 class Late:
@@ -46,7 +47,7 @@ class _Lane:
         if reference.expired():
             self._faults.append("memory was let go of before its copy was done")
             return
-        with _compat.unobserved():  # a stream runs where no mode sees it
+        with internals.unobserved():  # a stream runs where no mode sees it
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             there = torch.empty(0, dtype=torch.uint8).set_(storage, *where)
             host.copy_(there) if outward else there.copy_(host)
@@ -57,7 +58,7 @@ def _where(part):
 
 
 class LateLanes:
-    """What `retape.torch.lanes.Lanes` asks for, on the CPU."""
+    """What `retape.torch.engine.host.copy_streams.Lanes` asks for, on the CPU."""
 
     device = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch.ode import PLAIN, in_a_loop, integrate
+from retape.torch.ode.odeint import PLAIN, in_a_loop, integrate
 
 # Every method with options under which it takes a fair number of steps; the grid of the last is the times themselves.
 METHODS: tuple[tuple[str, dict[str, Any]], ...] = (

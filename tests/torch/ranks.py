@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import retape
 from retape.core.errors import BudgetTooSmall, StateChanged
-from retape.torch.entrance import run_region
-from retape.torch.policy import HOLD, Inputs, Policy
-from retape.torch.resident import fixed_bytes
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import HOLD, Inputs, Policy
+from retape.torch.measure.baseline_memory import fixed_bytes
 
 WIDTH = 8
 region = partial(retape.checkpoint, use_reentrant=False)

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import BudgetTooSmall, InvalidInput, StateChanged
-from retape.torch import adaptive_room, step_scale
-from retape.torch.meter import weighing
-from retape.torch.pressure import Account, Phase
+from retape.torch.adaptive.accounting import Account, Phase
+from retape.torch.adaptive.manager import governor as adaptive_room
+from retape.torch.adaptive.manager import step_scale
+from retape.torch.measure.memory_meter import weighing
 
 
 class Unit(nn.Module):

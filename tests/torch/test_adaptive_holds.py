@@ -9,12 +9,14 @@ from compare import assert_equal
 from torch import nn
 
 import retape
-from retape.torch import adaptive_host, adaptive_menu, adaptive_region
-from retape.torch.lanes import lanes_of
-from retape.torch.meter import weighing
-from retape.torch.pressure import BESIDE_COPIES, ODD, TO_THE_END, WHOLE, Kind, Mark, Needs, Phase
-from retape.torch.profile import OpTimer
-from retape.torch.region_ways import Overheads
+from retape.torch.adaptive.accounting import BESIDE_COPIES, ODD, TO_THE_END, WHOLE, Kind, Mark, Needs, Phase
+from retape.torch.adaptive.manager import adaptive_region
+from retape.torch.adaptive.manager import drop_levels as adaptive_menu
+from retape.torch.adaptive.manager import host as adaptive_host
+from retape.torch.engine.host.copy_streams import lanes_of
+from retape.torch.measure.memory_meter import weighing
+from retape.torch.planning.chain.region_ways import Overheads
+from retape.torch.planning.profile import OpTimer
 
 CPU = torch.device("cpu")
 WIDTH = 32

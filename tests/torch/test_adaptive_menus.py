@@ -10,15 +10,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
-from retape.torch import adaptive_menu, adaptive_region
-from retape.torch.adaptive_menu import LESSONS, Menus, _lower_hull
-from retape.torch.meter import weighing
-from retape.torch.policy import DROP
-from retape.torch.pressure import Kind
-from retape.torch.profile import OpTimer
-from retape.torch.region import Region
-from retape.torch.region_ways import Overheads
-from retape.torch.runs import THREAD
+from retape.torch.adaptive.accounting import Kind
+from retape.torch.adaptive.drop_levels import LESSONS, Menus, _lower_hull
+from retape.torch.adaptive.manager import adaptive_region
+from retape.torch.adaptive.manager import drop_levels as adaptive_menu
+from retape.torch.engine.policy import DROP
+from retape.torch.engine.region import Region
+from retape.torch.engine.runs import THREAD
+from retape.torch.measure.memory_meter import weighing
+from retape.torch.planning.chain.region_ways import Overheads
+from retape.torch.planning.profile import OpTimer
 
 CPU = torch.device("cpu")
 

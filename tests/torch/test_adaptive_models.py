@@ -9,7 +9,7 @@ from compare import assert_equal
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch.meter import weighing
+from retape.torch.measure.memory_meter import weighing
 
 
 def peak_above(model, batch):

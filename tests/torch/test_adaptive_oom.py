@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import BudgetTooSmall, StateChanged
-from retape.torch.meter import weighing
-from retape.torch.runs import THREAD
+from retape.torch.engine.runs import THREAD
+from retape.torch.measure.memory_meter import weighing
 
 
 class Failing(TorchDispatchMode):

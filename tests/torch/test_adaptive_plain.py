@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retape
 from retape.core.problem import Budget
 from retape.errors import StateChanged
-from retape.torch.adaptive_limit import FRAGMENTS_PART, LEAST_FRAGMENT_BYTES, Limit
-from retape.torch.adaptive_roots import Attempt
-from retape.torch.adaptive_stats import ProgressLine
-from retape.torch.meter import weighing
-from retape.torch.step_scale import Gradients
+from retape.torch.adaptive.limit import FRAGMENTS_PART, LEAST_FRAGMENT_BYTES, Limit
+from retape.torch.adaptive.roots import Attempt
+from retape.torch.adaptive.stats import ProgressLine
+from retape.torch.adaptive.step_scale import Gradients
+from retape.torch.measure.memory_meter import weighing
 
 INSIDE = []
 
@@ -287,7 +287,7 @@ class FakeDevice:
         monkeypatch.setattr(cuda, "mem_get_info", lambda device: (50 << 30, self.total))
         monkeypatch.setattr(cuda, "memory_stats", lambda device: {"inactive_split_bytes.all.current": self.fragments})
         monkeypatch.setattr(cuda, "set_per_process_memory_fraction", lambda share, device: self.fractions.append(share))
-        monkeypatch.setattr("retape.torch._compat.memory_fraction", lambda device: 1.0)
+        monkeypatch.setattr("retape.torch.compat.internals.memory_fraction", lambda device: 1.0)
 
     def empty(self):
         self.reserved, self.emptied = self.stuck, self.emptied + 1

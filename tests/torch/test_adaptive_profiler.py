@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import retape
 from retape.errors import InvalidInput
-from retape.torch import _compat
-from retape.torch.adaptive import FIRST_WEIGHED
+from retape.torch.adaptive.manager import FIRST_WEIGHED
+from retape.torch.compat import internals
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 
@@ -19,7 +19,7 @@ X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 def second_profiler():
     """Some releases of PyTorch refuse a profiler while another one runs; there is nothing to take over then."""
     try:
-        with pytest.raises(InvalidInput), _compat.memory_events(), profile(activities=[ProfilerActivity.CPU]):
+        with pytest.raises(InvalidInput), internals.memory_events(), profile(activities=[ProfilerActivity.CPU]):
             pass
     except RuntimeError as error:
         pytest.skip(str(error).splitlines()[0])
@@ -58,7 +58,7 @@ def test_a_profiler_that_is_started_while_a_step_is_weighed_sees_everything():
     after = live.stats()
     assert after.weighed_steps == FIRST_WEIGHED
     assert after.plain_steps > 0
-    assert not _compat.profiler_running()
+    assert not internals.profiler_running()
     live.remove()
 
 
@@ -88,7 +88,7 @@ def test_measure_says_that_a_profiler_took_its_place():
 
     with pytest.raises(InvalidInput, match="was started while retape counted bytes on the CPU, and took its place"):
         retape.measure(profiled)
-    assert not _compat.profiler_running()
+    assert not internals.profiler_running()
     assert retape.measure(lambda: step(model)).peak_bytes > 0
 
 

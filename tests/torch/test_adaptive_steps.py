@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import BudgetTooSmall, UnsupportedTransform
-from retape.torch import adaptive_limit
-from retape.torch.adaptive_limit import COUNTED_SHARE, FIRST_COUNTED, Standing
-from retape.torch.meter import weighing
-from retape.torch.runs import THREAD
-from retape.torch.step_scale import Gradients
+from retape.torch.adaptive.limit import COUNTED_SHARE, FIRST_COUNTED, Standing
+from retape.torch.adaptive.manager import limit as adaptive_limit
+from retape.torch.adaptive.step_scale import Gradients
+from retape.torch.engine.runs import THREAD
+from retape.torch.measure.memory_meter import weighing
 
 CPU = torch.device("cpu")
 WIDTH = 32

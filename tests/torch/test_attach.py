@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 from retape.errors import InvalidInput
-from retape.torch.attach import attach, caller_of, detach, is_attached, original_class, put_on, put_over, take_off
+from retape.torch.planning.attach import (
+    attach,
+    caller_of,
+    detach,
+    is_attached,
+    original_class,
+    put_on,
+    put_over,
+    take_off,
+)
 
 
 class Net(nn.Module):

@@ -8,8 +8,8 @@ import torch
 
 from retape.core.problem import Budget, BudgetKind
 from retape.errors import InvalidInput
-from retape.torch import budgets
-from retape.torch.budgets import LEAST_MARGIN_BYTES, MARGIN_SHARE, available_bytes, resolved
+from retape.torch.measure import budgets
+from retape.torch.measure.budgets import LEAST_MARGIN_BYTES, MARGIN_SHARE, available_bytes, resolved
 
 CPU, CUDA0, CUDA1 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 GIB = 1 << 30

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch import _compat, _compat_compiler, _compat_modules, _compat_process, _compat_sandbox
+from retape.torch.compat import compiler_internals, hook_internals, internals, module_internals, process_internals
 
 
 def identity(value):
@@ -40,7 +40,7 @@ def names_of(module):
 def test_every_name_has_a_canary():
     names = {
         name
-        for module in (_compat, _compat_compiler, _compat_modules, _compat_process, _compat_sandbox)
+        for module in (internals, compiler_internals, module_internals, process_internals, hook_internals)
         for name in names_of(module)
         if not name.startswith("_")
     }
@@ -51,34 +51,34 @@ def test_every_name_has_a_canary():
 
 def test_torch_checkpoint():
     x = torch.randn(3, requires_grad=True)
-    _compat.TORCH_CHECKPOINT(torch.sin, x, use_reentrant=False).sum().backward()
+    internals.TORCH_CHECKPOINT(torch.sin, x, use_reentrant=False).sum().backward()
     assert torch.equal(x.grad, x.detach().cos())
-    assert _compat.TORCH_CHECKPOINT.__module__ == "torch.utils.checkpoint"
+    assert internals.TORCH_CHECKPOINT.__module__ == "torch.utils.checkpoint"
 
 
 def test_top_hooks():
-    assert _compat.top_hooks(True) is None
+    assert internals.top_hooks(True) is None
     with saved_tensors_hooks(identity, identity):
-        assert _compat.top_hooks(True) is not None
-    assert _compat.top_hooks(True) is None
+        assert internals.top_hooks(True) is not None
+    assert internals.top_hooks(True) is None
 
 
 def test_push_hooks():
     seen, x = [], torch.randn(3, requires_grad=True)
-    _compat.push_hooks(lambda t: seen.append(t.shape) or t, identity)
+    internals.push_hooks(lambda t: seen.append(t.shape) or t, identity)
     try:
         y = x.sin()
     finally:
-        _compat.pop_hooks()
+        internals.pop_hooks()
     x.sin()
     y.sum().backward()
     assert seen == [(3,)]
 
 
 def test_pop_hooks():
-    _compat.push_hooks(identity, identity)
-    _compat.pop_hooks()
-    assert _compat.top_hooks(True) is None
+    internals.push_hooks(identity, identity)
+    internals.pop_hooks()
+    assert internals.top_hooks(True) is None
 
 
 def in_backward(action):
@@ -91,8 +91,8 @@ def in_backward(action):
 
 
 def test_graph_task():
-    assert _compat.graph_task() == -1
-    first, second = in_backward(_compat.graph_task), in_backward(_compat.graph_task)
+    assert internals.graph_task() == -1
+    first, second = in_backward(internals.graph_task), in_backward(internals.graph_task)
     assert 0 <= first < second
 
 
@@ -100,7 +100,7 @@ def test_graph_task():
 def test_graph_is_kept(kept):
     x, seen = torch.ones(2, requires_grad=True), []
     out = (x * 2).sum()
-    out.grad_fn.register_prehook(lambda gradients: seen.append(_compat.graph_is_kept()))
+    out.grad_fn.register_prehook(lambda gradients: seen.append(internals.graph_is_kept()))
     out.backward(retain_graph=kept)
     assert seen == [kept]
 
@@ -108,10 +108,10 @@ def test_graph_is_kept(kept):
 def test_sequence_number():
     x = torch.ones(2, requires_grad=True)
     first, second = x * 1, x * 2
-    assert _compat.sequence_number(first.grad_fn) < _compat.sequence_number(second.grad_fn)
+    assert internals.sequence_number(first.grad_fn) < internals.sequence_number(second.grad_fn)
     leaf = second.grad_fn.next_functions[0][0]
     assert leaf.variable is x
-    assert _compat.sequence_number(leaf) > _compat.sequence_number(second.grad_fn)
+    assert internals.sequence_number(leaf) > internals.sequence_number(second.grad_fn)
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 4, 3)])
@@ -119,30 +119,30 @@ def test_sequence_number():
 def test_linear_places(shape, bias):
     layer = torch.nn.Linear(3, 2, bias=bias)
     node = layer(torch.randn(shape)).grad_fn
-    node = node if _compat.linear_places(node) else node.next_functions[0][0]
-    at_weight, at_bias = _compat.linear_places(node)
+    node = node if internals.linear_places(node) else node.next_functions[0][0]
+    at_weight, at_bias = internals.linear_places(node)
     assert at_weight[0].name() == "TBackward0"
     assert at_weight[0].next_functions[0][0].variable is layer.weight
     assert (at_bias[0].variable is layer.bias) if bias else (at_bias is None)
-    assert _compat.linear_places(torch.addmm(layer.weight, layer.weight, torch.ones(3, 3), alpha=2).grad_fn) is None
-    assert _compat.linear_places(layer.weight.sin().grad_fn) is None
+    assert internals.linear_places(torch.addmm(layer.weight, layer.weight, torch.ones(3, 3), alpha=2).grad_fn) is None
+    assert internals.linear_places(layer.weight.sin().grad_fn) is None
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_rows(bias):
     x = torch.randn(4, 3)
-    assert torch.equal(_compat.linear_rows(torch.nn.Linear(3, 2, bias=bias)(x).grad_fn), x)
+    assert torch.equal(internals.linear_rows(torch.nn.Linear(3, 2, bias=bias)(x).grad_fn), x)
 
 
 def test_next_sequence_number():
-    before = _compat.next_sequence_number()
+    before = internals.next_sequence_number()
     node = (torch.ones(1, requires_grad=True) * 2).grad_fn
-    assert _compat.sequence_number(node) == before < _compat.next_sequence_number()
+    assert internals.sequence_number(node) == before < internals.next_sequence_number()
 
 
 def test_at_end_of_backward():
     order = []
-    in_backward(lambda: (_compat.at_end_of_backward(lambda: order.append("end")), order.append("hook")))
+    in_backward(lambda: (internals.at_end_of_backward(lambda: order.append("end")), order.append("hook")))
     assert order == ["hook", "end"]
 
 
@@ -153,7 +153,7 @@ def test_untyped_storage():
 
     tensor = torch.randn(3)
     with Counting():
-        storage = _compat.untyped_storage(tensor)
+        storage = internals.untyped_storage(tensor)
     assert storage.data_ptr() == tensor.data_ptr()
 
 
@@ -163,18 +163,18 @@ def test_unobserved():
             raise AssertionError("a mode noticed")
 
     with Refusing():
-        with _compat.unobserved():
+        with internals.unobserved():
             torch.ones(3).sin()
         with pytest.raises(AssertionError, match="noticed"):
             torch.ones(3)
-    with _compat.unobserved():
+    with internals.unobserved():
         torch.ones(3)
 
 
 def test_write_unseen():
     tensor = torch.zeros(3)
     version = tensor._version
-    _compat.write_unseen(tensor, torch.ones(3))
+    internals.write_unseen(tensor, torch.ones(3))
     assert tensor.tolist() == [1, 1, 1]
     assert tensor._version == version
 
@@ -189,43 +189,43 @@ def test_detach_unseen():
 
     x = torch.randn(3, requires_grad=True).sin()
     with Watcher():
-        alias = _compat.detach_unseen(x)
+        alias = internals.detach_unseen(x)
     assert not seen
     assert not alias.requires_grad
     assert alias.data_ptr() == x.data_ptr()
 
 
 def test_is_fake():
-    assert _compat.is_fake(torch.empty(2, device="meta"))
-    assert not _compat.is_fake(torch.empty(2))
+    assert internals.is_fake(torch.empty(2, device="meta"))
+    assert not internals.is_fake(torch.empty(2))
 
 
 def test_neg_view():
     x = torch.ones(3)
-    assert _compat.neg_view(x).is_neg()
-    assert _compat.neg_view(x).tolist() == [-1, -1, -1]
+    assert internals.neg_view(x).is_neg()
+    assert internals.neg_view(x).tolist() == [-1, -1, -1]
 
 
 def test_norms():
-    assert issubclass(torch.nn.BatchNorm1d, _compat.NORMS)
-    assert issubclass(torch.nn.InstanceNorm1d, _compat.NORMS)
-    assert not issubclass(torch.nn.LayerNorm, _compat.NORMS)
+    assert issubclass(torch.nn.BatchNorm1d, internals.NORMS)
+    assert issubclass(torch.nn.InstanceNorm1d, internals.NORMS)
+    assert not issubclass(torch.nn.LayerNorm, internals.NORMS)
 
 
 def test_is_compiled():
-    assert not _compat_compiler.is_compiled(torch.sin)
-    assert not _compat_compiler.is_compiled(torch.nn.Linear(2, 2))
-    assert _compat_compiler.is_compiled(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
-    assert _compat_compiler.is_compiled(torch.compile(lambda a: a, backend="eager"))
+    assert not compiler_internals.is_compiled(torch.sin)
+    assert not compiler_internals.is_compiled(torch.nn.Linear(2, 2))
+    assert compiler_internals.is_compiled(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert compiler_internals.is_compiled(torch.compile(lambda a: a, backend="eager"))
 
 
 def test_compiler_is_on():
     seen = []
 
     def note():
-        seen.append(_compat_compiler.compiler_is_on())
+        seen.append(compiler_internals.compiler_is_on())
 
-    alone, with_all_it_calls = torch.compiler.disable(note, recursive=False), _compat_compiler.uncompiled(note)
+    alone, with_all_it_calls = torch.compiler.disable(note, recursive=False), compiler_internals.uncompiled(note)
 
     def caller(a):
         alone()
@@ -233,7 +233,7 @@ def test_compiler_is_on():
         return a
 
     torch.compile(caller, backend="eager")(torch.ones(1))
-    assert not _compat_compiler.compiler_is_on()
+    assert not compiler_internals.compiler_is_on()
     assert seen == [True, False]
 
 
@@ -243,7 +243,7 @@ def test_left_alone():
     seen, graphs = [], []
 
     def looked_at():
-        seen.append(_compat_compiler.compiler_is_on())
+        seen.append(compiler_internals.compiler_is_on())
 
     def note(gradient):
         looked_at()
@@ -253,7 +253,7 @@ def test_left_alone():
         loss.backward()
 
     x = torch.ones(3, requires_grad=True)
-    for hook in (note, _compat_compiler.left_alone(note)):
+    for hook in (note, compiler_internals.left_alone(note)):
         y = x.sin()
         y.register_hook(hook)
         torch.compile(backward, backend=lambda graph, inputs: graphs.append(graph) or graph)(y.sum())
@@ -264,9 +264,9 @@ def test_lightmode():
     """Not wrapped, and not compiled either, though the compiler is on for what is called inside."""
 
     def looked_at(func):
-        seen.append((str(func), _compat_compiler.compiler_is_on()))
+        seen.append((str(func), compiler_internals.compiler_is_on()))
 
-    class Mode(_compat_compiler.LightMode):
+    class Mode(compiler_internals.LightMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             looked_at(func)
             return func(*args, **(kwargs or {}))
@@ -294,7 +294,7 @@ def test_uncompiled():
     def noted():
         seen.append(torch.compiler.is_compiling())
 
-    @_compat_compiler.uncompiled
+    @compiler_internals.uncompiled
     def function(a):
         noted()
         return a + 1
@@ -310,24 +310,24 @@ def test_uncompiled():
 
 def test_functorch_transform():
     seen = []
-    assert _compat.functorch_transform() is None
-    torch.func.grad(lambda a: seen.append(_compat.functorch_transform()) or a.sum())(torch.randn(3))
-    torch.func.vmap(lambda a: seen.append(_compat.functorch_transform()) or a)(torch.randn(3))
+    assert internals.functorch_transform() is None
+    torch.func.grad(lambda a: seen.append(internals.functorch_transform()) or a.sum())(torch.randn(3))
+    torch.func.vmap(lambda a: seen.append(internals.functorch_transform()) or a)(torch.randn(3))
     assert seen == ["grad", "vmap"]
-    assert _compat.functorch_transform() is None
+    assert internals.functorch_transform() is None
 
 
 def test_forward_mode_active():
-    assert not _compat.forward_mode_active()
+    assert not internals.forward_mode_active()
     with forward_ad.dual_level():
-        assert _compat.forward_mode_active()
+        assert internals.forward_mode_active()
 
 
 def test_cuda_devices_in_use():
     if not torch.cuda.is_initialized():
-        assert _compat.cuda_devices_in_use() == ()
+        assert internals.cuda_devices_in_use() == ()
     else:
-        assert torch.cuda.current_device() in _compat.cuda_devices_in_use()
+        assert torch.cuda.current_device() in internals.cuda_devices_in_use()
 
 
 def saving(ctx, func, *args, **kwargs):
@@ -340,44 +340,44 @@ def saving(ctx, func, *args, **kwargs):
 
 def test_selective_policy():
     first, again = torchs.create_selective_checkpoint_contexts(saving)
-    policy = _compat.selective_policy(first)
+    policy = internals.selective_policy(first)
     assert callable(policy)
-    assert _compat.selective_policy(again) is None
+    assert internals.selective_policy(again) is None
 
 
 def test_is_selective_replay():
     first, again = torchs.create_selective_checkpoint_contexts(saving)
-    assert _compat.is_selective_replay(again)
-    assert not _compat.is_selective_replay(first)
+    assert internals.is_selective_replay(again)
+    assert not internals.is_selective_replay(first)
 
 
 def test_policy_saves():
     x = torch.randn(3)
-    assert _compat.policy_saves(saving, torch.ops.aten.sin.default, (x,), {}, x.sin())
-    assert not _compat.policy_saves(saving, torch.ops.aten.cos.default, (x,), {}, x.cos())
-    assert _compat.policy_saves(lambda *a, **k: True, torch.ops.aten.cos.default, (x,), {}, x)
+    assert internals.policy_saves(saving, torch.ops.aten.sin.default, (x,), {}, x.sin())
+    assert not internals.policy_saves(saving, torch.ops.aten.cos.default, (x,), {}, x.cos())
+    assert internals.policy_saves(lambda *a, **k: True, torch.ops.aten.cos.default, (x,), {}, x)
 
 
 def test_selective_key():
     op = torch.ops.aten.sin.default
-    assert _compat.selective_key(op, (torch.randn(3),)) is op
+    assert internals.selective_key(op, (torch.randn(3),)) is op
 
 
 def test_selective_mutation_allowed():
     for allowed in (True, False):
         _, again = torchs.create_selective_checkpoint_contexts(saving, allow_cache_entry_mutation=allowed)
-        assert _compat.selective_mutation_allowed(again) is allowed
+        assert internals.selective_mutation_allowed(again) is allowed
 
 
 def test_checkpoint_settings():
-    assert _compat.checkpoint_settings() == (None, None)
+    assert internals.checkpoint_settings() == (None, None)
     with torchs.set_checkpoint_early_stop(False):
-        assert _compat.checkpoint_settings() == (None, False)
+        assert internals.checkpoint_settings() == (None, False)
     with torchs.set_checkpoint_debug_enabled(True):
-        assert _compat.checkpoint_settings() == (True, None)
+        assert internals.checkpoint_settings() == (True, None)
 
 
-@_compat.at_trace_time
+@internals.at_trace_time
 def noted():
     NOTES.append(torch.compiler.is_compiling())
     return True
@@ -395,25 +395,25 @@ def test_at_trace_time():
 
 
 def test_in_odd_surroundings():
-    assert not _compat.in_odd_surroundings()
-    assert torch.func.vmap(lambda a: a * _compat.in_odd_surroundings())(torch.ones(2)).all()
+    assert not internals.in_odd_surroundings()
+    assert torch.func.vmap(lambda a: a * internals.in_odd_surroundings())(torch.ones(2)).all()
     with forward_ad.dual_level():
-        assert _compat.in_odd_surroundings()
-    assert not _compat.in_odd_surroundings()
+        assert internals.in_odd_surroundings()
+    assert not internals.in_odd_surroundings()
 
 
 def test_count_dispatch_modes():
-    assert _compat.count_dispatch_modes() == 0
+    assert internals.count_dispatch_modes() == 0
     with TorchDispatchMode():
-        assert _compat.count_dispatch_modes() == 1
+        assert internals.count_dispatch_modes() == 1
 
 
 def test_cuda_built():
-    assert hasattr(torch._C, "_cuda_getDeviceCount") == _compat.CUDA_BUILT
+    assert hasattr(torch._C, "_cuda_getDeviceCount") == internals.CUDA_BUILT
 
 
 def test_cuda_initialized():
-    assert _compat.cuda_initialized() == torch.cuda.is_initialized()
+    assert internals.cuda_initialized() == torch.cuda.is_initialized()
 
 
 DRAWS = {
@@ -431,36 +431,36 @@ DRAWS = {
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1])
 def test_read_generator(draw, seed):
     generator = torch.Generator().manual_seed(seed)
-    words = _compat.generator_words(generator)
+    words = internals.generator_words(generator)
     for _ in range(3):
         draw(generator)
-        token = _compat.read_generator(words)
-        assert torch.equal(_compat.generator_state(token), generator.get_state())
+        token = internals.read_generator(words)
+        assert torch.equal(internals.generator_state(token), generator.get_state())
 
 
 def test_generator_words():
     generator = torch.Generator().manual_seed(1)
-    words = _compat.generator_words(generator)
-    before = _compat.read_generator(words)
+    words = internals.generator_words(generator)
+    before = internals.read_generator(words)
     torch.rand(1, generator=generator)
-    assert _compat.read_generator(words) != before
+    assert internals.read_generator(words) != before
 
 
 def test_generator_state():
     generator, other = torch.Generator().manual_seed(1), torch.Generator()
     torch.randn(3, generator=generator)
-    other.set_state(_compat.generator_state(_compat.read_generator(_compat.generator_words(generator))))
+    other.set_state(internals.generator_state(internals.read_generator(internals.generator_words(generator))))
     assert torch.equal(torch.randn(5, generator=other), torch.randn(5, generator=generator))
 
 
 def test_fsdp_state():
     import torch.distributed._composable_state as composable
 
-    assert composable.__name__ == _compat.FSDP_STATE
+    assert composable.__name__ == internals.FSDP_STATE
 
 
 def test_fsdp_in_use():
-    assert _compat.fsdp_in_use() in (True, False)
+    assert internals.fsdp_in_use() in (True, False)
     import torch.distributed._composable_state as composable
 
     assert hasattr(composable, "_module_state_mapping")
@@ -469,13 +469,13 @@ def test_fsdp_in_use():
 def test_fsdp_parameters():
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    assert list(_compat.fsdp_parameters()) == []
+    assert list(internals.fsdp_parameters()) == []
     source = _fsdp_param.FSDPParam
     assert "sharded_param" in source.__annotations__ or hasattr(source, "to_sharded")
 
 
 def test_python_random_words():
-    words = _compat.python_random_words()
+    words = internals.python_random_words()
     if words is None:
         pytest.skip("not CPython's layout: the public state is used instead")
     before = words.raw
@@ -486,24 +486,24 @@ def test_python_random_words():
 
 
 def test_numpy_generator():
-    assert _compat.numpy_generator() is np.random.get_bit_generator()
+    assert internals.numpy_generator() is np.random.get_bit_generator()
 
 
 def test_numpy_random_words():
-    words = _compat.numpy_random_words(_compat.numpy_generator())
+    words = internals.numpy_random_words(internals.numpy_generator())
     before = words.raw
     np.random.rand()
     assert words.raw != before
     numbers = np.frombuffer(words.raw, dtype=np.uint32)
     assert (numbers[:624] == np.random.get_state()[1]).all()
     assert numbers[624] == np.random.get_state()[2]
-    assert _compat.numpy_random_words(np.random.PCG64()) is None
+    assert internals.numpy_random_words(np.random.PCG64()) is None
 
 
 def test_numpy_spare_words():
     np.random.seed(0)
     np.random.randn()
-    words = _compat.numpy_spare_words()
+    words = internals.numpy_spare_words()
     flag, spare = struct.unpack("=ixxxxd", words.raw)
     assert (flag, spare) == np.random.get_state()[3:]
     np.random.randn()
@@ -511,47 +511,47 @@ def test_numpy_spare_words():
 
 
 def test_function_modes():
-    assert _compat.function_modes() == ()
+    assert internals.function_modes() == ()
     with torch.device("cpu") as device:
-        assert len(_compat.function_modes()) == 1
-        assert _compat.function_modes()[0].device == device
+        assert len(internals.function_modes()) == 1
+        assert internals.function_modes()[0].device == device
 
 
 def test_parametrizations_cached():
-    assert not _compat.parametrizations_cached()
+    assert not internals.parametrizations_cached()
     with parametrize.cached():
-        assert _compat.parametrizations_cached()
-        assert _compat.in_odd_surroundings()
+        assert internals.parametrizations_cached()
+        assert internals.in_odd_surroundings()
 
 
 def test_count_function_modes():
-    assert _compat.count_function_modes() == 0
+    assert internals.count_function_modes() == 0
     with torch.device("cpu"):
-        assert _compat.count_function_modes() == 1
+        assert internals.count_function_modes() == 1
 
 
 def test_set_grad_enabled():
     try:
-        _compat.set_grad_enabled(False)
+        internals.set_grad_enabled(False)
         assert not torch.is_grad_enabled()
     finally:
-        _compat.set_grad_enabled(True)
+        internals.set_grad_enabled(True)
     assert torch.is_grad_enabled()
 
 
 def test_ignored_ops():
-    assert torch.ops.aten.detach.default in _compat.IGNORED_OPS
-    assert torch.ops.aten.sin.default not in _compat.IGNORED_OPS
+    assert torch.ops.aten.detach.default in internals.IGNORED_OPS
+    assert torch.ops.aten.sin.default not in internals.IGNORED_OPS
 
 
 def test_detach_below_autograd():
     x = torch.randn(3, requires_grad=True).sin()
-    alias = _compat.detach_below_autograd(x)
+    alias = internals.detach_below_autograd(x)
     assert alias.data_ptr() == x.data_ptr()
     assert not alias.requires_grad
 
 
-@pytest.mark.parametrize("setting", _compat.SETTINGS, ids=lambda setting: setting[0])
+@pytest.mark.parametrize("setting", internals.SETTINGS, ids=lambda setting: setting[0])
 def test_settings(setting):
     _, get, put = setting
     before = get()
@@ -566,17 +566,17 @@ def test_settings(setting):
 
 
 def test_read_settings():
-    assert _compat.read_settings() == [get() for _, get, _ in _compat.SETTINGS]
+    assert internals.read_settings() == [get() for _, get, _ in internals.SETTINGS]
 
 
 def test_compiled_code():
-    assert callable(_compat.COMPILED_CODE) or _compat.COMPILED_CODE is None
+    assert callable(internals.COMPILED_CODE) or internals.COMPILED_CODE is None
 
 
 def test_memory_events():
-    with _compat.memory_events() as events:
+    with internals.memory_events() as events:
         kept = torch.empty(1000, dtype=torch.uint8)
-        _compat.mark_memory()
+        internals.mark_memory()
         del kept
     sizes = [what for _, what in events]
     place = sizes.index(None)
@@ -586,9 +586,9 @@ def test_memory_events():
 
 
 def test_mark_memory():
-    with _compat.memory_events() as events:
+    with internals.memory_events() as events:
         for _ in range(100):
-            _compat.mark_memory()
+            internals.mark_memory()
     assert [what for _, what in events] == [None] * 100
 
 
@@ -604,32 +604,32 @@ def test_a_scale_that_ends_inside_a_function_leaves_it_no_pointer(monkeypatch):
     monkeypatch.setattr(torch._C._autograd, "_disable_profiler", noted)
     x = torch.ones(100, requires_grad=True)
     with ExitStack() as first:
-        first.enter_context(_compat.memory_events())
+        first.enter_context(internals.memory_events())
         with (
             torch.autograd.profiler.record_function("a user's"),
             torch._C._profiler._RecordFunctionFast("a compiler's"),
         ):
             x.sin().sum().backward()
             first.close()
-            with _compat.memory_events():
+            with internals.memory_events():
                 x.cos().sum().backward()
     assert names == {"[memory]"}
 
 
 def test_profiler_running():
-    assert not _compat.profiler_running()
-    with _compat.memory_events():
-        assert _compat.profiler_running()
-    assert not _compat.profiler_running()
+    assert not internals.profiler_running()
+    with internals.memory_events():
+        assert internals.profiler_running()
+    assert not internals.profiler_running()
     with torch.profiler.profile():
-        assert _compat.profiler_running()
+        assert internals.profiler_running()
 
 
 def test_memory_fraction(monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda device: 0.25, raising=False)
-    assert _compat.memory_fraction(torch.device("cuda", 0)) == 0.25
+    assert internals.memory_fraction(torch.device("cuda", 0)) == 0.25
     monkeypatch.delattr(torch.cuda.memory, "get_per_process_memory_fraction")
-    assert _compat.memory_fraction(torch.device("cuda", 0)) == 1.0
+    assert internals.memory_fraction(torch.device("cuda", 0)) == 1.0
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -640,7 +640,7 @@ def test_inductor_saving(monkeypatch):
     seen = []
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs: seen.append(config.activation_memory_budget))
     for share in (0.25, 1.0, 0.0):
-        _compat_compiler.inductor_saving(share)(None, [])
+        compiler_internals.inductor_saving(share)(None, [])
     assert seen == [pytest.approx(0.25, rel=1e-4), 1.0, 0.0]
     assert seen[0] != 0.25  # what is cached of a compiler that takes attention for cheap is not ours
     assert config.activation_memory_budget == 1.0
@@ -686,7 +686,7 @@ def test_costly_attention():
     plain, counted = partitioners.get_default_op_list, set(flop_registry)
     for share in (0.5, 0.3, 0.15):
         assert run_again(share)[0] == 1, "without, it is run again whatever there is room for"
-        with _compat_compiler.costly_attention():
+        with compiler_internals.costly_attention():
             attentions, products = run_again(share)
         assert not attentions
         assert products
@@ -699,7 +699,7 @@ def test_compiler_errors():
     def refusing(graph, inputs):
         raise NotImplementedError("never")
 
-    with pytest.raises(_compat_compiler.compiler_errors()):
+    with pytest.raises(compiler_internals.compiler_errors()):
         torch.compile(torch.sin, backend=refusing)(torch.randn(2))
     torch._dynamo.reset()
 
@@ -711,7 +711,7 @@ def test_compiler_errors_have_the_limit_of_compilations():
     compiled = torch.compile(function, backend="eager", dynamic=False)
     with (
         torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True),
-        pytest.raises(_compat_compiler.compiler_errors()),
+        pytest.raises(compiler_internals.compiler_errors()),
     ):
         [compiled(torch.ones(1), float(number)) for number in range(4)]
     torch._dynamo.reset()
@@ -720,12 +720,12 @@ def test_compiler_errors_have_the_limit_of_compilations():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_replays_cuda_graphs():
     module = torch.nn.Linear(2, 2)
-    assert not _compat_compiler.replays_cuda_graphs(module)
+    assert not compiler_internals.replays_cuda_graphs(module)
     module.compile()
-    assert not _compat_compiler.replays_cuda_graphs(module)
+    assert not compiler_internals.replays_cuda_graphs(module)
     module.compile(mode="reduce-overhead")
-    assert _compat_compiler.replays_cuda_graphs(module)
-    assert _compat_compiler.replays_cuda_graphs(torch.compile(torch.nn.Linear(2, 2), mode="max-autotune"))
+    assert compiler_internals.replays_cuda_graphs(module)
+    assert compiler_internals.replays_cuda_graphs(torch.compile(torch.nn.Linear(2, 2), mode="max-autotune"))
 
 
 def test_local_values():
@@ -733,14 +733,14 @@ def test_local_values():
 
     def function():
         tensor = torch.ones(3)
-        found = _compat_process.local_values(inspect.currentframe())
+        found = process_internals.local_values(inspect.currentframe())
         assert any(value is tensor for value in found)
         alive = weakref.ref(tensor)
         del tensor, found
         return alive()
 
     assert function() is None
-    names = {"inspect": inspect, "look": _compat_process.local_values, "value": 3}
+    names = {"inspect": inspect, "look": process_internals.local_values, "value": 3}
     exec("found = look(inspect.currentframe())", names)
     assert 3 in names["found"]
     assert names["value"] == 3
@@ -748,44 +748,44 @@ def test_local_values():
 
 def test_is_only_thread():
     others = len(sys._current_frames()) - 1  # a test before may have left one
-    assert _compat_process.is_only_thread() == (others == 0)
+    assert process_internals.is_only_thread() == (others == 0)
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
-        assert not _compat_process.is_only_thread()
+        assert not process_internals.is_only_thread()
     finally:
         stop.set()
         thread.join()
 
 
 def test_heap_bytes():
-    before = _compat_process.heap_bytes()
+    before = process_internals.heap_bytes()
     assert before is not None
     tensor = torch.ones(1 << 20)
-    assert tensor.nbytes <= _compat_process.heap_bytes() - before < 1.1 * tensor.nbytes
+    assert tensor.nbytes <= process_internals.heap_bytes() - before < 1.1 * tensor.nbytes
     del tensor
-    assert _compat_process.heap_bytes() - before < 1 << 18
+    assert process_internals.heap_bytes() - before < 1 << 18
 
 
 def test_collectives_started(tmp_path):
-    assert _compat_process.collectives_started() == ()
+    assert process_internals.collectives_started() == ()
     dist = torch.distributed
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        before = _compat_process.collectives_started()
-        assert before == _compat_process.collectives_started()
+        before = process_internals.collectives_started()
+        assert before == process_internals.collectives_started()
         dist.all_reduce(torch.ones(1))
-        assert _compat_process.collectives_started() != before
-        before = _compat_process.collectives_started()
+        assert process_internals.collectives_started() != before
+        before = process_internals.collectives_started()
         group = dist.new_group([0])
-        assert _compat_process.collectives_started() != before, "another group"
-        before = _compat_process.collectives_started()
+        assert process_internals.collectives_started() != before, "another group"
+        before = process_internals.collectives_started()
         dist.broadcast(torch.ones(1), 0, group=group, async_op=True).wait()
-        assert _compat_process.collectives_started() != before
+        assert process_internals.collectives_started() != before
     finally:
         dist.destroy_process_group()
-    assert _compat_process.collectives_started() == ()
+    assert process_internals.collectives_started() == ()
 
 
 def test_collectives_started_where_a_backend_keeps_no_count():
@@ -793,7 +793,7 @@ def test_collectives_started_where_a_backend_keeps_no_count():
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        assert _compat_process.collectives_started() != _compat_process.collectives_started()
+        assert process_internals.collectives_started() != process_internals.collectives_started()
     finally:
         torch.distributed.destroy_process_group()
 
@@ -803,7 +803,7 @@ def test_many_compilations():
     from torch._dynamo import config
 
     before = config.recompile_limit
-    with _compat_compiler.many_compilations():
+    with compiler_internals.many_compilations():
         assert config.recompile_limit > before
         assert config.fail_on_recompile_limit_hit
     assert config.recompile_limit == before
@@ -813,42 +813,42 @@ def test_global_forward_hooks():
     before = torch.nn.modules.module.register_module_forward_pre_hook(identity)
     after = torch.nn.modules.module.register_module_forward_hook(identity)
     try:
-        assert _compat_modules.global_forward_hooks() == [identity, identity]
+        assert module_internals.global_forward_hooks() == [identity, identity]
     finally:
         before.remove()
         after.remove()
-    assert _compat_modules.global_forward_hooks() == []
+    assert module_internals.global_forward_hooks() == []
 
 
 def test_keeps_its_own_books():
     class Wrapper(torch.nn.DataParallel):
         pass
 
-    assert _compat_sandbox.keeps_its_own_books(Wrapper(torch.nn.Linear(2, 2)))
-    assert _compat_sandbox.keeps_its_own_books(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
-    assert not _compat_sandbox.keeps_its_own_books(torch.nn.Linear(2, 2))
-    assert torch.nn.parallel.DistributedDataParallel.__name__ in _compat_sandbox._WRAPPERS
+    assert hook_internals.keeps_its_own_books(Wrapper(torch.nn.Linear(2, 2)))
+    assert hook_internals.keeps_its_own_books(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert not hook_internals.keeps_its_own_books(torch.nn.Linear(2, 2))
+    assert torch.nn.parallel.DistributedDataParallel.__name__ in hook_internals._WRAPPERS
 
 
 def test_communication_states():
     source = inspect.getsource(torch.nn.parallel.DistributedDataParallel.register_comm_hook)
     assert "self._comm_hooks.append((hook, state))" in source
-    assert _compat_sandbox.communication_states(torch.nn.Linear(2, 2)) == []
+    assert hook_internals.communication_states(torch.nn.Linear(2, 2)) == []
 
 
 def test_has_hooks():
     tensor = torch.zeros(2, requires_grad=True)
-    assert not _compat_sandbox.has_hooks(tensor)
+    assert not hook_internals.has_hooks(tensor)
     tensor.register_hook(identity)
-    assert _compat_sandbox.has_hooks(tensor)
+    assert hook_internals.has_hooks(tensor)
 
 
 def test_has_backward_hooks():
     for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
         module = torch.nn.Linear(2, 2)
-        assert not _compat_sandbox.has_backward_hooks(module)
+        assert not hook_internals.has_backward_hooks(module)
         getattr(module, register)(lambda *_: None)
-        assert _compat_sandbox.has_backward_hooks(module)
+        assert hook_internals.has_backward_hooks(module)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -858,7 +858,7 @@ def test_heldback():
     seen, leaf = [], torch.nn.Parameter(torch.ones(2))
     leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append("hook"))
     _apply_optimizer_in_backward(torch.optim.SGD, [leaf], {"lr": 1.0})
-    held = _compat_sandbox.HeldBack(leaf)
+    held = hook_internals.HeldBack(leaf)
     leaf.sum().backward()
     assert not seen
     assert torch.equal(leaf, torch.ones(2))
@@ -870,7 +870,7 @@ def test_heldback():
 
 def test_weak_tensor():
     tensor = torch.zeros(2)
-    reference = _compat_sandbox.weak_tensor(tensor)
+    reference = hook_internals.weak_tensor(tensor)
     assert reference() is tensor
     del tensor
     assert reference() is None
@@ -881,13 +881,13 @@ def test_sparse_parts():
     for layout, count in ((torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert len(_compat.sparse_parts(dense.to_sparse(layout=layout))) == count
-    assert _compat.sparse_parts(dense) == []
+            assert len(internals.sparse_parts(dense.to_sparse(layout=layout))) == count
+    assert internals.sparse_parts(dense) == []
 
 
 def test_memory_of():
     octets = torch.arange(4, dtype=torch.uint8)
-    assert bytes(_compat.memory_of(octets)) == b"\x00\x01\x02\x03"
+    assert bytes(internals.memory_of(octets)) == b"\x00\x01\x02\x03"
 
 
 def test_waiting_frame():
@@ -902,11 +902,11 @@ def test_waiting_frame():
     started.wait()
     try:
         for _ in range(1000):
-            if _compat.waiting_frame(thread.ident) is not None:
+            if internals.waiting_frame(thread.ident) is not None:
                 break
             time.sleep(0.01)
-        assert _compat.waiting_frame(thread.ident) is not None
-        assert _compat.waiting_frame(threading.get_ident()) is None
+        assert internals.waiting_frame(thread.ident) is not None
+        assert internals.waiting_frame(threading.get_ident()) is None
     finally:
         over.set()
         thread.join()

@@ -7,12 +7,12 @@ from compare import assert_equal, seed
 from torch import nn
 
 import retape
-from retape.torch import checkpoint as checkpoint_room
-from retape.torch.entrance import run_region
-from retape.torch.policy import HOLD, Inputs, Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.region import Region
-from retape.torch.select import plan_recipe
+from retape.torch.engine import checkpoint as checkpoint_room
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import HOLD, Inputs, Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.region import Region
+from retape.torch.engine.select import plan_recipe
 
 BACKENDS = ["eager", "aot_eager"]  # inductor takes 40 s here, and sees the same graphs
 # torch's own: its compiler uses deprecated names, and reads .grad of every input.

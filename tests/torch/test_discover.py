@@ -6,7 +6,7 @@ import zoo
 from torch import nn
 
 from retape.errors import InvalidInput
-from retape.torch.discover import find_regions, refined
+from retape.torch.planning.discover import find_regions, refined
 
 
 def block(width=4):

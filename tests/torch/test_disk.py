@@ -12,8 +12,8 @@ from loops import gradients, same, unrolled
 from retape import scan
 from retape.core import Tier
 from retape.errors import InvalidInput, RegionError
-from retape.torch import disk
-from retape.torch.disk import SnapshotLost, read_file, write_file
+from retape.torch.loops import disk
+from retape.torch.loops.disk import SnapshotLost, read_file, write_file
 
 TENSORS = {
     "float32": torch.randn(3, 4),

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import retape
 from retape.core.problem import OptionKind
 from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError, PlanMismatch
-from retape.torch import fitting
+from retape.torch.planning import fitting
 
 fit = partial(retape.fit, progress=False)
 

@@ -9,12 +9,13 @@ from torch import nn
 
 import retape
 from retape import Budget
-from retape.torch import attach, compiled, form_profiles, tiling
-from retape.torch._compat_compiler import compiler_is_on
-from retape.torch.attach import original_class
-from retape.torch.opaque import CompiledCall
-from retape.torch.region import Region
-from retape.torch.treatments import tape_storages
+from retape.torch.capture.opaque import CompiledCall
+from retape.torch.compat.compiler_internals import compiler_is_on
+from retape.torch.engine.region import Region
+from retape.torch.planning import attach
+from retape.torch.planning.attach import original_class
+from retape.torch.planning.chain.treatments import tape_storages
+from retape.torch.planning.variants import compiled, form_profiles, tiling
 
 # torch's own: its compiler uses deprecated names, and reads .grad of every input.
 pytestmark = [
@@ -262,7 +263,7 @@ def test_sequence_lengths_do_not_compile_for_ever():
     compilations = []
     for rows in (32, 48, 80, 96, 112, 160, 200):
         other = torch.randn(rows, WIDTH)
-        with retape.torch.runs.plain():
+        with retape.torch.engine.runs.plain():
             wanted = gradients(model, other)
         for found, plain in zip(gradients(model, other), wanted, strict=True):
             torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)

@@ -17,9 +17,9 @@ from retape.core.assignment import Assignment, Choice
 from retape.core.fit_record import FitRecord
 from retape.core.problem import OptionKind
 from retape.errors import PlanFormatError
-from retape.torch.executor import Executor
-from retape.torch.modes import depends_on_mode
-from retape.torch.policy import Check
+from retape.torch.engine.policy import Check
+from retape.torch.planning.executor import Executor
+from retape.torch.planning.train_mode import depends_on_mode
 
 fit = partial(retape.fit, progress=False)
 WIDTH = 16
@@ -80,7 +80,7 @@ def applied(model, choices):
     """A model under an executor that notes, as `apply` puts one on."""
     regions = dict(model.named_children())
     seen = Seen(Assignment(choices=choices), {id(m): n for n, m in regions.items()}, check=Check.METADATA)
-    retape.torch.attach.put_on(model, regions, seen)
+    retape.torch.planning.attach.put_on(model, regions, seen)
     return seen
 
 

@@ -6,7 +6,8 @@ from compare import seed
 from torch import nn
 
 import retape
-from retape.torch import fitting, turns
+from retape.torch.planning import ab_timing as turns
+from retape.torch.planning import fitting
 
 
 def steps_of_a_fit(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 import zoo
 
 import retape
-from retape.torch.rounds import Rounds
+from retape.torch.planning.rounds import Rounds
 
 SHARES = (0.7, 0.4, 0.2)
 

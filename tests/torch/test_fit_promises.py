@@ -10,8 +10,9 @@ from zoo import MlpBlock
 
 import retape
 from retape.core.plan import Status
-from retape.torch import fitting, turns
-from retape.torch.fitting import Fitter
+from retape.torch.planning import ab_timing as turns
+from retape.torch.planning import fitting
+from retape.torch.planning.fitting import Fitter
 
 fit = partial(retape.fit, progress=False)
 

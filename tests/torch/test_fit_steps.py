@@ -10,9 +10,9 @@ from torch import nn
 
 import retape
 from retape.core.problem import OptionKind
-from retape.torch import fitting
-from retape.torch.fitting import Fitter
-from retape.torch.modelling import Modelled, Overheads
+from retape.torch.planning import fitting
+from retape.torch.planning.chain.modelling import Modelled, Overheads
+from retape.torch.planning.fitting import Fitter
 
 BLOCKS = 48
 MOST_STEPS = 12

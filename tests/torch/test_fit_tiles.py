@@ -16,12 +16,12 @@ from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind
 from retape.report.fit_rows import region_rows
 from retape.report.fit_text import why
-from retape.torch import tiling
-from retape.torch.attach import is_attached
-from retape.torch.executor import Executor
-from retape.torch.fitting import put_on, take_off
-from retape.torch.policy import Check
-from retape.torch.tiling import parts_of, treats_rows_independently
+from retape.torch.engine.policy import Check
+from retape.torch.planning.attach import is_attached
+from retape.torch.planning.executor import Executor
+from retape.torch.planning.fitting import put_on, take_off
+from retape.torch.planning.variants import tiling
+from retape.torch.planning.variants.tiling import parts_of, treats_rows_independently
 
 
 @functools.cache

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from retape.errors import OffloadError
-from retape.torch import host_pool
-from retape.torch.host_pool import GRAIN, LARGEST_CHUNK, HostPool, chunk_sizes
+from retape.torch.engine.host import host_pool
+from retape.torch.engine.host.host_pool import GRAIN, LARGEST_CHUNK, HostPool, chunk_sizes
 
 
 @pytest.mark.parametrize("count", [1, 4096, 4097, GRAIN, GRAIN + 1, LARGEST_CHUNK, 3 * LARGEST_CHUNK + 5 * GRAIN + 1])

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retape
 from retape.errors import InvalidInput
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
-from retape.torch import fused_loss
+from retape.torch.planning.variants import fused_loss
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,7 +104,7 @@ def test_loss_gradients_and_outputs_are_the_models_own(name):
 
 
 def test_the_logits_are_never_there(monkeypatch):
-    from retape.torch import logits
+    from retape.torch.planning.variants import logits
 
     fused = logits.linear_cross_entropy
     monkeypatch.setattr(logits, "linear_cross_entropy", lambda *a, **k: fused(*a, **{**k, "chunk_rows": 4}))
@@ -246,7 +246,7 @@ def test_models_that_cannot_be_fused():
 
 def rows_of_chunks(monkeypatch, model, rows=2, length=300):
     """How many rows of logits were made at a time."""
-    from retape.torch import head_loss
+    from retape.torch.slicing import linear_cross_entropy as head_loss
 
     found, run = [], head_loss._Head.run
 
@@ -283,7 +283,7 @@ def test_a_fit_and_its_saved_plan_bound_the_chunks_alike(monkeypatch):
     import dataclasses
 
     import retape
-    from retape.torch import fitting
+    from retape.torch.planning import fitting
 
     model, asked = make(), []
     monkeypatch.setattr(fitting, "fuse_loss", lambda model, chunk_bytes, compiled: asked.append(chunk_bytes))

@@ -5,8 +5,8 @@ import torch
 
 import retape
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
-from retape.torch.attach import is_attached
-from retape.torch.fused_loss import is_fused
+from retape.torch.planning.attach import is_attached
+from retape.torch.planning.variants.fused_loss import is_fused
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

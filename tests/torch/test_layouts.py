@@ -13,8 +13,8 @@ from compare import as_region, by_values, every_way, leaf, same_as_plain
 from torch import nn
 
 import retape
-from retape.torch import known_layouts
-from retape.torch.reads import capture_call
+from retape.torch.capture import module_tree_cache as known_layouts
+from retape.torch.capture.call import capture_call
 
 
 class Child(nn.Module):

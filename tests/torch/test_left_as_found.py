@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch import _compat, runs
+from retape.torch.compat import internals
+from retape.torch.engine import runs
 
 FORBIDDEN = torch.autograd.graph.disable_saved_tensors_hooks
 
@@ -14,10 +15,10 @@ FORBIDDEN = torch.autograd.graph.disable_saved_tensors_hooks
 def precisions():
     """Precisions of matrix products are set for one backend meanwhile."""
     get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    before = [get(*place) for place in _compat._PRECISIONS]
+    before = [get(*place) for place in internals._PRECISIONS]
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     yield
-    for place, value in zip(_compat._PRECISIONS, before, strict=True):
+    for place, value in zip(internals._PRECISIONS, before, strict=True):
         put(*place, value)
 
 

@@ -254,7 +254,13 @@ def test_no_tensor_holds_the_logits_of_more_than_a_chunk(dtype, reduction):
 
 
 def test_chunks_follow_the_bytes():
-    from retape.torch.head_loss import _BYTES_PER_LOGIT, _CHUNK_BYTES_ELSEWHERE, Reduction, _chunks, _Loss
+    from retape.torch.slicing.linear_cross_entropy import (
+        _BYTES_PER_LOGIT,
+        _CHUNK_BYTES_ELSEWHERE,
+        Reduction,
+        _chunks,
+        _Loss,
+    )
 
     loss = _Loss(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, soft_cap=None, logit_scale=1.0,
                  reduction=Reduction.MEAN, chunk_rows=None, dtype=torch.float32)  # fmt: skip

@@ -11,9 +11,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import retape
-from retape.torch.entrance import run_region
-from retape.torch.policy import DROP, HOLD, Check, Inputs, Policy
-from retape.torch.region import Region
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import DROP, HOLD, Check, Inputs, Policy
+from retape.torch.engine.region import Region
 
 RAN = []  # a re-run puts back the attributes of a module, so a count among them would not grow
 LINK, SEGMENT = Policy(inputs=Inputs.LINK), Policy(inputs=Inputs.SEGMENT)

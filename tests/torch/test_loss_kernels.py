@@ -8,8 +8,11 @@ import torch
 from torch.nn import functional as F
 
 import retape
-from retape.torch import _compat_compiler, head_loss, logits, loss_kernels
-from retape.torch.loss_kernels import compiled_loss, loss_is_compiled, losses_and_slopes, may_compile
+from retape.torch.compat import compiler_internals
+from retape.torch.planning.variants import logits
+from retape.torch.slicing import linear_cross_entropy as head_loss
+from retape.torch.slicing import loss_kernels
+from retape.torch.slicing.loss_kernels import compiled_loss, loss_is_compiled, losses_and_slopes, may_compile
 
 ROWS, FEATURES, CLASSES = 40, 16, 33
 CUDA = torch.device("cuda", 0)
@@ -115,7 +118,7 @@ def test_it_is_compiled_on_a_gpu_where_it_may_be():
 @pytest.mark.parametrize("said", ["never", ""])
 def test_where_it_does_not_compile_it_stays_eager_and_says_so(monkeypatch, caplog, said):
     def refusing(*arguments):
-        raise _compat_compiler.compiler_errors()[0](said)
+        raise compiler_internals.compiler_errors()[0](said)
 
     monkeypatch.setattr(loss_kernels, "_compiled", lambda: refusing)
     monkeypatch.setattr(loss_kernels, "loss_is_compiled", lambda device: not loss_kernels._REFUSED)

@@ -11,7 +11,7 @@ from torch import nn
 import retape
 from retape.core.record import Moment
 from retape.errors import InvalidInput
-from retape.torch.meter import GIVE_WAY, MOST_MOMENTS, present_bytes, storage_bytes, thinned, weighing
+from retape.torch.measure.memory_meter import GIVE_WAY, MOST_MOMENTS, present_bytes, storage_bytes, thinned, weighing
 
 CPU = torch.device("cpu")
 KIB = 1024

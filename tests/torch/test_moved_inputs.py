@@ -18,13 +18,15 @@ from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind
 from retape.core.solve import solve
 from retape.errors import OffloadError, RecomputeMismatch, StateChanged
-from retape.torch import fitting, lanes, offload, profile
-from retape.torch.entrance import run_region
-from retape.torch.host_pool import HostPool
-from retape.torch.policy import Check, Inputs, Policy
-from retape.torch.readings import RegionSeconds, read_seconds
-from retape.torch.region import Region
-from retape.torch.region_ways import Overheads
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.host import copy_streams as lanes
+from retape.torch.engine.host import offload
+from retape.torch.engine.host.host_pool import HostPool
+from retape.torch.engine.policy import Check, Inputs, Policy
+from retape.torch.engine.region import Region
+from retape.torch.planning import fitting, profile
+from retape.torch.planning.chain.region_ways import Overheads
+from retape.torch.planning.profile_intervals import RegionSeconds, read_seconds
 
 INPUT = Policy(moved_inputs=frozenset({0}))
 INPUT_AND_SLOTS = Policy(moved_inputs=frozenset({0}), moved=frozenset(range(1, 100, 2)))

@@ -19,8 +19,8 @@ from ode_cases import (
 import retape
 from retape.core.schedules import Schedule, count
 from retape.errors import InvalidInput
-from retape.torch.ode import in_a_loop, integrate
-from retape.torch.runs import plain
+from retape.torch.engine.runs import plain
+from retape.torch.ode.odeint import in_a_loop, integrate
 
 F64 = torch.float64
 LOOSE = {"rtol": 1e-5, "atol": 1e-7}

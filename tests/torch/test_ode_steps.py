@@ -12,7 +12,7 @@ from ode_cases import Net, recorded_steps, solve_plainly, van_der_pol
 import retape
 from retape.core.tableaux import TABLEAUX
 from retape.errors import IntegrationFailed, InvalidInput, RetapeError, StateChanged, UnsupportedTransform
-from retape.torch.ode import PLAIN, integrate
+from retape.torch.ode.odeint import PLAIN, integrate
 
 F64 = torch.float64
 ADAPTIVE = ("dopri5", "tsit5")

@@ -16,14 +16,15 @@ import retape
 from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
 from retape.errors import OffloadError, RecomputeMismatch, StateChanged
-from retape.torch import lanes, offload
-from retape.torch.attach import put_on, take_off
-from retape.torch.discover import find_regions
-from retape.torch.entrance import run_region
-from retape.torch.executor import Executor
-from retape.torch.policy import Check, Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.region import Region
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.host import copy_streams as lanes
+from retape.torch.engine.host import offload
+from retape.torch.engine.policy import Check, Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.region import Region
+from retape.torch.planning.attach import put_on, take_off
+from retape.torch.planning.discover import find_regions
+from retape.torch.planning.executor import Executor
 
 EVERYTHING = Policy(moved=frozenset(range(100)))
 
@@ -107,7 +108,7 @@ def test_models_with_random_slots_held_moved_and_dropped(late, name):
 
 def test_a_re_run_is_answered_from_moved_slots(late):
     """Held, moved and dropped in one region: with a recipe the matmul of the moved slot is not run again."""
-    from retape.torch.select import plan_recipe
+    from retape.torch.engine.select import plan_recipe
 
     counted = []
 

@@ -13,15 +13,18 @@ import retape
 from retape.core.actions import Backward, Forward, Load, Tape
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind, Tier
-from retape.torch import fitting, lanes, modelling, offload
-from retape.torch.attach import put_on
-from retape.torch.executor import Executor
-from retape.torch.modelling import shared_out
-from retape.torch.policy import Check
-from retape.torch.readings import RegionSeconds
-from retape.torch.region import Region
-from retape.torch.region_ways import MOST_OFFLOADS
-from retape.torch.treatments import offload_treatments, select_treatments, tape_storages, treat
+from retape.torch.engine.host import copy_streams as lanes
+from retape.torch.engine.host import offload
+from retape.torch.engine.policy import Check
+from retape.torch.engine.region import Region
+from retape.torch.planning import fitting
+from retape.torch.planning.attach import put_on
+from retape.torch.planning.chain import modelling
+from retape.torch.planning.chain.modelling import shared_out
+from retape.torch.planning.chain.region_ways import MOST_OFFLOADS
+from retape.torch.planning.chain.treatments import offload_treatments, select_treatments, tape_storages, treat
+from retape.torch.planning.executor import Executor
+from retape.torch.planning.profile_intervals import RegionSeconds
 
 
 def host(monkeypatch, speed=math.inf, capacity=None):

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retape.torch.meter import Reading
-from retape.torch.profile import Phase
-from retape.torch.readings import RegionSeconds, read_bytes, read_seconds, told_apart
+from retape.torch.measure.memory_meter import Reading
+from retape.torch.planning.profile import Phase
+from retape.torch.planning.profile_intervals import RegionSeconds, read_bytes, read_seconds, told_apart
 
 
 def labels(regions):

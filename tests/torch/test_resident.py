@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from retape.errors import InvalidInput
-from retape.torch import resident
-from retape.torch.resident import device_of, fixed_bytes, pending_optimizer_bytes
+from retape.torch.measure import baseline_memory as resident
+from retape.torch.measure.baseline_memory import device_of, fixed_bytes, pending_optimizer_bytes
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {

@@ -16,8 +16,8 @@ from torch import nn
 
 from retape import keep, scan, while_loop
 from retape.errors import InvalidInput, RegionError
-from retape.torch import loop_resume
-from retape.torch.loop_journal import decode, encode
+from retape.torch.loops import resume as loop_resume
+from retape.torch.loops.journal import decode, encode
 
 STEPS = 40
 
@@ -280,7 +280,7 @@ KILLED = """
 import os, signal, sys, torch
 sys.path.insert(0, {tests!r})
 import test_resume
-from retape.torch import loop_resume
+from retape.torch.loops import resume as loop_resume
 loop_resume.PROGRESS_SECONDS = 0.0
 def burn():
     test_resume.counts().runs += 1

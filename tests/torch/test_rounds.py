@@ -10,7 +10,7 @@ from zoo import MlpBlock
 
 import retape
 from retape.core.plan import Status
-from retape.torch.rounds import Rounds
+from retape.torch.planning.rounds import Rounds
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from torch import nn
 
 import retape
 from retape.errors import InvalidInput
-from retape.torch.sandbox import sandboxed
+from retape.torch.measure.sandbox import sandboxed
 
 
 def flat_views(model):

@@ -18,9 +18,9 @@ from retape.core.actions import Backward, Forward, Free, Item, Save
 from retape.core.schedules import Schedule, count
 from retape.core.solvers.loop_planner import LoopPlanner
 from retape.errors import BudgetTooSmall, InvalidInput
-from retape.torch import loop_plan
-from retape.torch.loop_body import Body, Xs
-from retape.torch.loop_plan import (
+from retape.torch.loops import plan as loop_plan
+from retape.torch.loops.body import Body, Xs
+from retape.torch.loops.plan import (
     LoopPlan,
     TapeSteps,
     default_block,
@@ -29,8 +29,8 @@ from retape.torch.loop_plan import (
     reversal,
     tier_slots,
 )
-from retape.torch.loop_state import State
-from retape.torch.snapshots import DeviceShelf, DiskShelf, HostShelf
+from retape.torch.loops.snapshots import DeviceShelf, DiskShelf, HostShelf
+from retape.torch.loops.state import State
 
 DTYPE = torch.float64
 

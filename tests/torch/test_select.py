@@ -10,11 +10,11 @@ from compare import seed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch.entrance import run_region
-from retape.torch.policy import Check, Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.region import Region
-from retape.torch.select import Step, plan_recipe
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import Check, Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.region import Region
+from retape.torch.engine.select import Step, plan_recipe
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from test_select import Step, equal, gradients, plan_recipe, subsets, traced, uninitialised_memory_is_nan  # noqa: F401
 from torch import nn
 
-from retape.torch.policy import Policy
-from retape.torch.proof import Proof, Standing
-from retape.torch.treatments import select_treatments
+from retape.torch.engine.policy import Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.planning.chain.treatments import select_treatments
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 

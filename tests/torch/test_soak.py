@@ -12,7 +12,7 @@ from ledger import Ledger
 from torch import nn
 
 import retape
-from retape.torch.runs import plain
+from retape.torch.engine.runs import plain
 
 STEPS = 2000
 

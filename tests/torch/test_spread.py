@@ -20,15 +20,16 @@ from retape.core.problem import Budget, OptionKind
 from retape.core.simulate import simulate
 from retape.core.solve import solve
 from retape.errors import BudgetTooSmall, InvalidInput
-from retape.torch import meter, spread
-from retape.torch.fitting import Fitter, meanings_of
-from retape.torch.meter import Reading
-from retape.torch.modelling import Overheads, model_of
-from retape.torch.policy import Check, Inputs
-from retape.torch.profile import ProfileSession, SharedStopwatch
-from retape.torch.readings import StepBytes
-from retape.torch.resident import devices_of
-from retape.torch.sandbox import sandboxed
+from retape.torch.engine.policy import Check, Inputs
+from retape.torch.measure import memory_meter as meter
+from retape.torch.measure.baseline_memory import devices_of
+from retape.torch.measure.memory_meter import Reading
+from retape.torch.measure.sandbox import sandboxed
+from retape.torch.planning import spread
+from retape.torch.planning.chain.modelling import Overheads, model_of
+from retape.torch.planning.fitting import Fitter, meanings_of
+from retape.torch.planning.profile import ProfileSession, SharedStopwatch
+from retape.torch.planning.profile_intervals import StepBytes
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 BLOCKS, BORDER = 6, 3

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import retape
 from retape.errors import InvalidInput, RegionError, StateChanged, UnsupportedTransform
-from retape.torch.meter import weighing
-from retape.torch.runs import plain
+from retape.torch.engine.runs import plain
+from retape.torch.measure.memory_meter import weighing
 
 WIDTH = 6
 

@@ -7,18 +7,18 @@ import torch
 import zoo
 from torch import nn
 
-from retape.torch import links
-from retape.torch.attach import attach, detach
-from retape.torch.caches import without_cache
-from retape.torch.discover import find_regions
-from retape.torch.entrance import run_region
-from retape.torch.meter import weighing
-from retape.torch.policy import Policy
-from retape.torch.profile import OpTimer
-from retape.torch.proof import Proof, Standing
-from retape.torch.region import Region
-from retape.torch.select import plan_recipe
-from retape.torch.treatments import is_steady, last_missing, select_treatments, tape_storages, treat
+from retape.torch.capture.kv_caches import without_cache
+from retape.torch.engine import links
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.region import Region
+from retape.torch.engine.select import plan_recipe
+from retape.torch.measure.memory_meter import weighing
+from retape.torch.planning.attach import attach, detach
+from retape.torch.planning.chain.treatments import is_steady, last_missing, select_treatments, tape_storages, treat
+from retape.torch.planning.discover import find_regions
+from retape.torch.planning.profile import OpTimer
 
 CPU = torch.device("cpu")
 MAKES = ("gpt2", "llama", "bert", "vit", "unet", "widening")

@@ -10,12 +10,13 @@ from zoo import MlpBlock
 
 import retape
 from retape.core.problem import OptionKind
-from retape.torch import fitting, profile, turns
-from retape.torch.fitting import Fitter
-from retape.torch.modelling import Overheads
-from retape.torch.overheads import engine_overheads
-from retape.torch.region_ways import MeasuredRegion
-from retape.torch.turns import TIMED_STEPS, in_turns, is_quicker, repeated, times_for, turns_within
+from retape.torch.planning import ab_timing as turns
+from retape.torch.planning import fitting, profile
+from retape.torch.planning.ab_timing import TIMED_STEPS, in_turns, is_quicker, repeated, times_for, turns_within
+from retape.torch.planning.chain.modelling import Overheads
+from retape.torch.planning.chain.region_ways import MeasuredRegion
+from retape.torch.planning.engine_overhead import engine_overheads
+from retape.torch.planning.fitting import Fitter
 
 fit = partial(retape.fit, progress=False)
 

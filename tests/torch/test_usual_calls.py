@@ -14,11 +14,11 @@ from ledger import Ledger
 from torch import nn
 
 import retape
-from retape.torch import known_layouts
-from retape.torch.entrance import run_region
-from retape.torch.holders import DictHolder
-from retape.torch.reads import capture_call
-from retape.torch.region import Region
+from retape.torch.capture import module_tree_cache as known_layouts
+from retape.torch.capture.call import capture_call
+from retape.torch.capture.containers import DictHolder
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.region import Region
 
 WIDTH = 1000
 

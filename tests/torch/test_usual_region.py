@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
-from retape.torch.entrance import run_region
-from retape.torch.policy import DROP_IN, HOLD, Inputs, Policy
-from retape.torch.reads import capture_call
-from retape.torch.region import Region
-from retape.torch.usual_region import UsualRegion
-from retape.torch.watch import Watch
+from retape.torch.capture.call import capture_call
+from retape.torch.capture.mutation import Watch
+from retape.torch.engine.entrance import run_region
+from retape.torch.engine.policy import DROP_IN, HOLD, Inputs, Policy
+from retape.torch.engine.region import Region
+from retape.torch.engine.usual_region import UsualRegion
 
 
 class Block(nn.Module):

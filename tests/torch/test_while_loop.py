@@ -10,7 +10,7 @@ from retape import while_loop
 from retape.core import Tier
 from retape.core.schedules import Schedule, count
 from retape.errors import InvalidInput, RecomputeMismatch
-from retape.torch.loop_body import Body
+from retape.torch.loops.body import Body
 
 DTYPE = torch.float64
 

@@ -7,7 +7,12 @@ import multiprocessing
 import os
 import traceback
 
-PRELOADED = ["retape.torch.fitting", "retape.torch.ode", "torch.testing", "transformers.models.gpt2.modeling_gpt2"]
+PRELOADED = [
+    "retape.torch.planning.fitting",
+    "retape.torch.ode.odeint",
+    "torch.testing",
+    "transformers.models.gpt2.modeling_gpt2",
+]
 
 
 def run_blocks(name, blocks, folder, environment):

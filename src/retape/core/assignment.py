@@ -1,7 +1,7 @@
 """What each region of a model does under a plan: slots held, input dropped, and what a re-run on the way leaves behind.
 
 A plan for a chain speaks of stages and options; an assignment says the same of the calls of a model's modules. Frozen values,
-JSON both ways. Compiled from a plan's actions here, executed by `torch/executor.py`.
+JSON both ways. Compiled from a plan's actions here, executed by `executor.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Record: what a step was measured to take, in bytes and seconds, as a value that is saved and loaded as JSON.
 
-Nothing is measured here; `torch/meter.py` does that, and `report/` draws it.
+Nothing is measured here; `memory_meter.py` does that, and `report/` draws it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A step of size h from (t, y): k_i = f(t + c_i h, y + h sum_j a_ij k_j), y' = y +
 `error` holds b minus the weights of the embedded method of one order less; `dense[i]` the coefficients of theta, theta^2, ... in the
 weight of k_i at t + theta h, with which a step gives its solution anywhere inside it without another evaluation.
 
-What a step does with them is in `torch/ode_steps.py`.
+What a step does with them is in `steps.py`.
 """
 
 from __future__ import annotations

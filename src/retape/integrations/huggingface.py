@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from retape.core.errors import InvalidInput
-from retape.torch.caches import refuse_cache
-from retape.torch.checkpoint import checkpoint
-from retape.torch.fused_loss import remove_hooks
+from retape.torch.capture.kv_caches import refuse_cache
+from retape.torch.engine.checkpoint import checkpoint
+from retape.torch.planning.variants.fused_loss import remove_hooks
 
 
 def enable(model: nn.Module, *, check: str = "metadata") -> nn.Module:

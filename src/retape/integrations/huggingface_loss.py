@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from retape.torch.fused_loss import fuse_loss, unfuse_loss
+from retape.torch.planning.variants.fused_loss import fuse_loss, unfuse_loss
 
 __all__ = ["fuse_loss", "unfuse_loss"]

@@ -12,11 +12,11 @@ from transformers import TrainerCallback
 from retape.api import Fit, fit
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike
-from retape.torch.attach import attach, detach, is_attached, replicated, take_off
-from retape.torch.discover import refuse_own_checkpointing
-from retape.torch.fingerprint import unwrapped
-from retape.torch.fused_loss import is_fused, unfuse_loss
-from retape.torch.ranks import is_distributed
+from retape.torch.compat.ranks import is_distributed
+from retape.torch.planning.attach import attach, detach, is_attached, replicated, take_off
+from retape.torch.planning.discover import refuse_own_checkpointing
+from retape.torch.planning.model_hash import unwrapped
+from retape.torch.planning.variants.fused_loss import is_fused, unfuse_loss
 
 _MANAGED: WeakKeyDictionary[nn.Module, ref[FitCallback]] = WeakKeyDictionary()  # models, and whose callback they have
 

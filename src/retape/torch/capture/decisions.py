@@ -1,0 +1,151 @@
+"""Decisions of a region that are kept by themselves: which experts, which rows, which branch (Rule 10).
+
+Where kernels are nondeterministic, a router may choose other experts in the re-run than in the forward, and nothing but the gradient
+would show it. Integer and boolean results of functions that decide (topk, argmax, sort, nonzero, comparisons of floating-point
+numbers, `.item()`) are small, so the forward records them and the re-run uses the record. Only regions whose code names such a
+function run under a torch-function mode for it. A dispatch mode around a forward would see more, but some PyTorch kernels
+(`_foreach_mul_` on a view) give autograd another graph under one. What is large compared with the region's inputs is not recorded;
+`retape.keep` records anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retape.torch.capture.host_access import TransparentMode
+from retape.torch.compat import internals
+
+_NAMES = frozenset(
+    {
+        *("topk", "kthvalue", "argmax", "argmin", "sort", "argsort", "msort", "nonzero", "nonzero_static", "argwhere"),
+        *("multinomial", "item", "tolist", "searchsorted", "bucketize", "unique", "masked_select", "gumbel_softmax"),
+        *("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"),
+    }
+)
+_COMPARISONS = frozenset(
+    {
+        *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal", "not_equal"),
+        *("__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__"),
+    }
+)
+# Functions whose result is a Python value.
+_READS = frozenset(
+    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"}
+)
+_FUNCTIONS = frozenset(
+    {
+        *("topk", "kthvalue", "argmax", "argmin", "sort", "argsort", "msort", "nonzero", "nonzero_static", "argwhere"),
+        *("multinomial", "searchsorted", "bucketize", "unique", "unique_consecutive", "max", "min", "median", "mode"),
+        *("cummax", "cummin", "aminmax"),
+    }
+)
+_ALL = _COMPARISONS | _READS | _FUNCTIONS
+_SHARE = 8  # a result larger than one in so many parts of the region's inputs is not recorded
+_ALWAYS_BYTES = 64 * 1024  # a result up to this size always is
+
+
+def may_decide(names: frozenset[str]) -> bool:
+    """True if code that mentions these names may decide something."""
+    return not _NAMES.isdisjoint(names)
+
+
+# --- recording and repeating ----------------------------------------------------------------------------------------
+
+
+class Decisions:
+    """What the ops of one forward decided, in order."""
+
+    __slots__ = ("_limit_bytes", "entries")
+
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
+        self._limit_bytes = max(_ALWAYS_BYTES, sum(tensor.nbytes for tensor in inputs if _is_plain(tensor)) // _SHARE)
+        self.entries: list[tuple[str, list[Any]]] = []
+
+    def record(self, name: str, out: Any) -> None:
+        if name in _READS:
+            self.entries.append((name, [out]))
+            return
+        leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        with internals.unobserved():
+            self.entries.append((name, [leaf.detach().clone() if self._is_kept(leaf) else None for leaf in leaves]))
+
+    def _is_kept(self, leaf: Tensor) -> bool:
+        counts = not (leaf.is_floating_point() or leaf.is_complex())
+        return counts and _is_plain(leaf) and leaf.nbytes <= self._limit_bytes
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _decision(func: Any, args: Any) -> str | None:
+    """The name of a function that decides, if this is a call of one."""
+    name = getattr(func, "__name__", "")
+    if name not in _ALL or not args or not isinstance(args[0], Tensor):
+        return None
+    return None if name in _COMPARISONS and not args[0].is_floating_point() else name
+
+
+class Recording(TransparentMode):
+    """Records what a forward decides."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        super().__init__()
+        self._decisions = decisions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = _decision(func, args)
+        if name is not None:
+            self._decisions.record(name, out)
+        return out
+
+
+class Repeating(TransparentMode):
+    """Puts what the forward decided in the place of what a re-run decides; a re-run that decides otherwise is left alone from there."""
+
+    def __init__(self, decisions: Decisions, was_run: Callable[[], bool] = lambda: True) -> None:
+        super().__init__()
+        self._entries = iter(decisions.entries)
+        self._follows = True
+        self._was_run = (
+            was_run  # not so for an op that a mode below answered, perhaps with what its result became later
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = _decision(func, args) if self._follows else None
+        return out if name is None else self._repeat(name, out)
+
+    def _repeat(self, name: str, out: Any) -> Any:
+        known, kept = next(self._entries, ("", []))
+        if known != name:
+            self._follows = False
+            return out
+        if name in _READS:
+            return kept[0]
+        leaves, tree = pytree.tree_flatten(out)
+        if len(kept) != sum(isinstance(leaf, Tensor) for leaf in leaves) or not self._was_run():
+            return out
+        values = iter(kept)
+        again = [_repeated(leaf, next(values)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(again, tree)
+
+
+def _repeated(again: Tensor, kept: Tensor | None) -> Tensor:
+    """What was kept, in the memory of what came again, whose storage other modes know; a copy where the shape differs."""
+    if kept is None or again.dtype is not kept.dtype:
+        return again
+    with internals.unobserved(), torch.no_grad():
+        if again.shape != kept.shape:
+            return kept.clone()
+        internals.write_unseen(again, kept)  # autograd may have saved it by now
+        return again

@@ -1,0 +1,132 @@
+"""Every private interface of PyTorch's compiler that retape leans on, each behind one small function; the rest is in `internals.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether a module or function is the result of torch.compile."""
+    return (
+        type(value).__name__ == "OptimizedModule"
+        or getattr(value, "_compiled_call_impl", None) is not None
+        or hasattr(value, "_torchdynamo_orig_callable")
+    )
+
+
+def compiler_is_on() -> bool:
+    """Whether frames that are entered now would be compiled: a compiled caller has called something that it could not take in."""
+    return _compiler_callback() is not None
+
+
+_eval_frame = torch._C._dynamo.eval_frame
+_compiler_callback = _eval_frame.get_eval_frame_callback
+_CAN_MARK = hasattr(_eval_frame, "set_code_exec_strategy")
+
+
+def left_alone(function: _Function) -> _Function:
+    """A function whose frames, with all they call, the compiler leaves alone: a backward pass inside a compiled step calls it as it is.
+
+    Unlike `uncompiled` it costs nothing, and does not show in the graph of a caller that is being compiled.
+    """
+    if _CAN_MARK:
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+class LightMode(TorchDispatchMode):
+    """A dispatch mode whose method is called directly: the wrapper that keeps the compiler away costs as much as a small op."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if _CAN_MARK:
+            left_alone(cls.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not _CAN_MARK
+
+
+def uncompiled(function: _Function) -> _Function:
+    """A function that a caller which is being compiled calls as it is, with all that it calls; the compiler is not imported for it."""
+    return cast(_Function, _disable_dynamo(function))
+
+
+_ATTENTIONS = (  # fused ones that the partitioner of some PyTorch takes for cheap, and would run again whatever may be saved
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_A_HAIR = (
+    1e-6  # compiled code is cached by its share: another number than the same share elsewhere, where attention is cheap
+)
+
+
+def inductor_saving(share: float) -> Callable[..., Any]:
+    """A backend for torch.compile whose functions save this share of the tape that they would save by themselves."""
+    budget = share - _A_HAIR if 0 < share < 1 else share
+
+    def backend(graph: Any, inputs: Any, **keywords: Any) -> Any:
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(activation_memory_budget=budget), costly_attention():
+            return compile_fx(graph, inputs, **keywords)
+
+    return backend
+
+
+@contextmanager
+def costly_attention() -> Iterator[None]:
+    """Inside, a graph is cut into forward and backward by a compiler that knows attention for what it costs, like a product of matrices."""
+    from torch._functorch import partitioners
+    from torch.utils.flop_counter import flop_registry
+
+    plain = partitioners.get_default_op_list
+    attentions = [getattr(torch.ops.aten, name) for name in _ATTENTIONS if hasattr(torch.ops.aten, name)]
+    uncounted = [attention for attention in attentions if attention not in flop_registry]
+
+    def with_attention() -> Any:
+        known = plain()
+        known.compute_intensive_ops.update(attentions)
+        return known
+
+    partitioners.get_default_op_list = with_attention
+    flop_registry.update(dict.fromkeys(uncounted, flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]))
+    try:
+        yield
+    finally:
+        partitioners.get_default_op_list = plain
+        for attention in uncounted:
+            flop_registry.pop(attention, None)
+
+
+def many_compilations() -> AbstractContextManager[Any]:
+    """Inside, a function may be compiled for many kinds of arguments, and one for which it may not is an error, not silently eager."""
+    from torch._dynamo import config
+
+    return config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)  # type: ignore[no-any-return]
+
+
+def compiler_errors() -> tuple[type[BaseException], ...]:
+    """What the compiler raises when it cannot compile something."""
+    from torch._dynamo import exc
+
+    return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
+
+
+def replays_cuda_graphs(module: Any) -> bool:
+    """Whether a module was compiled by its user in a mode that records CUDA graphs."""
+    compiled = getattr(module, "_compiled_call_impl", None) or module
+    read = getattr(compiled, "get_compiler_config", None)
+    config = read() if callable(read) else None
+    return bool(config and config.get("triton.cudagraphs"))

@@ -1,0 +1,526 @@
+"""Every private PyTorch, numpy and CPython interface that retape leans on, each behind one small function.
+
+Nothing outside this package touches a private name; the other modules here have those of the compiler, hooks, modules and processes.
+`tests/torch/test_compat.py` has a canary for each: when a new release moves one, that test says which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import operator
+import os
+import random
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+
+from retape.core.errors import InvalidInput
+
+PolicyFunction = Callable[..., Any]
+_NOTHING_TO_HIDE: AbstractContextManager[Any] = nullcontext()
+# torch's own functions, taken before anyone can put retape's in their place.
+TORCH_CHECKPOINT = torch_checkpoint.checkpoint
+# The context manager around these costs more than they do.
+push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+# The hooks in force around the caller, or None; asked with True, that a tracer is at work does not count.
+top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+# The id of the backward pass that runs in this thread, or -1.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# Whether the backward pass that runs in this thread leaves its graph for another one (`retain_graph`).
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+# When an autograd node was made, counted in its thread; an AccumulateGrad has the largest number there is.
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+
+
+def linear_places(node: Any) -> tuple[Any, Any] | None:
+    """Where the gradients of weight and bias of a linear layer's node go (None for one that needs none); None for other nodes."""
+    kind = node.name()
+    if kind == "AddmmBackward0" and node._saved_alpha == 1 and node._saved_beta == 1:
+        bias, _, weight = node.next_functions
+    elif kind == "MmBackward0":
+        bias, (_, weight) = (None, 0), node.next_functions
+    else:
+        return None
+    return (weight if weight[0] is not None else None), (bias if bias[0] is not None else None)
+
+
+def linear_rows(node: Any) -> torch.Tensor:
+    """What a linear layer's node has saved of the rows that it multiplied."""
+    saved: torch.Tensor = node._saved_mat1 if node.name() == "AddmmBackward0" else node._saved_self
+    return saved
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+# Call back when the backward pass that runs in this thread is done.
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def unobserved() -> AbstractContextManager[Any]:
+    """A context in which no dispatch mode sees what retape does for itself, as if it did not happen."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING_TO_HIDE
+
+
+def parametrizations_cached() -> bool:
+    """Whether the caller is inside torch.nn.utils.parametrize.cached()."""
+    return bool(_parametrize._cache_enabled)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return tensor.device.type == "meta" or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+NORMS = torch.nn.modules.batchnorm._NormBase  # norms that keep running statistics
+
+
+def untyped_storage(tensor: torch.Tensor) -> Any:
+    """A tensor's storage, asked for without any torch-function mode noticing."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
+
+
+def memory_of(octets: torch.Tensor) -> memoryview:
+    """The memory of a CPU tensor of bytes, asked for without any torch-function mode noticing."""
+    with torch._C.DisableTorchFunction():
+        view: memoryview = octets.numpy().data
+        return view
+
+
+def waiting_frame(thread: int | None) -> Any:
+    """The innermost frame of a thread, if it is one of Python's own waits (a lock, a queue, a future, a join); else None."""
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    return frame if frame is not None and frame.f_code.co_filename == threading.__file__ else None
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The index and value tensors of a sparse tensor; none of another layout."""
+    with unobserved(), torch.no_grad():
+        if tensor.layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        return []
+
+
+def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()`, without a trip through the dispatch modes around the caller; a subclass dispatches for itself."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.detach()
+    with _DisableTorchDispatch():
+        return tensor.detach()
+
+
+def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()` inside a dispatch mode, where autograd is done already: the alias shares the tensor's version all the same."""
+    with _SetExcludeDispatchKeyGuard(_IN_PLACE_OR_VIEW, False):
+        return tensor.detach()
+
+
+# A name of torch's own is slow to find, and these are asked for with every op.
+_DisableTorchDispatch = torch._C._DisableTorchDispatch
+_SetExcludeDispatchKeyGuard = torch._C._SetExcludeDispatchKeyGuard
+_IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
+
+
+def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Write to a tensor without moving its version: for values that are put back before anyone else looks."""
+    with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
+        tensor.detach().copy_(value)
+
+
+def in_odd_surroundings() -> bool:
+    """Whether a torch.func transform, a forward-mode level or torch.nn.utils.parametrize.cached() is around the caller."""
+    return _functorch_level() is not None or _forward_ad._current_level >= 0 or _parametrize._cache_enabled > 0
+
+
+_functorch_level = torch._C._functorch.maybe_current_level
+_forward_ad = torch.autograd.forward_ad
+_parametrize = torch.nn.utils.parametrize
+
+
+def at_trace_time(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Mark a function to be called while a caller is being compiled, instead of becoming a part of what is compiled.
+
+    What `torch.compiler.assume_constant_result` does, without importing the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def functorch_transform() -> str | None:
+    """The name of the innermost torch.func transform around the caller, if any."""
+    if torch._C._functorch.maybe_current_level() is None:
+        return None
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return str(interpreter.key()).rsplit(".", 1)[-1].lower() if interpreter is not None else None
+
+
+def forward_mode_active() -> bool:
+    """Whether the caller is inside a forward-mode (dual number) level."""
+    return int(torch.autograd.forward_ad._current_level) >= 0
+
+
+# Whether this process uses CUDA; a build without it never does, and need not be asked.
+CUDA_BUILT = torch.backends.cuda.is_built() or torch.version.hip is not None
+cuda_initialized: Callable[[], bool] = torch.cuda.is_initialized if CUDA_BUILT else bool
+
+
+def cuda_devices_in_use() -> tuple[int, ...]:
+    """The CUDA devices on which this process has a context; others can have no generator that moved."""
+    if not torch.cuda.is_initialized():
+        return ()
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext")  # noqa: B009 - CPU builds and their stubs have no such name
+    return tuple(i for i in range(torch.cuda.device_count()) if has_context(i))
+
+
+def selective_policy(context: object) -> PolicyFunction | None:
+    """The policy inside torch's selective-checkpoint context of the first run, or None if it is another context."""
+    return context.policy_fn if type(context) is torch_checkpoint._CachingTorchDispatchMode else None
+
+
+def is_selective_replay(context: object) -> bool:
+    """Whether a context is torch's selective-checkpoint context of the re-run."""
+    return type(context) is torch_checkpoint._CachedTorchDispatchMode
+
+
+def policy_saves(policy: PolicyFunction, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Ask a selective policy about one call of an op."""
+    verdict = policy(_selective_context(out), func, *args, **kwargs)
+    return verdict is True or verdict in _SAVED
+
+
+def _selective_context_maker() -> Callable[[Any], Any]:
+    # Releases before 2.13 do not show the policy what the op returned.
+    context = torch_checkpoint.SelectiveCheckpointContext
+    if "op_output" in inspect.signature(context.__init__).parameters:
+        return lambda out: context(is_recompute=False, op_output=out)
+    shared = context(is_recompute=False)
+    return lambda out: shared
+
+
+def selective_key(func: Any, args: Any) -> Any:
+    """What tells calls apart: the op, and for a compiled graph which one it is."""
+    if func is not COMPILED_CODE or not args:
+        return func
+    resolve = getattr(sys.modules["torch._higher_order_ops.wrap"], "_resolve_inductor_callable", None)
+    return (func, resolve(args[0]).idx) if resolve is not None else func
+
+
+def _compiled_code_operator() -> Any:
+    from torch._higher_order_ops import wrap
+
+    return getattr(wrap, "inductor_compiled_code", None)
+
+
+def selective_mutation_allowed(context: object) -> bool:
+    """Whether torch's selective context was told that held outputs may be changed in place."""
+    return bool(getattr(context, "allow_cache_entry_mutation", False))
+
+
+def checkpoint_settings() -> tuple[bool | None, bool | None]:
+    """What `set_checkpoint_debug_enabled` and `set_checkpoint_early_stop` of torch.utils.checkpoint have set, if anything."""
+    return torch_checkpoint._checkpoint_debug_enabled, torch_checkpoint._enable_checkpoint_early_stop
+
+
+FSDP_STATE = "torch.distributed._composable_state"  # the module in which what is sharded is known
+
+
+def fsdp_in_use() -> bool:
+    """Whether this process has sharded anything, asked without importing it."""
+    state_module = sys.modules.get(FSDP_STATE)
+    return state_module is not None and bool(state_module._module_state_mapping.data)  # asked of every region
+
+
+def fsdp_parameters() -> Iterator[Any]:
+    """Every FSDP2 parameter of this process; empty unless `fully_shard` has been used."""
+    state_module = sys.modules.get(FSDP_STATE)
+    if state_module is None:
+        return
+    for reference in list(state_module._module_state_mapping.values()):
+        state = reference() if callable(reference) else reference
+        group = getattr(state, "_fsdp_param_group", None)
+        yield from getattr(group, "fsdp_params", ())
+
+
+def python_random_words() -> Any:
+    """A view of the state words of Python's global generator (`.raw` reads them), or None where its layout is not the known one.
+
+    `random.getstate()` builds 625 ints; comparing raw words is ten times cheaper, and enough to see whether it moved.
+    """
+    if sys.implementation.name != "cpython":
+        return None
+    words = random.getstate()[1]
+    wanted = b"".join(int(word).to_bytes(4, sys.byteorder) for word in (words[-1], *words[:-1]))
+    instance = random._inst
+    offset = ctypes.string_at(id(instance), sys.getsizeof(instance)).find(wanted)
+    return None if offset < 0 else _Words.from_address(id(instance) + offset)
+
+
+def generator_words(generator: torch.Generator) -> tuple[Any, Any] | None:
+    """Views of the state of a CPU generator, its twister and its spare normal numbers, or None where its layout is not the known one.
+
+    `get_state()` makes a tensor of 5056 bytes; reading the memory costs a tenth.
+    """
+    if generator.device.type != "cpu" or _GENERATOR_OFFSET is None:
+        return None
+    address = _address(generator) + _GENERATOR_OFFSET
+    return _Twister.from_address(address), _Spares.from_address(address + ctypes.sizeof(_Twister))
+
+
+def read_generator(words: tuple[Any, Any]) -> bytes:
+    """Where a generator stands, as bytes that are the same whenever it stands there."""
+    twister, spares = words
+    raw: bytes = spares.raw
+    if raw[4] or raw[16]:
+        single, has_single, double, has_double = struct.unpack("=f?xxxd?", raw)
+        spare = struct.pack(
+            "=f?d?", single if has_single else 0.0, has_single, double if has_double else 0.0, has_double
+        )
+        return bytes(twister.raw + spare)
+    return twister.raw  # type: ignore[no-any-return]
+
+
+def generator_state(token: bytes) -> torch.Tensor:
+    """What `torch.Generator.set_state` takes, from what `read_generator` has read."""
+    seed, left, seeded, following = struct.unpack_from("=QiBxxxI", token)
+    words = struct.unpack_from("=624I", token, 20)
+    spare = (0.0, False, 0.0, False) if len(token) == ctypes.sizeof(_Twister) else struct.unpack("=f?d?", token[2520:])
+    single, has_single, double, has_double = spare
+    numbers = (seed, left, seeded, following, *words, 0.0, double, 0.0, has_double, single, has_single)
+    return torch.frombuffer(bytearray(struct.pack("=QiiQ624QdddixxxxfBxxx", *numbers)), dtype=torch.uint8)
+
+
+def _address(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def _generator_offset() -> int | None:
+    """Where the twister of a CPU generator stands in memory, found with one whose state is known, spare numbers and all."""
+    probe = torch.Generator().manual_seed(_A_SEED)
+    octets = bytearray(bytes(probe.get_state().tolist()))
+    if len(octets) != 5056:
+        return None
+    octets[5024:5032], octets[5040:5044] = struct.pack("=d", _A_SPARE), struct.pack("=i", 1)
+    octets[5048:5053] = struct.pack("=fB", 0.5, 1)
+    probe.set_state(torch.frombuffer(octets, dtype=torch.uint8))
+    offset = ctypes.string_at(_address(probe), 256).find(struct.pack("=Q", _A_SEED))  # it is ten times as large
+    if offset < 0:
+        return None
+    address = _address(probe) + offset
+    words = _Twister.from_address(address), _Spares.from_address(address + ctypes.sizeof(_Twister))
+    return offset if torch.equal(generator_state(read_generator(words)), probe.get_state()) else None
+
+
+_A_SEED = 0x0123_4567_89AB_CDEF
+_Twister = ctypes.c_char * 2520  # a seed, three numbers and 624 words
+_Spares = ctypes.c_char * 17  # a float and a double, each with a flag after it
+
+
+def numpy_generator() -> Any:
+    """The bit generator behind numpy's global functions."""
+    return sys.modules["numpy.random"].mtrand._rand._bit_generator
+
+
+def numpy_random_words(generator: Any) -> Any:
+    """A view of the state words of numpy's Mersenne twister, or None if the bit generator is of another kind."""
+    return _Words.from_address(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else None
+
+
+def numpy_spare_words() -> Any:
+    """A view of the spare normal number of numpy's global generator (a flag and a double), or None where it is not found."""
+    numpy_random = sys.modules["numpy.random"]
+    probe = numpy_random.RandomState()
+    probe.set_state((*probe.get_state()[:3], 1, _A_SPARE))
+    memory = ctypes.string_at(id(probe), type(probe).__basicsize__)
+    offset = memory.find(struct.pack("=ixxxxd", 1, _A_SPARE))
+    return None if offset < 0 else (ctypes.c_char * 16).from_address(id(numpy_random.mtrand._rand) + offset)
+
+
+_A_SPARE = 0.123456789
+_Words = ctypes.c_char * (
+    625 * 4
+)  # both twisters: 624 words of state and an index; Python's index comes first, numpy's last
+
+
+def profiler_running() -> bool:
+    """Whether PyTorch's profiler is in use in this process, or a scale of ours in this thread."""
+    return bool(torch.autograd.profiler._is_profiler_enabled) or torch._C._autograd._profiler_enabled()
+
+
+def memory_fraction(device: torch.device) -> float:
+    """The share of a CUDA device that this process may allocate."""
+    ask = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)  # not in every release that we run on
+    return 1.0 if ask is None else float(ask(device))
+
+
+@contextmanager
+def memory_events() -> Iterator[list[tuple[int, int | None]]]:
+    """Every report of the CPU allocator while the context lasts, as (nanoseconds, bytes); None is a `mark_memory`.
+
+    The list is filled when the context is left. Only the calling thread and the backward passes it starts are heard. A profiler that the
+    user starts meanwhile takes the place of this one: it is left alone, and what was counted is lost.
+    No function is recorded, only memory: a profiler that ends inside a function which it has seen begin leaves that one a pointer
+    to freed memory, and the next profiler writes there.
+    """
+    events: list[tuple[int, int | None]] = []
+    if profiler_running():
+        raise InvalidInput(
+            "PyTorch's profiler is running already, and retape needs it to count bytes on the CPU. Leave it out here."
+        )
+    profiler: Any = torch._C._profiler
+    experimental = profiler._ExperimentalConfig()
+    config = profiler.ProfilerConfig(profiler.ProfilerState.KINETO, False, True, False, False, False, experimental)
+    activities, nothing = {profiler.ProfilerActivity.CPU}, {profiler.RecordScope.STATIC_RUNTIME_MODEL}
+    with _stderr_unheard():
+        torch._C._autograd._prepare_profiler(config, activities)
+        torch._C._autograd._enable_profiler(config, activities, nothing)  # type: ignore[call-arg]
+    results: Any = None
+    try:
+        yield events
+    finally:
+        if torch._C._autograd._profiler_enabled() and not torch.autograd.profiler._is_profiler_enabled:
+            with _stderr_unheard():
+                results = torch._C._autograd._disable_profiler()
+    if results is None:
+        raise InvalidInput(
+            "PyTorch's profiler was started while retape counted bytes on the CPU, and took its place: nothing was counted. "
+            "Leave it out here."
+        )
+    cpu = torch._C._autograd.DeviceType.CPU
+    found = [
+        (e.start_ns(), int(e.nbytes())) for e in results.events() if e.name() == "[memory]" and e.device_type() == cpu
+    ]
+    found.sort(key=lambda event: event[0])
+    sizes = [size for _, size in found]
+    position = 0
+    while position < len(found):
+        is_mark = sizes[position] == _MARK_BYTES[0] and sizes[position : position + 4] == _MARK
+        events.append((found[position][0], None) if is_mark else found[position])
+        position += 4 if is_mark else 1
+
+
+_MARK_BYTES = (104_729, 7_919)
+_MARK = [_MARK_BYTES[0], _MARK_BYTES[1], -_MARK_BYTES[1], -_MARK_BYTES[0]]
+
+
+def mark_memory() -> None:
+    """Leave a mark among the reports of the CPU allocator: two blocks of odd sizes, one inside the other."""
+    outer = torch.UntypedStorage(_MARK_BYTES[0])
+    inner = torch.UntypedStorage(_MARK_BYTES[1])
+    del inner
+    del outer
+
+
+@contextmanager
+def _stderr_unheard() -> Iterator[None]:
+    """The profiler of some releases announces its start and end on stderr, past Python, and has no switch after import."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+_GENERATOR_OFFSET = _generator_offset()
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The torch-function modes around the caller, outermost first; the default device is one."""
+    count = torch._C._len_torch_function_stack()
+    return tuple(torch._C._get_function_stack_at(i) for i in range(count)) if count else ()
+
+
+_selective_context = _selective_context_maker()
+_SAVED = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.CheckpointPolicy.PREFER_SAVE)
+COMPILED_CODE = _compiled_code_operator()
+# Ops that hooks and subclasses insert in one run and not in the other; they are run and not counted.
+IGNORED_OPS = frozenset(torch_checkpoint.SAC_IGNORED_OPS)
+
+
+def _put_deterministic(enabled: bool) -> None:
+    torch.use_deterministic_algorithms(enabled, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+def _put_warn_only(warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
+
+
+_PRECISIONS = [("generic", "all"), *[(k, op) for k in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")]]
+_one_precision = torch._C._get_float32_matmul_precision
+
+
+def _matmul_precision() -> str | tuple[str, ...]:
+    """The one of all products, or where it was set for one backend, which the getter of the one refuses, that of each."""
+    try:
+        return _one_precision()
+    except RuntimeError:
+        return tuple(torch._C._get_fp32_precision_getter(kind, op) for kind, op in _PRECISIONS)
+
+
+def _put_matmul_precision(precision: str | tuple[str, ...]) -> None:
+    if isinstance(precision, str):
+        torch.set_float32_matmul_precision(precision)
+        return
+    for (kind, op), value in zip(_PRECISIONS, precision, strict=True):
+        torch._C._set_fp32_precision_setter(kind, op, value)
+
+
+# A region reads them all, twice: the C getters cost a fifth of the public ones, and a name of the module's is found quickest.
+_default_dtype, _deterministic = torch.get_default_dtype, torch._C._get_deterministic_algorithms
+_warn_only, _mem_efficient = torch._C._get_deterministic_algorithms_warn_only, torch._C._get_mem_efficient_sdp_enabled
+_mkldnn, _flash, _math = torch._C._get_mkldnn_enabled, torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled
+_cudnn, _benchmark = torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark
+_cudnn_deterministic, _cudnn_attention = torch._C._get_cudnn_deterministic, torch._C._get_cudnn_sdp_enabled
+# Switches of PyTorch's that change what a kernel computes: name, getter, setter.
+SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
+    ("default dtype", _default_dtype, torch.set_default_dtype),
+    ("deterministic algorithms", _deterministic, _put_deterministic),
+    ("deterministic algorithms, warn only", _warn_only, _put_warn_only),
+    ("float32 matmul precision", _matmul_precision, _put_matmul_precision),
+    ("mkldnn enabled", _mkldnn, torch._C._set_mkldnn_enabled),
+    ("flash attention", _flash, torch._C._set_sdp_use_flash),
+    ("math attention", _math, torch._C._set_sdp_use_math),
+)
+if CUDA_BUILT:  # what the CPU's kernels never ask
+    SETTINGS += (
+        ("cudnn enabled", _cudnn, torch._C._set_cudnn_enabled),
+        ("cudnn benchmark", _benchmark, torch._C._set_cudnn_benchmark),
+        ("cudnn deterministic", _cudnn_deterministic, torch._C._set_cudnn_deterministic),
+        ("memory-efficient attention", _mem_efficient, torch._C._set_sdp_use_mem_efficient),
+        ("cudnn attention", _cudnn_attention, torch._C._set_sdp_use_cudnn),
+    )
+
+
+def read_settings() -> list[Any]:
+    """What every getter of SETTINGS says, in order. Spelled out: a loop over them costs as much again."""
+    try:
+        precision: Any = _one_precision()
+    except RuntimeError:
+        precision = _matmul_precision()
+    seen = [_default_dtype(), _deterministic(), _warn_only(), precision, _mkldnn(), _flash(), _math()]
+    if CUDA_BUILT:
+        seen += [_cudnn(), _benchmark(), _cudnn_deterministic(), _mem_efficient(), _cudnn_attention()]
+    return seen

@@ -1,0 +1,86 @@
+"""Private interfaces of CPython, of the C library and of process groups: what runs and is allocated in this process.
+
+As in `internals.py`, each is behind one small function and has a canary in `tests/torch/test_compat.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+
+def local_values(frame: FrameType) -> list[Any]:
+    """The values of a frame's local variables, none of which stays alive for having been looked at.
+
+    Before Python 3.13 a frame keeps the dict that `f_locals` returns, and what is in it, until it is asked again or ends.
+    """
+    names = frame.f_locals
+    values = list(names.values())
+    is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and sys.getrefcount(names) <= _COPY_HOLDERS:  # else somebody called locals() and keeps what it returned
+        names.clear()
+    return values
+
+
+_COPY_HOLDERS = 3  # of a frame's dict: the frame, a variable and the call that counts
+
+
+def is_only_thread() -> bool:
+    """Whether no other thread runs Python code, and may be inside PyTorch."""
+    return len(sys._current_frames()) == 1
+
+
+def heap_bytes() -> int | None:
+    """What the process has taken from the C library's heap, tensors of the CPU among it; None where they are not on it."""
+    return _heap_in_use() if _tensors_are_on_heap() else None
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple((f"number_{i}", ctypes.c_size_t) for i in range(10))  # hblkhd is the fifth, uordblks the eighth
+
+
+def _heap_in_use() -> int:
+    """What was taken in pieces of the heap and in mappings of their own; 0 where the C library (glibc before 2.33) does not say."""
+    if _mallinfo2 is None:
+        return 0
+    found = _mallinfo2()
+    return int(found.number_4 + found.number_7)
+
+
+@functools.cache
+def _tensors_are_on_heap() -> bool:
+    """Whether the heap grows by a tensor: not where another allocator was put in front of the C library's."""
+    before = _heap_in_use()
+    probe = torch.UntypedStorage(1 << 20)
+    return bool(_heap_in_use() - before >= probe.nbytes())
+
+
+_mallinfo2: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _mallinfo2 is not None:
+    _mallinfo2.restype = _Mallinfo2
+
+
+def collectives_started() -> tuple[Any, ...]:
+    """How many collectives, sends and receives each backend of each process group has started; empty without groups.
+
+    Where two answers differ, something was started in between. A backend that keeps no count never gives the same answer twice. NCCL
+    counts no single send or receive.
+    """
+    groups = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map if _HAS_GROUPS else ()
+    return tuple([_count_of(g._get_backend(kind)) for g in groups for kind in g._device_types]) if groups else ()
+
+
+def _count_of(backend: Any) -> Any:
+    try:
+        return backend._get_sequence_number_for_group()
+    except RuntimeError:
+        return object()
+
+
+_HAS_GROUPS = torch.distributed.is_available()

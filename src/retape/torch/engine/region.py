@@ -1,0 +1,521 @@
+"""The engine: one call whose saved tensors are slots.
+
+A region runs its function once, under saved-tensor hooks. `pack` makes each tensor that autograd saves a slot, which the
+policy holds or drops. `unpack` of a dropped slot runs the function again, as if at the first time, refills every slot of
+the region that is missing, and stops right after the last one.
+
+Rules (cited as "Rule n"; the design has the whole list)
+ 1. A re-run changes nothing outside: random streams, buffers and every other tensor are as if it had not happened.
+ 2. The stop is no Exception that user code could swallow.
+ 3. Holding means the tensor without its history, and its version: a later write to it is an error, not a wrong gradient.
+ 4. Slots are matched by order and metadata; with `check="values"` by a checksum too.
+ 5. A refilled slot lives until it is consumed; the region can be run again after that.
+ 6. Select: see `select.py`.
+ 7. A nested region saves its inputs through an autograd node, so that the hooks of the outer one see them.
+ 8. A region that keeps everything for good costs nothing: it is not run through here at all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retape.core.errors import RegionError
+from retape.torch.capture import ambient as state
+from retape.torch.capture.call import Call, capture_call
+from retape.torch.capture.checksum import Digest, checksum, digest, same_digests
+from retape.torch.capture.decisions import Decisions, Recording, Repeating
+from retape.torch.capture.mutation import AsBefore, Guard, Watch, hold, version_of
+from retape.torch.capture.opaque import CompiledCall
+from retape.torch.capture.rerun_lock import RerunLock
+from retape.torch.compat import compiler_internals, internals
+from retape.torch.engine import links
+from retape.torch.engine.debug import OpLog, difference
+from retape.torch.engine.host import offload
+from retape.torch.engine.host.moved_inputs import MovedInputs
+from retape.torch.engine.mismatch import RerunMismatch, different_number, name_of
+from retape.torch.engine.policy import DROP, Check, Inputs, Policy
+from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.recipe_mode import Diverged, Replay
+from retape.torch.engine.runs import THREAD, Stop, record
+from retape.torch.engine.select import Answering, Recipe
+from retape.torch.engine.slots import Filler, Slot, as_it_is, checked, release, wrote_to_held
+from retape.torch.engine.trace import OpStopwatch, Recorder, RegionTrace
+from retape.torch.engine.transforms import raise_explained
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+# Asked for with every region or every tensor that is saved: a name of the module's is the cheapest to find.
+_weak, _new = weakref.ref, object.__new__
+_OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
+_is_grad_enabled = torch.is_grad_enabled
+_push_hooks, _pop_hooks, _top_hooks = internals.push_hooks, internals.pop_hooks, internals.top_hooks
+_graph_task = internals.graph_task
+_count_dispatch_modes, _in_odd_surroundings = internals.count_dispatch_modes, internals.in_odd_surroundings
+_capture, _streams, _drawn, _Ambience = state.capture, state.streams, state.drawn, state.Replay
+_NO_TENSORS: list[Tensor] = []  # never changed, only replaced
+_HeldHere, _MovedSlot = links.HeldHere, offload.MovedSlot
+
+# Re-runs put process-wide state back to how it was (buffers, streams, flags), so only one may do so at a time.
+RERUN = RerunLock()
+
+
+class Region:
+    """One execution of a function whose saved tensors retape manages."""
+
+    # What is as good as always the same at first has its value here: setting fields is much of what making one costs.
+    rerun = False  # it stands for its first run
+    reruns = 0
+    refilling = False  # its inputs are being made again
+    _running = True  # for the first time
+    _backward_inside = False  # the function asks for gradients itself
+    _diverged = False  # from its recipe
+    _own_ids: set[int] | None = None
+    _decisions: Decisions | None = None
+    _digests: dict[int, Digest] | None = None  # of dropped slots, where a recipe is to be proven
+    kept: list[Any] = ()  # type: ignore[assignment]  # what was given to `retape.keep`: a list from the first on
+    _cargo: offload.Cargo | None = None  # where slots or inputs are moved
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        *,
+        policy: Policy = DROP,
+        check: Check = Check.METADATA,
+        early_stop: bool = True,
+        contexts: Contexts | None = None,
+        captured: Call | None = None,
+    ) -> None:
+        call = captured or capture_call(function, arguments, keywords)
+        self._begin(call, policy, check, early_stop, contexts)
+
+    def _begin(self, call: Call, policy: Policy, check: Check, early_stop: bool, contexts: Contexts | None) -> None:
+        self.policy = policy
+        self.check, self._compares = check, check is not _OFF
+        self.early_stop = early_stop
+        self._contexts = contexts
+        self._slots: list[weakref.ref[Slot]] = []
+        self._call = call
+        if (policy.recipe is not None and policy.proof is None) or (
+            policy.proof is not None and policy.proof.is_pending
+        ):
+            self._digests = {}
+        if call.fills_what_it_saved:
+            self.early_stop = False
+            self.check = Check.METADATA if self._compares else _OFF
+        if _count_dispatch_modes():
+            with internals.unobserved():
+                self._observe(call)
+        else:
+            self._observe(call)
+        self._inputs = self._hold_inputs()
+
+    def _observe(self, call: Call) -> None:
+        """Note how everything stands that a re-run must see again."""
+        self._arguments: Collection[int] = set(map(id, call.tensors))
+        if not call.only_parameters:
+            self._own_ids = set(map(id, call.state))
+        self._watch = Watch(call)
+        self._ambient = _capture()
+        self._draws = _streams(call.generators)
+
+    @property
+    def _own(self) -> set[int]:
+        """The tensors of modules and containers, by id. Few regions ask: a parameter that needs a gradient is told by that."""
+        if self._own_ids is None:
+            self._own_ids = set(map(id, self._call.state))
+        return self._own_ids
+
+    @property
+    def name(self) -> str:
+        return name_of(self._call.function)
+
+    @property
+    def region(self) -> Region:
+        return self
+
+    def keep(self, value: Any) -> Any:
+        """Write down what the function gives to `retape.keep`."""
+        if not self.kept:
+            self.kept = []
+        return record(self.kept, value)
+
+    # --- the first run -----------------------------------------------------------------------------------------
+
+    def _hold_inputs(self) -> links.Held:
+        policy, tensors = self.policy, self._call.tensors
+        inputs = policy.inputs
+        if policy.moved or policy.moved_inputs:
+            self._cargo = offload.Cargo()
+        if _top_hooks(True) is not None:
+            return links.SavedInNode(tensors)  # Rule 7
+        if inputs is _HOLD:
+            if self._cargo is not None and policy.moved_inputs:
+                return MovedInputs(tensors, policy.moved_inputs, self._cargo, checked=self.check is Check.VALUES)
+            return _HeldHere(list(map(hold, tensors)))
+        return links.held_or_linked(tensors, inputs, checksum if self.check is Check.VALUES else None)
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Run the function for the first time."""
+        call, contexts, cargo = self._call, self._contexts, self._cargo
+        tensors, call.tensors = call.tensors, _NO_TENSORS
+        running = THREAD.runs
+        if cargo is None:  # hooks first: they may be forbidden
+            pack, unpack_ = self._hooks()
+            _push_hooks(pack, unpack_)
+        else:
+            _push_hooks(partial(offload.pack, self, cargo), _unpack_moved)
+        running.append(self)
+        try:
+            if contexts is not None:
+                outputs = self._run_within(contexts[0], function, arguments, keywords)
+            elif call.decides and not self.is_compiled:
+                self._decisions = Decisions(tensors)
+                outputs = self._run_within(Recording(self._decisions), function, arguments, keywords)
+            else:
+                outputs = function(*arguments, **keywords)
+        except RuntimeError as error:
+            raise_explained(self.name, error)
+        finally:
+            _pop_hooks()
+            running.pop()
+        self._draws = _drawn(self._draws)
+        if _count_dispatch_modes():
+            with internals.unobserved():
+                self._watch.settle(tensors, self)
+        else:
+            self._watch.settle(tensors, self)
+        self._running = False
+        if cargo is not None:
+            cargo.close()
+        if contexts is not None:  # not repeatable
+            links.forget_outputs(outputs)
+        elif self.policy.linkable:
+            links.register_outputs(self, outputs)
+        return outputs
+
+    def _run_within(
+        self,
+        context: AbstractContextManager[Any],
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        with context:
+            return function(*arguments, **keywords)
+        raise RegionError(
+            f"Region {self.name}: context_fn suppressed an exception of the function, which leaves the region without a result. "
+            "Let the exception through."
+        )
+
+    def _hooks(self) -> tuple[Any, Any]:
+        """What packs and unpacks; a region under a live budget does more."""
+        return self._pack, unpack
+
+    def _pack(self, tensor: Tensor) -> Slot:
+        # Called for every tensor that autograd saves: what can be told without a call is.
+        slots, policy = self._slots, self.policy
+        slot = _new(Slot)
+        slot.region, slot.refilled = self, False
+        slot.index = index = len(slots)
+        slots.append(_weak(slot))
+        base = tensor._base
+        if base is None:
+            base = tensor
+        if id(base) in self._arguments:
+            held = policy.reuse_inputs and self._inputs.holds_here
+        elif base.is_leaf and base.requires_grad:  # a parameter, or a view of one that a Function may have made
+            slot.value, slot.metadata = tensor if tensor.is_leaf else tensor.detach(), None
+            slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
+            return slot
+        else:
+            held = id(base) in (self._own if self._own_ids is None else self._own_ids)
+        slot.metadata = (tensor.shape, tensor.dtype, tensor.device) if self._compares else None
+        if held or policy.hold_all or index in policy.held:
+            slot.value = tensor if tensor.grad_fn is None else tensor.detach()
+            slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)  # Rule 3
+            return slot
+        slot.value = None
+        if self.check is _VALUES:
+            slot.metadata = (tensor.shape, tensor.dtype, tensor.device, checksum(tensor))
+        if self._digests is not None and index not in policy.moved:
+            self._digests[index] = digest(tensor)
+        return slot
+
+    # --- the re-run ---------------------------------------------------------------------------------------------
+
+    def missing(self) -> dict[int, Slot]:
+        """The slots that backward may still ask for and that hold nothing, by number, in the order they were saved."""
+        found = {}
+        for reference in self._slots:
+            slot = reference()
+            if slot is not None and slot.value is None and type(slot) is Slot:
+                found[slot.index] = slot
+        return found
+
+    def refill(self, wanted: Slot) -> Tensor:
+        """Run again and return what `wanted` held; the other missing slots are refilled on the way. One that was moved is fetched."""
+        if isinstance(wanted, _MovedSlot):
+            return wanted.fetch()
+        with RERUN:
+            if wanted.value is not None:
+                return wanted.value
+            task = _graph_task()
+            # Outside a backward pass nobody consumes the other slots, so they are not filled.
+            targets = self.missing() if task >= 0 else {wanted.index: wanted}
+            handed_over = len(targets) == 1
+            if not handed_over or links.others_refilled(task):
+                links.refilled(self, task)
+            self._rerun(targets, self.early_stop)
+            value = wanted.value
+            if value is None:
+                raise self._explained(different_number(self.name, len(self._slots), wanted.index, "fewer"))
+            if handed_over:  # what one slot held is the caller's alone, and consumed by now: nothing to let go of later
+                wanted.value = None
+            return value
+
+    @property
+    def makers(self) -> list[links.Link]:
+        """The links to the regions that must be run again before this one can be."""
+        return self._inputs.links
+
+    def hold_input(self, made: links.Made) -> None:
+        """Hold the dropped inputs, which have been made again, so that the next re-run starts here."""
+        self._inputs.hold_again(self, made)
+
+    def refill_outputs(self, *, tape: bool, made: links.Made, only: frozenset[int] | None = None) -> list[Tensor]:
+        """Run again to the end and return the tensors of the output; with `tape` (or `only`) missing slots are refilled too."""
+        with RERUN:
+            links.refilled(self, internals.graph_task())
+            targets = self.missing() if tape or only else {}
+            if only is not None:
+                targets = {number: slot for number, slot in targets.items() if number in only}
+            outputs = self._rerun(targets, early_stop=False, made=made)
+            return [tensor.detach() for tensor in links.tensors_of(outputs)]
+
+    def trace(self, stopwatch: OpStopwatch | None = None) -> RegionTrace:
+        """Run again to the end and write down what happens, op by op; nothing is refilled."""
+        with RERUN:
+            recorder = Recorder(stopwatch)
+            held = self._inputs.load(self, self._watch.changed, {})
+            if self.is_compiled:  # one opaque op, which a mode would silently make eager
+                outputs = self._attempt(Filler(self, {}, False, recorder), held, None)
+                known = [*held, *self._call.state, *self._call.extras]
+                return recorder.compiled_trace(known, links.tensors_of(outputs))
+            outputs = self._attempt(Filler(self, {}, False, recorder), held, recorder)
+            return recorder.trace(links.tensors_of(outputs), opaque=state.drawn_by_python(self._draws))
+
+    def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
+        inputs, watch = self._inputs, self._watch
+        if type(inputs) is _HeldHere and inputs.holds_here:
+            held = inputs.held
+            suspects = watch.check(held, self)
+        else:
+            suspects = watch.check_present(inputs.present(), self)
+            self.refilling = True  # loading its inputs may refill others
+            try:
+                held = inputs.load(self, watch.changed, {} if made is None else made)
+            finally:
+                self.refilling = False
+        if suspects:
+            if self.is_compiled or not self._watch.can_be_guarded(suspects):
+                raise self._watch.has_changed(self, self._watch.index_of(suspects[0]))
+            guard = Guard(self, self._watch, suspects)
+            return self._attempt(Filler(self, targets, early_stop, guard), held, guard)
+        recipe = self.policy.recipe
+        may_select = recipe is not None and early_stop and not self._diverged and not self.is_compiled
+        if may_select and self._refilled_in_part(recipe, targets, held):
+            return None
+        return self._attempt(Filler(self, targets, early_stop), held, None)
+
+    def _refilled_in_part(self, recipe: Recipe | None, targets: dict[int, Slot], held: list[Tensor]) -> bool:
+        """Refill the slots by the recipe; False where it does not hold here and the region must be run whole."""
+        assert recipe is not None
+        proof = self.policy.proof or Proof()
+        proving = proof.is_pending
+        if proof.is_rejected or (proving and (self._digests is None or not self._digests.keys() >= targets.keys())):
+            return False
+        replay = Replay(recipe, self)
+        before = [digest(value) for value in replay.answers()] if proving and recipe.runs_custom_ops else []
+        filler = Filler(self, targets, True, replay=replay)
+        try:
+            self._attempt(filler, held, replay)
+        except Diverged:
+            self._diverged = True
+            proof.diverged()
+        if before and not all(map(same_digests, before, map(digest, replay.answers()))):
+            proof.diverged()
+            raise wrote_to_held(self.name)
+        if self._diverged:
+            return False
+        return not proving or self._proved(proof, filler, targets, held)
+
+    def _proved(self, proof: Proof, filler: Filler, targets: dict[int, Slot], held: list[Tensor]) -> bool:
+        """Compare what a recipe refilled with the digests of the forward; where bits differ, run whole and compare that."""
+        alive = {index for index in self._digests or () if type(self._slots[index]()) is Slot}
+        complete = alive <= targets.keys()
+        wrong = self._differing(targets)
+        if not wrong:
+            if complete:
+                proof.standing, self._digests = Standing.PROVEN, None
+            return True
+        filler.undo()
+        self._diverged = True
+        self._attempt(Filler(self, targets, True), held, None)
+        again = self._differing(targets)
+        # Integers that no kernel fills (the seed of an attention without dropout) differ from run to run, and mean nothing.
+        drifts = any(targets[index].value.is_floating_point() for index in again)  # type: ignore[union-attr]
+        proof.judge(self.name, wrong, again, drifts=drifts)
+        return True
+
+    def _differing(self, targets: dict[int, Slot]) -> set[int]:
+        """The refilled slots whose bits are not those that the forward saved."""
+        digests = self._digests or {}
+        return {
+            index
+            for index, slot in targets.items()
+            if slot.value is not None and not same_digests(digests[index], digest(slot.value))
+        }
+
+    def _attempt(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
+        """One re-run under `mode`; None if it was stopped."""
+        self.reruns += 1
+        running = THREAD.runs
+        running.append(filler)
+        try:
+            return self._replayed(filler, held, mode)
+        except RerunMismatch as error:
+            filler.undo()
+            raise self._explained(error) from error
+        except BaseException as error:
+            # The stop, in the clothes that user code gave it.
+            if filler.done and (type(error) is not Stop or error.filler is filler):
+                return None
+            filler.undo()
+            raise
+        finally:
+            running.pop()
+
+    def _replayed(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
+        """Run again with everything as it was; afterwards all is as it is."""
+        around = _Ambience(self._ambient, self._draws)
+        try:
+            before = AsBefore(self._watch)
+            try:
+                call, tensors = self._call, before.arguments(held)
+                args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
+                if self._backward_inside:
+                    before.keep_gradients()
+                if mode is None and self._contexts is None and self._decisions is None:
+                    return self._hooked(filler, args, keywords)
+                repeating = nullcontext() if self._decisions is None else self._repeating(self._decisions, mode)
+                with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext(), repeating:
+                    return self._hooked(filler, args, keywords)
+            finally:
+                before.leave()
+        finally:
+            around.leave()
+
+    @staticmethod
+    def _repeating(decisions: Decisions, mode: AbstractContextManager[Any] | None) -> Repeating:
+        return Repeating(decisions, mode.ran_last) if isinstance(mode, Replay) else Repeating(decisions)
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether a mode of ours decides op by op what a re-run runs."""
+        return self.policy.recipe is not None or (
+            self._contexts is not None and isinstance(self._contexts[1], Answering)
+        )
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it can be run again more than once: what a selective context holds is given away in the first re-run."""
+        return self._contexts is None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the function, or a module behind it, is compiled: a dispatch mode around it would silently make it eager."""
+        function = self._call.function
+        return type(function) is CompiledCall or any(
+            map(compiler_internals.is_compiled, (function, *self._call.modules))
+        )
+
+    def _hooked(self, filler: Filler, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        _push_hooks(filler.pack, as_it_is)
+        try:
+            function = self._call.function
+            if type(function) is FunctionType:
+                function = self._call.function_again()
+            return function(*args, **keywords)
+        except Stop as stop:
+            if stop.filler is not filler:
+                raise
+            return None
+        finally:
+            _pop_hooks()
+
+    def held_values(self) -> dict[int, Tensor]:
+        """The slots that hold something now, by number; a write to one since is an error."""
+        found = {}
+        for slot in [reference() for reference in self._slots]:
+            if slot is not None and slot.value is not None:
+                found[slot.index] = checked(slot, slot.value)
+            elif isinstance(slot, offload.MovedSlot):
+                found[slot.index] = slot.fetch()
+        return found
+
+    def _explained(self, error: RerunMismatch) -> RerunMismatch:
+        if self._contexts and isinstance(self._contexts[0], OpLog) and isinstance(self._contexts[1], OpLog):
+            return RerunMismatch(difference(self._contexts[0], self._contexts[1]) + str(error))
+        return error
+
+    @property
+    def slot_count(self) -> int:
+        return len(self._slots)
+
+    def release(self, *, all_slots: bool = False) -> bool:
+        """Forget refilled slots that were consumed, or all of them; returns whether none is left (Rule 5).
+
+        Autograd frees what it has consumed itself, unless the graph is retained.
+        """
+        return release(self._slots, all_slots=all_slots)
+
+    def evict(self) -> int:
+        """Drop every slot that is held, other than what costs nothing; returns how many."""
+        dropped = 0
+        for reference in self._slots:
+            slot = reference()
+            if slot is not None and slot.value is not None and self.policy.holds(slot.index):
+                slot.value, dropped = None, dropped + 1
+        return dropped
+
+
+@compiler_internals.left_alone
+def unpack(slot: Slot) -> Tensor:
+    value = slot.value
+    region = slot.region
+    if region._running:
+        region._backward_inside = True
+    if value is None:
+        value = region.refill(slot)
+    if slot.version != (value._version if type(value) is Tensor else version_of(value)):
+        checked(slot, value)
+    slot.consumed = True
+    return value
+
+
+@compiler_internals.left_alone
+def _unpack_moved(slot: Slot) -> Tensor:
+    cargo = slot.region._cargo
+    assert cargo is not None
+    cargo.reached(slot.region.policy.ahead)
+    return unpack(slot)

@@ -1,0 +1,357 @@
+"""What a region does, op by op: which storages each op reads and writes, and which of them autograd saves as slots.
+
+Recorded in a re-run, because that is what a plan will steer: autocast's weight cache is off there, and nothing is held. A
+storage is named by a number of its own for as long as the trace runs, so that freed memory is never taken for its successor.
+With a stopwatch each op is timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from retape.torch.capture.checksum import inner_tensors
+from retape.torch.capture.containers import ATOMS
+from retape.torch.capture.host_access import Observer
+from retape.torch.compat.internals import IGNORED_OPS, untyped_storage
+
+# Ops that communicate, or that write to their arguments without saying so in their schemas.
+_UNDECLARED = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "_dtensor", "symm_mem"})
+_REBINDING = ("aten::set_", "aten::resize_", "aten::resize_as_")  # which may give a tensor another storage
+Given = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_HIDDEN = frozenset({"running_mean", "running_var"})  # which batch norms write to, though their schemas do not say so
+_EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedOp:
+    """One op: the storages it reads, makes and writes to, and the shape of each tensor it returns.
+
+    `frame` is the tuple it returns, with holes in the places of tensors; it is None itself where the op returns one tensor, or
+    something that is no flat tuple: then nobody but the op can answer for it. `given` has shape, strides and dtype of each tensor
+    argument in order, `settings` the type and value of each other one: a re-run compares both. `reshapes` is true for in-place view
+    ops (`transpose_`), which change a tensor's shape or strides and none of its data.
+    """
+
+    op: Any
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    writes: tuple[int, ...]
+    results: tuple[tuple[int, torch.Size, tuple[int, ...], Any, torch.dtype, torch.device], ...]
+    returns_one: bool
+    seeded: bool
+    uninitialised: bool
+    seconds: float = 0.0
+    frame: tuple[Any, ...] | None = None
+    given: tuple[Given, ...] = ()
+    settings: tuple[Any, ...] = ()
+    reshapes: bool = False
+
+    @property
+    def can_be_answered(self) -> bool:
+        return self.returns_one or self.frame is not None
+
+    @property
+    def is_view(self) -> bool:
+        return not self.makes and not self.writes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionTrace:
+    """The ops of a region in order; per slot its storage; the storages of its outputs.
+
+    `storage_bytes` has the size of every storage by its number, and `died` the number of ops after which it was seen to be gone
+    (the number of all ops where it outlived them), with nothing held for backward; `saved_at` how many ops had run when each
+    slot was saved. A `compiled` region is one op, which saves all slots at its end.
+    """
+
+    ops: tuple[TracedOp, ...]
+    slots: tuple[int, ...]
+    slot_bytes: tuple[int, ...]
+    outputs: frozenset[int]
+    exposed: bool
+    storage_bytes: tuple[int, ...] = ()
+    died: tuple[int, ...] = ()
+    saved_at: tuple[int, ...] = ()
+    compiled: bool = False
+
+    def settled(self) -> frozenset[int]:
+        """Storages made here and then written to in place, of which nobody but the writers sees what they were before the last write."""
+        made = {storage for op in self.ops for storage in op.makes}
+        last = {storage: number for number, op in enumerate(self.ops) for storage in op.writes if storage in made}
+        seen: set[int] = set()
+        for number, op in enumerate(self.ops):
+            if _reads_values(op):
+                seen.update(s for s in op.reads if number < last.get(s, -1) and s not in op.writes)
+        seen.update(s for s, at in zip(self.slots, self.saved_at, strict=True) if at <= last.get(s, -1))
+        return frozenset(last.keys() - seen)
+
+    @property
+    def opaque(self) -> bool:
+        """Whether something that dispatch cannot see may have read or written.
+
+        Memory was handed to Python (`.numpy()`, `.data_ptr()`), or memory that was never visibly filled is read or saved.
+        """
+        if self.exposed:
+            return True
+        blank: set[int] = set()
+        for op in self.ops:
+            blank.difference_update(op.writes)
+            if blank.intersection(op.reads) and _reads_values(op):
+                return True
+            if op.uninitialised:
+                blank.update(op.makes)
+        return bool(blank.intersection(self.slots) or blank & self.outputs)
+
+
+def _reads_values(op: TracedOp) -> bool:
+    """Whether an op looks at numbers: one without results hands them to Python (`.item()`, `torch.equal`)."""
+    return not op.uninitialised and (not op.is_view or not op.results)
+
+
+class CompiledCode(Enum):
+    """Stands for the op of a compiled region."""
+
+    ALL = "compiled code"
+
+    @property
+    def tags(self) -> tuple[torch.Tag, ...]:
+        return ()
+
+
+class Hole(Enum):
+    """Stands for a tensor in what an op returned."""
+
+    TENSOR = "tensor"
+
+
+def given_of(tensor: Tensor) -> Given:
+    """What a re-run compares of a tensor argument."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def settings_of(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Type and value of each argument that is no tensor; of other objects (a generator, a process group) the type."""
+    found: list[Any] = []
+    for name, value in (*enumerate(args), *(kwargs or {}).items()):
+        found.append(name)
+        _add_settings(value, found)
+    return tuple(found)
+
+
+def _add_settings(value: Any, found: list[Any]) -> None:
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, (list, tuple)):
+        found.append(len(value))
+        for item in value:
+            _add_settings(item, found)
+    else:
+        found.append((type(value), value if type(value) in ATOMS else None))
+
+
+def hides_ops(tensor: Tensor) -> bool:
+    """True if dispatch does not see all that is done to a tensor: a wrapper subclass, a sparse or nested layout."""
+    if type(tensor) in _PLAIN_TYPES:
+        return tensor.layout is not torch.strided or tensor.is_nested
+    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH or tensor.layout is not torch.strided or tensor.is_nested
+
+
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
+_NO_DISPATCH = Tensor.__torch_dispatch__
+
+
+def _frame_of(out: Any) -> tuple[Any, ...] | None:
+    if not isinstance(out, tuple) or not all(isinstance(item, (Tensor, int, float, type(None))) for item in out):
+        return None
+    return tuple(Hole.TENSOR if isinstance(item, Tensor) else item for item in out)
+
+
+def hidden_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor that has no single storage."""
+    parts = inner_tensors(tensor)
+    if parts:
+        return sum(map(hidden_bytes, parts))
+    return 0 if tensor.layout is not torch.strided or tensor.is_nested else untyped_storage(tensor).nbytes()
+
+
+class OpStopwatch(Protocol):
+    """Times each op of a trace."""
+
+    def time(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the op, and return what it returns."""
+
+    def seconds(self) -> list[float]:
+        """What each took, in order."""
+
+
+class Recorder(Observer):
+    """Writes down every op that runs below it."""
+
+    def __init__(self, stopwatch: OpStopwatch | None = None) -> None:
+        super().__init__()
+        self._stopwatch = stopwatch
+        self._numbers: dict[StorageWeakRef, int] = {}
+        self._sizes: list[int] = []
+        self._alive: dict[int, StorageWeakRef] = {}
+        self._died: dict[int, int] = {}
+        self._saved_at: list[int] = []
+        self.ops: list[TracedOp] = []
+        self.slots: list[int] = []
+        self.slot_bytes: list[int] = []
+        self._handed_out = False
+        self._hidden_numbers: dict[int, tuple[int, Tensor]] = {}
+        self._hidden_writes: dict[int, list[int]] = {}  # by the number of the op
+
+    def exposed(self, tensor: Tensor) -> None:
+        self._handed_out = True
+
+    def number(self, tensor: Tensor) -> int:
+        if hides_ops(tensor):
+            return self._number_of_hidden(tensor)
+        storage = untyped_storage(tensor)
+        reference = StorageWeakRef(storage)
+        number = self._numbers.setdefault(reference, len(self._numbers))
+        if number == len(self._sizes):
+            self._sizes.append(storage.nbytes())
+            self._alive[number] = reference
+        return number
+
+    def _number_of_hidden(self, tensor: Tensor) -> int:
+        """A number for a tensor whose storages are not seen; the region is not selected from."""
+        self._handed_out = True
+        known = self._hidden_numbers.get(id(tensor))
+        if known is None:
+            known = self._hidden_numbers[id(tensor)] = (len(self._sizes), tensor)  # held: ids are used again
+            self._numbers[object()] = known[0]  # type: ignore[index]  # counted with the others
+            self._sizes.append(hidden_bytes(tensor))
+        return known[0]
+
+    def _bury(self) -> None:
+        """Note which storages are gone since the op before."""
+        for number in [number for number, reference in self._alive.items() if reference.expired()]:
+            del self._alive[number]
+            self._died[number] = len(self.ops)
+
+    def saw_slot(self, tensor: Tensor) -> None:
+        number = self.number(tensor)
+        self.slots.append(number)
+        self._saved_at.append(len(self.ops))
+        self.slot_bytes.append(self._sizes[number])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in IGNORED_OPS:
+            return func(*args, **kwargs)
+        self._bury()
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        read = [self.number(leaf) for leaf in given]
+        seen_as = () if self._handed_out else tuple(map(given_of, given))
+        self._handed_out |= func.namespace in _UNDECLARED or func._schema.name.startswith(_REBINDING)
+        known = len(self._numbers)
+        out = func(*args, **kwargs) if self._stopwatch is None else self._stopwatch.time(func, args, kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        numbers = [self.number(tensor) for tensor in tensors]
+        self._note_hidden(func, args, kwargs)
+        self.ops.append(
+            TracedOp(
+                op=func,
+                reads=tuple(dict.fromkeys(read)),
+                makes=tuple(dict.fromkeys(n for n in numbers if n >= known)),
+                writes=tuple(dict.fromkeys(self._written(func, args, kwargs))),
+                results=()
+                if self._handed_out
+                else tuple(
+                    (n, t.shape, t.stride(), t.storage_offset(), t.dtype, t.device)
+                    for n, t in zip(numbers, tensors, strict=True)
+                ),
+                returns_one=isinstance(out, Tensor),
+                frame=_frame_of(out),
+                given=seen_as,
+                settings=settings_of(args, kwargs),
+                reshapes=torch.Tag.inplace_view in func.tags,
+                seeded=torch.Tag.nondeterministic_seeded in func.tags,
+                uninitialised=func._schema.name.startswith(_EMPTY),
+            )
+        )
+        return out
+
+    def _note_hidden(self, func: Any, args: Any, kwargs: Any) -> None:
+        if "batch_norm" not in func._schema.name:
+            return
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if argument.name in _HIDDEN and isinstance(value, Tensor):
+                self._hidden_writes.setdefault(len(self.ops), []).append(self.number(value))
+
+    def _visible_ops(self) -> list[TracedOp]:
+        """The ops, with hidden writes shown where another op of the region could see them.
+
+        Statistics that nobody else here looks at may be left alone by a re-run, so that the norm can be answered.
+        """
+        ops = list(self.ops)
+        for number, storages in self._hidden_writes.items():
+            made_or_read = {s for at, op in enumerate(ops) if at != number for s in (*op.makes, *op.reads)}
+            seen = [s for s in storages if s in made_or_read]
+            ops[number] = replace(ops[number], writes=tuple(dict.fromkeys((*ops[number].writes, *seen))))
+        return ops
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> list[int]:
+        if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
+            return []
+        written: list[int] = []
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [self.number(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        return written
+
+    def compiled_trace(self, known: list[Tensor], outputs: list[Tensor]) -> RegionTrace:
+        """The trace of a compiled region, of which only the slots were seen: one op that makes all but what is `known`."""
+        there = frozenset(self.number(tensor) for tensor in known)
+        results = frozenset(self.number(tensor) for tensor in outputs)
+        made = tuple(number for number in range(len(self._sizes)) if number not in there)
+        op = TracedOp(
+            op=CompiledCode.ALL,
+            reads=tuple(sorted(there)),
+            makes=made,
+            writes=(),
+            results=(),
+            returns_one=False,
+            seeded=False,
+            uninitialised=False,
+            seconds=1.0,
+        )
+        return RegionTrace(
+            ops=(op,),
+            slots=tuple(self.slots),
+            slot_bytes=tuple(self.slot_bytes),
+            outputs=results,
+            exposed=True,
+            storage_bytes=tuple(self._sizes),
+            died=(1,) * len(self._sizes),
+            saved_at=(1,) * len(self.slots),
+            compiled=True,
+        )
+
+    def trace(self, outputs: list[Tensor], *, opaque: bool = False) -> RegionTrace:
+        self._bury()
+        made = frozenset(self.number(tensor) for tensor in outputs)
+        seconds = [0.0] * len(self.ops) if self._stopwatch is None else self._stopwatch.seconds()
+        return RegionTrace(
+            ops=tuple(replace(op, seconds=taken) for op, taken in zip(self._visible_ops(), seconds, strict=True)),
+            slots=tuple(self.slots),
+            slot_bytes=tuple(self.slot_bytes),
+            exposed=self._handed_out or opaque,
+            outputs=made,
+            storage_bytes=tuple(self._sizes),
+            saved_at=tuple(self._saved_at),
+            died=tuple(self._died.get(number, len(self.ops)) for number in range(len(self._sizes))),
+        )

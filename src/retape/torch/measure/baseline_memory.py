@@ -1,0 +1,131 @@
+"""What is there before and after every step: weights, gradients, the batch and the optimizer's state, in bytes on one device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retape.core.errors import InvalidInput
+from retape.core.problem import Budget
+from retape.torch.measure.budgets import device_named
+from retape.torch.measure.memory_meter import storage_bytes
+
+_KERNELS = ("fused", "foreach", "capturable")  # ways to compute the same state, which want a real device
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """InvalidInput where modules get their shape in their first call: that cannot be undone."""
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise InvalidInput(
+            f"{type(model).__name__} has lazy modules that have no shape yet. Call it once on a batch before fitting."
+        )
+
+
+def devices_of(model: nn.Module, budget: Budget | None = None) -> tuple[torch.device, ...]:
+    """The devices on which a model trains, and those of its weights that the budget names as well."""
+    refuse_lazy(model)
+    devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
+    if not devices:
+        raise InvalidInput(
+            f"{type(model).__name__} has no parameter that requires gradients, so there is no backward pass to plan for. "
+            "Set requires_grad on what is to be trained."
+        )
+    named = {device_named(name) for name, _ in budget.devices} if budget is not None else set()
+    devices |= {tensor.device for tensor in (*model.parameters(), *model.buffers())} & named
+    other = next((device for device in devices if device.type not in ("cpu", "cuda")), None)
+    if other is not None:
+        raise InvalidInput(f"{type(model).__name__} is on {other.type!r}; retape measures on 'cpu' and 'cuda' devices.")
+    return tuple(sorted(devices, key=lambda device: (device.type, device.index or 0)))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device on which a model trains."""
+    devices = devices_of(model)
+    if len(devices) > 1:
+        names = ", ".join(str(device) for device in devices)
+        raise InvalidInput(
+            f"{type(model).__name__} trains on several devices ({names}), and only one can be followed here. Use retape.fit, "
+            "which takes a budget for each."
+        )
+    return devices[0]
+
+
+def fixed_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+    """Everything that lives on the device while no step runs, gradients included; call it before they are allocated."""
+    present = (
+        torch.cuda.memory_allocated(device)
+        if device.type == "cuda"
+        else storage_bytes(_known_tensors(model, batch, optimizer), device)
+    )
+    return present + _missing_gradient_bytes(model, device) + pending_optimizer_bytes(optimizer, device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What the allocator of a device has given out by now; 0 on the CPU, where nobody keeps count."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _known_tensors(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
+    yield from model.buffers()
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    states = [] if optimizer is None else list(optimizer.state.values())
+    yield from (leaf for leaf in pytree.tree_leaves((batch, states)) if isinstance(leaf, Tensor))
+
+
+def _missing_gradient_bytes(model: nn.Module, device: torch.device) -> int:
+    missing = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.device == device]
+    return sum(_here(parameter).nbytes for parameter in missing)
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that is sharded over several; itself where it is not."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+    """The state that an optimizer will have once it has stepped, where it has none yet: found by stepping shapes without values."""
+    if optimizer is None:
+        return 0
+    pending = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": missing}
+        for group in optimizer.param_groups
+        if (
+            missing := [
+                p for p in group["params"] if p.requires_grad and p.device == device and p not in optimizer.state
+            ]
+        )
+    ]
+    if not pending:
+        return 0
+    for group in pending:
+        group.update({name: False for name in _KERNELS if name in group})
+        group["params"] = [nn.Parameter(torch.empty_like(_here(p), device="meta")) for p in group["params"]]
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    try:
+        known = _known_defaults(optimizer) - set(_KERNELS)
+        trial = type(optimizer)(pending, **{k: v for k, v in optimizer.defaults.items() if k in known})
+        trial.step()
+    except Exception as error:
+        raise InvalidInput(
+            f"The state that {type(optimizer).__name__} will hold cannot be told before its first step ({error}). "
+            "Step it once before fitting; or give optimizer=None (fit or FitCallback) and the rest of the memory as Budget.activations."
+        ) from error
+    leaves = [leaf for leaf in pytree.tree_leaves(list(trial.state.values())) if isinstance(leaf, Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf.device.type == "meta")
+
+
+def _known_defaults(optimizer: torch.optim.Optimizer) -> set[str]:
+    return set(inspect.signature(type(optimizer).__init__).parameters)

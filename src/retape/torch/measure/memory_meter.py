@@ -1,0 +1,248 @@
+"""The only scale: live and peak bytes of a device while a step runs, and `measure`. What to do about them is decided elsewhere.
+
+CUDA: the caching allocator's own counters, which follow the program's order exactly and need no synchronisation. CPU: the
+allocator's reports to PyTorch's profiler, every allocation and every free of the thread, at about a tenth of the time;
+what lived before the scale was put up is counted from the tensors that the program's variables lead to (`memory_roots.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from retape.core.record import Moment, Record
+from retape.torch.capture.checksum import inner_tensors
+from retape.torch.compat import internals, process_internals
+from retape.torch.compat.ranks import largest
+from retape.torch.measure.memory_roots import Walk, variables
+
+MOST_MOMENTS = 4096  # of a timeline; between two of them the higher one counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What the scale showed at a mark: live bytes, and the peak since the mark before; both above the start."""
+
+    label: Any
+    live_bytes: int
+    peak_bytes: int
+
+
+class Scale(Protocol):
+    """A running measurement. `mark` notes the moment; once the context is left, everything can be read."""
+
+    readings: list[Reading]
+    timeline: list[Moment]
+
+    def mark(self, label: Any) -> None: ...
+
+
+class _CpuScale:
+    """Follows the reports of the CPU allocator; marks stand among them."""
+
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
+        self.timeline: list[Moment] = []
+        self._labels: list[Any] = []
+
+    def mark(self, label: Any) -> None:
+        internals.mark_memory()
+        self._labels.append(label)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with internals.memory_events() as events:
+            yield
+        self._read(events)
+
+    def _read(self, events: list[tuple[int, int | None]]) -> None:
+        live = peak = 0
+        start = events[0][0] if events else 0
+        labels = iter(self._labels)
+        for at, what in events:
+            if what is None:
+                self.readings.append(Reading(label=next(labels), live_bytes=live, peak_bytes=peak))
+                peak = live
+                continue
+            live += what
+            peak = max(peak, live)
+            self.timeline.append(Moment(seconds=(at - start) / 1e9, live_bytes=live))
+
+
+class _CudaScale:
+    """Reads the caching allocator's counters at each mark, and sets its peak back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.readings: list[Reading] = []
+        self.timeline: list[Moment] = []
+        self._device = device
+        self._start_bytes = self._start_seconds = 0.0
+
+    def mark(self, label: Any) -> None:
+        live = torch.cuda.memory_allocated(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        start = int(self._start_bytes)
+        now = time.perf_counter() - self._start_seconds
+        self.readings.append(Reading(label=label, live_bytes=live - start, peak_bytes=peak - start))
+        self.timeline.append(Moment(seconds=now, live_bytes=peak - start))
+        self.timeline.append(Moment(seconds=now, live_bytes=live - start))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._start_bytes = torch.cuda.memory_allocated(self._device)
+        self._start_seconds = time.perf_counter()
+        yield
+        torch.cuda.synchronize(self._device)
+
+
+_START, _END = "start", "end"
+
+
+# Scales in the background, which end when another is put up: PyTorch's profiler can only run once.
+GIVE_WAY: list[Callable[[], None]] = []
+
+
+@contextmanager
+def weighing(device: torch.device) -> Iterator[Scale]:
+    """Put up the scale for what runs inside; its first reading is the start, its last the end."""
+    for give_way in tuple(GIVE_WAY):
+        give_way()
+    scale = _CudaScale(device) if device.type == "cuda" else _CpuScale()
+    with scale.running():
+        scale.mark(_START)
+        yield scale
+        scale.mark(_END)
+
+
+def measure(step: Callable[[], Any], *, device: torch.device | str | None = None) -> Record:
+    """Run `step` twice, once on the scale and once with the stopwatch: its peak bytes, seconds and live bytes over time.
+
+    The peak counts everything on the device: on CUDA all that the process has allocated there, on the CPU every tensor that
+    `step` and the variables of the functions on the stack lead to at the start, and what the step allocates. The device is that of
+    CUDA where it is in use, else the CPU.
+    """
+    where = _device_of(device)
+    base = present_bytes(where, [step, getattr(step, "__globals__", None)])
+    with weighing(where) as scale:
+        step()
+    peak = max(reading.peak_bytes for reading in scale.readings)
+    seconds = _timed(step, where)
+    return Record(
+        peak_bytes=base + peak,
+        base_bytes=base,
+        seconds=seconds,
+        timeline=thinned(scale.timeline, base),
+        reserved_bytes=torch.cuda.memory_reserved(where) if where.type == "cuda" else 0,
+        device=str(where),
+    )
+
+
+def _device_of(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+def _timed(step: Callable[[], Any], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def present_bytes(device: torch.device, own: Iterable[Any] = ()) -> int:
+    """What is allocated before the step: by the allocator's count, or of every tensor that `own` objects and variables lead to.
+
+    Of tensors that `own` objects do not lead to, gradients count only while no other thread runs: one may be adding to them, and a
+    gradient that is read meanwhile may be freed under the reader.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    return storage_bytes(_held_tensors(own), device)
+
+
+def _held_tensors(own: Iterable[Any]) -> Iterator[Tensor]:
+    walk = Walk()
+    yield from _with_gradients(walk.tensors(own))
+    others = walk.tensors(variables())
+    yield from _with_gradients(others) if process_internals.is_only_thread() else others
+
+
+def _with_gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield tensor
+        gradient = tensor.grad if tensor.is_leaf else None
+        if gradient is not None:
+            yield gradient
+
+
+def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """The bytes of the storages behind some tensors on a device, each counted once; wrapper subclasses by what they wrap."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        for part in _plain_parts(tensor):
+            if part.device == device and part.layout is torch.strided and not internals.is_fake(part):
+                try:
+                    storage = internals.untyped_storage(part)
+                except NotImplementedError:  # what a transform of torch.func has left behind: a wrapper without memory
+                    continue
+                sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """What a tensor takes, a sparse one by its parts."""
+    return sum(part.nbytes for part in sparse_parts(tensor)) or (tensor.nbytes if tensor.layout is torch.strided else 0)
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The indices and values of a sparse gradient; none of any other tensor."""
+    if tensor.layout is not torch.sparse_coo:
+        return ()
+    with internals.unobserved():
+        return tensor._indices(), tensor._values()
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    inner = inner_tensors(tensor) or sparse_parts(tensor)
+    if not inner:
+        yield tensor
+    for part in inner:
+        yield from _plain_parts(part)
+
+
+def thinned(timeline: list[Moment], base_bytes: int) -> tuple[Moment, ...]:
+    """At most so many moments that a picture can show; of those left out the highest is kept, so the peak is never lost."""
+    width = -(-len(timeline) // MOST_MOMENTS) or 1
+    groups = (timeline[i : i + width] for i in range(0, len(timeline), width))
+    tops = (max(group, key=lambda moment: moment.live_bytes) for group in groups)
+    return tuple(Moment(seconds=top.seconds, live_bytes=max(0, base_bytes + top.live_bytes)) for top in tops)
+
+
+def step_record(scale: Scale, device: torch.device, fixed_bytes: int) -> Record:
+    """A step that was weighed, where so much was there before it; its seconds are for a step without the scale to say."""
+    return Record(
+        peak_bytes=largest(fixed_bytes + max(reading.peak_bytes for reading in scale.readings)),
+        base_bytes=fixed_bytes,
+        seconds=0.0,
+        timeline=thinned(scale.timeline, fixed_bytes),
+        reserved_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
+        device=str(device),
+    )

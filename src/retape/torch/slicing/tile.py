@@ -1,0 +1,449 @@
+"""A row-wise function run in slices, forward and backward, so that its internals are never whole in memory: `tile`.
+
+Each slice is a region that drops everything (`region.py`), so it is run again as if at the first time: random streams, buffers,
+autocast, version checks. The slices stand behind one autograd node. Its backward pass asks them for their gradients one after
+the other, and adds up those of weights itself, in slice order, in float32 for 16-bit weights.
+
+Whether the function treats rows independently is asked in `rowwise.py`; a loss over rows is `linear_cross_entropy.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from retape.core.errors import InvalidInput, RegionError, UnsupportedTransform
+from retape.torch.capture.call import Call, capture_call
+from retape.torch.compat import compiler_internals, internals
+from retape.torch.engine.graph_ancestry import computed_from_another
+from retape.torch.engine.mismatch import name_of
+from retape.torch.engine.policy import Policy
+from retape.torch.engine.runs import is_plain
+from retape.torch.engine.transforms import refuse_transforms
+from retape.torch.slicing.products import wide
+from retape.torch.slicing.row_guard import read_settings
+from retape.torch.slicing.rowwise import Arguments, SavedPart, SavedRows, SliceRegion, Slicing, assert_rowwise
+from retape.torch.slicing.slice_graph import Linear, SliceGraph
+
+_SLICE = Policy(linkable=False)
+_Whole = tuple[SavedRows, tuple[Any, ...], int, int]  # all rows, and where a slice of them starts and how long it is
+_PLAIN_VALUES = (type(None), bool, int, float, complex, str)
+
+
+def tile(fn: Callable[..., Any], *rows: Any, tiles: int, dim: int = 0) -> Any:
+    """Call `fn(*rows)` in `tiles` slices along `dim`, so that what autograd saves in it is never whole in memory.
+
+    `fn` must treat rows independently, which is checked on first use and whenever something that it depends on has changed. It may
+    return a tensor or containers of tensors, each with the rows along `dim`. Rows that are no tensors are handed on as they are.
+    """
+    return call_in_tiles(fn, rows, tiles=tiles, dim=dim, may_draw=True)
+
+
+def call_in_tiles(fn: Callable[..., Any], rows: tuple[Any, ...], *, tiles: int, dim: int, may_draw: bool) -> Any:
+    """`tile`, which may also refuse a function that draws random numbers."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(call_in_tiles)(fn, rows, tiles=tiles, dim=dim, may_draw=may_draw)
+    slicing = _slicing(fn, rows, tiles, dim)
+    if is_plain() or slicing.count == 0:
+        return fn(*rows)
+    refuse_transforms(fn)
+    if capture_call(fn, rows, {}).is_lazy:
+        return fn(*rows)  # its first call gives it its shape
+    with _no_autocast_cache():
+        return _Forward(fn, rows, slicing, may_draw=may_draw).run()
+
+
+def _slicing(fn: Callable[..., Any], rows: tuple[Any, ...], tiles: int, dim: int) -> Slicing:
+    if type(tiles) is not int or tiles < 1:
+        raise InvalidInput(f"tiles={tiles!r}; give a whole number >= 1.")
+    lengths: dict[int, int] = {}
+    for index, row in enumerate(rows):
+        if isinstance(row, Tensor):
+            if not -row.dim() <= dim < row.dim():
+                raise InvalidInput(
+                    f"Rows {index} of {name_of(fn)} have shape {tuple(row.shape)}, and no dim={dim} to slice along."
+                )
+            lengths[index] = row.shape[dim]
+        elif not isinstance(row, _PLAIN_VALUES):
+            raise InvalidInput(
+                f"Rows {index} of {name_of(fn)} are a {type(row).__name__}; give tensors, each as an argument of its own (numbers, "
+                "strings and None are handed on as they are). What is no row belongs into the function's closure."
+            )
+    if not lengths:
+        raise InvalidInput(f"{name_of(fn)} was given no tensor to slice; give one with the rows along dim={dim}.")
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{length} in argument {index}" for index, length in lengths.items())
+        raise InvalidInput(
+            f"The rows of {name_of(fn)} along dim={dim} are of different number: {said}. Give as many in each."
+        )
+    return Slicing(count=next(iter(lengths.values())), tiles=tiles, dim=dim)
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """A weight's cast that stands in autocast's cache belongs to the graph of one slice, or of nobody here."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+class _Forward:
+    """The slices run one after the other, and their outputs put side by side."""
+
+    def __init__(self, fn: Callable[..., Any], rows: tuple[Any, ...], slicing: Slicing, *, may_draw: bool) -> None:
+        self._fn = fn
+        self._may_draw = may_draw
+        self._rows = rows
+        self._slicing = slicing
+        self._grad = torch.is_grad_enabled()
+        self._outputs: list[Any] = []
+        self._structure: Any = None
+
+    def run(self) -> Any:
+        tape = Tape(self._fn, self._slicing)
+        saved = self._saved_rows()
+        for start, length in self._slicing.parts():
+            given = self._sliced(start, length)
+            if start == 0:
+                reading = read_settings(self._fn, given, self._slicing.dim)
+            if not self._grad and start:
+                values, structure = pytree.tree_flatten(self._fn(*given))
+            else:
+                needs_grad = [self._needs_grad(row) for row in self._rows]
+                whole = None if saved is None else (saved, self._rows, start, length)
+                piece = _Slice(self._fn, given, needs_grad, tape, whole)
+                values, structure = piece.run()
+            self._take(values, structure, start, length)
+            if start == 0 and reading is not None:
+                about = piece.region, piece.arguments(self._rows), values, self._slicing
+                assert_rowwise(*about, reading, may_draw=self._may_draw)
+            if self._grad:
+                piece.settle(values, tape)
+        return pytree.tree_unflatten(self._joined(tape), self._structure)
+
+    def _saved_rows(self) -> SavedRows | None:
+        """Inside a region the rows are its to keep: it is shown all of them at once, before the first slice."""
+        if not self._grad or internals.top_hooks(True) is None:
+            return None
+        return SavedRows(_each_once([row for row in self._rows if isinstance(row, Tensor)]))
+
+    def _needs_grad(self, row: Any) -> bool:
+        return self._grad and isinstance(row, Tensor) and row.requires_grad
+
+    def _sliced(self, start: int, length: int) -> list[Any]:
+        """Slices without history; a tensor that is given twice is one slice, because code asks `q is k`."""
+        made = {
+            id(row): row.detach().narrow(self._slicing.dim, start, length)
+            for row in self._rows
+            if isinstance(row, Tensor)
+        }
+        return [made.get(id(row), row) for row in self._rows]
+
+    def _take(self, values: list[Any], structure: Any, start: int, length: int) -> None:
+        if start == 0:
+            self._structure = structure
+            self._outputs = [self._room(value, length) for value in values]
+        elif structure != self._structure:
+            raise RegionError(
+                f"{name_of(self._fn)} returned {structure} for one slice of rows and {self._structure} for another; a tiled function "
+                "must return the same containers for every slice."
+            )
+        for index, value in enumerate(values):
+            room = self._outputs[index]
+            if isinstance(value, Tensor) and isinstance(room, Tensor):
+                self._check_shape(value, length)
+                room.narrow(self._slicing.dim, start, length).copy_(value.detach())
+            elif value is not room and value != room:
+                raise RegionError(
+                    f"{name_of(self._fn)} returned {value!r} for one slice of rows and {room!r} for another; what a tiled function "
+                    "returns beside tensors must be the same for every slice."
+                )
+
+    def _room(self, value: Any, length: int) -> Any:
+        """Memory for an output of all rows."""
+        if not isinstance(value, Tensor):
+            return value
+        self._check_shape(value, length)
+        shape = list(value.shape)
+        shape[self._slicing.dim] = self._slicing.count
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+    def _check_shape(self, value: Tensor, length: int) -> None:
+        dim = self._slicing.dim
+        if not -value.dim() <= dim < value.dim() or value.shape[dim] != length:
+            raise RegionError(
+                f"{name_of(self._fn)} made a tensor of shape {tuple(value.shape)} out of {length} rows along dim={dim}; a tiled function "
+                "must return its rows along the same dim. Sum over rows outside, or use retape.linear_cross_entropy for a loss."
+            )
+
+    def _joined(self, tape: Tape) -> list[Any]:
+        """The outputs behind one node, whose backward pass drives the slices."""
+        tensors = [value for value in self._outputs if isinstance(value, Tensor)]
+        differentiable = [any(piece.edges[i] is not None for piece in tape.slices) for i in range(len(tensors))]
+        if not any(differentiable):
+            return self._outputs
+        inputs = _each_once([row for row in self._rows if self._needs_grad(row)])
+        related = computed_from_another(tape.taken)
+        if related is not None:
+            raise RegionError(
+                f"{tape.name} uses a tensor of its closure that was computed elsewhere, and also one that it was computed from "
+                f"({related}). Gradients of the two cannot be told apart. Compute it inside the function."
+            )
+        # The tape is what the node saves: autograd lets go of it when it frees the graph, and not if it is retained.
+        with saved_tensors_hooks(lambda _: tape, _unpack_tape):
+            joined = iter(_Join.apply(tensors, differentiable, *inputs, *tape.shared.values()))
+        return [next(joined) if isinstance(value, Tensor) else value for value in self._outputs]
+
+
+class Tape:
+    """All slices of one call, until their backward pass: where gradients go in, and the tensors at which they come out."""
+
+    def __init__(self, fn: Callable[..., Any], slicing: Slicing) -> None:
+        self.name = name_of(fn)
+        self.slicing = slicing
+        self.slices: list[_Slice] = []
+        self.shared: dict[int, Tensor] = {}  # weights and other tensors that slices use and that need gradients
+        self.anchor = torch.empty((0,), requires_grad=torch.is_grad_enabled())
+        # Nodes of the slices come after this one, nodes of everybody else before it.
+        marker = self.anchor.view(0).grad_fn
+        self.first_node = 0 if marker is None else internals.sequence_number(marker)
+
+    @property
+    def taken(self) -> list[Tensor]:
+        """The shared tensors whose gradients autograd makes in some slice."""
+        return [tensor for key, tensor in self.shared.items() if any(key not in piece.apart for piece in self.slices)]
+
+
+class _Slice:
+    """One slice: a region, and the edges of its graph at which gradients go in and come out."""
+
+    def __init__(
+        self, fn: Callable[..., Any], given: list[Any], needs_grad: list[bool], tape: Tape, whole: _Whole | None
+    ) -> None:
+        self._fn = fn
+        self._given = _with_entries(given, needs_grad, tape.anchor)
+        entered = [value for value, needed in zip(self._given, needs_grad, strict=True) if needed]
+        self.entries = [get_gradient_edge(value) for value in _each_once(entered)]
+        self.edges: list[GradientEdge | None] = []
+        self.linears: list[Linear] = []
+        self.apart: frozenset[int] = frozenset()  # the ids of the tensors of these, whose gradients are not autograd's
+        call = capture_call(fn, tuple(self._given), {})
+        self._tensors = list(call.tensors)
+        self._outside = _with_history(call, self._given)
+        saved = None if whole is None else self._part_of(*whole, tape.slicing.dim)
+        self.region = SliceRegion(fn, tuple(self._given), {}, policy=_SLICE, captured=call, saved=saved)
+
+    def _part_of(self, saved: SavedRows, rows: tuple[Any, ...], start: int, length: int, dim: int) -> SavedPart | None:
+        """Its inputs as a part of rows that are saved whole; None where it has others besides."""
+        made = {id(value): row for value, row in zip(self._given, rows, strict=True) if isinstance(row, Tensor)}
+        if not all(id(tensor) in made for tensor in self._tensors):
+            return None
+        return saved.part([made[id(tensor)] for tensor in self._tensors], dim, start, length)
+
+    def run(self) -> tuple[list[Any], Any]:
+        """The first run; returns the leaves of what the function returns, and their structure."""
+        found = self.region.run(self._fn, tuple(self._given), {})
+        if self.region.changes_rows:
+            raise RegionError(
+                f"{self.region.name} changes its rows in place, which reaches beyond its slice. Change a copy of them (.clone())."
+            )
+        return pytree.tree_flatten(found)
+
+    def arguments(self, rows: tuple[Any, ...]) -> Arguments:
+        """What the region was given, for questions about other rows."""
+        slices = {id(value) for value in self._given}
+        return Arguments(
+            tensors=self._tensors,
+            places=[place for place, tensor in enumerate(self._tensors) if id(tensor) in slices],
+            rows=[row for row in rows if isinstance(row, Tensor)],
+        )
+
+    def settle(self, values: list[Any], tape: Tape) -> None:
+        """Note where gradients go in, and find the tensors that need some: the graph says which, wherever the function has them from."""
+        self.edges = [
+            get_gradient_edge(value) if value.requires_grad else None for value in values if isinstance(value, Tensor)
+        ]
+        graph = SliceGraph(
+            [edge for edge in self.edges if edge is not None],
+            {(edge.node, edge.output_nr): tensor for edge, tensor in self._outside},
+            {edge.node for edge in self.entries},
+            tape.first_node,
+            tape.name,
+        )
+        tape.shared.update({id(tensor): tensor for tensor in graph.tensors})
+        self.linears = graph.linears()
+        self.apart = frozenset(id(tensor) for linear in self.linears for tensor in linear.tensors)
+        self._given, self._tensors, self._outside = [], [], []
+        tape.slices.append(self)
+
+    def gradients(self, upstream: Sequence[Tensor | None], inputs: list[GradientEdge]) -> Sequence[Tensor | None]:
+        """What comes out at `inputs` for what goes in at the outputs."""
+        pairs = [(edge, g) for edge, g in zip(self.edges, upstream, strict=True) if edge is not None and g is not None]
+        if not pairs or not inputs:
+            return [None] * len(inputs)
+        outputs, gradients = zip(*pairs, strict=True)
+        keep = internals.graph_is_kept()  # a compiled function refuses, and what a slice has consumed can go
+        return torch.autograd.grad(outputs, inputs, gradients, retain_graph=keep, allow_unused=True)
+
+
+def _with_entries(given: list[Any], needs_grad: list[bool], anchor: Tensor) -> list[Any]:
+    """Rows that need gradients, each behind a node of its own. A leaf would hold the row for as long as the graph lives."""
+    made = {id(v): _Entry.apply(anchor, [v]) for v, needed in zip(given, needs_grad, strict=True) if needed}
+    return [made[id(v)] if needed else v for v, needed in zip(given, needs_grad, strict=True)]
+
+
+def _each_once(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+class _Entry(torch.autograd.Function):
+    """Where a slice's graph ends: gradients are taken here, and go no further."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, row: list[Tensor]) -> Tensor:
+        return row[0].view_as(row[0])
+
+    @staticmethod
+    @compiler_internals.left_alone
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("gradients of a slice are taken at its entry")
+
+
+def _with_history(call: Call, given: list[Any]) -> list[tuple[GradientEdge, Tensor]]:
+    """Tensors of the closure that were computed from others, with their place in the graph outside."""
+    rows = {id(value) for value in given}
+    found = [*call.tensors, *call.extras, *call.state]
+    return [(get_gradient_edge(t), t) for t in found if t.grad_fn is not None and id(t) not in rows]
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+class _Unpacked(local):
+    tape: Tape | None = None
+
+
+_UNPACKED = _Unpacked()
+
+
+@compiler_internals.left_alone
+def _unpack_tape(tape: Tape) -> Tensor:
+    _UNPACKED.tape = tape
+    return tape.anchor.detach()
+
+
+class _Join(torch.autograd.Function):
+    """One node for all slices. It saves one empty tensor, in whose place the hooks around it keep the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, tensors: list[Tensor], differentiable: list[bool], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.empty(0))
+        ctx.mark_non_differentiable(*[t for t, needed in zip(tensors, differentiable, strict=True) if not needed])
+        return tuple(tensors)
+
+    @staticmethod
+    @compiler_internals.left_alone
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        tape, _UNPACKED.tape = _UNPACKED.tape, None
+        assert tape is not None
+        if torch.is_grad_enabled():
+            raise UnsupportedTransform(
+                f"{tape.name} in tiles was asked for gradients that can be differentiated again (create_graph=True); its slices are run "
+                "again without that. Call the function itself, or retape.checkpoint, for second derivatives."
+            )
+        totals, dim = _Totals(tape), tape.slicing.dim
+        with ExitStack() as stack:
+            for tensor in tape.shared.values():
+                stack.enter_context(_quiet(tensor))
+            for piece, (start, length) in zip(tape.slices, tape.slicing.parts(), strict=True):
+                parts = [None if g is None else g.narrow(dim, start, length) for g in upstream]
+                totals.take(piece, start, parts)
+        return (None, None, *totals.gradients())
+
+
+class _Totals:
+    """The gradients of all rows and of shared tensors, while slices add to them in order."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._rows: list[Tensor | None] = [None] * len(tape.slices[0].entries)
+        self._shared: dict[int, Tensor] = {}
+
+    def gradients(self) -> list[Tensor | None]:
+        shared = [(self._shared.get(id(tensor)), tensor.dtype) for tensor in self._tape.shared.values()]
+        return self._rows + [None if total is None else total.to(dtype) for total, dtype in shared]
+
+    def take(self, piece: _Slice, start: int, upstream: list[Tensor | None]) -> None:
+        """The gradients of one slice."""
+        others = [tensor for key, tensor in self._tape.shared.items() if key not in piece.apart]
+        hooks = [linear.watch(self._total_of) for linear in piece.linears]
+        try:
+            found = piece.gradients(upstream, [*piece.entries, *map(get_gradient_edge, others)])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for index, gradient in enumerate(found[: len(self._rows)]):
+            if gradient is not None:
+                self._put(index, gradient, start)
+        for tensor, gradient in zip(others, found[len(self._rows) :], strict=True):
+            if gradient is not None:
+                self._add(tensor, gradient)
+
+    def _put(self, index: int, part: Tensor, start: int) -> None:
+        dim, whole = self._tape.slicing.dim, self._rows[index]
+        if whole is None:
+            shape = list(part.shape)
+            shape[dim] = self._tape.slicing.count
+            whole = self._rows[index] = part.new_zeros(shape)
+        whole.narrow(dim, start, part.shape[dim]).copy_(part)
+
+    def _add(self, tensor: Tensor, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided:
+            self._total_of(tensor).add_(gradient)
+        else:
+            before = self._shared.get(id(tensor))
+            self._shared[id(tensor)] = gradient if before is None else before + gradient
+
+    def _total_of(self, tensor: Tensor) -> Tensor:
+        """The sum of a shared tensor's gradients: in float32 for a 16-bit one, in float64 for a float32 one that is small."""
+        total = self._shared.get(id(tensor))
+        if total is None:
+            dtype = wide(tensor.dtype)
+            if dtype is torch.float32 and tensor.dim() < 2 and tensor.device.type in ("cpu", "cuda"):
+                dtype = torch.float64
+            total = self._shared[id(tensor)] = torch.zeros_like(tensor, dtype=dtype)
+        return total
+
+
+@contextmanager
+def _quiet(tensor: Tensor) -> Iterator[None]:
+    """Keep a tensor's hooks from running: they are for its whole gradient, once, and not for what each slice adds to it."""
+    hooks = tensor._backward_hooks
+    kept, retained = dict(hooks or {}), tensor.retains_grad
+    gradient = tensor.grad if retained else None
+    if hooks:
+        hooks.clear()
+    if retained:
+        tensor.grad = None  # where each slice would add its part
+    try:
+        yield
+    finally:
+        if hooks is not None:
+            hooks.update(kept)
+        if retained:
+            tensor.grad = gradient
