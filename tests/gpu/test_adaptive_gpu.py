@@ -8,8 +8,8 @@ from torch import nn
 
 import retape
 from retape.errors import BudgetTooSmall
+from retape.torch.adaptive import host as adaptive_host
 from retape.torch.adaptive.accounting import Needs
-from retape.torch.adaptive.manager import host as adaptive_host
 from retape.torch.compat import internals
 from retape.torch.engine.host.copy_streams import lanes_of
 
@@ -233,10 +233,7 @@ def test_elsewhere_it_is_a_clear_error_and_the_limit_is_gone(adaptive):
     for _ in range(2):
         with live:
             checkpointed(model, x)
-    for parameter in model.parameters():
-        parameter.grad = None
     with pytest.raises(BudgetTooSmall, match="Out of memory outside any region"), live:
         backward_and_too_much(model, x)
-    assert all(parameter.grad is None for parameter in model.parameters())
     assert internals.memory_fraction(CUDA) == before
     assert torch.empty(2 << 30, dtype=torch.uint8, device=CUDA).numel() == 2 << 30

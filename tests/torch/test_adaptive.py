@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import BudgetTooSmall, InvalidInput, StateChanged
+from retape.torch.adaptive import governor as adaptive_room
+from retape.torch.adaptive import step_scale
 from retape.torch.adaptive.accounting import Account, Phase
-from retape.torch.adaptive.manager import governor as adaptive_room
-from retape.torch.adaptive.manager import step_scale
 from retape.torch.measure.memory_meter import weighing
 
 

@@ -9,10 +9,10 @@ from compare import assert_equal
 from torch import nn
 
 import retape
+from retape.torch.adaptive import adaptive_region
+from retape.torch.adaptive import drop_levels as adaptive_menu
+from retape.torch.adaptive import host as adaptive_host
 from retape.torch.adaptive.accounting import BESIDE_COPIES, ODD, TO_THE_END, WHOLE, Kind, Mark, Needs, Phase
-from retape.torch.adaptive.manager import adaptive_region
-from retape.torch.adaptive.manager import drop_levels as adaptive_menu
-from retape.torch.adaptive.manager import host as adaptive_host
 from retape.torch.engine.host.copy_streams import lanes_of
 from retape.torch.measure.memory_meter import weighing
 from retape.torch.planning.chain.region_ways import Overheads

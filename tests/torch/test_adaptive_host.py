@@ -10,11 +10,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import retape
 from retape.core.problem import Tier
 from retape.errors import OffloadError, StateChanged
+from retape.torch.adaptive import adaptive_region
+from retape.torch.adaptive import drop_levels as adaptive_menu
+from retape.torch.adaptive import host as adaptive_host
 from retape.torch.adaptive.drop_levels import Menus
 from retape.torch.adaptive.host import SEEN_SHARE, HostTier
-from retape.torch.adaptive.manager import adaptive_region
-from retape.torch.adaptive.manager import drop_levels as adaptive_menu
-from retape.torch.adaptive.manager import host as adaptive_host
 from retape.torch.engine.host import offload
 from retape.torch.engine.host.copy_streams import lanes_of
 from retape.torch.planning.chain.region_ways import Overheads

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
+from retape.torch.adaptive import adaptive_region
+from retape.torch.adaptive import drop_levels as adaptive_menu
 from retape.torch.adaptive.accounting import Kind
 from retape.torch.adaptive.drop_levels import LESSONS, Menus, _lower_hull
-from retape.torch.adaptive.manager import adaptive_region
-from retape.torch.adaptive.manager import drop_levels as adaptive_menu
 from retape.torch.engine.policy import DROP
 from retape.torch.engine.region import Region
 from retape.torch.engine.runs import THREAD

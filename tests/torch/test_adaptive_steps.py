@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import BudgetTooSmall, UnsupportedTransform
+from retape.torch.adaptive import limit as adaptive_limit
 from retape.torch.adaptive.limit import COUNTED_SHARE, FIRST_COUNTED, Standing
-from retape.torch.adaptive.manager import limit as adaptive_limit
 from retape.torch.adaptive.step_scale import Gradients
 from retape.torch.engine.runs import THREAD
 from retape.torch.measure.memory_meter import weighing

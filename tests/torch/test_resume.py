@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,13 +247,10 @@ def test_what_cannot_be_written_is_refused(tmp_path):
 
 def test_a_hidden_parameter_must_be_given(tmp_path):
     weight = torch.randn(3, requires_grad=True)
-    deep = [[[[[[[[[[[weight]]]]]]]]]]]
+    hidden = types.MappingProxyType({"weight": weight})
 
     def step(h, _):
-        inner = deep
-        while isinstance(inner, list):
-            inner = inner[0]
-        return torch.tanh(h * inner), None
+        return torch.tanh(h * hidden["weight"]), None
 
     with pytest.raises(
         RegionError, match=r"uses a parameter of shape \(3,\) that was found neither .* Give it as params="

@@ -272,10 +272,10 @@ class Fitter:
         self._take_regions(fitting.regions)
         executor.end_trial()
         try:
-            self._timed_with(sandbox, executor)
-        except (
-            torch.OutOfMemoryError
-        ):  # the comparison needs a little more than a step: the first steps of training prove the rest
+            with self.attached(executor):
+                sandbox.rewind()
+                self.run_step()
+        except torch.OutOfMemoryError:  # a digest needs temporaries: the first steps of training prove the rest
             sandbox.rewind()
         except StateChanged:  # an op wrote to what was held without saying so
             if not executor.rejected:
