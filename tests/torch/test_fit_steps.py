@@ -5,13 +5,14 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import ticking
 import torch
 from torch import nn
 
 import retape
 from retape.core.problem import OptionKind
 from retape.torch.planning import fitting
-from retape.torch.planning.chain.modelling import Modelled, Overheads
+from retape.torch.planning.chain.modelling import Modelled
 from retape.torch.planning.fitting import Fitter
 
 BLOCKS = 48
@@ -80,11 +81,9 @@ def test_beside_a_plan_that_is_slower_than_it_promised_plainer_ones_are_tried(mo
     """Work of the host that no profile of a device shows: a plan that asks for less of it may be faster."""
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(Block(64) for _ in range(8))), torch.randn(1024, 64)
-    monkeypatch.setattr(fitting, "engine_overheads", lambda device: Overheads())
     monkeypatch.setattr(fitting, "turns_within", lambda seconds: 0)
-    assert any(OptionKind.SELECT in options_of_a_fit(model, batch) for _ in range(3)), (
-        "of a clock that was not disturbed"
-    )
+    with ticking.by_ops(monkeypatch):
+        assert OptionKind.SELECT in options_of_a_fit(model, batch)
     monkeypatch.setattr(fitting, "hides_the_host", lambda device: True)
     monkeypatch.setattr(fitting, "SLOWER_THAN_PROMISED", 0.0)
     monkeypatch.setattr(fitting, "MAY_BE_FASTER", math.inf)
@@ -96,7 +95,8 @@ def test_beside_a_plan_that_is_slower_than_it_promised_plainer_ones_are_tried(mo
         return timed(fitter, laboratory, executor) + sum(choice.option is OptionKind.SELECT for _, choice in choices)
 
     monkeypatch.setattr(Fitter, "_timed_with", hostile)
-    plainer = fit(model, batch, budget=0.5, step=Steps())
+    with ticking.by_ops(monkeypatch):
+        plainer = fit(model, batch, budget=0.5, step=Steps())
     assert {choice.option for choice in plainer.record.assignment.choices} <= {OptionKind.KEEP, OptionKind.RECOMPUTE}
     assert plainer.measured.peak_bytes <= plainer.record.budget_bytes
     assert retape.verify(model, batch, step=Steps()).equal
@@ -158,10 +158,10 @@ def test_a_device_that_is_full_where_two_plans_are_compared_keeps_the_first(monk
         compared.append(turns)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(fitting, "engine_overheads", lambda device: Overheads())
     monkeypatch.setattr(fitting, "MAY_BE_FASTER", math.inf)
     monkeypatch.setattr(fitting, "in_turns", full)
-    made = fit(model, batch, budget=0.5, step=Steps())
+    with ticking.by_ops(monkeypatch):
+        made = fit(model, batch, budget=0.5, step=Steps())
     assert compared
     assert OptionKind.SELECT in {choice.option for choice in made.record.assignment.choices}
     assert retape.verify(model, batch, step=Steps()).equal

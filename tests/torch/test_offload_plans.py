@@ -4,6 +4,7 @@ import math
 
 import late_lanes
 import pytest
+import ticking
 import torch
 import zoo
 from compare import leaf, seed
@@ -62,9 +63,10 @@ def small(name="llama"):
     return model.train(), batch, step
 
 
-def fitted(name, share):
+def fitted(monkeypatch, name, share):
     model, batch, step = small(name)
-    made = retape.fit(model, batch, budget=retape.Budget.fraction(share), step=step, progress=False)
+    with ticking.by_ops(monkeypatch):
+        made = retape.fit(model, batch, budget=retape.Budget.fraction(share), step=step, progress=False)
     return model, batch, step, made
 
 
@@ -76,7 +78,7 @@ def choices(made):
 def test_what_a_free_host_can_take_is_moved(monkeypatch, name, share):
     host(monkeypatch)
     late_lanes.use(monkeypatch, late_lanes.LateLanes())
-    model, batch, step, made = fitted(name, share)
+    model, batch, step, made = fitted(monkeypatch, name, share)
     assert any(choice.moved for choice in choices(made))
     assert not choices(made)[-1].moved, "backward needs the last region at once"
     assert made.measured.peak_bytes <= made.record.budget_bytes
@@ -87,7 +89,7 @@ def test_what_a_free_host_can_take_is_moved(monkeypatch, name, share):
 
 def test_what_is_dear_can_be_moved_while_what_is_cheap_is_dropped(monkeypatch):
     chains = host(monkeypatch)
-    *_, made = fitted("llama", 0.6)
+    *_, made = fitted(monkeypatch, "llama", 0.6)
     ways = [way for way in chains[0].stages[1].options if way.kind is OptionKind.OFFLOAD]
     assert any(way.rerun_seconds for way in ways), "a part is dropped"
     assert any(not way.rerun_seconds for way in ways), "nothing is dropped"
@@ -103,7 +105,7 @@ def test_what_is_dear_can_be_moved_while_what_is_cheap_is_dropped(monkeypatch):
 def test_a_host_that_is_of_no_use_is_not_used(monkeypatch, tier):
     if tier is not None:
         host(monkeypatch, **tier)
-    *_, made = fitted("llama", 0.5)
+    *_, made = fitted(monkeypatch, "llama", 0.5)
     assert not any(choice.moved for choice in choices(made))
     made.remove()
 
@@ -112,7 +114,7 @@ def test_all_regions_together_fit_into_the_host(monkeypatch):
     room = 400_000
     chains = host(monkeypatch, capacity=room)
     late_lanes.use(monkeypatch, late_lanes.LateLanes())
-    *_, made = fitted("llama", 0.6)
+    *_, made = fitted(monkeypatch, "llama", 0.6)
     stages = chains[0].stages
     # Whether moving pays depends on the clock; that all regions could move as much as one may does not.
     most = [max(option.moved_bytes for option in stage.choices) for stage in stages]
@@ -124,12 +126,9 @@ def test_all_regions_together_fit_into_the_host(monkeypatch):
 
 def test_a_saved_plan_moves_the_same_slots(monkeypatch, tmp_path):
     host(monkeypatch)
-    for _ in range(3):  # whether moving pays depends on the clock
-        model, batch, step, made = fitted("llama", 0.5)
-        made.save(tmp_path / "plan.json")
-        made.remove()
-        if any(choice.moved for choice in choices(made)):
-            break
+    model, batch, step, made = fitted(monkeypatch, "llama", 0.5)
+    made.save(tmp_path / "plan.json")
+    made.remove()
     again = retape.apply(model, tmp_path / "plan.json")
     assert choices(again) == choices(made)
     assert any(choice.moved for choice in choices(again))
@@ -177,7 +176,7 @@ def test_what_a_lane_cannot_hide_is_stall(monkeypatch):
     """The seconds of an option are those of the computation, or of the copy where that takes longer; out, an input has a share besides."""
     speed = 2e8
     chains = host(monkeypatch, speed=speed)
-    *_, made = fitted("gpt2", 0.6)
+    *_, made = fitted(monkeypatch, "gpt2", 0.6)
     seen = 0
     for stage in chains[0].stages:
         slowest = next((way for way in stage.options if way.kind is OptionKind.RECOMPUTE), None)
@@ -213,7 +212,7 @@ def test_a_region_that_moves_its_input_has_its_share_of_the_lane(monkeypatch):
         lambda calls, _: {call.kind: RegionSeconds(body=5e-4, backward=1.0) for call in calls},
     )
     chains = host(monkeypatch, speed=24576 / 8e-4)
-    *_, made = fitted("gpt2", 0.6)
+    *_, made = fitted(monkeypatch, "gpt2", 0.6)
     ways = [[way for way in stage.options if way.label.startswith("recompute, input")] for stage in chains[0].stages]
     assert {way.moved_bytes for found in ways for way in found} == {24576}
     stalls = [found[0].forward_stall_seconds for found in ways if found]

@@ -1,5 +1,6 @@
 """scan finds every tensor that its steps use: in closures, modules, partials, or only in the graph; or it says which one it cannot."""
 
+import ctypes
 import functools
 import subprocess
 import sys
@@ -74,16 +75,13 @@ def test_module_field_with_a_history():
 
 
 class Opaque:
-    """Holds a tensor where no walk goes."""
+    """Holds a tensor where no walk goes: an object of C without attributes that Python can list."""
 
     def __init__(self, tensor):
-        self._tensor = [[[[[[[[[[tensor]]]]]]]]]]
+        self._tensor = ctypes.py_object(tensor)
 
     def get(self):
-        inner = self._tensor
-        while isinstance(inner, list):
-            inner = inner[0]
-        return inner
+        return self._tensor.value
 
 
 def test_hidden_tensor_with_a_history_is_an_error_unless_given():
@@ -98,6 +96,23 @@ def test_hidden_tensor_with_a_history_is_an_error_unless_given():
     with pytest.raises(RegionError, match=r"needs a gradient and has a history \(made by MulBackward0\)"):
         scan(step, start, length=4)
     (ours,) = torch.autograd.grad(scan(step, start, length=4, params=[captured])[0].sum(), weight, retain_graph=True)
+    plain = start
+    for _ in range(4):
+        plain, _y = step(plain, None)
+    assert same([ours], list(torch.autograd.grad(plain.sum(), weight)))
+
+
+def test_a_tensor_with_a_history_deep_inside_lists_is_found():
+    weight, start = random(3, grad=True), random(3)
+    nested = [[[[[[[[[[weight * 2]]]]]]]]]]
+
+    def step(h, _):
+        inner = nested
+        while isinstance(inner, list):
+            inner = inner[0]
+        return torch.tanh(h * inner), None
+
+    (ours,) = torch.autograd.grad(scan(step, start, length=4)[0].sum(), weight, retain_graph=True)
     plain = start
     for _ in range(4):
         plain, _y = step(plain, None)
