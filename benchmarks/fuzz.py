@@ -16,9 +16,13 @@ import faulthandler
 import hashlib
 import json
 import logging
+import multiprocessing
 import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -35,6 +39,7 @@ from tests.property import cases, models, rank_programs, selections  # noqa: E40
 
 GOALS = {"selections": 50_000, "fits": 2_000, "ranks": 200}
 RANKS_AT_ONCE = 20
+CASES_AT_ONCE = 8  # per task of a process
 
 
 @dataclass
@@ -130,6 +135,57 @@ def run_part(options: argparse.Namespace, first: int) -> Totals:
     return totals
 
 
+def run_processes(options: argparse.Namespace, first: int) -> Totals:
+    """Run seeds from `first` on in several processes; seeds whose process dies are a failure."""
+    totals, started, lock = Totals(), time.perf_counter(), threading.Lock()
+    totals.first_seed = totals.next_seed = first
+
+    def next_seeds() -> range:
+        with lock:
+            goes_on = time.perf_counter() - started < options.seconds and len(totals.failures) < options.stop_after
+            end = min(totals.next_seed + CASES_AT_ONCE, first + options.cases) if goes_on else totals.next_seed
+            seeds = range(totals.next_seed, end)
+            totals.next_seed = end
+            return seeds
+
+    def serve() -> None:
+        pool = _pool()
+        while seeds := next_seeds():
+            try:
+                outcomes = pool.submit(_run_seeds, options, seeds).result()
+            except BrokenProcessPool as error:
+                command = f"python -m benchmarks.fuzz {options.part} --seed {seeds.start} --cases {len(seeds)}"
+                outcomes, pool = [Outcome(failures=[f"--- FAILED {error}\n{command}"])], _pool()
+            with lock:
+                for outcome in outcomes:
+                    totals.add(outcome)
+        pool.shutdown()
+
+    threads = [threading.Thread(target=serve) for _ in range(options.processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return totals
+
+
+def _pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _run_seeds(options: argparse.Namespace, seeds: range) -> list[Outcome]:
+    _prepare(options)
+    return [_limited(options, seed) for seed in seeds]
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    faulthandler.enable()
+    logging.getLogger("retape").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    if options.device != "cpu":
+        torch.set_default_device(options.device)
+
+
 def _limited(options: argparse.Namespace, seed: int) -> Outcome:
     try:
         with rank_programs.limited(options.limit):
@@ -167,7 +223,7 @@ def sources() -> str:
 
 
 def record_path(options: argparse.Namespace) -> Path:
-    name = f"fuzz_{options.part}_cpu_{date.today().isoformat()}.json"
+    name = f"fuzz_{options.part}_{options.device}_{date.today().isoformat()}.json"
     return Path(options.out) if options.out else Path(__file__).parent / "results" / name
 
 
@@ -222,6 +278,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--adaptive", action="store_true", help="ranks: also under a live budget")
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--out")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="the default device of the programs")
     return parser.parse_args()
 
 
@@ -240,9 +298,7 @@ def run_one(options: argparse.Namespace) -> int:
 
 def main() -> int:
     options = parse()
-    faulthandler.enable()
-    logging.getLogger("retape").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    _prepare(options)
     if options.case is not None:
         return run_one(options)
     before = earlier(options)
@@ -250,7 +306,8 @@ def main() -> int:
     if any(start <= first < end for start, end in before.get("seeds", [])):
         raise SystemExit(f"Seed {first} is in the record already; leave --seed out, or give one above it.")
     started = time.perf_counter()
-    totals = (run_ranks if options.part == "ranks" else run_part)(options, first)
+    run = run_ranks if options.part == "ranks" else run_part if options.processes == 1 else run_processes
+    totals = run(options, first)
     seconds = time.perf_counter() - started
     print(f"{options.part}: seeds {first} to {totals.next_seed} in {seconds:.0f} s, {len(totals.failures)} failed")
     for name, counter in totals.counts.items():

@@ -20,6 +20,7 @@ from retape.core.assignment import Assignment, Choice
 from retape.core.errors import BudgetTooSmall, RetapeError
 from retape.core.fit_record import FitRecord
 from retape.core.problem import OptionKind
+from retape.torch.measure.baseline_memory import device_of
 from retape.torch.measure.memory_meter import weighing
 from retape.torch.planning.attach import is_attached
 
@@ -151,7 +152,7 @@ def build(case: ModelCase) -> Model:
 
 
 def batch_of(case: ModelCase, number: int = 0, rows: int | None = None) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(case.seed * 7 + number)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(case.seed * 7 + number)
     return torch.randn(rows or case.batch, ROWS, WIDTH, generator=generator)
 
 
@@ -315,7 +316,7 @@ class ModelFuzzer:
         case, rng = self._case, random.Random(self._case.seed)
         sizes = tuple(rng.choice((case.batch, case.batch, case.batch // 2, case.batch * 2)) for _ in range(3))
         twin = build(case)
-        with weighing(torch.device("cpu")) as scale:
+        with weighing(device_of(twin)) as scale:
             wanted = list(steps(case, twin, sizes=sizes, count=5))
         whole = max(reading.peak_bytes for reading in scale.readings)
         try:

@@ -153,7 +153,7 @@ class Block(nn.Module):
         self.register_buffer("var", torch.ones(ROWS))
         self.last = torch.zeros(())
         self.past, self.notes, self.calls, self.side = [], {}, 0, None
-        self.generator = torch.Generator()
+        self.generator = torch.Generator(torch.get_default_device())
         for op in spec.ops:
             self._add_parts(PARTS.get(op.name, {}))
         for module in (self.linear, self.wide, self.conv):
