@@ -33,7 +33,7 @@ from benchmarks.records import record
 import retape
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "tests" / "torch"))  # the helpers that the tests share
+sys.path.append(str(ROOT / "tests"))  # the helpers that the tests share
 
 from tests.property import cases, models, rank_programs, selections  # noqa: E402 - needs the path
 

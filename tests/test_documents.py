@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from warm_python import run_blocks
 
 from retape.core.schedules import Schedule, count
+from support.warm_python import run_blocks
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]

@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from report_page import Page, large_fit
 
 from retape.cli.main import main
 from retape.report.fit_html import render_report
+from support.report_page import Page, large_fit
 
 
 @pytest.fixture(scope="module")

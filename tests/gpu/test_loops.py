@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from loops import same, unrolled
 from torch import nn
 from torch.nn import functional as F
 
 from retape import scan, while_loop
 from retape.core import Tier
+from support.loops import same, unrolled
 
 pytestmark = [
     pytest.mark.gpu,

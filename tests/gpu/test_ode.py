@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ode_cases import METHODS, Net, gradients, solve_plainly
 
 import retape
 from retape.torch.ode.odeint import in_a_loop, integrate
+from support.ode_cases import METHODS, Net, gradients, solve_plainly
 
 pytestmark = [
     pytest.mark.gpu,

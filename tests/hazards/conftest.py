@@ -1,7 +1,8 @@
 """Every test starts from the same random streams."""
 
 import pytest
-from compare import seed
+
+from support.comparing import seed
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from compare import every_way, leaf, results, same_as_plain
 from torch import nn
 
 import retape
+from support.comparing import every_way, leaf, results, same_as_plain
 
 
 def network():

@@ -5,9 +5,10 @@ import types
 
 import pytest
 import torch
-from compare import every_way, leaf, results, same_as_plain
 from torch import nn
 from torch.nn import functional as F
+
+from support.comparing import every_way, leaf, results, same_as_plain
 
 
 def step(module, *, forwards=1, steps=2):

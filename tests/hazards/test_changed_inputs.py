@@ -6,10 +6,20 @@ from functools import partial
 
 import pytest
 import torch
-from compare import as_region, by_values, every_way, leaf, outcome, plainly, refuses, right_or_refused, same_as_plain
 from torch import nn
 
 from retape.errors import RecomputeMismatch, StateChanged
+from support.comparing import (
+    as_region,
+    by_values,
+    every_way,
+    leaf,
+    outcome,
+    plainly,
+    refuses,
+    right_or_refused,
+    same_as_plain,
+)
 
 Pair = namedtuple("Pair", "first second")
 

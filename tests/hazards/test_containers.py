@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from compare import every_way, leaf, results, same_as_plain
 from torch import Tensor, nn
+
+from support.comparing import every_way, leaf, results, same_as_plain
 
 Pair = namedtuple("Pair", "first second")
 

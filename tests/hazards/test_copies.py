@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from compare import assert_equal, results
 from torch import nn
 
 import retape
+from support.comparing import assert_equal, results
 
 
 class Block(nn.Module):

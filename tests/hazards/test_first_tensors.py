@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compare import as_region, by_values, leaf, nested, same_as_plain, to_the_end
 from torch import nn
+
+from support.comparing import as_region, by_values, leaf, nested, same_as_plain, to_the_end
 
 WAYS = {way.__name__: way for way in (as_region, by_values, to_the_end, nested)}
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from compare import by_values, every_way, leaf, results, right_or_refused, same_as_plain
 from torch import nn
 
 from retape.errors import RetapeError
+from support.comparing import by_values, every_way, leaf, results, right_or_refused, same_as_plain
 
 
 @every_way

@@ -6,13 +6,13 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from compare import Notes, all_held, as_region, every_way, leaf, nested, plainly, refuses, some_held
 from torch import nn
 
 import retape
 from retape.errors import StateChanged
 from retape.torch.engine.entrance import run_region
 from retape.torch.engine.policy import Policy
+from support.comparing import Notes, all_held, as_region, every_way, leaf, nested, plainly, refuses, some_held
 
 
 def edited_output(call):

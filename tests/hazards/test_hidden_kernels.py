@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from compare import every_way, leaf, same_as_plain
 
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.proof import Proof, Standing
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
+from support.comparing import every_way, leaf, same_as_plain
 
 
 def into_empty(a):

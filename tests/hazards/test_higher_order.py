@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from compare import as_region, by_values, every_way, leaf, results, same_as_plain
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import retape
+from support.comparing import as_region, by_values, every_way, leaf, results, same_as_plain
 
 
 @every_way

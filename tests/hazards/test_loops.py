@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from loops import assert_as_plain, gradients, same, unrolled
 from torch import nn
 
 from retape import scan
 from retape.errors import InvalidInput, RecomputeMismatch, RegionError, StateChanged
+from support.loops import assert_as_plain, gradients, same, unrolled
 
 DTYPE = torch.float64
 STEPS = 17

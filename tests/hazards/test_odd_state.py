@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from compare import by_values, leaf, results, right_or_refused, same_as_plain
 from torch import nn
 
 from retape.errors import RetapeError, StateChanged
+from support.comparing import by_values, leaf, results, right_or_refused, same_as_plain
 
 
 class Slotted:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from compare import every_way, leaf, results, same_as_plain
 from torch import nn
 from torch.nn import functional as F
 
 import retape
+from support.comparing import every_way, leaf, results, same_as_plain
 
 
 @every_way

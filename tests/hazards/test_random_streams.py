@@ -6,13 +6,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from compare import as_region, by_values, every_way, leaf, refuses, results, same_as_plain
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import retape
 from retape.errors import RecomputeMismatch
+from support.comparing import as_region, by_values, every_way, leaf, refuses, results, same_as_plain
 
 
 def drawing(draw):

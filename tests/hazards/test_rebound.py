@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from compare import as_region, by_values, leaf, results, right_or_refused, same_as_plain
 from torch import nn
 
 from retape.errors import RetapeError
+from support.comparing import as_region, by_values, leaf, results, right_or_refused, same_as_plain
 
 
 def test_a_lambda_in_a_loop_closes_over_each_layer():

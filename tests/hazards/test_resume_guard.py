@@ -341,7 +341,7 @@ def test_a_folder_of_an_earlier_format_is_refused(tmp_path):
 PROGRAM = """
 import sys
 sys.path.insert(0, {tests!r})
-import test_resume_guard as guard
+from hazards import test_resume_guard as guard
 names = {{"euler", "heun", "midpoint", "rk4"}}
 config = guard.Config(inner={{"names": names, "table": {{n: len(n) for n in sorted(names)}}, "path": guard.Path("a/b")}})
 cell = guard.Cell(0.5)
@@ -361,7 +361,7 @@ except guard.Stopped:
 
 def test_another_process_comes_to_the_same_texts(tmp_path):
     """Sets are ordered otherwise, objects lie elsewhere."""
-    code = PROGRAM.format(tests=str(Path(__file__).parent))
+    code = PROGRAM.format(tests=str(Path(__file__).parent.parent))
 
     def process(seed, word):
         environment = {**os.environ, "PYTHONHASHSEED": seed}

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from compare import as_region, by_values, leaf, refuses, results, same_as_plain
 from torch import nn
 
 import retape
 from retape.errors import RecomputeMismatch
+from support.comparing import as_region, by_values, leaf, refuses, results, same_as_plain
 
 
 class Flipping:

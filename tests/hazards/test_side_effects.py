@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from compare import Notes, as_region, leaf, plainly, results, same_as_plain, seed
 from torch import nn
 
 import retape
+from support.comparing import Notes, as_region, leaf, plainly, results, same_as_plain, seed
 
 
 class WithAuxiliary(nn.Module):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from compare import every_way, leaf, results, right_or_refused, same_as_plain, to_the_end
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from retape.errors import RetapeError
+from support.comparing import every_way, leaf, results, right_or_refused, same_as_plain, to_the_end
 
 
 def as_layer(make, *shape, steps=2):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from compare import as_region, leaf
 from torch.autograd import forward_ad
 
 from retape.errors import UnsupportedTransform
+from support.comparing import as_region, leaf
 
 # Forward mode imports decompositions that PyTorch itself has not moved off torch.jit yet.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -4,7 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from compare import Notes, as_region, every_way, leaf, plainly, same_as_plain
+
+from support.comparing import Notes, as_region, every_way, leaf, plainly, same_as_plain
 
 
 def except_exception(a):

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from compare import leaf, same_as_plain
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from retape.errors import RetapeError
 from retape.torch.capture.aliased_copies import Copies
 from retape.torch.measure.memory_meter import measure
+from support.comparing import leaf, same_as_plain
 
 
 def complex_leaf():

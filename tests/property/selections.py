@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
-import late_lanes
-
 from retape.core.errors import RetapeError
 from retape.torch.engine.host import offload
 from retape.torch.engine.policy import Check, Policy
@@ -21,6 +19,7 @@ from retape.torch.engine.proof import Proof, Standing
 from retape.torch.engine.select import Recipe, plan_recipe
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.planning.chain.treatments import is_steady, select_treatments, tape_storages, treat
+from support import late_copies
 
 from .cases import without_selective
 from .regions import LEAF_OPS, STYLES, WIDE_OPS, Spec, Style, draw_child, smaller, text
@@ -158,7 +157,7 @@ class SelectionFuzzer:
         self.tally = Tally()
 
     def run(self) -> Tally:
-        lanes = late_lanes.LateLanes(seed=self._case.seed)
+        lanes = late_copies.LateLanes(seed=self._case.seed)
         with strict(), mock.patch.object(offload, "lanes_of", return_value=lanes):
             self._run()
         if lanes.faults:

@@ -4,10 +4,10 @@ may."""
 import gc
 from dataclasses import replace
 
-import late_lanes
 import pytest
 
 from retape.torch.engine.policy import Policy
+from support import late_copies
 
 from . import ways
 from .cases import Refused, case_of, describe, failure
@@ -32,7 +32,7 @@ def moving_inputs(**policy):
     [(moving, 0), (moving, 15), (moving, 200), (moving, 215), (moving_inputs, 30), (moving_inputs, 230)],
 )
 def test_gradients_buffers_and_streams_equal_plain_autograd(monkeypatch, policy, start):
-    made = late_lanes.use(monkeypatch, late_lanes.LateLanes(seed=start))
+    made = late_copies.use(monkeypatch, late_copies.LateLanes(seed=start))
     monkeypatch.setattr(ways, "Policy", policy)
     for seed in range(start, start + 15):
         case = case_of(seed)

@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from report_page import Page, large_fit
 
 from retape.core.assignment import Assignment, Choice
 from retape.core.errors import InvalidInput
@@ -20,6 +19,7 @@ from retape.report.page_actions import MOST_RUNS, shown_runs
 from retape.report.page_memory import STRIPS, most_in_columns
 from retape.report.page_regions import MOST_ROWS
 from retape.report.peers import Peer, read_peers
+from support.report_page import Page, large_fit
 
 MIB = 1 << 20
 BUDGETS = [1.0, 0.5, "floor"]

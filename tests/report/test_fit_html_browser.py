@@ -5,9 +5,9 @@ import subprocess
 
 import numpy
 import pytest
-from report_page import Page, large_fit
 
 from retape.report.fit_html import write_report
+from support.report_page import Page, large_fit
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is found")

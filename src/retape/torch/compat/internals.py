@@ -1,7 +1,7 @@
 """Every private PyTorch, numpy and CPython interface that retape leans on, each behind one small function.
 
 Nothing outside this package touches a private name; the other modules here have those of the compiler, hooks, modules and processes.
-`tests/torch/test_compat.py` has a canary for each: when a new release moves one, that test says which.
+`tests/compat/test_compat.py` has a canary for each: when a new release moves one, that test says which.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Private names of PyTorch's modules, each with a canary in tests/torch/test_compat.py."""
+"""Private names of PyTorch's modules, each with a canary in tests/compat/test_compat.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Private interfaces of CPython, of the C library and of process groups: what runs and is allocated in this process.
 
-As in `internals.py`, each is behind one small function and has a canary in `tests/torch/test_compat.py`.
+As in `internals.py`, each is behind one small function and has a canary in `tests/compat/test_compat.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,411 @@
+"""From one step to the next: entered again, layers unfrozen, an optimizer's state that comes late, and what an error leaves behind."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import retape
+from retape.errors import BudgetTooSmall, UnsupportedTransform
+from retape.torch.adaptive import limit as adaptive_limit
+from retape.torch.adaptive.limit import COUNTED_SHARE, FIRST_COUNTED, Standing
+from retape.torch.adaptive.step_scale import Gradients
+from retape.torch.engine.runs import THREAD
+from retape.torch.measure.memory_meter import weighing
+from support.changing import gradients
+from support.comparing import assert_equal
+
+CPU = torch.device("cpu")
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """Saves several tensors the size of its input, whichever of its weights are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.second(torch.tanh(torch.sin(self.first(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+X = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def step(model):
+    model.zero_grad(set_to_none=False)
+    model(X).backward()
+
+
+def peak_above(action):
+    with weighing(CPU) as scale:
+        action()
+    return max(reading.peak_bytes for reading in scale.readings)
+
+
+# --- entered again -------------------------------------------------------------------------------------------------
+
+
+def test_entered_around_each_step_every_step_is_under_the_budget():
+    model = Model()
+    step(model)
+    whole, wanted = peak_above(lambda: step(model)), gradients(model)
+    live = retape.adaptive(model, budget=retape.Budget.activations(int(0.6 * whole)))
+    for _ in range(4):
+        before = live.stats()
+        with live:
+            assert type(model.blocks[0]) is not Block
+            step(model)
+        assert type(model.blocks[0]) is Block, "outside the block the model is as it was"
+        assert_equal(gradients(model), wanted)
+        assert live.stats().regions == before.regions + 8
+    assert live.stats().reruns > before.reruns
+    assert live.stats().steps == 4
+    with live:
+        assert peak_above(lambda: step(model)) <= 0.6 * whole
+
+
+def test_what_was_learned_goes_with_it_from_one_block_to_the_next():
+    model = Model()
+    step(model)
+    live = retape.adaptive(model, budget="1GiB")
+    for _ in range(5):
+        with live:
+            step(model)
+    stats = live.stats()
+    assert (stats.steps, stats.weighed_steps, stats.plain_steps) == (5, 2, 3)
+
+
+def test_removed_it_is_gone_until_it_is_entered_again():
+    model = Model()
+    live = retape.adaptive(model, budget="1GiB")
+    live.remove()
+    live.remove()
+    step(model)
+    assert live.stats().regions == 0
+    with live:
+        with live:
+            step(model)
+        step(model)
+    assert live.stats().regions == 16, "the end of an inner block is not the end"
+    step(model)
+    assert live.stats().regions == 16
+
+
+def test_entered_again_over_a_plan_that_was_fitted_meanwhile():
+    model = Model()
+    live = retape.adaptive(model, budget="1GiB")
+    live.remove()
+    fitted = retape.fit(model, (X,), budget=0.7, progress=False)
+    with live:
+        step(model)
+    assert live.stats().regions == 8
+    fitted.remove()
+    assert type(model.blocks[0]) is Block
+    with live:
+        step(model)
+    assert live.stats().regions == 16
+    assert type(model.blocks[0]) is Block
+
+
+def test_a_step_that_goes_on_in_another_block_is_held_to_the_limit_again(monkeypatch):
+    model, opened = Model(), []
+    live = retape.adaptive(model, budget="1GiB")
+    with live:
+        first = model(X)
+    monkeypatch.setattr(live._room.limit, "open", lambda: opened.append(True))
+    with live:
+        (first + model(X)).backward()
+    assert opened == [True]
+
+
+# --- other weights are trained -------------------------------------------------------------------------------------
+
+
+def freeze(model, frozen):
+    for block in model.blocks:
+        block.requires_grad_(not frozen)
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_unfrozen_layers_are_noticed(first):
+    """With everything from one block on trained the step takes far more than that of the head, and must be learned anew."""
+    model = Model()
+    step(model)
+    whole, wanted = peak_above(lambda: step(model)), gradients(model)
+    freeze(model, True)
+    head = peak_above(lambda: step(model))
+    budget = int(0.75 * whole) if not first else int(0.4 * whole)
+    assert 1.2 * head < budget
+    live = retape.adaptive(model, budget=retape.Budget.activations(budget))
+    for _ in range(4):
+        step(model)
+    assert live.stats().plain_steps > 0
+    for block in model.blocks[first:]:
+        block.requires_grad_(True)
+    before = live.stats()
+    for _ in range(3):
+        step(model)
+    after = live.stats()
+    assert (after.weighed_steps, after.plain_steps) == (before.weighed_steps + 1, before.plain_steps)
+    assert peak_above(lambda: step(model)) <= budget
+    assert live.stats().reruns > 0
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, wanted[name]) == model.get_parameter(name).requires_grad, (
+            "frozen ones are zero here"
+        )
+    live.remove()
+
+
+def test_frozen_weights_behind_a_trained_one_are_of_another_kind():
+    """Their own weights are as before, and what they save is not."""
+    model = Model()
+    freeze(model, True)
+    live = retape.adaptive(model, budget="1GiB")
+    for _ in range(4):
+        step(model)
+    kinds = len(live._kinds._kinds)
+    model.blocks[0].requires_grad_(True)
+    step(model)
+    assert len(live._kinds._kinds) == kinds + 3, "the model's, the trained block's and that of the seven behind it"
+    live.remove()
+
+
+def test_layers_that_are_trained_in_turns_are_learned_once():
+    model = Model()
+    live = retape.adaptive(model, budget="1GiB")
+    for turn in range(12):
+        freeze(model, bool(turn % 2))
+        step(model)
+    stats = live.stats()
+    assert (stats.weighed_steps, stats.plain_steps) == (2, 8)
+    live.remove()
+
+
+def test_gradients_of_refrozen_layers_are_not_waited_for():
+    model = Model()
+    live = retape.adaptive(model, budget="1GiB")
+    model(X).backward()
+    known = live._gradients.missing_bytes(CPU)
+    model.zero_grad()
+    freeze(model, True)
+    model(X).backward()
+    assert known == sum(p.nbytes for p in model.parameters())
+    assert live._gradients.missing_bytes(CPU) == sum(p.nbytes for p in model.head.parameters())
+    live.remove()
+
+
+def test_regions_by_hand_are_of_another_kind_once_they_are_unfrozen():
+    block = Block().requires_grad_(False)
+    weight = nn.Parameter(torch.ones(WIDTH))
+    live = retape.adaptive(budget="1GiB")
+    for turn in range(5):
+        block.requires_grad_(turn >= 3)
+        for function in (block, lambda x: block(x) + 1):
+            with live:
+                retape.checkpoint(function, X * weight).sum().backward()
+    assert len({kind for kind in live._kinds._kinds.values() if "Block" in kind.name}) == 2
+    assert len(live._kinds._kinds) == 4
+    assert live.stats().weighed_steps > 2
+
+
+# --- what stands there between steps -------------------------------------------------------------------------------
+
+
+def bases_around_a_late_step(model, *, set_to_none, **how):
+    """What stands there at each of seven steps, the optimizer's first one after the fifth of them; and what its state takes at least."""
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
+    live = retape.adaptive(model, budget="1GiB")
+    bases = []
+    for turn in range(1, 8):
+        model(X).backward()
+        bases.append(live.stats().base_bytes)
+        if turn == 5:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    live.remove()
+    return bases, 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_an_optimizer_whose_state_comes_late_is_counted():
+    bases, state = bases_around_a_late_step(Model(), set_to_none=False)
+    assert bases[5] - bases[4] >= state
+    assert bases[6] == bases[5]
+
+
+class Walks:
+    """Counts walks over the program's objects, each of which takes a second of a clock of its own."""
+
+    def __init__(self, monkeypatch):
+        self.count, self.seconds = 0, 0.0
+        monkeypatch.setattr(adaptive_limit, "present_bytes", self._walk)
+        monkeypatch.setattr(adaptive_limit, "perf_counter", lambda: self.seconds)
+
+    def _walk(self, device, own):
+        self.count += 1
+        self.seconds += 1.0
+        return 1000
+
+
+def test_counting_takes_a_small_part_of_the_time(monkeypatch):
+    walks, standing, known = Walks(monkeypatch), Standing(), Gradients()
+    for _ in range(FIRST_COUNTED):
+        standing.count(CPU, None, 0, known)
+    assert walks.count == FIRST_COUNTED
+    for _ in range(1000):
+        walks.seconds += 1.0
+        standing.count(CPU, None, 0, known)
+    later = walks.count - FIRST_COUNTED
+    assert 5 <= later <= COUNTED_SHARE * walks.seconds
+
+
+def test_it_is_counted_after_the_first_steps_of_an_optimizer(monkeypatch):
+    walks, standing, known = Walks(monkeypatch), Standing(), Gradients()
+    weight = nn.Parameter(torch.ones(3))
+    known.know([weight])
+    seen = []
+    for turn in range(20):
+        if turn > 8:
+            with torch.no_grad():
+                weight.add_(1.0)
+        before = walks.count
+        standing.count(CPU, None, 0, known)
+        seen.append(walks.count - before)
+    assert seen == [1, 1, 1, *[0] * 6, 1, 1, *[0] * 9]
+    standing.expect_more()
+    with torch.no_grad():
+        weight.add_(1.0)
+    standing.count(CPU, None, 0, known)
+    assert walks.count == sum(seen) + 1
+
+
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
+def test_every_optimizer_leaves_traces(how):
+    bases, state = bases_around_a_late_step(Model(1), set_to_none=True, **how)
+    assert bases[5] - bases[4] >= state
+
+
+def test_the_state_of_unfrozen_layers_is_counted():
+    model = Model()
+    freeze(model, True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    live = retape.adaptive(model, budget="1GiB")
+    bases = []
+    for turn in range(1, 9):
+        live._room.limit.standing._seconds = 1e9  # counting is dear: it is done only if it must be
+        model(X).backward()
+        bases.append(live.stats().base_bytes)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        freeze(model, turn < 6)
+    live.remove()
+    assert bases[5] == bases[4], "nothing has changed"
+    assert bases[7] - bases[6] >= 2 * sum(p.nbytes for p in model.blocks.parameters())
+
+
+def test_what_earlier_scales_saw_is_not_seen_going_in_a_later_one():
+    """A cycle of tensors that were made on a scale, and that Python collects in the middle of a step that is weighed."""
+    model, calls = Model(), []
+    step(model)
+    wanted = peak_above(lambda: step(model))
+    gc.collect()
+    gc.disable()
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(gc.collect()))
+    try:
+        with weighing(CPU):
+            cycle = [torch.ones(16 * wanted)]
+            cycle.append(cycle)
+            del cycle
+        live = retape.adaptive(model, budget="1GiB")
+        step(model)
+        stats = live.stats()
+    finally:
+        gc.enable()
+    live.remove()
+    assert stats.weighed_steps == len(calls) == 1
+    assert stats.peak_bytes[0] - stats.base_bytes >= 0.9 * wanted
+
+
+# --- what is refused, and said ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own: its compiler uses deprecated names
+def test_blocks_compiled_with_cuda_graphs_are_refused():
+    model = Model(3)
+    model.blocks[1].compile(mode="reduce-overhead")
+    with pytest.raises(UnsupportedTransform, match=r"Region blocks.1 is compiled with CUDA graphs"):
+        retape.adaptive(model, budget="1GiB")
+    assert type(model) is Model
+    whole = torch.compile(Model(3), mode="reduce-overhead")
+    with pytest.raises(UnsupportedTransform, match="the model itself is compiled with CUDA graphs"):
+        retape.adaptive(whole, budget="1GiB")
+
+
+class Failing(TorchDispatchMode):
+    """Out of memory at the n-th op that is in no region."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not THREAD.runs:
+            self.count += 1
+            if self.count == self.at:
+                raise torch.OutOfMemoryError("CPU out of memory (injected). Tried to allocate 1 byte.")
+        return func(*args, **(kwargs or {}))
+
+
+def test_out_of_memory_outside_regions_says_what_to_do():
+    model = Model(3)
+    live = retape.adaptive(model, budget="1GiB")
+    with live:
+        counter = Failing(0)
+        with counter:
+            model(X).backward()
+    message = r"outside any region's forward or re-run .* call zero_grad\(\) and repeat every step .* Lower the budget"
+    with pytest.raises(BudgetTooSmall, match=message), live, Failing(counter.count - 4):
+        model(X).backward()
+    model.zero_grad()
+    model(X).backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    with live:
+        model(X).backward()
+    assert all(torch.equal(parameter.grad, wanted[name]) for name, parameter in model.named_parameters())
+
+
+def test_over_a_plan_the_loss_stays_whole_and_that_is_said_once(caplog):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config).train()
+    tokens = torch.randint(0, 64, (2, 8))
+    given = {"input_ids": tokens, "labels": tokens}
+    fitted = retape.fit(model, given, budget=0.9, progress=False)
+    with caplog.at_level(logging.WARNING, logger="retape"):
+        live = retape.adaptive(model, budget="1GiB", options=retape.ALL)
+        for _ in range(2):
+            with live:
+                assert model(**given).logits is not None
+    said = [record.message for record in caplog.records if "leaves the plan as it is" in record.message]
+    assert len(said) == 1
+    assert "GPT2LMHeadModel is fitted with its whole logits" in said[0]
+    fitted.remove()
