@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_adaptive_menus import CountProducts, PricedTimer, X, build, learnt, peak_above, step
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import retape
+from adaptive.test_adaptive_menus import CountProducts, PricedTimer, X, build, learnt, peak_above, step
 from retape.core.problem import Tier
 from retape.errors import OffloadError, StateChanged
 from retape.torch.adaptive import adaptive_region

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_adaptive_menus import PricedTimer
-from test_offload import Blocks, Plug
-from test_offload_plans import choices, fitted, host
 from torch import nn
 
 import retape
+from adaptive.test_adaptive_menus import PricedTimer
+from engine.test_offload import Blocks, Plug
+from planning.test_offload_plans import choices, fitted, host
 from retape.core.actions import Backward, Tape
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind
@@ -424,7 +424,7 @@ def test_inputs_are_moved_where_little_room_is_left(monkeypatch):
 
 def test_the_bytes_of_an_option_that_moves_the_input(monkeypatch):
     chains = host(monkeypatch, speed=2e8)
-    *_, made = fitted("gpt2", 0.6)
+    *_, made = fitted(monkeypatch, "gpt2", 0.6)
     stage = chains[0].stages[2]
     recompute = next(way for way in stage.options if way.kind is OptionKind.RECOMPUTE)
     moved = next(way for way in stage.options if way.label.startswith(f"{recompute.label}, input"))
@@ -447,7 +447,7 @@ def test_the_bytes_of_an_option_that_moves_the_input(monkeypatch):
 
 def test_a_host_too_small_for_every_input_takes_none(monkeypatch):
     chains = host(monkeypatch, capacity=4096)
-    *_, made = fitted("llama", 0.6)
+    *_, made = fitted(monkeypatch, "llama", 0.6)
     assert not any(choice.moved_inputs for choice in choices(made))
     assert not any("input" in way.label for stage in chains[0].stages for way in stage.options)
     made.remove()

@@ -6,9 +6,9 @@ Every subset of held slots gives plain autograd's gradients, or else a recipe an
 import pytest
 import torch
 import torch.nn.functional as F
-from test_select import Step, equal, gradients, plan_recipe, subsets, traced, uninitialised_memory_is_nan  # noqa: F401
 from torch import nn
 
+from engine.test_select import Step, equal, gradients, plan_recipe, subsets, traced, uninitialised_memory_is_nan  # noqa: F401
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.proof import Proof, Standing
 from retape.torch.planning.chain.treatments import select_treatments

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_fit_odd import Body, Chain, assert_same, call, fit, rows, tightest, trained
 from torch import nn
 
 import retape
+from planning.test_fit_odd import Body, Chain, assert_same, call, fit, rows, tightest, trained
 from retape.core.problem import OptionKind
 from retape.errors import InvalidInput
 from support.comparing import seed
