@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import retape
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 
 
 class Block(nn.Module):
@@ -77,7 +77,7 @@ def seconds(model, ids) -> float:
 
 
 def peak_above(model, ids) -> int:
-    with weighing(ids.device) as scale:
+    with track_memory(ids.device) as scale:
         step(model, ids)
     return max(reading.peak_bytes for reading in scale.readings)
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import retape
 from retape.integrations.huggingface import checkpointable_layers
 from retape.torch.engine.runs import plain
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from retape.torch.planning.variants.fused_loss import fuse_loss_as, unfuse_loss
 
 _ATTENTION = {
@@ -123,7 +123,7 @@ def step(model, batch):
 
 def peak_bytes(model, batch, device) -> int:
     """What a step allocates above what stood there before."""
-    with weighing(device) as scale:
+    with track_memory(device) as scale:
         step(model, batch)
     return max(reading.peak_bytes for reading in scale.readings)
 

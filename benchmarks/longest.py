@@ -32,7 +32,7 @@ from retape.core.problem import Tier
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.engine.host import copy_streams as lanes
 from retape.torch.engine.runs import plain
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from retape.torch.planning import fitting
 
 GIB = 2**30
@@ -94,7 +94,7 @@ def with_gradients(model) -> None:
 def weighed(model, batch, device) -> tuple[int, float]:
     """The peak of a step above what stood there before, and its seconds."""
     start = time.perf_counter()
-    with weighing(device) as scale:
+    with track_memory(device) as scale:
         step(model, batch)
     return max(reading.peak_bytes for reading in scale.readings), time.perf_counter() - start
 

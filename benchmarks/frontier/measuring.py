@@ -22,7 +22,7 @@ from benchmarks.frontier.ways import Way, plain_way
 from torch import Tensor
 
 from retape.torch.measure.baseline_memory import fixed_bytes
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 
 # Of ||gradients - plain's|| / ||plain's||, for kernels that round elsewhere: a few units in the last place of each dtype.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -101,7 +101,7 @@ class Laboratory:
         """One step of a way that is on. On a GPU it is always weighed, which costs nothing there."""
         self.rewind()
         clock = time.perf_counter if self._on_gpu else time.process_time
-        with weighing(self.case.device) if weigh or self._on_gpu else nullcontext() as scale:
+        with track_memory(self.case.device) if weigh or self._on_gpu else nullcontext() as scale:
             start = clock()
             way.forward().backward()
             if self._on_gpu:

@@ -13,7 +13,7 @@ from retape.errors import BudgetTooSmall, InvalidInput, StateChanged
 from retape.torch.adaptive import governor as adaptive_room
 from retape.torch.adaptive import step_scale
 from retape.torch.adaptive.accounting import Account, Phase
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from support.changing import Language, gradients, step
 from support.comparing import assert_equal
 
@@ -69,7 +69,7 @@ def plain_gradients(model):
 
 def whole_bytes(model):
     run(model)
-    with weighing(torch.device("cpu")) as scale:
+    with track_memory(torch.device("cpu")) as scale:
         run(model)
     return max(reading.peak_bytes for reading in scale.readings)
 
@@ -364,7 +364,7 @@ def test_over_a_fitted_plan_the_longer_batch_fits_too():
     for batch in (long, short):
         step(model, batch)
     wanted = [(step(model, batch), gradients(model)) for batch in (short, long)]
-    with weighing(torch.device("cpu")) as scale:
+    with track_memory(torch.device("cpu")) as scale:
         step(model, short)
     short_bytes = max(reading.peak_bytes for reading in scale.readings)
     fitted = retape.fit(model, (short,), budget=retape.Budget.activations(short_bytes), progress=False)
@@ -480,7 +480,7 @@ def test_a_tree_takes_few_extra_runs(depth, share, most):
         return function(*arguments)
 
     tree_step(weights, depth, plainly)
-    with weighing(torch.device("cpu")) as scale:
+    with track_memory(torch.device("cpu")) as scale:
         wanted = tree_step(weights, depth, plainly)
     whole = max(reading.peak_bytes for reading in scale.readings)
     live = retape.adaptive(budget=retape.Budget.activations(int(share * whole)))

@@ -12,7 +12,7 @@ from retape.torch.adaptive import drop_levels as adaptive_menu
 from retape.torch.adaptive import host as adaptive_host
 from retape.torch.adaptive.accounting import BESIDE_COPIES, ODD, TO_THE_END, WHOLE, Kind, Mark, Needs, Phase
 from retape.torch.engine.host.copy_streams import lanes_of
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from retape.torch.planning.chain.region_ways import Overheads
 from retape.torch.planning.profile import OpTimer
 from support.changing import gradients
@@ -82,7 +82,7 @@ def step(model, x):
 
 
 def peak_above(model, x, run=step):
-    with weighing(CPU) as scale:
+    with track_memory(CPU) as scale:
         run(model, x)
     return max(reading.peak_bytes for reading in scale.readings)
 

@@ -15,7 +15,7 @@ from retape.torch.adaptive.drop_levels import LESSONS, Menus, _lower_hull
 from retape.torch.engine.policy import DROP
 from retape.torch.engine.region import Region
 from retape.torch.engine.runs import THREAD
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from retape.torch.planning.chain.region_ways import Overheads
 from retape.torch.planning.profile import OpTimer
 from support.changing import gradients
@@ -73,7 +73,7 @@ def step(model, x=X):
 
 
 def peak_above(model):
-    with weighing(CPU) as scale:
+    with track_memory(CPU) as scale:
         step(model)
     return max(reading.peak_bytes for reading in scale.readings)
 

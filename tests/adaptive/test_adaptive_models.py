@@ -7,13 +7,13 @@ import torch
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from support.changing import MODELS, gradients, step
 from support.comparing import assert_equal
 
 
 def peak_above(model, batch):
-    with weighing(torch.device("cpu")) as scale:
+    with track_memory(torch.device("cpu")) as scale:
         step(model, batch)
     return max(reading.peak_bytes for reading in scale.readings)
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retape
 from retape.errors import BudgetTooSmall, StateChanged
 from retape.torch.engine.runs import THREAD
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from support.comparing import assert_equal
 
 
@@ -96,7 +96,7 @@ class Managed:
 
 
 def whole_bytes():
-    with weighing(torch.device("cpu")) as scale:
+    with track_memory(torch.device("cpu")) as scale:
         outcome(build(), X)
     return max(reading.peak_bytes for reading in scale.readings)
 

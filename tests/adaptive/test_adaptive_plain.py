@@ -12,7 +12,7 @@ from retape.torch.adaptive.limit import FRAGMENTS_PART, LEAST_FRAGMENT_BYTES, Li
 from retape.torch.adaptive.roots import Attempt
 from retape.torch.adaptive.stats import ProgressLine
 from retape.torch.adaptive.step_scale import Gradients
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from support.changing import gradients
 from support.comparing import assert_equal
 
@@ -177,7 +177,7 @@ def test_two_forwards_before_one_backward_are_never_both_plain():
 def test_a_budget_that_is_too_small_has_regions():
     model = build()
     step(model)
-    with weighing(torch.device("cpu")) as scale:
+    with track_memory(torch.device("cpu")) as scale:
         step(model)
     whole = max(reading.peak_bytes for reading in scale.readings)
     live = retape.adaptive(model, budget=retape.Budget.activations(int(1.02 * whole)))

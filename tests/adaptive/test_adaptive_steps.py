@@ -14,7 +14,7 @@ from retape.torch.adaptive import limit as adaptive_limit
 from retape.torch.adaptive.limit import COUNTED_SHARE, FIRST_COUNTED, Standing
 from retape.torch.adaptive.step_scale import Gradients
 from retape.torch.engine.runs import THREAD
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from support.changing import gradients
 from support.comparing import assert_equal
 
@@ -55,7 +55,7 @@ def step(model):
 
 
 def peak_above(action):
-    with weighing(CPU) as scale:
+    with track_memory(CPU) as scale:
         action()
     return max(reading.peak_bytes for reading in scale.readings)
 
@@ -329,7 +329,7 @@ def test_what_earlier_scales_saw_is_not_seen_going_in_a_later_one():
     gc.disable()
     model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(gc.collect()))
     try:
-        with weighing(CPU):
+        with track_memory(CPU):
             cycle = [torch.ones(16 * wanted)]
             cycle.append(cycle)
             del cycle

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 
 ROWS, WIDTH = 512, 32
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -48,7 +48,7 @@ def step(model, share):
 
 
 def peak_of(run):
-    with weighing(torch.device("cpu")) as scale:
+    with track_memory(torch.device("cpu")) as scale:
         run()
     return max(reading.peak_bytes for reading in scale.readings)
 

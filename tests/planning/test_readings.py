@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retape.torch.measure.memory_meter import Reading
+from retape.torch.measure.memory_meter import MemoryReading
 from retape.torch.planning.profile import Phase
 from retape.torch.planning.profile_intervals import RegionSeconds, read_bytes, read_seconds, told_apart
 
@@ -78,7 +78,7 @@ def test_a_late_end_of_an_earlier_backward_changes_nothing():
 def readings(values):
     marks = labels(2)
     return [
-        Reading(label=label, live_bytes=live, peak_bytes=peak)
+        MemoryReading(label=label, live_bytes=live, peak_bytes=peak)
         for label, (live, peak) in zip(marks, values, strict=True)
     ]
 
@@ -99,7 +99,7 @@ def test_bytes_at_and_in_the_parts():
 
 
 def test_a_step_without_regions():
-    found = read_bytes([Reading(label=label, live_bytes=3, peak_bytes=8) for label in labels(0)])
+    found = read_bytes([MemoryReading(label=label, live_bytes=3, peak_bytes=8) for label in labels(0)])
     assert (found.loss, found.peak) == (3, 8)
     assert found.of(-1).next_start == 3
     assert found.of(-1).glue_forward_peak == 8
@@ -108,7 +108,7 @@ def test_a_step_without_regions():
 @pytest.mark.parametrize("regions", [1, 3])
 def test_peaks_of_regions_cover_the_peak_of_the_step(regions):
     marks = labels(regions)
-    steps = [Reading(label=label, live_bytes=i, peak_bytes=(7 * i) % 31) for i, label in enumerate(marks)]
+    steps = [MemoryReading(label=label, live_bytes=i, peak_bytes=(7 * i) % 31) for i, label in enumerate(marks)]
     found = read_bytes(steps)
     parts = ("forward_peak", "rerun_peak", "backward_peak", "glue_forward_peak", "glue_backward_peak")
     assert max(getattr(each, part) for each in found.regions.values() for part in parts) == found.peak

@@ -22,7 +22,7 @@ from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch.engine.policy import Check, Inputs
 from retape.torch.measure import memory_meter as meter
 from retape.torch.measure.baseline_memory import devices_of
-from retape.torch.measure.memory_meter import Reading
+from retape.torch.measure.memory_meter import MemoryReading
 from retape.torch.measure.sandbox import sandboxed
 from retape.torch.planning import spread
 from retape.torch.planning.chain.modelling import Overheads, model_of
@@ -56,26 +56,26 @@ class Weightless:
         self.readings, self.timeline = [], []
 
     def mark(self, label):
-        self.readings.append(Reading(label=label, live_bytes=0, peak_bytes=0))
+        self.readings.append(MemoryReading(label=label, live_bytes=0, peak_bytes=0))
 
 
 @pytest.fixture
 def pretended(monkeypatch):
     """Two devices, of which the second weighs nothing."""
-    real_weighing, real_fixed = spread.weighing, spread.fixed_bytes
+    real_track_memory, real_fixed = spread.track_memory, spread.fixed_bytes
 
     @contextmanager
-    def weighing(device):
+    def track_memory(device):
         if device == OTHER:
             scale = Weightless()
             scale.mark("start")
             yield scale
             scale.mark("end")
         else:
-            with real_weighing(device) as scale:
+            with real_track_memory(device) as scale:
                 yield scale
 
-    monkeypatch.setattr(spread, "weighing", weighing)
+    monkeypatch.setattr(spread, "track_memory", track_memory)
     monkeypatch.setattr(spread, "home_of", home)
     monkeypatch.setattr(spread, "fixed_bytes", lambda *args: 0 if args[-1] == OTHER else real_fixed(*args))
     for module in (api, spread):

@@ -13,7 +13,7 @@ from retape.torch.engine.policy import Policy
 from retape.torch.engine.proof import Proof, Standing
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from retape.torch.planning.attach import attach, detach
 from retape.torch.planning.chain.treatments import is_steady, last_missing, select_treatments, tape_storages, treat
 from retape.torch.planning.discover import find_regions
@@ -106,7 +106,7 @@ def weighed(block, args, keywords, trace, way):
     policy = Policy(held=way.held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, way.held))
     torch.manual_seed(1)
     inputs = entering(args)
-    with weighing(CPU) as scale:
+    with track_memory(CPU) as scale:
         out = run_region(block, *inputs, keywords=keywords, policy=policy)
         scale.mark("forward")
     del out

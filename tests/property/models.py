@@ -21,7 +21,7 @@ from retape.core.errors import BudgetTooSmall, RetapeError
 from retape.core.fit_record import FitRecord
 from retape.core.problem import OptionKind
 from retape.torch.measure.baseline_memory import device_of
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from retape.torch.planning.attach import is_attached
 
 from .cases import without_selective
@@ -316,7 +316,7 @@ class ModelFuzzer:
         case, rng = self._case, random.Random(self._case.seed)
         sizes = tuple(rng.choice((case.batch, case.batch, case.batch // 2, case.batch * 2)) for _ in range(3))
         twin = build(case)
-        with weighing(device_of(twin)) as scale:
+        with track_memory(device_of(twin)) as scale:
             wanted = list(steps(case, twin, sizes=sizes, count=5))
         whole = max(reading.peak_bytes for reading in scale.readings)
         try:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 
 ROWS = 64
 
@@ -52,7 +52,7 @@ def test_random_graphs(graph, share):
     weights = [torch.rand(ROWS, requires_grad=True) for _ in graph]
     x = torch.randn(ROWS)
     step(graph, weights, x, plainly)
-    with weighing(torch.device("cpu")) as scale:
+    with track_memory(torch.device("cpu")) as scale:
         wanted = step(graph, weights, x, plainly)
     whole = max(reading.peak_bytes for reading in scale.readings)
     live = retape.adaptive(budget=retape.Budget.activations(max(1, int(share * whole))))

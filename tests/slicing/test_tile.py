@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import retape
 from retape.errors import InvalidInput, RegionError, StateChanged, UnsupportedTransform
 from retape.torch.engine.runs import plain
-from retape.torch.measure.memory_meter import weighing
+from retape.torch.measure.memory_meter import track_memory
 from support.comparing import Notes, assert_equal, leaf, seed, streams
 from support.ledger import Ledger
 
@@ -726,7 +726,7 @@ def test_the_first_use_takes_no_more_memory_than_later_ones():
     wide, rows = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 16)), torch.randn(1024, 16)
     peaks = []
     for _ in range(2):
-        with weighing(torch.device("cpu")) as scale:
+        with track_memory(torch.device("cpu")) as scale:
             retape.tile(wide, rows.clone().requires_grad_(), tiles=8).sum().backward()
         peaks.append(max(reading.peak_bytes for reading in scale.readings))
     assert peaks[0] <= 1.1 * peaks[1]

@@ -35,7 +35,7 @@ from retape.torch.engine.region import Region
 from retape.torch.engine.runs import THREAD, managed_elsewhere
 from retape.torch.engine.slots import Slot
 from retape.torch.engine.trace import RegionTrace
-from retape.torch.measure.memory_meter import GIVE_WAY, synchronize
+from retape.torch.measure.memory_meter import BACKGROUND_TRACKERS, synchronize
 from retape.torch.planning import attach
 from retape.torch.planning.model_hash import unwrapped
 
@@ -208,7 +208,7 @@ class Adaptive:
             self._room.scale = StepScale.where_possible(self.account, self._room.limit.base_bytes, self._gradients)
             if self._room.scale is not None:
                 self._counts.weighed += 1
-                GIVE_WAY.append(self._end_weighing)
+                BACKGROUND_TRACKERS.append(self._end_weighing)
         self._room.limit.unknown = self._room.scale is not None
         self._room.limit.enforce(undoable=False)
         self._room.limit.give_back_cached()
@@ -246,7 +246,7 @@ class Adaptive:
         scale, self._room.scale = self._room.scale, None
         if scale is None:
             return
-        GIVE_WAY.remove(self._end_weighing)
+        BACKGROUND_TRACKERS.remove(self._end_weighing)
         self._weighed_bytes = scale.end(self._room.needs)
         if self._weighed_bytes is None:
             self._counts.weighed -= 1  # another step is to be weighed instead

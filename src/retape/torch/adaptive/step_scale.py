@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from retape.core.errors import InvalidInput
 from retape.torch.adaptive.accounting import Account, Kind, Mark, Needs, Phase
 from retape.torch.compat import internals
-from retape.torch.measure.memory_meter import Scale, nbytes_of, weighing
+from retape.torch.measure.memory_meter import MemoryTracker, nbytes_of, track_memory
 
 PAUSE = "pause"
 
@@ -77,7 +77,7 @@ class StepScale:
         self._saved_bytes: dict[Kind, int] = {}
         self._leaving: list[tuple[StorageWeakRef, int]] = []  # when the last phase began
         self._stack = ExitStack()
-        self._scale: Scale = self._stack.enter_context(weighing(device))
+        self._scale: MemoryTracker = self._stack.enter_context(track_memory(device))
 
     @classmethod
     def where_possible(cls, account: Account, base_bytes: int, gradients: Gradients) -> StepScale | None:

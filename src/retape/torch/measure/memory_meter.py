@@ -1,8 +1,8 @@
-"""The only scale: live and peak bytes of a device while a step runs, and `measure`. What to do about them is decided elsewhere.
+"""Live and peak bytes of a device while a step runs: `track_memory` and `measure`. Budgets and plans are elsewhere.
 
-CUDA: the caching allocator's own counters, which follow the program's order exactly and need no synchronisation. CPU: the
-allocator's reports to PyTorch's profiler, every allocation and every free of the thread, at about a tenth of the time;
-what lived before the scale was put up is counted from the tensors that the program's variables lead to (`memory_roots.py`).
+CUDA: the counters of the caching allocator, which follow program order and need no synchronisation. CPU: the allocation and
+free events of this thread in PyTorch's profiler; tensors that existed before tracking started are counted by a walk over the
+program's variables (`memory_roots.py`).
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ MOST_MOMENTS = 4096  # of a timeline; between two of them the higher one counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What the scale showed at a mark: live bytes, and the peak since the mark before; both above the start."""
+class MemoryReading:
+    """Live bytes at a mark and the peak since the previous mark, both above the bytes at the start."""
 
     label: Any
     live_bytes: int
     peak_bytes: int
 
 
-class Scale(Protocol):
-    """A running measurement. `mark` notes the moment; once the context is left, everything can be read."""
+class MemoryTracker(Protocol):
+    """A running measurement. `mark` adds a reading; readings and timeline are complete once the context has ended."""
 
-    readings: list[Reading]
+    readings: list[MemoryReading]
     timeline: list[Moment]
 
     def mark(self, label: Any) -> None: ...
 
 
-class _CpuScale:
-    """Follows the reports of the CPU allocator; marks stand among them."""
+class _CpuTracker:
+    """Tracks the CPU allocator's events in PyTorch's profiler; each mark is an event among them."""
 
     def __init__(self) -> None:
-        self.readings: list[Reading] = []
+        self.readings: list[MemoryReading] = []
         self.timeline: list[Moment] = []
         self._labels: list[Any] = []
 
@@ -67,7 +67,7 @@ class _CpuScale:
         labels = iter(self._labels)
         for at, what in events:
             if what is None:
-                self.readings.append(Reading(label=next(labels), live_bytes=live, peak_bytes=peak))
+                self.readings.append(MemoryReading(label=next(labels), live_bytes=live, peak_bytes=peak))
                 peak = live
                 continue
             live += what
@@ -75,11 +75,11 @@ class _CpuScale:
             self.timeline.append(Moment(seconds=(at - start) / 1e9, live_bytes=live))
 
 
-class _CudaScale:
-    """Reads the caching allocator's counters at each mark, and sets its peak back."""
+class _CudaTracker:
+    """Reads the counters of the CUDA caching allocator at each mark and resets its peak."""
 
     def __init__(self, device: torch.device) -> None:
-        self.readings: list[Reading] = []
+        self.readings: list[MemoryReading] = []
         self.timeline: list[Moment] = []
         self._device = device
         self._start_bytes = self._start_seconds = 0.0
@@ -90,7 +90,7 @@ class _CudaScale:
         torch.cuda.reset_peak_memory_stats(self._device)
         start = int(self._start_bytes)
         now = time.perf_counter() - self._start_seconds
-        self.readings.append(Reading(label=label, live_bytes=live - start, peak_bytes=peak - start))
+        self.readings.append(MemoryReading(label=label, live_bytes=live - start, peak_bytes=peak - start))
         self.timeline.append(Moment(seconds=now, live_bytes=peak - start))
         self.timeline.append(Moment(seconds=now, live_bytes=live - start))
 
@@ -107,24 +107,24 @@ class _CudaScale:
 _START, _END = "start", "end"
 
 
-# Scales in the background, which end when another is put up: PyTorch's profiler can only run once.
-GIVE_WAY: list[Callable[[], None]] = []
+# Callbacks that end trackers running in the background before another starts: PyTorch's profiler runs only once at a time.
+BACKGROUND_TRACKERS: list[Callable[[], None]] = []
 
 
 @contextmanager
-def weighing(device: torch.device) -> Iterator[Scale]:
-    """Put up the scale for what runs inside; its first reading is the start, its last the end."""
-    for give_way in tuple(GIVE_WAY):
-        give_way()
-    scale = _CudaScale(device) if device.type == "cuda" else _CpuScale()
-    with scale.running():
-        scale.mark(_START)
-        yield scale
-        scale.mark(_END)
+def track_memory(device: torch.device) -> Iterator[MemoryTracker]:
+    """Track the memory of the code inside; the first reading is the start, the last the end."""
+    for end in tuple(BACKGROUND_TRACKERS):
+        end()
+    tracker = _CudaTracker(device) if device.type == "cuda" else _CpuTracker()
+    with tracker.running():
+        tracker.mark(_START)
+        yield tracker
+        tracker.mark(_END)
 
 
 def measure(step: Callable[[], Any], *, device: torch.device | str | None = None) -> Record:
-    """Run `step` twice, once on the scale and once with the stopwatch: its peak bytes, seconds and live bytes over time.
+    """Run `step` twice, once to track its memory and once to time it: peak bytes, seconds and live bytes over time.
 
     The peak counts everything on the device: on CUDA all that the process has allocated there, on the CPU every tensor that
     `step` and the variables of the functions on the stack lead to at the start, and what the step allocates. The device is that of
@@ -132,15 +132,15 @@ def measure(step: Callable[[], Any], *, device: torch.device | str | None = None
     """
     where = _device_of(device)
     base = present_bytes(where, [step, getattr(step, "__globals__", None)])
-    with weighing(where) as scale:
+    with track_memory(where) as tracker:
         step()
-    peak = max(reading.peak_bytes for reading in scale.readings)
+    peak = max(reading.peak_bytes for reading in tracker.readings)
     seconds = _timed(step, where)
     return Record(
         peak_bytes=base + peak,
         base_bytes=base,
         seconds=seconds,
-        timeline=thinned(scale.timeline, base),
+        timeline=thinned(tracker.timeline, base),
         reserved_bytes=torch.cuda.memory_reserved(where) if where.type == "cuda" else 0,
         device=str(where),
     )
@@ -236,13 +236,13 @@ def thinned(timeline: list[Moment], base_bytes: int) -> tuple[Moment, ...]:
     return tuple(Moment(seconds=top.seconds, live_bytes=max(0, base_bytes + top.live_bytes)) for top in tops)
 
 
-def step_record(scale: Scale, device: torch.device, fixed_bytes: int) -> Record:
-    """A step that was weighed, where so much was there before it; its seconds are for a step without the scale to say."""
+def step_record(tracker: MemoryTracker, device: torch.device, fixed_bytes: int) -> Record:
+    """Record of a tracked step with `fixed_bytes` allocated before it; seconds are 0 because tracking slows the step down."""
     return Record(
-        peak_bytes=largest(fixed_bytes + max(reading.peak_bytes for reading in scale.readings)),
+        peak_bytes=largest(fixed_bytes + max(reading.peak_bytes for reading in tracker.readings)),
         base_bytes=fixed_bytes,
         seconds=0.0,
-        timeline=thinned(scale.timeline, fixed_bytes),
+        timeline=thinned(tracker.timeline, fixed_bytes),
         reserved_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
         device=str(device),
     )

@@ -31,7 +31,7 @@ from retape.torch.engine.host.copy_streams import host_tier
 from retape.torch.engine.policy import Check, Inputs
 from retape.torch.measure.baseline_memory import allocated_bytes, device_of, fixed_bytes
 from retape.torch.measure.budgets import resolved, with_levers
-from retape.torch.measure.memory_meter import step_record, synchronize, weighing
+from retape.torch.measure.memory_meter import step_record, synchronize, track_memory
 from retape.torch.measure.sandbox import Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.planning.ab_timing import (
@@ -200,7 +200,7 @@ class Fitter:
         return ProfileSession(self.names, self.device, inputs, saved_share, tiles=tiles, tiled=tiled)
 
     def _weighed(self, sandbox: Sandbox, session: ProfileSession) -> StepBytes:
-        with weighing(self.device) as scale:
+        with track_memory(self.device) as scale:
             self._marked(sandbox, session, scale)
         return read_bytes(scale.readings)
 
@@ -219,7 +219,7 @@ class Fitter:
     def measured(self, sandbox: Sandbox) -> Record:
         """A real step of the model as it stands now, on the scale; its seconds are for `_timed_best` to say."""
         sandbox.rewind()
-        with weighing(self.device) as scale:
+        with track_memory(self.device) as scale:
             self.run_step()
         return step_record(scale, self.device, self.fixed_bytes)
 

@@ -12,7 +12,7 @@ from enum import Enum
 from statistics import median
 from typing import Any
 
-from retape.torch.measure.memory_meter import Reading
+from retape.torch.measure.memory_meter import MemoryReading
 from retape.torch.planning.profile import Phase, Profile
 
 
@@ -156,7 +156,7 @@ _SECONDS = {
 }
 
 
-def read_bytes(readings: Iterable[Reading]) -> StepBytes:
+def read_bytes(readings: Iterable[MemoryReading]) -> StepBytes:
     """What each region weighed in a step on the scale."""
     step, follower = StepBytes(), _Follower()
     before = -1

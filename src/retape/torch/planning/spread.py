@@ -30,7 +30,7 @@ from retape.torch.engine.host.copy_streams import host_tier
 from retape.torch.engine.policy import Inputs
 from retape.torch.measure.baseline_memory import allocated_bytes, devices_of, fixed_bytes
 from retape.torch.measure.budgets import resolved
-from retape.torch.measure.memory_meter import Scale, step_record, synchronize, weighing
+from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize, track_memory
 from retape.torch.measure.sandbox import Sandbox
 from retape.torch.planning.chain.meanings import meanings_of
 from retape.torch.planning.chain.modelling import Modelled, model_of
@@ -165,7 +165,7 @@ class SpreadFitter(Fitter):
 
     def _weighed(self, sandbox: Sandbox, session: ProfileSession) -> StepBytes:
         with ExitStack() as stack:
-            scales = _Scales({device: stack.enter_context(weighing(device)) for device in self.devices})
+            scales = _Scales({device: stack.enter_context(track_memory(device)) for device in self.devices})
             self._marked(sandbox, session, scales)
         self._steps = {device: read_bytes(scale.readings) for device, scale in scales.of.items()}
         return self._steps[self.device]
@@ -174,7 +174,7 @@ class SpreadFitter(Fitter):
         """A real step of the model as it stands now, on every scale."""
         sandbox.rewind()
         with ExitStack() as stack:
-            scales = {device: stack.enter_context(weighing(device)) for device in self.devices}
+            scales = {device: stack.enter_context(track_memory(device)) for device in self.devices}
             self.run_step()
         return {device: step_record(scale, device, self.fixed[device]) for device, scale in scales.items()}
 
@@ -294,7 +294,7 @@ class SpreadFitter(Fitter):
 class _Scales:
     """One scale per device; a mark goes to all of them."""
 
-    def __init__(self, scales: dict[torch.device, Scale]) -> None:
+    def __init__(self, scales: dict[torch.device, MemoryTracker]) -> None:
         self.of = scales
 
     def mark(self, label: Any) -> None:

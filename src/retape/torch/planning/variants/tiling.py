@@ -23,7 +23,7 @@ from retape.torch.engine.entrance import run_region
 from retape.torch.engine.links import tensors_of
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.runs import current_runs, is_plain
-from retape.torch.measure.memory_meter import synchronize, weighing
+from retape.torch.measure.memory_meter import synchronize, track_memory
 from retape.torch.slicing.tile import call_in_tiles
 
 TILES = (2, 4, 8, 16, 32)
@@ -160,7 +160,7 @@ def _measured(
         torch.autograd.grad(made, [*leaves, *trained], [torch.ones_like(t) for t in made], allow_unused=True)
 
     run(lambda label: None)
-    with weighing(device) as scale:
+    with track_memory(device) as scale:
         run(scale.mark)
     start = time.perf_counter()
     run(lambda label: None)

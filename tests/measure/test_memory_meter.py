@@ -1,4 +1,4 @@
-"""The scale: known allocations on the CPU, to the byte."""
+"""The tracker: known allocations on the CPU, to the byte."""
 
 import weakref
 from collections import deque
@@ -11,7 +11,14 @@ from torch import nn
 import retape
 from retape.core.record import Moment
 from retape.errors import InvalidInput
-from retape.torch.measure.memory_meter import GIVE_WAY, MOST_MOMENTS, present_bytes, storage_bytes, thinned, weighing
+from retape.torch.measure.memory_meter import (
+    BACKGROUND_TRACKERS,
+    MOST_MOMENTS,
+    present_bytes,
+    storage_bytes,
+    thinned,
+    track_memory,
+)
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -37,16 +44,16 @@ def test_the_peak_is_that_of_the_allocations():
 
 
 def test_marks_tell_what_lives_and_what_stood_highest_since():
-    with weighing(CPU) as scale:
+    with track_memory(CPU) as tracker:
         first = allocate(10)
-        scale.mark("one")
+        tracker.mark("one")
         allocate(70)
-        scale.mark("two")
+        tracker.mark("two")
         del first
-        scale.mark("three")
-    found = [(reading.label, reading.live_bytes // KIB, reading.peak_bytes // KIB) for reading in scale.readings]
+        tracker.mark("three")
+    found = [(reading.label, reading.live_bytes // KIB, reading.peak_bytes // KIB) for reading in tracker.readings]
     assert found == [("start", 0, 0), ("one", 10, 10), ("two", 10, 80), ("three", 0, 10), ("end", 0, 0)]
-    assert all(reading.live_bytes % KIB == 0 for reading in scale.readings)
+    assert all(reading.live_bytes % KIB == 0 for reading in tracker.readings)
 
 
 def test_the_timeline_has_every_moment():
@@ -145,13 +152,13 @@ def test_one_scale_inside_another_is_refused():
     assert retape.measure(lambda: None).peak_bytes >= 0
 
 
-def test_scales_in_the_background_give_way():
+def test_background_trackers_end_when_another_starts():
     ended = []
-    GIVE_WAY.append(lambda: ended.append(True))
+    BACKGROUND_TRACKERS.append(lambda: ended.append(True))
     try:
         retape.measure(lambda: None)
     finally:
-        GIVE_WAY.pop()
+        BACKGROUND_TRACKERS.pop()
     assert ended == [True]
 
 
