@@ -1,142 +1,133 @@
-"""What a region costs the CPU, beside PyTorch's non-reentrant checkpoint and its selective mode, interleaved in one run.
+"""CPU time that a region adds to a block, as a ratio to what PyTorch's non-reentrant checkpoint adds; interleaved in one run.
 
-    python -m benchmarks.overhead [--rounds N] [--out FILE] [--seed N]
+    python -m benchmarks.overhead [--seconds S] [--out FILE] [--seed N] [--block NAME]
 
-Forward and backward of a region of one op, and of one of 200 tiny ops; the figure is the time over plain autograd, as a ratio
-to PyTorch's. Selective: the same policy (hold every matmul) through `context_fn` in both, and as a planned select in ours.
+Forward and backward of five real blocks at tiny widths, where the engine's own time is the largest share: a Llama, a GPT-2 and a ViT
+layer of transformers, PyTorch's TransformerEncoderLayer, and convolution, batch norm and ReLU.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import time
 
 import torch
 from benchmarks.records import record
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import retape
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import Policy
-from retape.torch.engine.proof import Proof, Standing
-from retape.torch.engine.region import Region
-from retape.torch.engine.select import plan_recipe
 
-TINY_OPS = 200
+WIDTH, HEADS, TOKENS = 32, 2, 8
+WARM_UP_ROUNDS = 5
 
 
-def one_op(size: int = 16):
-    linear = torch.nn.Linear(size, size)
-    return linear, torch.randn(4, size, requires_grad=True)
+def llama():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=HEADS, num_key_value_heads=HEADS
+    )
+    config._attn_implementation = "sdpa"
+    x, positions = hidden(), torch.arange(TOKENS)[None]
+    rotary = LlamaRotaryEmbedding(config)(x, positions)
+    return LlamaDecoderLayer(config, 0), x, {"position_ids": positions, "position_embeddings": rotary}
 
 
-def many_ops(size: int = 16):
-    def function(x):
-        for _ in range(TINY_OPS):
-            x = torch.sin(x)
-        return x
+def gpt2():
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-    return function, torch.randn(4, size, requires_grad=True)
-
-
-def many_matmuls(size: int = 16):
-    weight = torch.nn.Parameter(torch.randn(size, size) / size**0.5)
-
-    def function(x):
-        for _ in range(TINY_OPS // 4):
-            x = torch.sin(torch.mm(x, weight)).cos() * 1.01
-        return x
-
-    return function, torch.randn(4, size, requires_grad=True)
+    config = GPT2Config(n_embd=WIDTH, n_head=HEADS, n_inner=2 * WIDTH)
+    config._attn_implementation = "sdpa"
+    return GPT2Block(config, 0), hidden(), {}
 
 
-def hold_matmuls(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+def vit():
+    from transformers import ViTConfig
+    from transformers.models.vit.modeling_vit import ViTLayer
+
+    config = ViTConfig(hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=HEADS)
+    config._attn_implementation = "sdpa"
+    return ViTLayer(config), hidden(), {}
 
 
-def planned(function, x):
-    """A policy that holds what the matmuls made, with the recipe for its re-run."""
-    region = Region(function, (x,), {})
-    kept = region.run(function, (x,), {})
-    trace = region.trace()
-    made = {storage for op in trace.ops if op.op is torch.ops.aten.mm.default for storage in op.makes}
-    held = frozenset(slot for slot, storage in enumerate(trace.slots) if storage in made)
-    del kept
-    return Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
+def encoder():
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True), hidden(), {}
 
 
-def selective(call, function, x):
-    contexts = functools.partial(create_selective_checkpoint_contexts, hold_matmuls)
-    return call(function, x, use_reentrant=False, context_fn=contexts)
+def convolution():
+    block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    return block, torch.randn(2, 4, 8, 8, requires_grad=True), {}
 
 
-def measure(ways, x, rounds):
-    """Seconds of one forward and backward of each way: the median and the fastest twentieth of interleaved runs."""
-    gradient = torch.ones_like(next(iter(ways.values()))(x))
-    times = {name: [] for name in ways}
-    for number in range(rounds + 5):
-        for name, way in ways.items():
+BLOCKS = {"llama": llama, "gpt2": gpt2, "vit": vit, "encoder layer": encoder, "conv-norm-relu": convolution}
+
+
+def hidden():
+    return torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+
+
+def ways(block, keywords):
+    return {
+        "plain": lambda x: block(x, **keywords),
+        "torch": lambda x: torch_checkpoint(block, x, use_reentrant=False, **keywords),
+        "retape": lambda x: retape.checkpoint(block, x, use_reentrant=False, **keywords),
+    }
+
+
+def tensor_of(output):
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def measure(calls, x, seconds):
+    """Microseconds of one forward and backward of each way: the median and the fastest twentieth of interleaved runs."""
+    gradient = torch.ones_like(tensor_of(next(iter(calls.values()))(x)))
+    times = {name: [] for name in calls}
+    end, number = time.perf_counter() + seconds, 0
+    while number <= WARM_UP_ROUNDS or time.perf_counter() < end:
+        for name, call in calls.items():
             start = time.perf_counter()
-            way(x).backward(gradient)
-            if number >= 5:
+            tensor_of(call(x)).backward(gradient)
+            if number >= WARM_UP_ROUNDS:
                 times[name].append(time.perf_counter() - start)
+        number += 1
     return {
         name: {"median_us": 1e6 * statistics.median(t), "fast_us": 1e6 * sorted(t)[len(t) // 20]}
         for name, t in times.items()
     }
 
 
-def over_plain(result, ours, theirs):
-    """The time that ours adds to plain, as a share of what theirs adds."""
+def over_plain(result):
+    """The time that a region adds to plain autograd, as a ratio to what PyTorch's checkpoint adds."""
     return {
-        key: (result[ours][key] - result["plain"][key]) / (result[theirs][key] - result["plain"][key])
+        key: (result["retape"][key] - result["plain"][key]) / (result["torch"][key] - result["plain"][key])
         for key in ("median_us", "fast_us")
     }
 
 
-def plain_cases(rounds):
-    for name, (function, x), scale in (("one op", one_op(), 1), ("200 tiny ops", many_ops(), 10)):
-        ways = {
-            "plain": function,
-            "torch": lambda x, f=function: torch_checkpoint(f, x, use_reentrant=False),
-            "retape": lambda x, f=function: retape.checkpoint(f, x, use_reentrant=False),
-        }
-        result = measure(ways, x, max(20, rounds // scale))
-        yield name, {**result, "ratio of time over plain": over_plain(result, "retape", "torch")}
-
-
-def select_cases(rounds):
-    function, x = many_matmuls()
-    policy = planned(function, x)
-    ways = {
-        "plain": function,
-        "torch selective": lambda x: selective(torch_checkpoint, function, x),
-        "retape, the same context_fn": lambda x: selective(retape.checkpoint, function, x),
-        "retape, planned select": lambda x: run_region(function, x, policy=policy),
-    }
-    result = measure(ways, x, max(20, rounds // 20))
-    result["ratio of context_fn"] = over_plain(result, "retape, the same context_fn", "torch selective")
-    result["ratio of planned select"] = over_plain(result, "retape, planned select", "torch selective")
-    yield "selective, 200 tiny ops of which 50 matmuls are held", result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each block")
+    parser.add_argument("--block", choices=sorted(BLOCKS), help="measure this one alone, and record nothing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
     results = {}
-    for name, result in (*plain_cases(options.rounds), *select_cases(options.rounds)):
-        results[name] = result
-        for key, value in result.items():
-            print(f"{name}: {key}: " + ", ".join(f"{k} {v:.3g}" for k, v in value.items()))
-    print(record("overhead", options.seed, results, options.out))
+    for name in [options.block] if options.block else BLOCKS:
+        block, x, keywords = BLOCKS[name]()
+        result = measure(ways(block, keywords), x, options.seconds)
+        results[name] = {**result, "ratio of time over plain": over_plain(result)}
+        for key, value in results[name].items():
+            print(f"{name}: {key}: " + ", ".join(f"{k} {v:.3g}" for k, v in value.items()), flush=True)
+    middle = statistics.median(each["ratio of time over plain"]["median_us"] for each in results.values())
+    print(f"median ratio: {middle:.3g}")
+    if options.block is None:
+        print(record("overhead", options.seed, results, options.out))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from retape.torch.capture.decisions import may_decide
 from retape.torch.capture.function_copy import NEVER_READ, as_of_now
 from retape.torch.capture.kv_caches import as_cache, is_cache
 from retape.torch.capture.module_tree import Tree
-from retape.torch.capture.module_tree_cache import read_simple_tree, read_tree
+from retape.torch.capture.module_tree_cache import read_tree
 from retape.torch.capture.opaque import CompiledCall, Opaque
 from retape.torch.compat import internals
 
@@ -57,7 +57,6 @@ class Leaf:
 
 _LOG = logging.getLogger("retape")
 _LEAVES = tuple([Leaf(index) for index in range(32)])
-_TENSOR = frozenset({Tensor})
 _IMPORTED = sys.modules
 _ONLY_LEAVES = frozenset({Leaf})
 _NOTHING: frozenset[int] = frozenset()
@@ -86,7 +85,6 @@ class Call:
     # Buffers that their module writes to, though its first batch may leave them as they are.
     statistics: frozenset[int] = _NOTHING
     twins: tuple[tuple[int, int], ...] = ()  # places that hold the same tensor: code asks `q is k`
-    is_usual = False  # a module by itself, which holds nothing but parameters, called with plain tensors alone
     fsdp = False
     tensors: list[Tensor]  # of the arguments, in order
     extras: list[Tensor]  # of closures, defaults and globals
@@ -454,10 +452,6 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         function = function.func
     fsdp = internals.FSDP_STATE in _IMPORTED and internals.fsdp_in_use()
     called = whose_call(function) if type(function) is types.MethodType else function
-    if arguments and not keywords and not fsdp and _TENSOR.issuperset(map(type, arguments)):
-        tree = read_simple_tree(called)
-        if tree is not None:
-            return usual_call(function, tree, list(arguments))
     call = Call()
     call.begin()
     call.fsdp = fsdp
@@ -496,30 +490,6 @@ def whose_call(method: types.MethodType) -> Any:
 
 _MODULE_CALL = nn.Module.__call__
 _BEHIND_EVERY_CALL = (type, logging.Logger)  # the class itself, for `super()`, and what only writes
-
-
-class _UsualCall(Call):
-    """The call of a module by itself, which holds nothing but parameters, with plain tensors alone: nearly every one is like this."""
-
-    is_usual = only_tensors = True
-
-    @property
-    def places(self) -> list[tuple[Any, Any]]:
-        found: list[tuple[Any, Any]] = self.holders[0].places()
-        return found
-
-
-def usual_call(function: Any, tree: Tree, tensors: list[Tensor]) -> Call:
-    """What a walk would find, in short."""
-    call = _UsualCall()
-    call.function, call.roots, call.modules = function, (tree.modules[0],), tree.modules
-    call.tensors, call.extras, call.holders = tensors, [], [tree]
-    call.state = tree.state
-    call.switches = tree.switches
-    call.kinds = tree.layout.kinds
-    if len(tensors) > 1:
-        call.twins = twins_of(tensors)
-    return call
 
 
 def _put_back(value: Any, tensors: list[Tensor]) -> Any:

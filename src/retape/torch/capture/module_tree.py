@@ -34,7 +34,6 @@ _flat = chain.from_iterable
 _values = dict.values
 _keys = dict.keys
 _vars: Callable[[Any], dict[str, Any]] = vars
-_new = object.__new__
 
 
 class Layout:
@@ -44,11 +43,9 @@ class Layout:
 
     __slots__ = (
         "_children",
-        "_count",
         "_expected",
         "_filled",
         "_held_types",
-        "_names",
         "_names_filled",
         "_pick_fields",
         "_root_type",
@@ -65,7 +62,6 @@ class Layout:
         "held_keys",
         "held_lengths",
         "hooks",
-        "is_bare",
         "is_simple",
         "kinds",
         "object_types",
@@ -93,7 +89,6 @@ class Layout:
         self.decides = may_decide(names)
         fields = list(map(_vars, modules))
         self.field_keys: list[str] = list(_flat(fields))
-        self._count = len(fields[0]) if len(fields) == 1 else 0  # of the fields of a module without children
         self.field_lengths = list(map(len, fields))
         now = self._sort_fields(fields)
         content = now[self.content]
@@ -103,16 +98,12 @@ class Layout:
         # Most of those dicts are empty: the others are looked into.
         self._filled = _picker([number for number, length in enumerate(self.held_lengths) if length])
         self._names_filled = [tuple(part) for part in content if part]
-        alone = len(modules) == 1 and not content[0] and not content[1]
-        self._names = tuple(content[2]) if alone else None  # of a module with nothing but parameters
         self._held_types = list(map(type, held))
         self._sort_held(modules, held)
         self._find_written(modules, list(_owned(content)))
         self.is_simple = self.only_parameters and not (
             self.has_objects or self.renormalised or self.statistics or self.fills_what_it_saved or self.decides
         )
-        # A lone module with plain settings and parameters, all of which are there.
-        self.is_bare = self.is_simple and alone and self.all_tensors and self.pick_switches is not None
 
     def _sort_fields(self, fields: list[dict[str, Any]]) -> tuple[Any, ...]:
         """Which fields matter: settings, tensors among them, dicts, objects to be followed; and what stands in them.
@@ -139,7 +130,7 @@ class Layout:
         self.settings, self.content, self.hooks = slice(0, first), slice(first, middle), slice(middle, last)
         self.others, self.has_objects = slice(last, last + len(objects)), bool(objects or modules)
         at = {place: number for number, place in enumerate(_owned(fields))}
-        self._pick_fields = itemgetter(*[key if len(fields) == 1 else at[owner, key] for owner, key in places])
+        self._pick_fields = itemgetter(*[at[owner, key] for owner, key in places])
         now = self.look(fields)
         assert now is not None
         self.field_types = list(map(type, now))
@@ -177,25 +168,12 @@ class Layout:
 
     def look(self, fields: list[dict[str, Any]]) -> tuple[Any, ...] | None:
         """What stands in the fields that matter, or None if the modules have others."""
-        if self._count:  # the names that matter, and as many as there were: then the rest are the same too
-            only = fields[0]
-            if len(only) != self._count:
-                return None
-            try:
-                return self._pick_fields(only)  # type: ignore[no-any-return]
-            except KeyError:
-                return None
         if list(_flat(fields)) != self.field_keys or list(map(len, fields)) != self.field_lengths:
             return None
         return self._pick_fields(list(_flat(map(_values, fields))))  # type: ignore[no-any-return]
 
     def held_in(self, content: tuple[dict[Any, Any], ...]) -> list[Any] | None:
         """What stands in the dicts of buffers, children and parameters, or None if it has other names."""
-        if self._names is not None:  # in short
-            buffers, children, parameters = content
-            if buffers or children or tuple(parameters) != self._names:
-                return None
-            return list(_values(parameters))
         if list(map(len, content)) != self.held_lengths:
             return None
         filled = self._filled(content) if self._filled is not None else ()
@@ -205,8 +183,6 @@ class Layout:
 
     def read(self, root: nn.Module) -> Tree | None:
         """What the tree holds now, or None if it is not laid out like this any more."""
-        if self._names is not None:
-            return self.read_lone(root)
         modules: list[Any] = [root, *[reference() for reference in self._weak]]
         try:
             fields: list[dict[str, Any]] = list(map(_vars, modules))
@@ -222,29 +198,6 @@ class Layout:
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
         return Tree(self, modules, fields, then, held)
-
-    def read_lone(self, root: nn.Module) -> Tree | None:
-        """`read` for a module with nothing but parameters, in one piece: nearly every leaf is one."""
-        fields = root.__dict__
-        try:
-            then = self._pick_fields(fields)
-        except KeyError:
-            return None
-        if len(fields) != self._count or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
-            return None
-        buffers, children, parameters = then[self.content]
-        held = list(_values(parameters))
-        if buffers or children or tuple(parameters) != self._names or list(map(type, held)) != self._held_types:
-            return None
-        if not self.is_bare:
-            return Tree(self, [root], [fields], then, held)
-        tree = _new(Tree)  # what making one does, in short
-        tree.layout, tree.modules, tree.fields = self, [root], [fields]
-        tree._then, tree._held, tree.state = then, held, held
-        tree.switches = self.pick_switches(then)  # type: ignore[misc, assignment]  # a bare layout has some
-        if then[-2] or then[-1]:
-            tree._hook_copies = [then[-2].copy(), then[-1].copy()]
-        return tree
 
 
 Pick = Callable[[Any], Sequence[Any]]
@@ -375,8 +328,6 @@ class Tree:
     def _is_as_then(self) -> bool:
         """Whether every module holds, by identity, what it held when the region first ran."""
         layout = self.layout
-        if layout.is_bare and self._hook_copies is None:
-            return self._is_bare_as_then(layout, self.fields[0])
         self._kept = now = layout.look(self.fields)
         # Of what must not be held the kind counts: a tensor may have come in its place.
         if (
@@ -392,23 +343,6 @@ class Tree:
             held is not None
             and all(map(is_, held, self._held))
             and (not any(now[layout.hooks]) if self._hook_copies is None else self._hooks_are_as_then())
-        )
-
-    def _is_bare_as_then(self, layout: Layout, fields: dict[str, Any]) -> bool:
-        """`_is_as_then` for a module with nothing but parameters and no hooks, in short."""
-        try:
-            self._kept = now = layout._pick_fields(fields) if len(fields) == layout._count else None
-        except KeyError:
-            self._kept = now = None
-        if now is None or not all(map(is_, self._then, now)):
-            self._fields_are_as_then = False
-            return False
-        self._fields_are_as_then = True
-        buffers, children, parameters, before, after = now[-5:]
-        return (
-            all(map(is_, _values(parameters), self._held))
-            and tuple(parameters) == layout._names
-            and not (buffers or children or before or after)
         )
 
     def _put_held_back(self) -> None:

@@ -36,17 +36,6 @@ def _forget(key: int, reference: weakref.ref[nn.Module]) -> None:
         del _LAYOUTS[key]
 
 
-def read_simple_tree(root: Any) -> Tree | None:
-    """What a known module and those below it hold, if they are laid out as before and hold nothing but parameters and settings."""
-    entry = _LAYOUTS.get(id(root))
-    if entry is None:
-        return None
-    module, layout = entry[0](), entry[1]
-    if module is None or module is not root or not layout.is_simple or not layout.with_parameters:
-        return None
-    return layout.read_lone(module) if layout.is_bare else layout.read(module)
-
-
 def read_tree(root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[Tree | None, list[nn.Module]]:
     """What a root and the modules below it hold, but for those in `seen`; and the scripted ones, which keep theirs elsewhere."""
     entry = _LAYOUTS.get(id(root))

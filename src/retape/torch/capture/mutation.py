@@ -22,7 +22,6 @@ from retape.torch.capture.aliased_copies import Copies, copyable
 from retape.torch.capture.call import Call
 from retape.torch.capture.checksum import checksum, inner_tensors
 from retape.torch.capture.host_access import Observer
-from retape.torch.capture.module_tree import Tree
 from retape.torch.capture.rerun_lock import SWAPS
 from retape.torch.compat import internals
 
@@ -98,18 +97,12 @@ class Watch:
         self._call = call
         self._swaps_seen = SWAPS.last
         tensors, state = call.tensors, call.state
-        if call.is_usual and call.kinds is not None:
-            kind = (len(tensors), 0, len(state), call.switches)
-            self._kind, self._kinds = (call.roots[0], kind), call.kinds
-            kinds = call.kinds
-            watched, known_types = tensors + state, True
-        else:
-            if call.fsdp:
-                self._fsdp = _sharded_twins(state)
-            self._kind = key, kind = _kind_of(call)
-            self._kinds = kinds = _kinds_of(key) if call.kinds is None else call.kinds
-            watched, known_types = tensors + call.extras + state, call.only_parameters and not call.extras
-            self._plain = not self._fsdp and _PLAIN.issuperset(map(type, tensors if known_types else watched))
+        if call.fsdp:
+            self._fsdp = _sharded_twins(state)
+        self._kind = key, kind = _kind_of(call)
+        self._kinds = kinds = _kinds_of(key) if call.kinds is None else call.kinds
+        watched, known_types = tensors + call.extras + state, call.only_parameters and not call.extras
+        self._plain = not self._fsdp and _PLAIN.issuperset(map(type, tensors if known_types else watched))
         self._known = known = kinds.get(kind)
         self._before = self._versions(watched)
         self.arguments_need_grad = needed = list(map(_needs_grad, tensors))
@@ -254,28 +247,6 @@ class Watch:
         return _place_name(self._call, *self._call.places[index - arguments - len(self._call.extras)])
 
 
-def is_known_to_change_nothing(tree: Tree, arguments: int) -> bool:
-    """Whether usual calls with so many tensors, of a module that is set like this, were seen and wrote to nothing."""
-    kinds = tree.layout.kinds
-    return kinds is not None and kinds.get((arguments, 0, len(tree.state), tree.switches)) is _NOTHING
-
-
-def recalled(call: Call, before: list[int], needed: list[bool], *, over: bool) -> Watch:
-    """The watch over a usual call that changes nothing, made afterwards of what was noted; `over`: the call has ended."""
-    watch = object.__new__(Watch)
-    arguments = len(before) - len(call.state)
-    assert call.kinds is not None
-    watch._call, watch._kinds, watch._known = call, call.kinds, _NOTHING
-    watch._kind = (call.roots[0], (arguments, 0, len(call.state), call.switches))
-    watch._before = before
-    watch.arguments_need_grad, watch._needs_grad = [True] * arguments, needed
-    watch._rest = call.state
-    watch._swaps_seen = SWAPS.last
-    if over:
-        watch._after = before
-    return watch
-
-
 class AsBefore:
     """From when it is made until it is left, everything a region reads is as it was before the region first ran."""
 
@@ -335,12 +306,6 @@ class AsBefore:
         """The tensor arguments as they were before the call, fit to be handed to a re-run."""
         watch, copies = self._watch, self._copies
         needed = watch.arguments_need_grad
-        if watch._call.is_usual and copies is _NO_TWINS and len(held) == 1:  # in short
-            if needed[0]:
-                tensor = held[0].detach()
-                tensor.requires_grad = True
-                return [tensor]
-            return [held[0].detach()] if held[0].requires_grad else held  # it may need a gradient by now
         tensors = [
             tensor if type(tensor) is nn.Parameter else _as_needed(tensor, need)
             for tensor, need in zip(held, needed, strict=True)

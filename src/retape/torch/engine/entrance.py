@@ -1,7 +1,4 @@
-"""How a call becomes a region: whether it is one at all, of which kind, and its first run.
-
-What a region is, is in `region.py`; the usual one, noted in short, in `usual_region.py`.
-"""
+"""How a call becomes a region: whether it is one at all, of which kind, and its first run. What a region is, is in `region.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from retape.torch.engine.policy import DROP, Check, Policy
 from retape.torch.engine.region import Contexts, Region
 from retape.torch.engine.runs import PROCESS, THREAD, is_plain, recomputing
 from retape.torch.engine.transforms import refuse_cached_parametrizations, refuse_transforms
-from retape.torch.engine.usual_region import usual_region
 
 # Asked for with every region: a name of the module's is the cheapest to find.
 _new = object.__new__
@@ -53,13 +49,6 @@ def run_call(  # noqa: PLR0917 - by position, see below
     odd = _in_odd_surroundings()
     if odd:
         refuse_transforms(function)
-    if not odd and contexts is None and not keywords and THREAD.manager is None:
-        usual = usual_region(function, arguments, policy, check, early_stop)
-        if usual is not None:
-            outputs = usual.run(function, arguments, keywords)
-            if done is not None:
-                done(usual)
-            return outputs
     call = capture_call(function, arguments, keywords)
     if odd:
         refuse_cached_parametrizations(call)

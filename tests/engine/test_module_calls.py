@@ -1,4 +1,4 @@
-"""The usual call, a module of parameters with plain tensors, is noted in short: nothing may be missed for that."""
+"""Calls of a module whose layout is known: its settings, parameters and everything beside them are read again in each call."""
 
 import dataclasses
 import gc
@@ -156,10 +156,8 @@ def test_it_finds_what_a_walk_finds(module, count):
     inputs = [*inputs, inputs[0] if inputs else torch.randn(2, 4)]
     warm(as_region, module if count == 1 else Gated(), torch.randn(2, 4, requires_grad=True))
     capture_call(module, tuple(inputs), {})
-    short, walked = found(module, *inputs), by_a_walk(module, *inputs)
-    assert short[0].is_usual
-    assert not walked[0].is_usual
-    assert short[1] == walked[1]
+    known, walked = found(module, *inputs), by_a_walk(module, *inputs)
+    assert known[1] == walked[1]
 
 
 @by_its_call
@@ -350,10 +348,9 @@ class Logging(nn.Linear):
 def test_the_call_of_a_module_is_noted_like_the_module():
     """A plan runs regions by the call that a module's class has: behind it stands the module, and nothing else."""
     module, x = Logging(4, 4), leaf()
-    for _ in range(2):  # a walk, and then in short
+    for _ in range(2):  # a walk, and then by its layout
         by_itself, call = capture_call(module, (x,), {}), capture_call(module.__call__, (x,), {})
         assert (call.roots, call.codes, call.holders and len(call.holders)) == ((module,), (), len(by_itself.holders))
-    assert call.is_usual
     assert call.function == module.__call__
 
 

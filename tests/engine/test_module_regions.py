@@ -1,4 +1,4 @@
-"""The usual region is noted in short, and run again in short: nothing may be missed for that, and nothing is made that nobody asks for."""
+"""Regions of a module that holds nothing but parameters: what may happen between its forward and its re-run, and in them."""
 
 import gc
 import weakref
@@ -6,15 +6,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.torch.capture.call import capture_call
-from retape.torch.capture.mutation import Watch
 from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import DROP_IN, HOLD, Inputs, Policy
-from retape.torch.engine.region import Region
-from retape.torch.engine.usual_region import UsualRegion
+from retape.torch.engine.policy import DROP_IN, HOLD, Policy
 from support.comparing import Notes, as_region, every_way, leaf, refuses, same_as_plain
 
 
@@ -35,13 +31,6 @@ class Block(nn.Module):
         return out + x
 
 
-class Nothing(TorchDispatchMode):
-    """Sees every op and changes none."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def of(module, *inputs, **settings):
     """The region of one call, and its output."""
     regions = []
@@ -58,99 +47,15 @@ def known(module, *inputs):
     return module
 
 
-def is_short(region):
-    """Whether nothing but what was noted in short has been made."""
-    return type(region) is UsualRegion and not {"_call", "_watch"} & set(vars(region))
-
-
-# --- which calls are usual -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", [DROP_IN, Policy(), HOLD, Policy(held=frozenset({0, 2}))])
 @pytest.mark.parametrize("make", [Block, lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4, bias=False)])
-def test_from_its_second_call_on_a_module_of_parameters_is_usual(make, policy):
+def test_a_re_run_happens_only_where_something_is_missing(make, policy):
     module, x = make(), leaf(2, 4)
-    assert type(of(module, x, policy=policy)[0]) is Region
-    region, out = of(module, x, policy=policy)
-    out.sum().backward()
-    assert is_short(region)
-    # The drop-in runs again in any case; else a lone layer has all it needs in its input.
-    assert region.reruns == (policy is DROP_IN or (make is Block and policy is not HOLD))
-
-
-def test_the_call_of_a_module_is_as_usual_as_the_module():
-    module, x = known(nn.Linear(4, 4), leaf(2, 4)), leaf(2, 4)
-    region, out = of(module.__call__, x)
-    out.sum().backward()
-    assert is_short(region)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda module, x: of(module, x, policy=Policy(inputs=Inputs.LINK)),
-        lambda module, x: of(module, x, policy=Policy(moved=frozenset({0}))),
-        lambda module, x: of(module, x, torch.ones(2, 4)),
-        lambda module, x: of(module, nn.Parameter(torch.ones(2, 4))),
-        lambda module, x: of(lambda a: module(a) * 1, x),
-        lambda module, x: of(known(nn.Sequential(module, nn.BatchNorm1d(4)), x), x),
-    ],
-    ids=["linked", "moved", "no gradient", "a parameter", "a function", "buffers"],
-)
-def test_what_is_not_usual(call):
-    x = leaf(2, 4)
-    module = known(Block(), x)
-    call(module, x)
-    assert type(call(module, x)[0]) is Region
-
-
-def test_inside_of_others_it_is_not_usual():
-    x = leaf(2, 4)
-    module = known(Block(), x)
-    with Nothing():
-        assert type(of(module, x)[0]) is Region
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert type(of(module, x)[0]) is Region
-
-
-# --- what is made later is what would have been there from the start ------------------------------------------------------
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("inputs", [1, 2, 3])
-def test_what_is_recalled_is_what_would_have_been_noted(inputs, frozen):
-    x, y = leaf(2, 4), leaf(2, 4)
-    arguments = (x, y, x)[:inputs]
-    module = Block()
-    module.up.weight.requires_grad_(not frozen)
-    known(module, *arguments)
-    region, _ = of(module, *arguments)
-    assert is_short(region)
-    call = capture_call(module, arguments, {})
-    watch = Watch(call)
-    watch.settle(list(arguments), region)
-    for name in (
-        "function",
-        "roots",
-        "modules",
-        "state",
-        "extras",
-        "switches",
-        "kinds",
-        "twins",
-        "is_usual",
-        "only_tensors",
-    ):
-        assert _same(getattr(region._call, name), getattr(call, name)), name
-    assert vars(region._watch).keys() == vars(watch).keys()
-    for name in vars(watch).keys() - {"_call"}:
-        assert _same(getattr(region._watch, name), getattr(watch, name)), name
-
-
-def _same(one, other):
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one is other or (not isinstance(one, (torch.Tensor, nn.Module)) and one == other)
+    for _ in range(2):
+        region, out = of(module, x, policy=policy)
+        out.sum().backward()
+        # The drop-in runs again in any case; else a lone layer has all it needs in its input.
+        assert region.reruns == (policy is DROP_IN or (make is Block and policy is not HOLD))
 
 
 # --- what may happen between and in the runs -------------------------------------------------------------------------------
@@ -295,7 +200,6 @@ def test_a_frozen_parameter_is_held():
     module.weight.requires_grad_(False)
     known(module, x)
     region, out = of(module, x)
-    assert is_short(region)
     assert [reference().value.data_ptr() for reference in region._slots] == [module.weight.data_ptr()]
     out.sum().backward()
     assert region.reruns == 0
@@ -338,7 +242,7 @@ def test_a_call_that_begins_to_write_is_an_error_once_and_right_from_then_on():
     assert all(map(torch.equal, ours, [x.grad, *[p.grad for p in module.parameters()]]))
 
 
-# --- a lone module is read in one piece ------------------------------------------------------------------------------------
+# --- a module without children ------------------------------------------------------------------------------------
 
 
 class Lone(nn.Linear):
@@ -437,11 +341,10 @@ def test_a_re_run_that_fails_leaves_everything_as_it_was():
     for _ in range(2):
         as_region(module, x).sum().backward()
     module.scale = 2.0
-    region, out = of(module, x)
+    _, out = of(module, x)
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="not again"):
         out.sum().backward()
-    assert is_short(region)
     assert torch.equal(torch.get_rng_state(), before)
     assert module.scale == 2.0
     assert torch.is_grad_enabled()
@@ -465,13 +368,11 @@ def test_it_goes_without_the_garbage_collector():
     gc.disable()
     try:
         region, out = of(module, x)
-        inner = weakref.ref(region._tree)
         alive = weakref.ref(region)
         del region
         out.sum().backward()
         del out
         assert alive() is None
-        assert inner() is None
     finally:
         gc.enable()
 
