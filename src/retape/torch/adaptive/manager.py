@@ -7,6 +7,7 @@ that fits drops nothing and runs nothing again.
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable
 from typing import Any
@@ -209,6 +210,8 @@ class Adaptive:
             if self._room.scale is not None:
                 self._counts.weighed += 1
                 BACKGROUND_TRACKERS.append(self._end_weighing)
+                # PyTorch's profiler, on which the CPU's memory is measured, crashes if it is still running when the interpreter ends.
+                atexit.register(self._end_weighing)
         self._room.limit.unknown = self._room.scale is not None
         self._room.limit.enforce(undoable=False)
         self._room.limit.give_back_cached()
@@ -247,6 +250,7 @@ class Adaptive:
         if scale is None:
             return
         BACKGROUND_TRACKERS.remove(self._end_weighing)
+        atexit.unregister(self._end_weighing)
         self._weighed_bytes = scale.end(self._room.needs)
         if self._weighed_bytes is None:
             self._counts.weighed -= 1  # another step is to be weighed instead
