@@ -175,16 +175,16 @@ def test_a_plan_that_stores_everything_keeps_everything():
     "data", [None, 3, [3], [{}], [{"name": "a"}], [{"name": "a", "option": "keep", "passing": [{"region": 0}]}]]
 )
 def test_what_is_no_assignment(data):
-    with pytest.raises(PlanFormatError, match=r"These regions cannot be meant: .*Save the fit again"):
+    with pytest.raises(PlanFormatError, match=r"This list of regions is invalid: .*Save the fit again"):
         Assignment.from_dict(data)
 
 
 def test_choices_are_checked_when_made():
-    with pytest.raises(InvalidInput, match=r"Choice.held = \(-1,\); give whole numbers >= 0"):
+    with pytest.raises(InvalidInput, match=r"Choice.held = \(-1,\); give a tuple, each item a whole number >= 0"):
         Choice(name="a", held=(-1,))
     with pytest.raises(InvalidInput, match=r"Choice.name = 3; give a text"):
         Choice(name=3)
-    with pytest.raises(InvalidInput, match=r"Choice.saved_share = nan; give a finite number >= 0, or nothing"):
+    with pytest.raises(InvalidInput, match=r"Choice.saved_share = nan; give a finite number >= 0, or None"):
         Choice(name="a", saved_share=float("nan"))
-    with pytest.raises(InvalidInput, match=r"Passing.hold_input = 1; give true or false"):
+    with pytest.raises(InvalidInput, match=r"Passing.hold_input = 1; give True or False"):
         Passing(region=0, hold_input=1)

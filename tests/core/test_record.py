@@ -32,7 +32,7 @@ def test_bytes_that_cannot_be_meant(change):
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "1"])
 def test_seconds_that_cannot_be_meant(seconds):
-    with pytest.raises(InvalidInput, match="give a finite number >= 0"):
+    with pytest.raises(InvalidInput, match="give a finite number of seconds >= 0"):
         Record(peak_bytes=1, seconds=seconds)
 
 
@@ -40,13 +40,13 @@ def test_seconds_that_cannot_be_meant(seconds):
     ("text", "message"),
     [
         ("", "This is no record"),
-        ("[]", "no record of retape"),
-        ("{}", "no record of retape"),
+        ("[]", "This is no record"),
+        ("{}", "This is no record"),
         (json.dumps({**json.loads(RECORD.to_json()), "version": 99}), "version 99"),
-        (json.dumps({**json.loads(RECORD.to_json()), "more": 1}), "cannot be meant"),
-        (json.dumps({**json.loads(RECORD.to_json()), "timeline": [[1]]}), "cannot be meant"),
-        (json.dumps({**json.loads(RECORD.to_json()), "timeline": None}), "cannot be meant"),
-        (json.dumps({**json.loads(RECORD.to_json()), "peak_bytes": -5}), "cannot be meant"),
+        (json.dumps({**json.loads(RECORD.to_json()), "more": 1}), "record is invalid"),
+        (json.dumps({**json.loads(RECORD.to_json()), "timeline": [[1]]}), "record is invalid"),
+        (json.dumps({**json.loads(RECORD.to_json()), "timeline": None}), "record is invalid"),
+        (json.dumps({**json.loads(RECORD.to_json()), "peak_bytes": -5}), "record is invalid"),
     ],
 )
 def test_forged_text(text, message):

@@ -7,13 +7,12 @@ JSON both ways. Compiled from a plan's actions here, executed by `executor.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+from retape.core import codec
 from retape.core.actions import Action, Backward, Forward, Load, Tape
-from retape.core.errors import InvalidInput, PlanFormatError
 from retape.core.problem import OptionKind
-from retape.core.quantities import check_kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +24,10 @@ class Passing:
     fill: tuple[int, ...] = ()
     hold_input: bool = False
 
+    __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(required=("fill",))
+
     def __post_init__(self) -> None:
-        check_kinds(self)
+        codec.check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,10 @@ class Choice:
     training: bool | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
 
+    __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(required=("option", "passing"))
+
     def __post_init__(self) -> None:
-        check_kinds(self)
+        codec.check_fields(self)
 
     @property
     def moves(self) -> bool:
@@ -70,7 +73,11 @@ class Choice:
 class Assignment:
     """The choices of all regions, in the order in which the model calls them."""
 
-    choices: tuple[Choice, ...] = field(default_factory=tuple)
+    choices: tuple[Choice, ...] = ()
+
+    __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
+        noun="list of regions", remedy="Save the fit again.", bare=True
+    )
 
     @property
     def keeps_everything(self) -> bool:
@@ -88,22 +95,14 @@ class Assignment:
         return any(choice.moves for choice in self.choices)
 
     def to_dict(self) -> list[dict[str, Any]]:
-        return [{**asdict(choice), "option": choice.option.value} for choice in self.choices]
+        """Return the choices as JSON has them; `Assignment.from_dict` reads them back."""
+        written: list[dict[str, Any]] = codec.to_data(self)
+        return written
 
     @staticmethod
     def from_dict(data: Any) -> Assignment:
-        """Read what `to_dict` wrote."""
-        try:
-            return Assignment(choices=tuple(_choice(item) for item in data))
-        except (AttributeError, TypeError, ValueError, KeyError, InvalidInput) as error:
-            raise PlanFormatError(f"These regions cannot be meant: {error}. Save the fit again.") from error
-
-
-def _choice(item: dict[str, Any]) -> Choice:
-    passing = tuple(Passing(**{**each, "fill": tuple(each["fill"])}) for each in item["passing"])
-    slots = {name: tuple(item.get(name, ())) for name in ("held", "moved", "moved_inputs", "tiled")}
-    shapes = tuple(tuple(shape) for shape in item.get("shapes", ()))
-    return Choice(**{**item, **slots, "shapes": shapes, "option": OptionKind(item["option"]), "passing": passing})
+        """Read what `to_dict` wrote; raise PlanFormatError with the reason for any other data."""
+        return codec.from_data(Assignment, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,21 +5,17 @@ It is what `Fit.save` writes, what `retape.apply` reads, and what reports are ma
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from retape.core import codec
 from retape.core.assignment import Assignment
-from retape.core.errors import InvalidInput, PlanFormatError, RetapeError
-from retape.core.frontier import Frontier, FrontierPoint
+from retape.core.errors import InvalidInput
+from retape.core.frontier import Frontier
 from retape.core.plan import Plan
-from retape.core.problem import Chain, Option, OptionKind, Stage
-from retape.core.quantities import check_kinds, shown
+from retape.core.problem import Chain
 from retape.core.record import Record
-
-FORMAT = "retape fit"
-VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +24,14 @@ class DeviceRecord:
 
     device: str
     budget_bytes: int
+    regions: tuple[int, ...]
     chain: Chain
     plan: Plan
     frontier: Frontier
     measured: Record
-    regions: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        codec.check_fields(self)
 
     @property
     def extra_seconds(self) -> float:
@@ -61,19 +57,29 @@ class FitRecord:
     model: str
     fingerprint: str
     budget_bytes: int
-    chain: Chain
-    plan: Plan
-    frontier: Frontier
-    assignment: Assignment
-    measured: Record
     profile_seconds: float = 0.0
     fused_loss: bool = False
     rows: int = 0
     versions: tuple[tuple[str, str], ...] = ()
+    chain: Chain
+    plan: Plan
+    frontier: Frontier
+    measured: Record
+    assignment: Assignment
     devices: tuple[DeviceRecord, ...] = ()
 
+    __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
+        noun="saved fit",
+        remedy="Give a file that Fit.save wrote, or fit again.",
+        format="retape fit",
+        version=1,
+        keys={"assignment": "regions"},
+        required=("profile_seconds", "fused_loss", "rows", "versions"),
+        pairs=("versions",),
+    )
+
     def __post_init__(self) -> None:
-        check_kinds(self)
+        codec.check_fields(self)
         known = range(len(self.assignment.choices))
         strange = next((number for device in self.devices for number in device.regions if number not in known), None)
         if strange is not None:
@@ -115,91 +121,10 @@ class FitRecord:
         return 1.0 if math.isclose(ratio, 1.0) else ratio  # sums in another order
 
     def to_json(self) -> str:
-        """The record as text; `FitRecord.from_json` reads it back, every float exactly."""
-        data = {
-            "format": FORMAT,
-            "version": VERSION,
-            **{name: getattr(self, name) for name in _PLAIN},
-            "versions": dict(self.versions),
-            **_written(self),
-            "regions": self.assignment.to_dict(),
-            "devices": [_device_written(device) for device in self.devices],
-        }
-        return json.dumps(data, allow_nan=False, default=lambda member: member.value)
+        """Return the record as text; `FitRecord.from_json` reads it back, every float exactly."""
+        return codec.to_json(self)
 
     @staticmethod
     def from_json(source: str) -> FitRecord:
-        """Read what `to_json` wrote; PlanFormatError says what is wrong with anything else."""
-        try:
-            data = json.loads(source)
-        except (TypeError, ValueError) as error:
-            raise PlanFormatError(f"This is no saved fit: {error}. Give a file that Fit.save wrote.") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanFormatError("This is no saved fit. Give a file that Fit.save wrote.")
-        if data.get("version") != VERSION:
-            raise PlanFormatError(
-                f"A saved fit of version {shown(data.get('version'))}; this retape reads version {VERSION}. Fit again."
-            )
-        try:
-            return _read(data)
-        except PlanFormatError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, RetapeError) as error:
-            raise PlanFormatError(f"This saved fit cannot be meant: {error!r}. Fit again.") from error
-
-
-_PLAIN = ("model", "fingerprint", "budget_bytes", "profile_seconds", "fused_loss", "rows")
-
-
-def _written(found: FitRecord | DeviceRecord) -> dict[str, Any]:
-    """What was found for one device."""
-    return {
-        "chain": asdict(found.chain),
-        "plan": json.loads(found.plan.to_json()),
-        "frontier": asdict(found.frontier),
-        "measured": json.loads(found.measured.to_json()),
-    }
-
-
-def _device_written(device: DeviceRecord) -> dict[str, Any]:
-    own = {"device": device.device, "budget_bytes": device.budget_bytes, "regions": list(device.regions)}
-    return {**own, **_written(device)}
-
-
-def _found(data: dict[str, Any]) -> dict[str, Any]:
-    points = tuple(FrontierPoint(**point) for point in data["frontier"].pop("points"))
-    drawn = Frontier(points=points, **data["frontier"])
-    for part in (*points, drawn):
-        check_kinds(part)
-    return {
-        "chain": _chain(data["chain"]),
-        "plan": Plan.from_json(json.dumps(data["plan"])),
-        "frontier": drawn,
-        "measured": Record.from_json(json.dumps(data["measured"])),
-    }
-
-
-def _read(data: dict[str, Any]) -> FitRecord:
-    return FitRecord(
-        **{name: data[name] for name in _PLAIN},
-        versions=tuple((str(name), str(version)) for name, version in data["versions"].items()),
-        **_found(data),
-        assignment=Assignment.from_dict(data["regions"]),
-        devices=tuple(
-            DeviceRecord(
-                device=each["device"],
-                budget_bytes=each["budget_bytes"],
-                regions=tuple(each["regions"]),
-                **_found(each),
-            )
-            for each in data.get("devices", ())
-        ),
-    )
-
-
-def _chain(data: dict[str, Any]) -> Chain:
-    stages = []
-    for stage in data.pop("stages"):
-        options = tuple(Option(**{**option, "kind": OptionKind(option["kind"])}) for option in stage.pop("options"))
-        stages.append(Stage(options=options, **stage))
-    return Chain(stages=tuple(stages), **data)
+        """Read what `to_json` wrote; raise PlanFormatError with the reason for any other text."""
+        return codec.from_json(FitRecord, source)

@@ -5,21 +5,21 @@ A plan is a value: it neither measures nor runs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import ClassVar, NoReturn, TypeAlias
 
-from retape.core import plan_format as text
-from retape.core.actions import Action
-from retape.core.errors import InvalidInput, PlanFormatError, PlanMismatch
-from retape.core.plan_check import verify
+from retape.core import codec
+from retape.core.actions import Action, Tape
+from retape.core.errors import IllegalAction, InvalidInput, PlanMismatch
 from retape.core.problem import Chain, Graph, Loop
-from retape.core.quantities import is_amount, is_whole, shown
+from retape.core.quantities import shown
 from retape.core.schedules import Schedule
+from retape.core.simulate import simulate
+from retape.core.solvers.graph import weigh
 
-VERSION = 1
+REPLAYED_STEPS = 2_000  # longest loop whose schedule `Plan.check` replays: takes a second at most
 _EQUAL = 1e-9  # seconds this near are the same: sums in another order
 Problem: TypeAlias = Chain | Loop | Graph
 
@@ -62,33 +62,32 @@ class Plan:
     bytes held and the promised seconds are those of the re-run.
     """
 
+    version: int = 1
     problem: ProblemKind
+    status: Status
     digest: str
     budget_bytes: int
     floor_bytes: int
     promised_peak_bytes: int
     promised_seconds: float | None
-    status: Status
     lower_bound_seconds: float | None = None
     choices: tuple[int, ...] = ()
+    held: tuple[str, ...] = ()
+    snapshots: int = 0
     schedule_actions: tuple[Action, ...] = ()
     schedule: Schedule | None = None
-    snapshots: int = 0
-    held: tuple[str, ...] = ()
-    version: int = VERSION
+
+    __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
+        noun="plan",
+        remedy="Write the plan again with Plan.to_json, or solve the problem again.",
+        format="retape.plan",
+        version=1,
+        keys={"schedule_actions": "actions"},
+        required=("lower_bound_seconds", "choices", "held", "snapshots", "schedule_actions", "schedule"),
+    )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.problem, ProblemKind) or not isinstance(self.status, Status):
-            raise InvalidInput(
-                f"A plan for {shown(self.problem)} that is {shown(self.status)}; give a ProblemKind and a Status."
-            )
-        for name in ("budget_bytes", "floor_bytes", "promised_peak_bytes"):
-            count = getattr(self, name)
-            if not is_whole(count) or count < 0:
-                raise InvalidInput(f"Plan.{name} = {shown(count)}; give a whole number of bytes >= 0.")
-        for seconds in (self.promised_seconds, self.lower_bound_seconds):
-            if seconds is not None and (not is_amount(seconds) or seconds < 0):
-                raise InvalidInput(f"A plan of {shown(seconds)} seconds; give a finite number >= 0.")
+        codec.check_fields(self)
         if self.status is not Status.FEASIBLE and None in (self.promised_seconds, self.lower_bound_seconds):
             raise InvalidInput(f"A plan that is {self.status.value} needs its seconds and a lower bound.")
         self._check_promises()
@@ -113,8 +112,10 @@ class Plan:
 
     def _check_parts(self) -> None:
         """A plan has the parts of its kind of problem, and no others."""
-        if not is_whole(self.version) or self.version != VERSION:
-            raise InvalidInput(f"Plan.version = {shown(self.version)}; this retape makes version {VERSION}.")
+        if self.version != self.__json_form__.version:
+            raise InvalidInput(
+                f"Plan.version = {self.version}; this retape makes version {self.__json_form__.version}."
+            )
         parts = {
             ProblemKind.CHAIN: ("choices", "schedule_actions"),
             ProblemKind.LOOP: ("schedule", "snapshots"),
@@ -161,59 +162,16 @@ class Plan:
                 f"This plan is for {self.problem.value} {self.digest}, and the problem is {kind.value} {digest}. "
                 "Solve the new problem, or load the plan that belongs to it."
             )
-        verify(self, problem)
+        _verify(self, problem)
 
     def to_json(self) -> str:
-        """The plan as text; `Plan.from_json` reads it back, every float exactly."""
-        return json.dumps(
-            {
-                "format": text.FORMAT,
-                "version": self.version,
-                "problem": self.problem.value,
-                "status": self.status.value,
-                **{name: getattr(self, name) for name in _PLAIN},
-                "actions": [text.write_action(action) for action in self.schedule_actions],
-                "schedule": self.schedule.to_dict() if self.schedule is not None else None,
-            },
-            allow_nan=False,
-        )
+        """Return the plan as text; `Plan.from_json` reads it back, every float exactly."""
+        return codec.to_json(self)
 
     @staticmethod
     def from_json(source: str) -> Plan:
-        """Read what `to_json` wrote; PlanFormatError says what is wrong with anything else."""
-        data = text.parse(source)
-        text.check_keys(data, VERSION, {"format", "version", "problem", "status", "actions", "schedule", *_PLAIN})
-        try:
-            return _read(data)
-        except PlanFormatError:
-            raise
-        except InvalidInput as error:
-            raise PlanFormatError(f"This plan cannot be meant: {error} {text.REMEDY}") from error
-
-
-_PLAIN = (
-    *("digest", "budget_bytes", "floor_bytes", "promised_peak_bytes", "promised_seconds", "lower_bound_seconds"),
-    *("choices", "held", "snapshots"),
-)
-
-
-def _read(data: dict[str, Any]) -> Plan:
-    schedule = data["schedule"]
-    return Plan(
-        problem=text.member_of(ProblemKind, data, "problem"),
-        digest=text.typed(data["digest"], str, "digest"),
-        status=text.member_of(Status, data, "status"),
-        budget_bytes=text.typed(data["budget_bytes"], int, "budget_bytes"),
-        floor_bytes=text.typed(data["floor_bytes"], int, "floor_bytes"),
-        promised_peak_bytes=text.typed(data["promised_peak_bytes"], int, "promised_peak_bytes"),
-        promised_seconds=text.seconds(data["promised_seconds"], "promised_seconds"),
-        lower_bound_seconds=text.seconds(data["lower_bound_seconds"], "lower_bound_seconds"),
-        choices=tuple(text.count(item, "choices") for item in text.typed(data["choices"], list, "choices")),
-        schedule_actions=tuple(text.read_action(item) for item in text.typed(data["actions"], list, "actions")),
-        schedule=None if schedule is None else Schedule.from_dict(text.typed(schedule, dict, "schedule")),
-        snapshots=text.count(data["snapshots"], "snapshots"),
-        held=tuple(text.typed(item, str, "held") for item in text.typed(data["held"], list, "held")),
-    )
+        """Read what `to_json` wrote; raise PlanFormatError with the reason for any other text."""
+        return codec.from_json(Plan, source)
 
 
 def judge(seconds: float, lower_bound_seconds: float | None) -> Status:
@@ -223,3 +181,68 @@ def judge(seconds: float, lower_bound_seconds: float | None) -> Status:
     if seconds <= lower_bound_seconds * (1 + _EQUAL):
         return Status.OPTIMAL
     return Status.WITHIN if lower_bound_seconds > 0 else Status.FEASIBLE
+
+
+def _verify(plan: Plan, problem: Chain | Loop | Graph) -> None:
+    """Raise PlanMismatch unless the plan, which is of the problem's kind, can be done and comes to what it promises."""
+    try:
+        if isinstance(problem, Chain):
+            _verify_chain(plan, problem)
+        elif isinstance(problem, Loop):
+            _verify_loop(plan, problem)
+        else:
+            _verify_graph(plan, problem)
+    except (IllegalAction, InvalidInput) as error:
+        raise PlanMismatch(f"This plan cannot be done: {error} Solve the problem again.") from error
+
+
+def _verify_chain(plan: Plan, chain: Chain) -> None:
+    if len(plan.choices) != chain.length:
+        _mismatch(f"it has {len(plan.choices)} choices, and the chain {chain.length} stages")
+    outcome = simulate(chain, plan.schedule_actions)
+    taped = {action.step: action.option for action in plan.schedule_actions if isinstance(action, Tape)}
+    if plan.choices != tuple(taped[step] for step in range(chain.length)):
+        _mismatch("its choices are not the options that its actions take")
+    _compare(plan, outcome.peak_bytes, outcome.seconds)
+
+
+def _verify_loop(plan: Plan, loop: Loop) -> None:
+    if loop.steps is None:
+        if plan.schedule is not None:
+            _mismatch("it has a schedule, and the length of the loop is not known")
+        _compare(plan, loop.working_bytes + plan.snapshots * loop.state_bytes, None)
+        return
+    schedule = plan.schedule
+    if schedule is None or schedule.steps != loop.steps:
+        _mismatch(f"it has no schedule for {loop.steps} steps")
+    if plan.snapshots != (schedule.snapshots or 0):
+        _mismatch(f"it has {plan.snapshots} snapshots, and its schedule {schedule.snapshots}")
+    if loop.steps <= REPLAYED_STEPS:
+        outcome = simulate(loop, schedule.actions())
+        if outcome.peak_bytes + loop.working_bytes > plan.promised_peak_bytes:
+            _compare(plan, outcome.peak_bytes + loop.working_bytes, outcome.seconds)
+        _compare(plan, plan.promised_peak_bytes, outcome.seconds)  # whole slots are promised: a little more may be
+
+
+def _verify_graph(plan: Plan, graph: Graph) -> None:
+    makeable = {name for op in graph.ops for name in op.outputs}
+    unknown = [name for name in plan.held if name not in makeable]
+    if unknown or len(set(plan.held)) != len(plan.held):
+        _mismatch(f"it holds {unknown[0]!r}, which no op makes" if unknown else "it holds a tensor twice")
+    holding = weigh(graph, plan.held)
+    _compare(plan, holding.held_bytes, holding.rerun_seconds)
+
+
+def _compare(plan: Plan, peak_bytes: int, seconds: float | None) -> None:
+    promised = plan.promised_seconds
+    same = promised == seconds
+    if promised is not None and seconds is not None:
+        same = abs(promised - seconds) <= _EQUAL * max(promised, seconds)
+    if peak_bytes != plan.promised_peak_bytes or not same:
+        _mismatch(
+            f"it promises {plan.promised_peak_bytes} bytes and {promised} s, and comes to {peak_bytes} bytes and {seconds} s"
+        )
+
+
+def _mismatch(what: str) -> NoReturn:
+    raise PlanMismatch(f"This plan is not whole: {what}. Solve the problem again, or load the plan as it was written.")

@@ -9,12 +9,13 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
+from retape.core.codec import JsonForm, check_fields
 from retape.core.errors import InvalidInput
-from retape.core.quantities import MOST_BYTES, MOST_SECONDS, MOST_STEPS, is_amount, is_whole, shown
+from retape.core.quantities import MOST_BYTES, MOST_STEPS, is_amount, is_whole, shown
 from retape.core.units import parse_bytes
 
 
@@ -55,9 +56,7 @@ class Option:
     backward_flight_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, OptionKind):
-            raise InvalidInput(f"Option.kind = {shown(self.kind)}; give a member of OptionKind.")
-        _check_fields(self, "Option")
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +82,10 @@ class Stage:
     name: str = ""
     pinned: bool = False
 
+    __json_form__: ClassVar[JsonForm] = JsonForm(required=("options",))
+
     def __post_init__(self) -> None:
-        _check_tuple(self.options, Option, "Stage.options")
-        _check_fields(self, "Stage")
-        if not isinstance(self.pinned, bool):
-            raise InvalidInput(f"Stage.pinned = {shown(self.pinned)}; give True or False.")
+        check_fields(self)
         if self.pinned and self.options:
             raise InvalidInput(
                 f"A pinned stage has {len(self.options)} options, but its tape is always kept whole; "
@@ -151,10 +149,9 @@ class Chain:
     name: str = ""
 
     def __post_init__(self) -> None:
-        _check_tuple(self.stages, Stage, "Chain.stages")
+        check_fields(self)
         if not self.stages:
             raise InvalidInput("A chain needs at least one stage.")
-        _check_fields(self, "Chain")
         total = self.fixed_bytes + sum(stage.all_bytes for stage in self.stages)
         if total >= MOST_BYTES:
             raise InvalidInput(
@@ -193,7 +190,7 @@ class Loop:
                 f"A loop of {shown(self.steps)} steps cannot be scheduled; "
                 f"give a whole number >= 1 (at most {MOST_STEPS:,}), or None if it is not known."
             )
-        _check_fields(self, "Loop")
+        check_fields(self)
 
     @property
     def working_bytes(self) -> int:
@@ -215,9 +212,7 @@ class Op:
     recomputable: bool = True
 
     def __post_init__(self) -> None:
-        _check_tuple(self.inputs, str, f"Op {self.name!r}.inputs")
-        _check_tuple(self.outputs, str, f"Op {self.name!r}.outputs")
-        _check_fields(self, f"Op {self.name!r}")
+        check_fields(self, f"Op {self.name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +223,7 @@ class GraphTensor:
     bytes: int
 
     def __post_init__(self) -> None:
-        _check_fields(self, f"GraphTensor {self.name!r}")
+        check_fields(self, f"GraphTensor {self.name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +237,7 @@ class Graph:
     name: str = ""
 
     def __post_init__(self) -> None:
-        _check_tuple(self.ops, Op, "Graph.ops")
-        _check_tuple(self.tensors, GraphTensor, "Graph.tensors")
-        _check_tuple(self.inputs, str, "Graph.inputs")
-        _check_tuple(self.saved, str, "Graph.saved")
+        check_fields(self)
         known = {tensor.name for tensor in self.tensors}
         if len(known) != len(self.tensors):
             raise InvalidInput("Two tensors of the graph have the same name; every tensor needs its own.")
@@ -372,29 +364,8 @@ def _are_devices(devices: object) -> bool:
     )
 
 
-def _check_tuple(values: object, kind: type, what: str) -> None:
-    if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
-        raise InvalidInput(f"{what} must be a tuple of {kind.__name__} values.")
-
-
 def _sum_of_sizes(part: Stage | Option) -> int:
     return sum(getattr(part, field) for field in part.__dataclass_fields__ if field.endswith("bytes"))
-
-
-def _check_fields(value: object, what: str) -> None:
-    """Sizes are whole and not negative, times are finite and not negative; neither is beyond what the solvers can add up."""
-    for field in value.__dataclass_fields__:  # type: ignore[attr-defined]
-        number = getattr(value, field)
-        if field.endswith("bytes"):
-            if not is_whole(number) or not 0 <= number < MOST_BYTES:
-                raise InvalidInput(f"{what}.{field} = {shown(number)}; give a whole number of bytes >= 0, below 2**62.")
-        elif field.endswith("seconds"):
-            if not is_amount(number) or not 0 <= number <= MOST_SECONDS:
-                raise InvalidInput(
-                    f"{what}.{field} = {shown(number)}; give a finite number of seconds >= 0, at most {MOST_SECONDS:g}."
-                )
-        elif field in ("name", "label") and not isinstance(number, str):
-            raise InvalidInput(f"{what}.{field} = {shown(number)}; give a text.")
 
 
 def _digest(value: object) -> str:
@@ -406,7 +377,7 @@ def _plain(value: object) -> object:
     """An enum or a dataclass as JSON has it. Not `asdict`: that copies a chain of thousands of stages to its leaves first."""
     if isinstance(value, Enum):
         return value.value
-    names = value.__dataclass_fields__  # type: ignore[attr-defined]
+    names = [each.name for each in fields(value)]  # type: ignore[arg-type]
     # Some came later: a chain that does without them keeps the digest that plans on disk know it by.
     return {name: getattr(value, name) for name in names if name not in _CAME_LATER or getattr(value, name)}
 

@@ -6,10 +6,7 @@ The bounds keep every sum that a solver makes inside 64 bits and inside a float.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TypeGuard
-
-from retape.core.errors import InvalidInput
 
 MOST_BYTES = 1 << 62
 MOST_SECONDS = 1e15  # thirty million years
@@ -39,28 +36,3 @@ def shown(value: object, most: int = 60) -> str:
 def is_count(value: object) -> TypeGuard[int]:
     """A whole number that is not negative."""
     return is_whole(value) and value >= 0
-
-
-def _is_seconds(value: object) -> bool:
-    return is_amount(value) and value >= 0
-
-
-# What a field may hold, by how it is annotated.
-_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "int": (is_count, "a whole number >= 0"),
-    "float": (_is_seconds, "a finite number >= 0"),
-    "float | None": (lambda value: value is None or _is_seconds(value), "a finite number >= 0, or nothing"),
-    "str": (lambda value: isinstance(value, str), "a text"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "bool | None": (lambda value: value is None or isinstance(value, bool), "true or false, or nothing"),
-    "tuple[int, ...]": (lambda value: isinstance(value, tuple) and all(map(is_count, value)), "whole numbers >= 0"),
-}
-
-
-def check_kinds(value: object) -> None:
-    """Raise InvalidInput unless the plain fields of a dataclass hold what they are annotated with: for what was read from a file."""
-    for each in value.__dataclass_fields__.values():  # type: ignore[attr-defined]
-        fits, wanted = _KINDS.get(each.type, (None, ""))
-        found = getattr(value, each.name)
-        if fits is not None and not fits(found):
-            raise InvalidInput(f"{type(value).__name__}.{each.name} = {shown(found)}; give {wanted}.")

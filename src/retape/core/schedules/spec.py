@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, ClassVar
 
+from retape.core import codec
 from retape.core.actions import Action
 from retape.core.errors import InvalidInput
 from retape.core.problem import Loop, Tier
@@ -58,6 +60,10 @@ class Schedule:
     host_write_cost: float = 1.0
     host_read_cost: float = 1.0
 
+    __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
+        noun="schedule", remedy="Give a dict that Schedule.to_dict() made."
+    )
+
     def __post_init__(self) -> None:
         family = find_family(self.family)
         if not is_whole(self.steps) or not 1 <= self.steps <= MOST_STEPS:
@@ -105,21 +111,15 @@ class Schedule:
             return min(self.snapshots or depth(self.steps), depth(self.steps))
         return {"store-all": 0, "recompute-all": 1}.get(self.family, self.snapshots or 1)
 
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them; `Schedule.from_dict` reads them back."""
+        written: dict[str, Any] = codec.to_data(self)
+        return written
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Schedule:
-        """Read what `to_dict` wrote; anything else is an InvalidInput."""
-        if not isinstance(data, Mapping):
-            raise InvalidInput(f"{shown(data)} is not a schedule. Give a dict that Schedule.to_dict() made.")
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(map(str, set(data) - known))
-        missing = sorted({"family", "steps"} - set(data))
-        if unknown or missing:
-            what = f"has no {missing[0]!r}" if missing else f"has {unknown[0]!r}, which no schedule has"
-            raise InvalidInput(f"This is not a schedule: it {what}. Give a dict that Schedule.to_dict() made.")
-        return cls(**data)  # type: ignore[arg-type]
+    @staticmethod
+    def from_dict(data: Any) -> Schedule:
+        """Read what `to_dict` wrote; raise PlanFormatError with the reason for any other data."""
+        return codec.from_data(Schedule, data)
 
 
 def find_family(name: str) -> Family:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from retape.core.errors import InvalidInput, RetapeError
-from retape.core.plan import Plan, ProblemKind, Status, judge
-from retape.core.plan_check import REPLAYED_STEPS
+from retape.core.plan import REPLAYED_STEPS, Plan, ProblemKind, Status, judge
 from retape.core.problem import Loop
 from retape.core.schedules import Schedule
 from retape.core.schedules.mixed import tabulate
