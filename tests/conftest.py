@@ -1,13 +1,16 @@
-"""What all tests share: one thread a worker, and the helpers of tests on the path."""
+"""Set-up of all tests: one thread per worker, `tests/support` importable, random streams seeded."""
 
 import gc
 import os
+import random
 import sys
 from pathlib import Path
 
-# Before torch is imported: workers that each start a thread a core get in each other's way.
+import pytest
+
+# Before torch is imported: workers that each start one thread per core slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# With importlib imports a test does not see the package `support`.
+# pytest's importlib mode does not put the folder of a test on the path, so `support` would not be found.
 sys.path.append(str(Path(__file__).parent))
 
 
@@ -16,8 +19,18 @@ _frozen = {"modules": 0}
 
 
 def pytest_runtest_setup():
-    """What a large import has made is there to stay: the collector, which many tests call, need not look at it again and again."""
+    """Freeze the objects that large imports made: the garbage collector, which many tests call, need not visit them each time."""
     if len(sys.modules) > _frozen["modules"] + MANY_MODULES:
         gc.collect()
         gc.freeze()
         _frozen["modules"] = len(sys.modules)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Seed every global random stream. Tests of `core` and `report` run without torch, so nothing is imported here."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)

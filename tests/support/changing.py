@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from support.comparing import parameter_gradients
+
 
 class Layer(nn.Module):
     """Attention and an MLP with dropout."""
@@ -144,5 +146,4 @@ def step(model, batch, seed=0):
     return loss.detach()
 
 
-def gradients(model):
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+gradients = parameter_gradients

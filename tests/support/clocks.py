@@ -1,4 +1,4 @@
-"""A clock that advances with every op that runs, so that what a fit chooses does not depend on the machine's load."""
+"""Clocks for tests: one that the test moves, and one that advances with every op, so that a fit does not depend on the machine's load."""
 
 from contextlib import contextmanager
 
@@ -10,8 +10,27 @@ from retape.torch.planning.chain.region_ways import Overheads
 OP_SECONDS = 1e-4
 
 
+class FakeClock:
+    """Stands in for the `time` module, or its `perf_counter` where a function is taken: moves only when the test moves it.
+
+    `each` seconds pass with every reading.
+    """
+
+    def __init__(self, now: float = 0.0, each: float = 0.0) -> None:
+        self.now, self.each = now, each
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def perf_counter(self) -> float:
+        self.now += self.each
+        return self.now
+
+    __call__ = monotonic = perf_counter
+
+
 class OpClock(TorchDispatchMode):
-    """Stands in for the `time` module while it is entered: every op takes as long."""
+    """Stands in for the `time` module while it is entered: every op takes OP_SECONDS."""
 
     def __init__(self):
         super().__init__()
@@ -23,6 +42,8 @@ class OpClock(TorchDispatchMode):
 
     def perf_counter(self):
         return self._now
+
+    __call__ = perf_counter
 
 
 @contextmanager

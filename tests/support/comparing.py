@@ -98,14 +98,14 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
 
 def seed(number: int = 0) -> None:
-    """Put every global random stream to one place."""
+    """Seed every global random stream."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
 
 
 def streams() -> dict[str, Any]:
-    """Where the global random streams stand."""
+    """The states of the global random streams."""
     return {
         "torch": torch.get_rng_state(),
         "random": pickle.dumps(random.getstate()),
@@ -114,7 +114,7 @@ def streams() -> dict[str, Any]:
 
 
 def put_streams(state: dict[str, Any]) -> None:
-    """Put the global random streams where `streams` found them."""
+    """Set the global random streams to what `streams` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(pickle.loads(state["random"]))
     np.random.set_state(pickle.loads(state["numpy"]))
@@ -166,6 +166,31 @@ def assert_equal(got: Any, wanted: Any) -> None:
             assert torch.equal(one, other), f"{where}: differs by {_distance(one, other)}"
         else:
             assert one == other, where
+
+
+def equal(got: Any, wanted: Any) -> bool:
+    """True if two trees of tensors and other values are the same, bit for bit."""
+    try:
+        assert_equal(got, wanted)
+    except AssertionError:
+        return False
+    return True
+
+
+def parameter_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the gradients of a model's parameters, by name."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def loss_and_gradients(
+    model: nn.Module, loss: Callable[[], Tensor], *, number: int = 1, set_to_none: bool = True
+) -> dict[str, Tensor | None]:
+    """Loss and parameter gradients of one step with cleared gradients, after seeding PyTorch with `number`."""
+    model.zero_grad(set_to_none=set_to_none)
+    torch.manual_seed(number)
+    value = loss()
+    value.backward()
+    return {"loss": value.detach().clone(), **parameter_gradients(model)}
 
 
 def results(module: nn.Module, *inputs: Tensor) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
+from support.blocks import MlpBlock  # noqa: F401 - until its users name `blocks`
+
 
 def tokens(vocabulary=128, rows=4, length=32):
     return torch.randint(0, vocabulary, (rows, length))
@@ -21,6 +23,21 @@ def _language(config_class, model_class, **config):
 def gpt2():
     sizes = {"n_layer": 5, "n_embd": 48, "n_head": 4, "n_positions": 32}
     return _language(hf.GPT2Config, hf.GPT2LMHeadModel, vocab_size=128, bos_token_id=0, eos_token_id=0, **sizes)
+
+
+def small_gpt2(**settings):
+    """GPT-2 of width 16 with 3 layers, seeded and in training mode; `settings` go to its configuration."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **settings})).train()
+
+
+def small_llama(**settings):
+    """Llama of width 16 with 3 layers, seeded and in training mode; `settings` go to its configuration."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**sizes, **heads, **settings})).train()
 
 
 _DECODER = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 5}
@@ -194,17 +211,6 @@ def lora():
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
         layer.self_attn.v_proj = Adapted(layer.self_attn.v_proj)
     return model, batch, step
-
-
-class MlpBlock(nn.Module):
-    """A norm and an MLP beside a residual."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Widening(nn.Module):
