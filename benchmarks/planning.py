@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from retape.core import Chain, Graph, GraphTensor, Loop, Op, Option, OptionKind, Stage, frontier, solve
-from retape.core.solvers.chain import ChainTable, Grid, Rounding, most_bytes
+from retape.core.solvers.chain import ChainTable, MemoryGrid, Rounding, most_bytes
 from retape.core.solvers.costs import ChainCosts
 from retape.core.solvers.intervals import Intervals
 from retape.core.solvers.options import option_plans
@@ -87,7 +87,7 @@ def transformer_block(rng):
 def chain_table(rng):
     costs = ChainCosts.of(different_stages(rng, 100, 4))
     intervals = Intervals.of(costs.kinds, most_rows=10**6)
-    grid = Grid.spread(costs, 500, most_bytes(costs))
+    grid = MemoryGrid.spread(costs, 500, most_bytes(costs))
     _, seconds = timed(lambda: ChainTable(costs, intervals, grid, Rounding.UP))
     return {"stages": 100, "options": 4, "levels": grid.top, "rows": len(intervals.segments), "seconds": seconds}
 

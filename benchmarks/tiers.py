@@ -20,8 +20,8 @@ from benchmarks.fit import in_turns, kinds_of, peak_bytes, seconds, step
 from benchmarks.records import record
 
 import retape
+from retape.core.machine import simulate
 from retape.core.problem import Tier
-from retape.core.simulate import simulate
 from retape.torch.engine.host import copy_streams as lanes
 from retape.torch.engine.runs import plain
 from retape.torch.planning import fitting

@@ -26,7 +26,7 @@ from retape.core import (
     simulate,
     solve,
 )
-from retape.core.record import Moment, Record
+from retape.core.record import MemorySample, Record
 from retape.core.schedules import Schedule
 from retape.core.units import format_bytes, format_seconds
 from retape.report.memory_svg import render_memory_svg
@@ -131,7 +131,7 @@ def track(
 ) -> Track:
     """The bytes that the abstract machine holds while it runs these actions."""
     outcome = simulate(chain, actions, tiers=tiers, timeline=True)
-    moments = tuple(Moment(seconds=at, live_bytes=held) for at, held in outcome.timeline)
+    moments = tuple(MemorySample(seconds=at, live_bytes=held) for at, held in outcome.timeline)
     record = Record(
         peak_bytes=outcome.peak_bytes, seconds=outcome.seconds, timeline=moments, base_bytes=FIXED_BYTES, device="plan"
     )

@@ -75,7 +75,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in ("EXACT", "ALL"):  # values for fit(options=...), rather than names to learn
-        return getattr(importlib.import_module("retape.core.option_set"), name)
+        return getattr(importlib.import_module("retape.core.problem"), name)
     if name not in _LAZY:
         raise AttributeError(f"module 'retape' has no attribute {name!r}")
     drawn = random.getstate()  # what is imported now may draw, which the first use of a name must not show

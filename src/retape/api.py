@@ -18,10 +18,8 @@ from torch import nn
 
 from retape.core.errors import InvalidInput, PlanMismatch
 from retape.core.fit_record import FitRecord
-from retape.core.frontier import Frontier
-from retape.core.option_set import ALL, EXACT, OptionSet
-from retape.core.plan import Plan
-from retape.core.problem import Budget, BudgetLike
+from retape.core.plan import Frontier, Plan
+from retape.core.problem import ALL, EXACT, Budget, BudgetLike, OptionSet
 from retape.core.record import Record
 from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_html import render_fit_html, write_report

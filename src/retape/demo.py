@@ -18,8 +18,7 @@ from torch.nn import functional
 from retape.api import Fit, fit
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.core.quantities import is_whole, shown
-from retape.core.units import format_bytes
+from retape.core.units import format_bytes, is_whole, shown
 
 VOCABULARY = 256
 BUDGETS = (1.0, 0.5, 0.25)
@@ -36,7 +35,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class DemoConfig:
     """The model and how long it is trained. `rows` of None is as many as this machine does in the time."""
 
     layers: int = 8
@@ -58,7 +57,7 @@ class Sizes:
 class Block(nn.Module):
     """A block of a GPT, as everybody writes it."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: DemoConfig) -> None:
         super().__init__()
         width, self.heads = sizes.width, sizes.heads
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -76,7 +75,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts each next token; called with tokens it returns the loss."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: DemoConfig) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, sizes.width)
         self.places = nn.Parameter(torch.zeros(sizes.tokens, sizes.width))
@@ -163,7 +162,7 @@ class Demonstration:
         )
 
 
-def demonstrate(sizes: Sizes, tell: Tell = lambda what: None) -> Demonstration:
+def demonstrate(sizes: DemoConfig, tell: Tell = lambda what: None) -> Demonstration:
     """Fit a copy of the model into each budget, train all of them together, and compare."""
     threads = torch.get_num_threads()
     try:
@@ -175,7 +174,7 @@ def demonstrate(sizes: Sizes, tell: Tell = lambda what: None) -> Demonstration:
         torch.set_num_threads(threads)
 
 
-def _demonstrate(sizes: Sizes, batches: list[Tensor], tell: Tell) -> Demonstration:
+def _demonstrate(sizes: DemoConfig, batches: list[Tensor], tell: Tell) -> Demonstration:
     plain = Runner("plain", _new_model(sizes))
     runners = list(_fitted(sizes, batches[0], tell))
     for number, batch in enumerate(batches):
@@ -195,7 +194,7 @@ def _demonstrate(sizes: Sizes, batches: list[Tensor], tell: Tell) -> Demonstrati
     )
 
 
-def _fitted(sizes: Sizes, batch: Tensor, tell: Tell) -> Iterator[Runner]:
+def _fitted(sizes: DemoConfig, batch: Tensor, tell: Tell) -> Iterator[Runner]:
     floor_bytes = 0
     for share in BUDGETS:
         tell(f"fitting into {share:.0%} of the activations")
@@ -232,12 +231,12 @@ def _result(runner: Runner, plain: Runner) -> Result:
     )
 
 
-def _new_model(sizes: Sizes) -> GPT:
+def _new_model(sizes: DemoConfig) -> GPT:
     torch.manual_seed(SEED)
     return GPT(sizes)
 
 
-def _batches(sizes: Sizes, rows: int) -> list[Tensor]:
+def _batches(sizes: DemoConfig, rows: int) -> list[Tensor]:
     """Sequences that count on by a fixed stride each, so that there is something to learn."""
     torch.manual_seed(SEED)
     starts, strides = torch.randint(VOCABULARY, (sizes.steps, rows, 1)), torch.randint(1, 8, (sizes.steps, rows, 1))
@@ -245,7 +244,7 @@ def _batches(sizes: Sizes, rows: int) -> list[Tensor]:
     return list(tokens)
 
 
-def _quickest_row(sizes: Sizes, threads: int) -> float:
+def _quickest_row(sizes: DemoConfig, threads: int) -> float:
     """Seconds of a plain step of one row, with all threads or with one: on a busy machine one may be quicker, and is left set."""
     model, batch = _new_model(sizes), _batches(sizes, 1)[0]
     _timed(model, batch)  # the first one also wakes everything up

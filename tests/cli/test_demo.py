@@ -13,7 +13,7 @@ from retape.cli.main import main
 from retape.core.errors import InvalidInput
 
 TINY = ["--layers", "6", "--width", "32", "--heads", "2", "--tokens", "32", "--rows", "2", "--steps", "2"]
-SIZES = demo.Sizes(layers=6, width=32, heads=2, tokens=32, rows=2, steps=2)
+SIZES = demo.DemoConfig(layers=6, width=32, heads=2, tokens=32, rows=2, steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -106,4 +106,4 @@ def test_threads_are_put_back():
 )
 def test_sizes_that_cannot_be_meant(field, message):
     with pytest.raises(InvalidInput, match=message):
-        demo.Sizes(**field)
+        demo.DemoConfig(**field)

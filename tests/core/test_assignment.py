@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from retape.core import Chain, Option, OptionKind, Stage, frontier, solve
 from retape.core.actions import Backward, Forward, Item, Save, Tape
 from retape.core.assignment import Assignment, Choice, Passing, StageMeaning, assign
-from retape.core.simulate import simulate
+from retape.core.machine import simulate
 from retape.errors import InvalidInput, PlanFormatError
 
 SELECT_SLOTS = (0, 2)

@@ -7,9 +7,8 @@ import pytest
 from retape.core import Chain, Stage, Status, simulate
 from retape.core.actions import Free, Save, Tape
 from retape.core.schedules.chain import Split, Take, chain_actions
-from retape.core.solvers.bound import HeldTapesBound
-from retape.core.solvers.chain import ChainTable, Grid, Rounding
-from retape.core.solvers.chain_planner import ChainPlanner
+from retape.core.solvers.chain import ChainTable, MemoryGrid, Rounding
+from retape.core.solvers.chain_planner import ChainPlanner, HeldTapesBound
 from retape.core.solvers.coarse import coarsen
 from retape.core.solvers.costs import ChainCosts
 from retape.core.solvers.floor import ChainFloor
@@ -26,7 +25,7 @@ def equal_chain(length: int) -> Chain:
 def table_of(chain: Chain, rounding: Rounding = Rounding.DOWN) -> ChainTable:
     costs = ChainCosts.of(chain)
     intervals = Intervals.of(costs.kinds, most_rows=10**6)
-    return ChainTable(costs, intervals, Grid.exactly(costs), rounding)
+    return ChainTable(costs, intervals, MemoryGrid.exactly(costs), rounding)
 
 
 def test_equal_stages_meet_the_published_times():
@@ -132,7 +131,7 @@ def test_a_rounded_grid_brackets_the_exact_one(seed):
     costs = ChainCosts.of(chain)
     intervals = Intervals.of(costs.kinds, most_rows=10**6)
     exact = table_of(chain).plans()
-    grid = Grid.spread(costs, 60, 10**9)
+    grid = MemoryGrid.spread(costs, 60, 10**9)
     low = ChainTable(costs, intervals, grid, Rounding.DOWN).plans()
     high = ChainTable(costs, intervals, grid, Rounding.UP).plans()
     for budget in range(costs.base_bytes, int(exact.peak_bytes.max()) + 50, 37):
@@ -173,7 +172,7 @@ def test_a_coarse_chain_counts_exactly_what_its_plans_do(seed):
     costs = ChainCosts.of(chain)
     coarse = coarsen(costs, groups=5)
     intervals = Intervals.of(coarse.costs.kinds, most_rows=10**6)
-    plans = ChainTable(coarse.costs, intervals, Grid.exactly(coarse.costs), Rounding.DOWN).plans()
+    plans = ChainTable(coarse.costs, intervals, MemoryGrid.exactly(coarse.costs), Rounding.DOWN).plans()
     assert plans.steps()
     for level in plans.steps():
         outcome = simulate(chain, chain_actions(13, coarse.expand(plans.moves(level))))

@@ -8,7 +8,7 @@ import pytest
 from retape.core import Chain, Option, OptionKind, Stage, frontier, solve
 from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.fit_record import DeviceRecord, FitRecord
-from retape.core.record import Moment, Record
+from retape.core.record import MemorySample, Record
 from retape.errors import InvalidInput, PlanFormatError
 
 
@@ -25,7 +25,7 @@ def glue():
 
 
 def measured(device="cpu", peak=170):
-    moments = (Moment(seconds=0.0, live_bytes=100), Moment(seconds=1 / 3, live_bytes=peak))
+    moments = (MemorySample(seconds=0.0, live_bytes=100), MemorySample(seconds=1 / 3, live_bytes=peak))
     return Record(peak_bytes=peak, base_bytes=100, seconds=1.25, timeline=moments, device=device)
 
 

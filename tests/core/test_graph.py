@@ -9,11 +9,9 @@ import pytest
 
 from retape.core import Graph, GraphTensor, Op, Status, frontier, solve
 from retape.core.errors import BudgetTooSmall, InvalidInput
+from retape.core.ledger import rerun_ops, weigh
 from retape.core.solvers import graph as milp_graph
-from retape.core.solvers import graph_planner
-from retape.core.solvers.graph import hold_within, rerun_ops, store_all, weigh
-from retape.core.solvers.graph_planner import GraphPlanner
-from retape.core.solvers.mincut import least_held
+from retape.core.solvers.graph import GraphPlanner, hold_within, least_held, store_all
 
 
 def random_graph(seed: int, ops: int, scale: int = 1) -> Graph:
@@ -167,7 +165,7 @@ def test_what_a_budget_was_given_no_larger_one_is_refused(monkeypatch):
     graph = four_ops()
     planner = GraphPlanner(graph)
     faster = planner.best(13)
-    monkeypatch.setattr(graph_planner, "hold_within", lambda graph, limit: weigh(graph, ("t0",)))
+    monkeypatch.setattr(milp_graph, "hold_within", lambda graph, limit: weigh(graph, ("t0",)))
     again = planner.best(14)
     assert (again.promised_seconds, again.held) == (faster.promised_seconds, faster.held)
     assert (again.status, again.lower_bound_seconds) == (Status.FEASIBLE, 0.0)

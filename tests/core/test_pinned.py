@@ -11,9 +11,8 @@ from retape.core import Chain, Stage, Status, simulate
 from retape.core.errors import IllegalAction
 from retape.core.plan import Plan
 from retape.core.schedules.chain import Split, Take, chain_actions, walk
-from retape.core.solvers.bound import HeldTapesBound
-from retape.core.solvers.chain import ChainTable, Grid, Rounding
-from retape.core.solvers.chain_planner import ChainPlanner
+from retape.core.solvers.chain import ChainTable, MemoryGrid, Rounding
+from retape.core.solvers.chain_planner import ChainPlanner, HeldTapesBound
 from retape.core.solvers.coarse import coarsen
 from retape.core.solvers.costs import ChainCosts
 from retape.core.solvers.floor import ChainFloor
@@ -49,7 +48,7 @@ def intervals_of(costs: ChainCosts) -> Intervals:
 
 def table_of(chain: Chain, rounding: Rounding = Rounding.DOWN) -> ChainTable:
     costs = ChainCosts.of(chain)
-    return ChainTable(costs, intervals_of(costs), Grid.exactly(costs), rounding)
+    return ChainTable(costs, intervals_of(costs), MemoryGrid.exactly(costs), rounding)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -158,7 +157,9 @@ def test_groups_keep_pinned_stages_apart_and_count_exactly(seed, groups):
     chain = glued(seed, 23, most=9, share=0.15)
     costs = ChainCosts.of(chain)
     coarse = coarsen(costs, groups=groups)
-    plans = ChainTable(coarse.costs, intervals_of(coarse.costs), Grid.exactly(coarse.costs), Rounding.DOWN).plans()
+    plans = ChainTable(
+        coarse.costs, intervals_of(coarse.costs), MemoryGrid.exactly(coarse.costs), Rounding.DOWN
+    ).plans()
     assert plans.steps()
     for level in plans.steps():
         outcome = simulate(chain, chain_actions(chain.length, coarse.expand(plans.moves(level))))

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from retape.core.errors import InvalidInput, PlanFormatError
-from retape.core.record import Moment, Record
+from retape.core.record import MemorySample, Record
 
 RECORD = Record(
     peak_bytes=300,
     seconds=0.1 + 0.2,
-    timeline=(Moment(seconds=0.0, live_bytes=100), Moment(seconds=1 / 3, live_bytes=300)),
+    timeline=(MemorySample(seconds=0.0, live_bytes=100), MemorySample(seconds=1 / 3, live_bytes=300)),
     base_bytes=100,
     reserved_bytes=512,
     device="cuda:0",

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import retape
+from retape.core.machine import simulate
 from retape.core.problem import OptionKind, Tier
-from retape.core.simulate import simulate
 from retape.errors import OffloadError
 from retape.torch.engine.entrance import run_region
 from retape.torch.engine.host import copy_streams as lanes

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import retape
-from retape.core.record import Moment
+from retape.core.record import MemorySample
 from retape.errors import InvalidInput
 from retape.torch.measure.memory_meter import (
     BACKGROUND_TRACKERS,
@@ -177,10 +177,10 @@ def test_storages_by_device_and_once():
 
 
 def test_a_long_timeline_keeps_its_peak():
-    moments = [Moment(seconds=float(i), live_bytes=i % 7) for i in range(3 * MOST_MOMENTS)]
-    moments[777] = Moment(seconds=777.0, live_bytes=10**6)
+    moments = [MemorySample(seconds=float(i), live_bytes=i % 7) for i in range(3 * MOST_MOMENTS)]
+    moments[777] = MemorySample(seconds=777.0, live_bytes=10**6)
     found = thinned(moments, 5)
     assert len(found) == MOST_MOMENTS
     assert max(moment.live_bytes for moment in found) == 10**6 + 5
-    assert thinned([Moment(seconds=0.0, live_bytes=0)], 0) == (Moment(seconds=0.0, live_bytes=0),)
+    assert thinned([MemorySample(seconds=0.0, live_bytes=0)], 0) == (MemorySample(seconds=0.0, live_bytes=0),)
     assert thinned([], 3) == ()

@@ -15,8 +15,8 @@ import retape
 from retape import api
 from retape.core.assignment import assign
 from retape.core.fit_record import FitRecord
+from retape.core.machine import simulate
 from retape.core.problem import Budget, OptionKind
-from retape.core.simulate import simulate
 from retape.core.solve import solve
 from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch.engine.policy import Check, Inputs

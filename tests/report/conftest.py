@@ -4,10 +4,9 @@ import pytest
 
 from retape.core.assignment import Choice, StageMeaning, assign
 from retape.core.fit_record import FitRecord
-from retape.core.frontier import frontier
 from retape.core.problem import Chain, Option, OptionKind, Stage
-from retape.core.record import Moment, Record
-from retape.core.solve import solve
+from retape.core.record import MemorySample, Record
+from retape.core.solve import frontier, solve
 
 MIB = 1 << 20
 BLOCKS = 6
@@ -46,7 +45,9 @@ MEANINGS = (
     ),
     StageMeaning(choice=None),
 )
-TIMELINE = tuple(Moment(seconds=0.01 * at, live_bytes=size * MIB) for at, size in enumerate((100, 120, 150, 130, 100)))
+TIMELINE = tuple(
+    MemorySample(seconds=0.01 * at, live_bytes=size * MIB) for at, size in enumerate((100, 120, 150, 130, 100))
+)
 
 
 @pytest.fixture

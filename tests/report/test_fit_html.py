@@ -8,10 +8,9 @@ import pytest
 
 from retape.core.assignment import Assignment, Choice
 from retape.core.errors import InvalidInput
-from retape.core.frontier import frontier
 from retape.core.problem import Chain, Stage
-from retape.core.record import Moment, Record
-from retape.core.solve import solve
+from retape.core.record import MemorySample, Record
+from retape.core.solve import frontier, solve
 from retape.report.fit_html import render_report, write_report
 from retape.report.fit_replay import Level, Share, Span, SpanKind, replay
 from retape.report.fit_rows import region_rows
@@ -146,7 +145,7 @@ def test_a_step_that_takes_no_time_can_be_drawn(fit_in):
         frontier=frontier(chain),
         budget_bytes=MIB,
         assignment=Assignment(choices=(Choice(name="only", slots=1),)),
-        measured=Record(peak_bytes=MIB, seconds=0.0, timeline=(Moment(seconds=0.0, live_bytes=MIB),)),
+        measured=Record(peak_bytes=MIB, seconds=0.0, timeline=(MemorySample(seconds=0.0, live_bytes=MIB),)),
     )
     page = Page(render_report(record))
     assert int(page.values["promised-peak-bytes"]) == MIB

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from retape.core.actions import Backward, Forward, Load, Save, Tape
+from retape.core.machine import simulate
 from retape.core.problem import Chain, Option, OptionKind, Stage
-from retape.core.simulate import simulate
 from retape.report.fit_replay import Share, SpanKind, groups_of, replay, replay_plain
 
 MIB = 1 << 20

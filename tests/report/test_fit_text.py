@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from retape.core.machine import simulate
 from retape.core.problem import OptionKind
 from retape.core.record import Record
-from retape.core.simulate import simulate
 from retape.report.fit_html import render_fit_html
 from retape.report.fit_rows import folded, glue_row, region_rows, stage_uses
 from retape.report.fit_text import explain, why

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from retape.core.errors import InvalidInput
-from retape.core.frontier import Frontier, FrontierPoint
+from retape.core.plan import Frontier, FrontierPoint
 from retape.core.units import format_bytes
 from retape.report.frontier_file import chosen_point, write_frontier
 from retape.report.frontier_svg import render_frontier_svg

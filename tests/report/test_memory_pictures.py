@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from retape.core.errors import InvalidInput
-from retape.core.record import Moment, Record
+from retape.core.record import MemorySample, Record
 from retape.report.memory_svg import render_memory_svg
 from retape.report.memory_text import ASCII, draw_memory, sparkline
 from retape.report.memory_tracks import Track, spans
@@ -14,7 +14,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def record(*sizes, base=100):
-    moments = tuple(Moment(seconds=float(at), live_bytes=size) for at, size in enumerate(sizes, 1))
+    moments = tuple(MemorySample(seconds=float(at), live_bytes=size) for at, size in enumerate(sizes, 1))
     return Record(peak_bytes=max(base, *sizes), base_bytes=base, seconds=1.0, timeline=moments)
 
 
@@ -26,7 +26,7 @@ def test_what_lives_stays_until_it_is_said_otherwise():
         peak_bytes=170,
         base_bytes=100,
         seconds=1.0,
-        timeline=(Moment(seconds=0.0, live_bytes=170), Moment(seconds=8.0, live_bytes=100)),
+        timeline=(MemorySample(seconds=0.0, live_bytes=170), MemorySample(seconds=8.0, live_bytes=100)),
     )
     assert spans(late, 4, seconds=8.0) == (170, 170, 170, 170)
     assert spans(late, 4, seconds=16.0) == (170, 170, 170, None)

@@ -6,10 +6,9 @@ from xml.etree import ElementTree
 
 from retape.core.assignment import Choice, StageMeaning, assign
 from retape.core.fit_record import FitRecord
-from retape.core.frontier import frontier
 from retape.core.problem import Chain, Option, OptionKind, Stage
-from retape.core.record import Moment, Record
-from retape.core.solve import solve
+from retape.core.record import MemorySample, Record
+from retape.core.solve import frontier, solve
 
 MIB = 1 << 20
 KINDS = (OptionKind.KEEP, OptionKind.RECOMPUTE)
@@ -73,7 +72,7 @@ def large_fit(count, share=0.5, kinds=1):
         StageMeaning(choice=Choice(name=stage.name, slots=5, kind=number % kinds), held=((), ()), kinds=KINDS)
         for number, stage in enumerate(stages)
     )
-    moments = tuple(Moment(seconds=0.001 * at, live_bytes=(100 + at % 70) * MIB) for at in range(20_000))
+    moments = tuple(MemorySample(seconds=0.001 * at, live_bytes=(100 + at % 70) * MIB) for at in range(20_000))
     return FitRecord(
         model="Long",
         fingerprint="0" * 16,

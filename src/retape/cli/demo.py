@@ -55,10 +55,10 @@ def add_parser(commands: _Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, compare, print. The exit code is 1 where something does not come out as promised."""
-    from retape.demo import Sizes
+    from retape.demo import DemoConfig
 
     given = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
-    shown = _demonstrate(Sizes(**given))
+    shown = _demonstrate(DemoConfig(**given))
     tracks = [_track(result) for result in shown.results]
     picture, page = _places(options)
     write_picture(render_memory_svg(tracks, title="a GPT in several budgets: live bytes over the step"), picture)
@@ -82,9 +82,9 @@ def _demonstrate(sizes: object) -> Demonstration:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from retape.demo import Sizes, demonstrate
+    from retape.demo import DemoConfig, demonstrate
 
-    assert isinstance(sizes, Sizes)
+    assert isinstance(sizes, DemoConfig)
     columns = (TextColumn("[bold]demo[/]"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task("starting", total=_STAGES - 6 + sizes.steps)

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from retape.core.errors import InvalidInput
-from retape.core.schedules import FAMILIES, Counts, Schedule, count
-from retape.core.simulate import TierUse
+from retape.core.machine import TierUse
+from retape.core.schedules import FAMILIES, Schedule, ScheduleCounts, count
 from retape.report.schedule_svg import write_svg
 from retape.report.schedule_text import ASCII, UNICODE, draw
 
@@ -87,7 +87,7 @@ def _family_list() -> str:
     return "\n".join(f"{family.name:<{width}}  {family.summary}" for family in FAMILIES.values())
 
 
-def _as_json(schedule: Schedule, counts: Counts) -> dict[str, object]:
+def _as_json(schedule: Schedule, counts: ScheduleCounts) -> dict[str, object]:
     return {
         **schedule.to_dict(),
         "snapshots": schedule.limit,
@@ -108,14 +108,14 @@ def _tier(use: TierUse) -> dict[str, object]:
     return {"name": use.name, "writes": use.writes, "reads": use.reads, "peak": use.peak_items, "left": use.left_items}
 
 
-def _as_text(schedule: Schedule, counts: Counts, rows: int) -> str:
+def _as_text(schedule: Schedule, counts: ScheduleCounts, rows: int) -> str:
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # there is none where it is closed
     glyphs = UNICODE if encoding.lower().startswith("utf") else ASCII
     picture = draw(schedule, width=shutil.get_terminal_size().columns, rows=rows, glyphs=glyphs)
     return "\n".join([picture, "", *_summary(schedule, counts)])
 
 
-def _summary(schedule: Schedule, counts: Counts) -> list[str]:
+def _summary(schedule: Schedule, counts: ScheduleCounts) -> list[str]:
     tapes = f", {counts.peak_tapes:,} tapes" if counts.peak_tapes else ""
     lines = [
         f"{schedule.family}: {schedule.steps:,} steps, {FAMILIES[schedule.family].summary}",

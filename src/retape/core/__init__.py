@@ -1,8 +1,8 @@
 """The planner, pure: problems in, plans out. Imports no framework; numpy and scipy only."""
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Offload, Prefetch, Save, Tape
-from retape.core.frontier import Frontier, FrontierPoint, frontier
-from retape.core.plan import Plan, ProblemKind, Status
+from retape.core.machine import Machine, Outcome, TierUse, simulate
+from retape.core.plan import Frontier, FrontierPoint, Plan, ProblemKind, Status
 from retape.core.problem import (
     Budget,
     BudgetKind,
@@ -16,8 +16,7 @@ from retape.core.problem import (
     Stage,
     Tier,
 )
-from retape.core.simulate import Machine, Outcome, TierUse, simulate
-from retape.core.solve import solve
+from retape.core.solve import frontier, solve
 
 __all__ = [
     "Action",

@@ -1,4 +1,4 @@
-"""The alphabet: the few things that a schedule can ask for. What they mean is in `simulate.py` alone.
+"""The alphabet: the few things that a schedule can ask for. What they mean is in `machine.py` alone.
 
 State `i` is the input of step (or stage) `i`; the run starts with state 0 at hand. Tier 0 is the device.
 Two registers hold what is being worked on: the working state and the working tape.

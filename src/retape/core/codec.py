@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from retape.core.errors import InvalidInput, PlanFormatError
-from retape.core.quantities import MOST_BYTES, MOST_SECONDS, is_amount, is_count, is_whole, shown
+from retape.core.units import MOST_BYTES, MOST_SECONDS, is_amount, is_count, is_whole, shown
 
 _T = TypeVar("_T")
 

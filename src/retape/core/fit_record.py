@@ -12,8 +12,7 @@ from typing import ClassVar
 from retape.core import codec
 from retape.core.assignment import Assignment
 from retape.core.errors import InvalidInput
-from retape.core.frontier import Frontier
-from retape.core.plan import Plan
+from retape.core.plan import Frontier, Plan
 from retape.core.problem import Chain
 from retape.core.record import Record
 

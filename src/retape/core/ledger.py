@@ -1,4 +1,4 @@
-"""What things weigh and cost in the abstract machine, for a Loop and for a Chain. The rules of the machine are in `simulate.py`.
+"""What things weigh and cost in the abstract machine, for a Loop and for a Chain. The rules of the machine are in `machine.py`.
 
 A Chain counts by identity: state `i` is counted once however often it is held (as a snapshot, as the working state, as the
 input of tape `i`), and not at all while tape `i - 1`, which contains it, is there. A Loop counts stored items alone.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from retape.core.actions import Item
-from retape.core.problem import Chain, Loop, Option
+from retape.core.errors import InvalidInput
+from retape.core.problem import Chain, Graph, Loop, Op, Option
 
 
 class Ledger(Protocol):
@@ -226,3 +228,42 @@ class ChainLedger:
     def _state_bytes(self, step: int) -> int:
         # The output of the last stage lives in its tape alone: a chain is never advanced past its end without one.
         return self._stages[step].state_bytes if step < self.length else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """Tensors to hold, what they weigh, the seconds of the ops run again, and the least that those could be."""
+
+    held: tuple[str, ...]
+    held_bytes: int
+    rerun_seconds: float
+    bound_seconds: float
+
+
+def rerun_ops(graph: Graph, held: tuple[str, ...]) -> tuple[Op, ...]:
+    """The ops that must run again to make everything in `saved`; InvalidInput where one of them may not."""
+    makers = {name: op for op in graph.ops for name in op.outputs}
+    at_hand = {*graph.inputs, *held}
+    needed = [name for name in graph.saved if name not in at_hand]
+    again: dict[str, Op] = {}
+    while needed:
+        name = needed.pop()
+        op = makers[name]
+        if not op.recomputable:
+            raise InvalidInput(f"{name!r} is not held, and op {op.name!r}, which makes it, may not be run again.")
+        if op.outputs[0] not in again:
+            again[op.outputs[0]] = op
+            needed += [source for source in op.inputs if source not in at_hand]
+    return tuple(op for op in graph.ops if op.outputs and op.outputs[0] in again)
+
+
+def weigh(graph: Graph, held: tuple[str, ...], bound_seconds: float = 0.0) -> Holding:
+    """What holding these tensors comes to."""
+    sizes = {tensor.name: tensor.bytes for tensor in graph.tensors}
+    seconds = float(sum(op.seconds for op in rerun_ops(graph, held)))
+    return Holding(
+        held=held,
+        held_bytes=sum(sizes[name] for name in held),
+        rerun_seconds=seconds,
+        bound_seconds=min(bound_seconds, seconds),
+    )

@@ -13,11 +13,11 @@ from typing import ClassVar, NoReturn, TypeAlias
 from retape.core import codec
 from retape.core.actions import Action, Tape
 from retape.core.errors import IllegalAction, InvalidInput, PlanMismatch
+from retape.core.ledger import weigh
+from retape.core.machine import simulate
 from retape.core.problem import Chain, Graph, Loop
-from retape.core.quantities import shown
 from retape.core.schedules import Schedule
-from retape.core.simulate import simulate
-from retape.core.solvers.graph import weigh
+from retape.core.units import shown
 
 REPLAYED_STEPS = 2_000  # longest loop whose schedule `Plan.check` replays: takes a second at most
 _EQUAL = 1e-9  # seconds this near are the same: sums in another order
@@ -172,6 +172,34 @@ class Plan:
     def from_json(source: str) -> Plan:
         """Read what `to_json` wrote; raise PlanFormatError with the reason for any other text."""
         return codec.from_json(Plan, source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """With this many bytes (everything counted), this many seconds. For a graph: bytes held, seconds of the re-run."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """Points of rising bytes and falling seconds; the first is the floor, the last as fast as it gets.
+
+    `binding` names the stage (or tensor) that keeps the floor where it is. `fixed_bytes` are in every point, and
+    `store_all_bytes` is the peak when nothing is dropped.
+    """
+
+    points: tuple[FrontierPoint, ...]
+    floor_bytes: int
+    binding: str
+    fixed_bytes: int
+    store_all_bytes: int
+
+    def seconds_at(self, budget_bytes: int) -> float | None:
+        """The best seconds within a budget; None below the floor."""
+        within = [point.seconds for point in self.points if point.bytes <= budget_bytes]
+        return within[-1] if within else None
 
 
 def judge(seconds: float, lower_bound_seconds: float | None) -> Status:

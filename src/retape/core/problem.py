@@ -15,8 +15,7 @@ from typing import ClassVar, TypeAlias
 
 from retape.core.codec import JsonForm, check_fields
 from retape.core.errors import InvalidInput
-from retape.core.quantities import MOST_BYTES, MOST_STEPS, is_amount, is_whole, shown
-from retape.core.units import parse_bytes
+from retape.core.units import MOST_BYTES, MOST_STEPS, is_amount, is_whole, parse_bytes, shown
 
 
 class OptionKind(Enum):
@@ -27,6 +26,24 @@ class OptionKind(Enum):
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
     TILE = "tile"
+
+
+class OptionSet(Enum):
+    """EXACT: keep, select, recompute, offload; gradients bit for bit. ALL adds tiles and the fused loss, which sum in another order."""
+
+    EXACT = "exact"
+    ALL = "all"
+
+    @classmethod
+    def of(cls, value: OptionSet | str) -> OptionSet:
+        try:
+            return cls(value)
+        except ValueError:
+            raise InvalidInput(f"options={value!r} is not known; give retape.EXACT or retape.ALL.") from None
+
+
+EXACT = OptionSet.EXACT
+ALL = OptionSet.ALL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

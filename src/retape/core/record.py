@@ -13,7 +13,7 @@ from retape.core import codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class MemorySample:
     """Live bytes from this many seconds after the start of the step on."""
 
     seconds: float
@@ -32,7 +32,7 @@ class Record:
 
     peak_bytes: int
     seconds: float
-    timeline: tuple[Moment, ...] = ()
+    timeline: tuple[MemorySample, ...] = ()
     base_bytes: int = 0
     reserved_bytes: int = 0
     device: str = "cpu"

@@ -1,12 +1,53 @@
-"""solve(problem, budget) -> Plan: the only chooser. What a budget means is settled here; how plans are found is in `solvers/`."""
+"""Plans for a problem inside a budget: `solve` returns the best one, `frontier` the best seconds at every budget.
+
+A planner is made from the problem alone, so the plans of all budgets come from one table. The meaning of a budget is decided
+here; the methods are in `solvers/`.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Protocol
+
 from retape.core.errors import BudgetTooSmall, InvalidInput
-from retape.core.plan import Plan, Problem
-from retape.core.planner import Planner, planner_of
-from retape.core.problem import Budget, BudgetKind, BudgetLike
+from retape.core.plan import Frontier, FrontierPoint, Plan, Problem
+from retape.core.problem import Budget, BudgetKind, BudgetLike, Chain, Graph, Loop
+from retape.core.solvers.chain_planner import ChainPlanner
+from retape.core.solvers.graph import GraphPlanner
+from retape.core.solvers.loop_planner import LoopPlanner
 from retape.core.units import format_bytes
+
+
+class Planner(Protocol):
+    """All plans of one problem. `best` may be asked for any budget that is not below the floor."""
+
+    @property
+    def floor_bytes(self) -> int: ...
+    @property
+    def fixed_bytes(self) -> int: ...
+    @property
+    def store_all_bytes(self) -> int: ...
+    @property
+    def binding(self) -> str: ...
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]: ...
+    def best(self, budget_bytes: int) -> Plan: ...
+
+
+def planner_of(problem: Problem) -> Planner:
+    """The planner of a problem; the last few are remembered, for a frontier is often followed by a solve."""
+    if not isinstance(problem, (Chain, Loop, Graph)):
+        raise InvalidInput(
+            f"{type(problem).__name__} is not a problem; give a Chain, a Loop or a Graph of retape.core."
+        )
+    return _remembered(problem)
+
+
+@lru_cache(maxsize=2)
+def _remembered(problem: Problem) -> Planner:
+    if isinstance(problem, Chain):
+        return ChainPlanner(problem)
+    return LoopPlanner(problem) if isinstance(problem, Loop) else GraphPlanner(problem)
 
 
 def solve(problem: Problem, budget: BudgetLike) -> Plan:
@@ -64,4 +105,16 @@ def _too_small(budget: Budget, room: int, planner: Planner) -> BudgetTooSmall:
         budget_bytes=asked,
         floor_bytes=least,
         binding=binding,
+    )
+
+
+def frontier(problem: Problem) -> Frontier:
+    """The frontier of a chain, a loop of known length, or a graph (of which it is a sample: every point is exact)."""
+    planner = planner_of(problem)
+    return Frontier(
+        points=tuple(FrontierPoint(bytes=size, seconds=seconds) for size, seconds in planner.points),
+        floor_bytes=planner.floor_bytes,
+        binding=planner.binding,
+        fixed_bytes=planner.fixed_bytes,
+        store_all_bytes=planner.store_all_bytes,
     )

@@ -1,14 +1,47 @@
-"""Bytes and seconds as people write them: parse "8GiB", format 9663676416. Nothing else.
+"""Numbers: which are valid, how large each may be, and bytes and seconds as text ("8GiB", "2.13 ms").
 
-Binary suffixes (KiB, MiB, GiB, TiB) are powers of 1024; decimal ones (kB, MB, GB, TB) are powers of 1000.
+The bounds keep every sum that a solver makes inside 64 bits and inside a float. Binary suffixes (KiB, MiB, GiB, TiB) are powers of
+1024; decimal ones (kB, MB, GB, TB) are powers of 1000.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import sys
+from typing import TypeGuard
 
 from retape.core.errors import InvalidInput
+
+MOST_BYTES = 1 << 62
+MOST_SECONDS = 1e15  # thirty million years
+MOST_STEPS = 10**12
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """An int, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_amount(value: object) -> TypeGuard[float]:
+    """A finite number, and not a bool. An int beyond every float is not one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value for a message; Python refuses to write out an int of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 4 * most:
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """A whole number that is not negative."""
+    return is_whole(value) and value >= 0
+
 
 _BINARY = {"kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4}
 _DECIMAL = {"b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}

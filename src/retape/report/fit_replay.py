@@ -1,6 +1,6 @@
 """A plan replayed on the abstract machine: what runs when, and what the device holds meanwhile, by class. No drawing here.
 
-The totals and the clock are the machine's own (`core/simulate.py`); this room only says what they are made of.
+The totals and the clock are the machine's own (`core/machine.py`); this room only says what they are made of.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
 from retape.core.ledger import ChainLedger
+from retape.core.machine import Machine
 from retape.core.problem import Chain, Option, OptionKind
-from retape.core.simulate import Machine
 
 MOST_GROUPS = 8
 

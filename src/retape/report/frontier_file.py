@@ -6,7 +6,7 @@ from pathlib import Path
 
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.core.frontier import FrontierPoint
+from retape.core.plan import FrontierPoint
 from retape.report.frontier_png import write_frontier_png
 from retape.report.frontier_svg import render_frontier_svg
 from retape.report.svg_plot import write_picture

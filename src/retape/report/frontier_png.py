@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from retape.core.errors import InvalidInput
-from retape.core.frontier import Frontier, FrontierPoint
+from retape.core.plan import Frontier, FrontierPoint
 from retape.core.units import format_bytes, format_seconds
 from retape.report.frontier_points import marked_points
 from retape.report.svg_plot import not_written

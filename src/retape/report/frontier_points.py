@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from retape.core.errors import InvalidInput
-from retape.core.frontier import Frontier, FrontierPoint
+from retape.core.plan import Frontier, FrontierPoint
 
 
 def marked_points(frontier: Frontier, chosen: FrontierPoint | None) -> tuple[tuple[str, FrontierPoint], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retape.core.frontier import Frontier, FrontierPoint
+from retape.core.plan import Frontier, FrontierPoint
 from retape.core.units import format_bytes, format_seconds
 from retape.report.frontier_points import marked_points
 from retape.report.svg_plot import Axis, Plane, document, legend

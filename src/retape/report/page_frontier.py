@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from retape.core.fit_record import FitRecord
-from retape.core.frontier import FrontierPoint
+from retape.core.plan import FrontierPoint
 from retape.core.units import format_bytes, format_seconds
 from retape.report.frontier_file import chosen_point
 from retape.report.frontier_points import marked_points

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from retape.core.errors import InvalidInput
-from retape.core.quantities import is_amount, is_whole
+from retape.core.units import is_amount, is_whole
 
 _REMEDY = 'Give a JSON file whose "results" maps names to {"peak_bytes": ..., "seconds": ...}.'
 

@@ -5,10 +5,10 @@ from itertools import islice, pairwise, takewhile
 import pytest
 
 from retape.core.actions import Forward, Free, Save
+from retape.core.machine import Machine, simulate
 from retape.core.schedules import Schedule, count
 from retape.core.schedules.online import forward_phase, online, reverse_phase
 from retape.core.schedules.revolve import binomial, extra_steps, repetitions
-from retape.core.simulate import Machine, simulate
 
 
 def forward_trace(snapshots, longest):

@@ -3,7 +3,6 @@
 `Schedule` names one and makes its actions; `FAMILIES` lists them; `count` runs one on the abstract machine.
 """
 
-from retape.core.schedules.counts import Counts, count
-from retape.core.schedules.spec import FAMILIES, Family, Schedule, find_family
+from retape.core.schedules.spec import FAMILIES, Family, Schedule, ScheduleCounts, count, find_family
 
-__all__ = ["FAMILIES", "Counts", "Family", "Schedule", "count", "find_family"]
+__all__ = ["FAMILIES", "Family", "Schedule", "ScheduleCounts", "count", "find_family"]

@@ -1,11 +1,17 @@
-"""Binomial schedules for a known number of steps and equal slots (Revolve).
+"""Schedules with a closed form, for a known number of equal steps and one kind of slot. `l` is the number of steps, `s` of slots.
 
-Paper: A. Griewank and A. Walther, "Algorithm 799: Revolve", ACM TOMS 26(1), 2000.
-Cost: with `s` snapshots (the initial state is one of them) and `l` steps, `l + r*l - C(s+r, r-1)` forward steps, where
-`r` is the least number with `C(s+r, s) >= l`. Among all schedules with that many forward steps, the split rule
-below also makes the fewest writes.
-Optimal: always, for equal steps, one kind of slot and a length that is known; where a tape is no larger than a
-state, `mixed` is better, because its slots may hold either.
+store_all: every tape is stored; no extra forward step, memory linear in `l`. Optimal where it fits.
+recompute_all: one snapshot; `l*(l-1)/2` extra forward steps. The only choice with one slot, hence optimal there.
+uniform: T. Chen, B. Xu, C. Zhang and C. Guestrin, "Training deep nets with sublinear memory cost", 2016. The start of each of
+`k` segments is stored, and a segment is taped whole before it is reversed: `l - l/k` extra forward steps and `k + l/k` slots, least at
+`k = sqrt(l)`. Never better than `mixed` with as many slots, but no step runs more than twice.
+recursive: A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation",
+Optimization Methods and Software 1(1), 1992, in its binary form: store the middle, reverse the second half, then the first, each in
+the same way. For `l` a power of two, `l/2 * log2(l)` extra forward steps with `log2(l)` slots; with fewer slots the innermost
+segments are recomputed from their start. Not optimal; easy to check by hand.
+revolve: A. Griewank and A. Walther, "Algorithm 799: Revolve", ACM TOMS 26(1), 2000. `l + r*l - C(s+r, r-1)` forward steps, where `r`
+is the least number with `C(s+r, s) >= l`; the initial state is one of the `s` snapshots. Among the schedules with so few forward
+steps, `optimal_split` makes the fewest writes. Optimal for stored states; where a tape is no larger than a state, `mixed` is better.
 """
 
 from __future__ import annotations
@@ -13,9 +19,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from math import comb
+from itertools import pairwise
+from math import comb, isqrt
 
-from retape.core.actions import Action, Backward, Forward, Free, Load, Save, Tape
+from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
 
 # Distinct (length, snapshots) pairs whose split is remembered: bounded, so that memory stays flat in a long run.
 _REMEMBERED = 1 << 15
@@ -103,3 +110,66 @@ def optimal_split(length: int, snapshots: int) -> int:
     if length >= binomial(snapshots, repeats) - binomial(snapshots - 3, repeats):
         return binomial(snapshots, repeats - 1)
     return length - binomial(snapshots - 1, repeats - 1) - binomial(snapshots - 2, repeats - 1)
+
+
+def recursive(steps: int, snapshots: int | None = None) -> Iterator[Action]:
+    """Halve until one step is left; `snapshots` of None is as many as halving to the end needs."""
+    if steps > 1:
+        yield Save(0)
+    yield from reverse_segment(0, steps, depth(steps) if snapshots is None else snapshots, _halve)
+
+
+def depth(steps: int) -> int:
+    """The slots that halving to the end needs: one a level."""
+    return max(1, steps.bit_length() - 1)
+
+
+def _halve(length: int, snapshots: int) -> int:
+    # With one slot left nothing more can be stored on the way: run to the last step.
+    return (length + 1) // 2 if snapshots > 1 else length - 1
+
+
+def store_all(steps: int) -> Iterator[Action]:
+    """Tape every step as it runs, then go back."""
+    yield from _tape_through(0, steps)
+
+
+def recompute_all(steps: int) -> Iterator[Action]:
+    """Store the initial state alone, and run from there for every step."""
+    yield from revolve(steps, 1)
+
+
+def uniform(steps: int, segments: int | None = None) -> Iterator[Action]:
+    """Store the start of each segment; tape one segment at a time. `segments` of None is about sqrt(steps)."""
+    bounds = segment_bounds(steps, segments)
+    last = len(bounds) - 2
+    for start, stop in pairwise(bounds[: last + 1]):
+        yield Save(start)
+        yield Forward(start, stop)
+    yield from _tape_through(bounds[last], steps)
+    for index in range(last - 1, -1, -1):
+        yield Load(bounds[index])
+        yield Free(bounds[index])
+        yield from _tape_through(bounds[index], bounds[index + 1])
+
+
+def default_segments(steps: int) -> int:
+    """The square root of the length, rounded up."""
+    return isqrt(steps - 1) + 1
+
+
+def segment_bounds(steps: int, segments: int | None = None) -> list[int]:
+    """Where segments start, and the end of the last; their lengths differ by one at most."""
+    count = min(steps, segments or default_segments(steps))
+    return [steps * index // count for index in range(count + 1)]
+
+
+def _tape_through(start: int, stop: int) -> Iterator[Action]:
+    """Tape every step from the working state on, storing all tapes but the last, and reverse them."""
+    for step in range(start, stop - 1):
+        yield Tape(step)
+        yield Save(step, item=Item.TAPE)
+    yield Tape(stop - 1)
+    # Reversing a step takes its tape out of the device's store: nothing to free.
+    for step in range(stop - 1, start - 1, -1):
+        yield Backward(step)

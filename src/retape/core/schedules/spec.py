@@ -1,6 +1,6 @@
-"""A schedule as a value: which family, for what, and the actions it makes. What each family does is in its own file.
+"""Schedule: a family of schedules with its numbers, as a small frozen value. A plan for a loop stores one instead of its actions.
 
-`Schedule` is small, frozen and JSON-able: a plan for a loop stores one instead of its million actions.
+The algorithms are in one module per family; `count` runs a schedule on the abstract machine and returns the literature's numbers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from retape.core import codec
-from retape.core.actions import Action
+from retape.core.actions import Action, Backward, Free, Item, Save
 from retape.core.errors import InvalidInput
+from retape.core.machine import Outcome, simulate
 from retape.core.problem import Loop, Tier
-from retape.core.quantities import MOST_SECONDS, MOST_STEPS, is_amount, is_whole, shown
 from retape.core.schedules.mixed import mixed
 from retape.core.schedules.multistage import Costs, multistage
 from retape.core.schedules.online import online
-from retape.core.schedules.recursive import depth, recursive
-from retape.core.schedules.revolve import revolve
-from retape.core.schedules.uniform import recompute_all, segment_bounds, store_all, uniform
+from retape.core.schedules.revolve import depth, recompute_all, recursive, revolve, segment_bounds, store_all, uniform
+from retape.core.units import MOST_SECONDS, MOST_STEPS, is_amount, is_whole, shown
 
 _COUNTS = ("snapshots", "ram", "host", "disk")
 _COSTS = ("forward_cost", "backward_cost", "write_cost", "read_cost", "host_write_cost", "host_read_cost")
@@ -265,3 +264,66 @@ _ALL = (
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleCounts:
+    """The counts of one schedule, all of them found by running it on the abstract machine.
+
+    `forward_steps` contains the runs that tape. `peak_snapshots` is the most that was stored at once of what the
+    snapshots limit: states, and for `mixed` tapes, too. `cost` weighs extra steps, reversed steps and copies.
+    """
+
+    forward_steps: int
+    extra_forward_steps: int
+    writes: int
+    reads: int
+    peak_snapshots: int
+    peak_tapes: int
+    cost: float
+    outcome: Outcome
+
+
+def count(schedule: Schedule) -> ScheduleCounts:
+    """Run a schedule on the abstract machine within its limits, and count."""
+    tally = _Tally()
+    outcome = simulate(schedule.loop(), tally.watch(schedule.actions()), tiers=schedule.tiers())
+    both = schedule.family == "mixed"
+    return ScheduleCounts(
+        forward_steps=outcome.forward_steps,
+        extra_forward_steps=outcome.forward_steps - schedule.steps,
+        writes=outcome.writes,
+        reads=outcome.reads,
+        peak_snapshots=outcome.peak_items if both else tally.peak_states,
+        peak_tapes=tally.peak_tapes,
+        # The literature counts the run that tapes a step as a part of its reversal; the machine times it apart.
+        cost=outcome.seconds - schedule.steps * schedule.forward_cost,
+        outcome=outcome,
+    )
+
+
+class _Tally:
+    """How many states, and how many tapes, are stored at once in all tiers together."""
+
+    def __init__(self) -> None:
+        self.peak_states = self.peak_tapes = 0
+        self._states = 0
+        self._tapes: set[int] = set()
+
+    def watch(self, actions: Iterator[Action]) -> Iterator[Action]:
+        for action in actions:
+            yield action
+            if isinstance(action, Save):
+                self._saved(action)
+            elif isinstance(action, Free):
+                self._states -= action.item is Item.STATE
+            elif isinstance(action, Backward):
+                self._tapes.discard(action.step)
+
+    def _saved(self, action: Save) -> None:
+        if action.item is Item.STATE:
+            self._states += 1
+            self.peak_states = max(self.peak_states, self._states)
+        else:
+            self._tapes.add(action.step)
+            self.peak_tapes = max(self.peak_tapes, len(self._tapes))

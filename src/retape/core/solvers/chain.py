@@ -55,7 +55,7 @@ class Rounding(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class MemoryGrid:
     """Memory levels 0 to `top`, of `unit` bytes each.
 
     `exact` where every size is a multiple of the unit; `whole` where the top is enough for the fastest plan of all.
@@ -67,13 +67,13 @@ class Grid:
     whole: bool = True
 
     @classmethod
-    def exactly(cls, costs: ChainCosts) -> Grid:
+    def exactly(cls, costs: ChainCosts) -> MemoryGrid:
         """The grid on which nothing is rounded."""
         unit = int(np.gcd.reduce(costs.sizes())) or 1
         return cls(unit=unit, top=most_bytes(costs) // unit, exact=True)
 
     @classmethod
-    def spread(cls, costs: ChainCosts, levels: int, top_bytes: int) -> Grid:
+    def spread(cls, costs: ChainCosts, levels: int, top_bytes: int) -> MemoryGrid:
         """So many levels up to `top_bytes`."""
         most = most_bytes(costs)
         unit = max(1, -(-min(most, top_bytes) // levels))
@@ -137,7 +137,7 @@ class ChainTable:
     the fastest options all do.
     """
 
-    def __init__(self, costs: ChainCosts, intervals: Intervals, grid: Grid, rounding: Rounding) -> None:
+    def __init__(self, costs: ChainCosts, intervals: Intervals, grid: MemoryGrid, rounding: Rounding) -> None:
         self.costs, self.intervals, self.grid, self.rounding = costs, intervals, grid, rounding
         self._nothing = len(intervals.segments)  # the row of the empty segment: no seconds, no bytes
         shape = self._nothing + 2, grid.top + 1  # the last row, -1, is that of what cannot be: it takes for ever
@@ -325,7 +325,7 @@ class ChainPlans:
 
     costs: ChainCosts
     intervals: Intervals
-    grid: Grid
+    grid: MemoryGrid
     rounding: Rounding
     seconds: Floats
     peak_bytes: Ints

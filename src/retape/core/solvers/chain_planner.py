@@ -1,7 +1,7 @@
-"""All plans of a chain: every solver's candidates in one menu, of which only those that nothing dominates are offered.
+"""All plans of a chain: the candidates of every solver, reduced to the ones that no other dominates, and a lower bound.
 
-The menu depends on the chain alone and its bytes and seconds are exact, so a smaller budget never gets a larger peak and
-a larger one never a slower plan: a budget only decides how far down the menu one may read.
+The candidates depend on the chain alone and their bytes and seconds are exact, so a smaller budget never gets a larger peak and
+a larger budget never a slower plan.
 """
 
 from __future__ import annotations
@@ -9,19 +9,78 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+
+import numpy as np
 
 from retape.core.errors import RetapeError
+from retape.core.machine import Outcome, simulate
 from retape.core.plan import Plan, ProblemKind, judge
 from retape.core.problem import Chain
 from retape.core.schedules.chain import Move, Take, chain_actions, walk
-from retape.core.simulate import Outcome, simulate
-from retape.core.solvers.bound import HeldTapesBound
-from retape.core.solvers.chain import CELLS, EXACT_LEVELS, FINE_LEVELS, ChainPlans, ChainTable, Grid, Rounding
+from retape.core.solvers.chain import CELLS, EXACT_LEVELS, FINE_LEVELS, ChainPlans, ChainTable, MemoryGrid, Rounding
 from retape.core.solvers.coarse import CoarseChain, coarsen
-from retape.core.solvers.costs import ChainCosts
+from retape.core.solvers.costs import ChainCosts, Floats, OptionCost
 from retape.core.solvers.floor import ChainFloor
 from retape.core.solvers.intervals import Intervals
 from retape.core.solvers.options import MOST_LABELS, option_plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldTapesBound:
+    """The corners of the curve: bytes of held tapes, and the least seconds with them."""
+
+    base_bytes: int
+    held_bytes: Floats
+    seconds: Floats
+
+    @classmethod
+    def of(cls, costs: ChainCosts) -> HeldTapesBound:
+        forward = np.diff(costs.forward).tolist()
+        pinned = (costs.reach == np.arange(costs.length)).tolist()
+        hulls = [_hull(_points(*stage)) for stage in zip(costs.options, forward, pinned, strict=True)]
+        steps = sorted(step for hull in hulls for step in _steps(hull))
+        return cls(
+            base_bytes=costs.base_bytes,
+            held_bytes=np.cumsum([float(sum(hull[0][0] for hull in hulls)), *(size for _, size, _ in steps)]),
+            seconds=sum(hull[0][1] for hull in hulls) - np.cumsum([0.0, *(saved for _, _, saved in steps)]),
+        )
+
+    def bound_seconds(self, budget_bytes: int) -> float:
+        """No persistent plan within the budget is faster."""
+        # A hair lower, for these sums are made in another order than a plan's.
+        return float(np.interp(budget_bytes - self.base_bytes, self.held_bytes, self.seconds)) * (1 - 1e-12)
+
+
+def _points(options: tuple[OptionCost, ...], run: float, pinned: bool) -> list[tuple[int, float]]:
+    """Bytes held and seconds of each way to treat a stage."""
+    again = [] if pinned else [(0, run + min(option.seconds for option in options))]
+    return again + [(option.held_bytes, option.seconds) for option in options]
+
+
+def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The lower left convex hull: more bytes, fewer seconds, ever less for each byte. It begins at the fewest bytes."""
+    hull: list[tuple[int, float]] = []
+    for size, seconds in sorted(points):
+        if hull and seconds >= hull[-1][1]:
+            continue
+        if hull and size == hull[-1][0]:
+            hull.pop()
+        while len(hull) > 1 and _worth(hull[-2], hull[-1]) <= _worth(hull[-1], (size, seconds)):
+            hull.pop()
+        hull.append((size, seconds))
+    return hull
+
+
+def _worth(one: tuple[int, float], other: tuple[int, float]) -> float:
+    """Seconds saved by each further byte."""
+    return (one[1] - other[1]) / (other[0] - one[0])
+
+
+def _steps(hull: list[tuple[int, float]]) -> list[tuple[float, int, float]]:
+    """Along one hull: (minus the worth, bytes, seconds saved), so that sorting puts the best first."""
+    return [(-_worth(a, b), b[0] - a[0], a[1] - b[1]) for a, b in pairwise(hull)]
+
 
 MOST_ROWS = 12_000
 MOST_CUTS = 500_000  # of one table: about 140 stages that all differ
@@ -33,7 +92,7 @@ EQUAL = 1e-9  # seconds this near are the same: sums in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class PlanCandidate:
     """A plan that can be had: its true peak and seconds, and how to make its moves."""
 
     peak_bytes: int
@@ -88,7 +147,7 @@ class ChainPlanner:
                 return plain
         return moves, outcome
 
-    def _replayed(self, chosen: Candidate) -> tuple[tuple[Move, ...], Outcome]:
+    def _replayed(self, chosen: PlanCandidate) -> tuple[tuple[Move, ...], Outcome]:
         moves = chosen.moves()
         outcome = simulate(self._chain, chain_actions(self._chain.length, moves))
         if outcome.peak_bytes > chosen.peak_bytes:
@@ -101,13 +160,13 @@ class ChainPlanner:
         held = self._held.bound_seconds(budget_bytes)
         return max([held, *(plans.bound_seconds(budget_bytes) for plans in self._bounds)])
 
-    def _measured(self, moves: tuple[Move, ...]) -> Candidate:
+    def _measured(self, moves: tuple[Move, ...]) -> PlanCandidate:
         total = self._costs.come_to(moves)
-        return Candidate(peak_bytes=total.peak_bytes, seconds=total.seconds, moves=lambda: moves)
+        return PlanCandidate(peak_bytes=total.peak_bytes, seconds=total.seconds, moves=lambda: moves)
 
     # --- where candidates come from -----------------------------------------------------------------------------
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self) -> Iterator[PlanCandidate]:
         intervals = Intervals.of(self._costs.kinds, reach=self._costs.reach, most_rows=MOST_ROWS)
         if intervals is not None and _affordable(self._costs, intervals):
             yield from self._fine(intervals)
@@ -117,7 +176,7 @@ class ChainPlanner:
         if intervals is not None:
             yield from self._bisected(ChainFloor(self._costs, intervals))
 
-    def _fine(self, intervals: Intervals) -> Iterator[Candidate]:
+    def _fine(self, intervals: Intervals) -> Iterator[PlanCandidate]:
         """The exact dynamic program; where its grid rounds, with the floor's own plan and the options' exact labels."""
         floor = ChainFloor(self._costs, intervals)
         grids = _grids(self._costs, intervals, floor)
@@ -131,12 +190,12 @@ class ChainPlanner:
         yield from _menu_of(ChainTable(self._costs, intervals, grids[0], Rounding.UP).plans())
         yield from self._options()
 
-    def _options(self) -> Iterator[Candidate]:
+    def _options(self) -> Iterator[PlanCandidate]:
         plans = option_plans(self._costs, most_labels=min(MOST_LABELS, max(64, LABELS // self._costs.length)))
         for label, (peak, seconds) in enumerate(zip(plans.peak_bytes.tolist(), plans.seconds.tolist(), strict=True)):
-            yield Candidate(peak_bytes=peak, seconds=seconds, moves=partial(plans.moves, label))
+            yield PlanCandidate(peak_bytes=peak, seconds=seconds, moves=partial(plans.moves, label))
 
-    def _coarse(self, coarse: CoarseChain) -> Iterator[Candidate]:
+    def _coarse(self, coarse: CoarseChain) -> Iterator[PlanCandidate]:
         """The same program on groups of stages; it gives no bound, for their borders are our choice."""
         intervals = Intervals.of(coarse.costs.kinds, reach=coarse.costs.reach, most_rows=MOST_ROWS)
         assert intervals is not None, "so few groups always fit"
@@ -147,7 +206,7 @@ class ChainPlanner:
                 yield replace(candidate, moves=partial(_expanded, coarse, candidate.moves))
         yield self._measured(coarse.expand(floor.moves(floor.floor_bytes, table)))
 
-    def _bisected(self, floor: ChainFloor) -> Iterator[Candidate]:
+    def _bisected(self, floor: ChainFloor) -> Iterator[PlanCandidate]:
         """Where the groups are too coarse: plans by bisection, from the floor up in equal ratios."""
         ratio = (self.store_all_bytes / floor.floor_bytes) ** (1 / BISECTIONS) if floor.floor_bytes else 1.0
         for power in range(BISECTIONS):
@@ -159,7 +218,7 @@ def _affordable(costs: ChainCosts, intervals: Intervals) -> bool:
     if intervals.work <= MOST_CUTS and 3 * costs.length <= LEAST_LEVELS:
         return True
     levels = _most_levels(intervals)
-    return Grid.exactly(costs).top <= levels or 3 * costs.length <= levels
+    return MemoryGrid.exactly(costs).top <= levels or 3 * costs.length <= levels
 
 
 def _most_levels(intervals: Intervals) -> int:
@@ -167,21 +226,21 @@ def _most_levels(intervals: Intervals) -> int:
     return min(CELLS // intervals.work, ENTRIES // len(intervals.segments))
 
 
-def _grids(costs: ChainCosts, intervals: Intervals, floor: ChainFloor) -> tuple[Grid, ...]:
+def _grids(costs: ChainCosts, intervals: Intervals, floor: ChainFloor) -> tuple[MemoryGrid, ...]:
     """One exact grid, or one over everything and a finer one over small budgets; the same for every budget."""
     levels = max(_most_levels(intervals), LEAST_LEVELS)
-    exact = Grid.exactly(costs)
+    exact = MemoryGrid.exactly(costs)
     if exact.top <= min(levels, EXACT_LEVELS):
         return (exact,)
     levels = min(levels, FINE_LEVELS)
-    whole = Grid.spread(costs, levels, exact.top * exact.unit)
-    low = Grid.spread(costs, levels, 6 * (floor.floor_bytes - costs.base_bytes))
+    whole = MemoryGrid.spread(costs, levels, exact.top * exact.unit)
+    low = MemoryGrid.spread(costs, levels, 6 * (floor.floor_bytes - costs.base_bytes))
     return (whole,) if low.whole else (whole, low)
 
 
-def _menu_of(plans: ChainPlans) -> Iterator[Candidate]:
+def _menu_of(plans: ChainPlans) -> Iterator[PlanCandidate]:
     for level in plans.steps():
-        yield Candidate(
+        yield PlanCandidate(
             peak_bytes=int(plans.peak_bytes[level]),
             seconds=float(plans.seconds[level]),
             moves=partial(plans.moves, level),
@@ -192,9 +251,9 @@ def _expanded(coarse: CoarseChain, moves: Callable[[], tuple[Move, ...]]) -> tup
     return coarse.expand(moves())
 
 
-def _undominated(candidates: list[Candidate]) -> tuple[Candidate, ...]:
+def _undominated(candidates: list[PlanCandidate]) -> tuple[PlanCandidate, ...]:
     """By rising bytes, each clearly faster than the one before."""
-    kept: list[Candidate] = []
+    kept: list[PlanCandidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.seconds)):
         if not kept or candidate.seconds < kept[-1].seconds * (1 - EQUAL):
             kept.append(candidate)

@@ -1,6 +1,6 @@
 """The numbers of a chain, as its solvers read them: what each move of a schedule needs in bytes and costs in seconds.
 
-These are the rules of `simulate.py` for persistent schedules, in closed form. A segment's input is counted by whoever
+These are the rules of `machine.py` for persistent schedules, in closed form. A segment's input is counted by whoever
 keeps it, so every need here is beyond that input. A segment that reaches the end of the chain is in its first run;
 every other one is a re-run. A pinned stage, which is never run again, is in segments of the first run alone.
 """

@@ -1,72 +1,94 @@
-"""Which tensors of one region to hold between forward and backward: an exact mixed-integer program.
+"""Tensors of one region to hold between forward and backward: a minimum cut, an exact program, and a planner over both.
 
-As in Checkmate (Jain et al., 2020), for one re-run of one region: a tensor is held or not, an op is run again or
-not; what backward reads must be held or made again, and so must every input of an op that is run again. Least re-run
-seconds under bytes, then least bytes among those (so a smaller budget never holds more). Given the held tensors, the ops
-that must run follow; they are integer unknowns all the same: where some are not, HiGHS must often mend an answer, and then
-prints a line to stdout whatever it is told about output. Solved by HiGHS through scipy, in units of the smallest cost, for HiGHS
-does not see what lies below its tolerances. Each answer is weighed exactly: where it passes a limit by a hair it
-is cut off and the program solved again, and it is called optimal only where it comes within a millionth of the cheapest op of
-the bound that HiGHS proved. Otherwise (`TIME_LIMIT`, or seconds too far apart) the bound is that one.
+Fewest bytes (`least_held`): a minimum cut, after the partitioner of Chen, Moreau, Jiang et al. (TVM, PyTorch's AOTAutograd).
+Outputs of ops that may not run again flow to what backward reads through the ops that may, and each such path is cut by holding
+a tensor on it (Ford and Fulkerson's max-flow min-cut). Optimal in bytes; near O(V E^2) at worst, milliseconds for a transformer
+block. Capacities are 32-bit: sums above 2^30 are rounded up to a coarser unit, which costs at most that unit per tensor.
+
+Fewest seconds within bytes (`hold_within`): a mixed-integer program as in Checkmate (Jain et al., 2020), for one re-run of one
+region. A tensor is held or not, an op is run again or not; what backward reads, and every input of an op that is run again, must
+be held or made again. Minimises re-run seconds, then bytes among the optima, so that a smaller budget never holds more. The ops
+follow from the held tensors but are integer unknowns as well: with continuous ones HiGHS often repairs an answer, and then prints to
+stdout whatever its output options are. Costs are in units of the smallest one, because HiGHS ignores differences below its tolerances.
+Each answer is evaluated exactly: one that exceeds a limit within the tolerance is excluded and the program is solved again; it is
+optimal only within a millionth of the cheapest op of the bound that HiGHS proved. Else (time limit, or seconds too far
+apart) the proved bound is reported.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from retape.core.errors import InvalidInput
-from retape.core.problem import Graph, Op
+from retape.core.ledger import Holding, weigh
+from retape.core.plan import Plan, ProblemKind, judge
+from retape.core.problem import Graph
 from retape.core.solvers.costs import Floats
-from retape.core.solvers.mincut import least_held
+
+_MOST_FLOW = 1 << 30
+
+
+def least_held(graph: Graph, banned: Collection[str] = ()) -> tuple[str, ...]:
+    """The tensors to hold, fewest bytes in all, if the `banned` ops (by name) are never run again."""
+    edges = _Edges(graph)
+    for op in graph.ops:
+        if op.recomputable and op.name not in banned:
+            edges.add_all((edges.after(a), edges.before(b)) for a, b in product(op.inputs, op.outputs))
+        else:
+            edges.add_all((edges.source, edges.before(name)) for name in op.outputs)
+    edges.add_all((edges.after(name), edges.sink) for name in dict.fromkeys(graph.saved))
+    reached = edges.reached_after_flow()
+    names = [tensor.name for tensor in graph.tensors]
+    return tuple(n for n in names if edges.before(n) in reached and edges.after(n) not in reached)
+
+
+class _Edges:
+    """The network: each tensor is an edge of its own bytes, each dependence an edge that cannot be cut."""
+
+    source, sink = 0, 1
+
+    def __init__(self, graph: Graph) -> None:
+        self._index = {tensor.name: 2 + 2 * i for i, tensor in enumerate(graph.tensors)}
+        total = sum(tensor.bytes for tensor in graph.tensors)
+        unit = -(-total // _MOST_FLOW) or 1
+        self._uncut = total // unit + len(graph.tensors) + 1
+        self._capacity = {(self.before(t.name), self.after(t.name)): -(-t.bytes // unit) for t in graph.tensors}
+
+    def before(self, name: str) -> int:
+        return self._index[name]
+
+    def after(self, name: str) -> int:
+        return self._index[name] + 1
+
+    def add_all(self, pairs: Iterable[tuple[int, int]]) -> None:
+        self._capacity.update(dict.fromkeys(pairs, self._uncut))
+
+    def reached_after_flow(self) -> set[int]:
+        """What the source still reaches when the flow is greatest: the near side of the cut."""
+        if not self._capacity:
+            return {self.source}
+        size = 2 + 2 * len(self._index)
+        rows, columns = np.array(list(self._capacity)).T
+        values = np.array(list(self._capacity.values()), dtype=np.int32)
+        network = csr_matrix((values, (rows, columns)), shape=(size, size))
+        residual = network - maximum_flow(network, self.source, self.sink).flow
+        residual.data[residual.data < 0] = 0
+        residual.eliminate_zeros()
+        order = breadth_first_order(residual, self.source, directed=True, return_predecessors=False)
+        return {int(node) for node in order}
+
 
 TIME_LIMIT = 10.0
 _SLACK = 1e-12  # of sums made in another order
 _TOLERANCE = 4e-6  # of HiGHS's goals, in units of the smallest cost: its gap, and its bound's
 _HAIR = 1e-3  # by which a limit is given wider, in units of the smallest cost: an answer on it need not be mended
 _TRIES = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """Tensors to hold, what they weigh, the seconds of the ops run again, and the least that those could be."""
-
-    held: tuple[str, ...]
-    held_bytes: int
-    rerun_seconds: float
-    bound_seconds: float
-
-
-def rerun_ops(graph: Graph, held: tuple[str, ...]) -> tuple[Op, ...]:
-    """The ops that must run again to make everything in `saved`; InvalidInput where one of them may not."""
-    makers = {name: op for op in graph.ops for name in op.outputs}
-    at_hand = {*graph.inputs, *held}
-    needed = [name for name in graph.saved if name not in at_hand]
-    again: dict[str, Op] = {}
-    while needed:
-        name = needed.pop()
-        op = makers[name]
-        if not op.recomputable:
-            raise InvalidInput(f"{name!r} is not held, and op {op.name!r}, which makes it, may not be run again.")
-        if op.outputs[0] not in again:
-            again[op.outputs[0]] = op
-            needed += [source for source in op.inputs if source not in at_hand]
-    return tuple(op for op in graph.ops if op.outputs and op.outputs[0] in again)
-
-
-def weigh(graph: Graph, held: tuple[str, ...], bound_seconds: float = 0.0) -> Holding:
-    """What holding these tensors comes to."""
-    sizes = {tensor.name: tensor.bytes for tensor in graph.tensors}
-    seconds = float(sum(op.seconds for op in rerun_ops(graph, held)))
-    return Holding(
-        held=held,
-        held_bytes=sum(sizes[name] for name in held),
-        rerun_seconds=seconds,
-        bound_seconds=min(bound_seconds, seconds),
-    )
 
 
 def store_all(graph: Graph) -> Holding:
@@ -201,3 +223,71 @@ def _at_most(costs: Floats, limit: float) -> LinearConstraint:
     """A hair more than the limit; what passes the limit itself is cut off when it is weighed."""
     unit = _unit(costs)
     return LinearConstraint(costs[None, :] / unit, ub=[limit / unit + _HAIR])
+
+
+POINTS = 8
+
+
+class GraphPlanner:
+    """The floor of a graph by minimum cut, and the best holding for any budget by the exact program."""
+
+    fixed_bytes = 0
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._plain = store_all(graph)
+        self._least = weigh(graph, least_held(graph))
+        self._menu = [self._plain, self._least]
+        self.store_all_bytes = self._plain.held_bytes
+        self.floor_bytes = self._least.held_bytes
+
+    @property
+    def binding(self) -> str:
+        """The largest tensor that must be held."""
+        sizes = {tensor.name: tensor.bytes for tensor in self._graph.tensors}
+        return max(self._least.held, key=lambda name: sizes[name], default="")
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """A few budgets from the floor to store-all, each solved exactly."""
+        return tuple((holding.held_bytes, holding.rerun_seconds) for holding in self.holdings())
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """What to hold at a few budgets from the floor to store-all, each faster than the one before."""
+        span = max(self.store_all_bytes - self.floor_bytes, 0)
+        found = [self._plain]
+        for i in reversed(range(POINTS)):
+            budget = self.floor_bytes + span * i // POINTS
+            if found[-1].held_bytes > budget:  # else it is the best of the smaller budget too
+                found.append(self._hold(budget))
+        kept: list[Holding] = []
+        for holding in sorted(found, key=lambda h: (h.held_bytes, h.rerun_seconds)):
+            if not kept or holding.rerun_seconds < kept[-1].rerun_seconds:
+                kept.append(holding)
+        return tuple(kept)
+
+    def best(self, budget_bytes: int) -> Plan:
+        """The least re-run seconds within a budget that is not below the floor, and the fewest bytes for those."""
+        holding = self._hold(budget_bytes)
+        return Plan(
+            problem=ProblemKind.GRAPH,
+            digest=self._graph.digest(),
+            budget_bytes=budget_bytes,
+            floor_bytes=self.floor_bytes,
+            promised_peak_bytes=holding.held_bytes,
+            promised_seconds=holding.rerun_seconds,
+            lower_bound_seconds=holding.bound_seconds,
+            status=judge(holding.rerun_seconds, holding.bound_seconds),
+            held=holding.held,
+        )
+
+    def _hold(self, budget_bytes: int) -> Holding:
+        if self.store_all_bytes <= budget_bytes:  # nothing is run again, and nothing can beat that
+            return self._plain
+        solved = hold_within(self._graph, budget_bytes)
+        assert solved is not None, "the budget is below the floor"
+        self._menu.append(solved)
+        fitting = [holding for holding in self._menu if holding.held_bytes <= budget_bytes]
+        best = min(fitting, key=lambda holding: (holding.rerun_seconds, holding.held_bytes))
+        # A bound is about one budget: another's does not hold here.
+        return replace(best, bound_seconds=min(solved.bound_seconds, best.rerun_seconds))

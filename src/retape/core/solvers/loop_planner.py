@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from retape.core.errors import InvalidInput, RetapeError
+from retape.core.machine import simulate
 from retape.core.plan import REPLAYED_STEPS, Plan, ProblemKind, Status, judge
 from retape.core.problem import Loop
 from retape.core.schedules import Schedule
 from retape.core.schedules.mixed import tabulate
 from retape.core.schedules.revolve import extra_steps
-from retape.core.simulate import simulate
 
 MIXED_CELLS = 50_000_000
 _FEW = 64

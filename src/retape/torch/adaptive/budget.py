@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from retape.core.errors import InvalidInput
-from retape.core.option_set import EXACT, OptionSet
-from retape.core.problem import Budget, BudgetKind, BudgetLike
+from retape.core.problem import EXACT, Budget, BudgetKind, BudgetLike, OptionSet
 from retape.torch.adaptive.manager import Adaptive
 
 

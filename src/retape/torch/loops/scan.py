@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike, Tier
-from retape.core.quantities import is_whole, shown
+from retape.core.units import is_whole, shown
 from retape.torch.capture.call import Call, capture_call
 from retape.torch.engine.mismatch import name_of
 from retape.torch.engine.runs import is_plain

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 
 from retape.core.errors import BudgetTooSmall, InvalidInput
-from retape.core.option_set import OptionSet
-from retape.core.problem import Budget, BudgetKind
+from retape.core.problem import Budget, BudgetKind, OptionSet
 
 MARGIN_SHARE = 0.05  # of the device: fragmentation, workspaces of libraries, what others take meanwhile
 LEAST_MARGIN_BYTES = 512 << 20

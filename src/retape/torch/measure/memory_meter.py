@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from retape.core.record import Moment, Record
+from retape.core.record import MemorySample, Record
 from retape.torch.capture.checksum import inner_tensors
 from retape.torch.compat import internals, process_internals
 from retape.torch.compat.ranks import largest
@@ -38,7 +38,7 @@ class MemoryTracker(Protocol):
     """A running measurement. `mark` adds a reading; readings and timeline are complete once the context has ended."""
 
     readings: list[MemoryReading]
-    timeline: list[Moment]
+    timeline: list[MemorySample]
 
     def mark(self, label: Any) -> None: ...
 
@@ -48,7 +48,7 @@ class _CpuTracker:
 
     def __init__(self) -> None:
         self.readings: list[MemoryReading] = []
-        self.timeline: list[Moment] = []
+        self.timeline: list[MemorySample] = []
         self._labels: list[Any] = []
 
     def mark(self, label: Any) -> None:
@@ -72,7 +72,7 @@ class _CpuTracker:
                 continue
             live += what
             peak = max(peak, live)
-            self.timeline.append(Moment(seconds=(at - start) / 1e9, live_bytes=live))
+            self.timeline.append(MemorySample(seconds=(at - start) / 1e9, live_bytes=live))
 
 
 class _CudaTracker:
@@ -80,7 +80,7 @@ class _CudaTracker:
 
     def __init__(self, device: torch.device) -> None:
         self.readings: list[MemoryReading] = []
-        self.timeline: list[Moment] = []
+        self.timeline: list[MemorySample] = []
         self._device = device
         self._start_bytes = self._start_seconds = 0.0
 
@@ -91,8 +91,8 @@ class _CudaTracker:
         start = int(self._start_bytes)
         now = time.perf_counter() - self._start_seconds
         self.readings.append(MemoryReading(label=label, live_bytes=live - start, peak_bytes=peak - start))
-        self.timeline.append(Moment(seconds=now, live_bytes=peak - start))
-        self.timeline.append(Moment(seconds=now, live_bytes=live - start))
+        self.timeline.append(MemorySample(seconds=now, live_bytes=peak - start))
+        self.timeline.append(MemorySample(seconds=now, live_bytes=live - start))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -228,12 +228,12 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from _plain_parts(part)
 
 
-def thinned(timeline: list[Moment], base_bytes: int) -> tuple[Moment, ...]:
+def thinned(timeline: list[MemorySample], base_bytes: int) -> tuple[MemorySample, ...]:
     """At most so many moments that a picture can show; of those left out the highest is kept, so the peak is never lost."""
     width = -(-len(timeline) // MOST_MOMENTS) or 1
     groups = (timeline[i : i + width] for i in range(0, len(timeline), width))
     tops = (max(group, key=lambda moment: moment.live_bytes) for group in groups)
-    return tuple(Moment(seconds=top.seconds, live_bytes=max(0, base_bytes + top.live_bytes)) for top in tops)
+    return tuple(MemorySample(seconds=top.seconds, live_bytes=max(0, base_bytes + top.live_bytes)) for top in tops)
 
 
 def step_record(tracker: MemoryTracker, device: torch.device, fixed_bytes: int) -> Record:

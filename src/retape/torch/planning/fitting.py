@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from retape.core.assignment import Assignment, assign
 from retape.core.errors import BudgetTooSmall, StateChanged
-from retape.core.frontier import frontier
-from retape.core.option_set import OptionSet
 from retape.core.plan import Plan
-from retape.core.problem import Budget, BudgetKind, Chain, OptionKind
+from retape.core.problem import Budget, BudgetKind, Chain, OptionKind, OptionSet
 from retape.core.record import Record
-from retape.core.solve import limit_bytes, solve
+from retape.core.solve import frontier, limit_bytes, solve
 from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.compat.ranks import any_rank, decided_by_first
 from retape.torch.engine.host.copy_streams import host_tier

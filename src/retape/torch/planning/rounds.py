@@ -12,8 +12,7 @@ from torch import nn
 from retape.core.assignment import Assignment
 from retape.core.errors import BudgetTooSmall
 from retape.core.fit_record import DeviceRecord
-from retape.core.frontier import Frontier
-from retape.core.plan import Plan, judge
+from retape.core.plan import Frontier, Plan, judge
 from retape.core.problem import Budget, Chain
 from retape.core.record import Record
 from retape.core.solve import solve

@@ -19,11 +19,10 @@ from torch import nn
 from retape.core.assignment import Assignment, assign
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.fit_record import DeviceRecord
-from retape.core.frontier import Frontier, frontier
-from retape.core.plan import Plan
+from retape.core.plan import Frontier, Plan
 from retape.core.problem import Budget, BudgetKind, Chain
 from retape.core.record import Record
-from retape.core.solve import limit_bytes, solve
+from retape.core.solve import frontier, limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.compat.ranks import decided_by_first
 from retape.torch.engine.host.copy_streams import host_tier

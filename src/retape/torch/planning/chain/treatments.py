@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from retape.core.problem import Graph, GraphTensor, Op
-from retape.core.solvers.graph_planner import GraphPlanner
+from retape.core.solvers.graph import GraphPlanner
 from retape.torch.engine.select import Step, plan_recipe
 from retape.torch.engine.trace import RegionTrace, TracedOp
 

@@ -1,13 +1,15 @@
-"""The abstract machine: the one definition of legal, of peak and of time. Every schedule and every plan passes through it.
+"""The abstract machine: the one definition of a legal schedule, of its peak and of its time. Every schedule and plan is replayed by it.
 
-The machine knows a Chain (unequal stages, every byte on the device counts, a tape holds its stage's input and output) or a
-Loop (equal steps, the bytes of a tier count what is stored there). A pinned stage of a chain runs once, and is taped then.
-It works on streams: nothing here grows with the number of actions, unless a timeline is asked for.
+The problem is a Chain (unequal stages; every byte on the device counts; a tape contains its stage's input and output) or a
+Loop (equal steps; a tier counts what is stored there). A pinned stage of a chain runs once and is taped in that run.
+The machine reads a stream: memory use does not grow with the number of actions, unless a timeline is requested.
 
-Time: computation is one lane; `Save` and `Load` of a slower tier wait for their copy; `Offload` and `Prefetch` run on two
-copy lanes of their own beside the computation. What was offloaded leaves the device at the first action that starts after
-its copy is done, never by waiting; what was prefetched is waited for by the first action that needs it. What the options of a
-chain move themselves is played on the lanes of a `host` where one is given (`copy_lanes.py`); else it is in their seconds.
+Time: computation is sequential. `Save` and `Load` of a slower tier block until their copy is done; `Offload` and `Prefetch` run
+on two copy streams, one per direction, beside the computation. Offloaded bytes leave the device at the first action that starts
+after their copy is done; the machine never waits for that. Prefetched bytes are waited for by the first action that needs them.
+
+Host copies of a chain's options (`Option.moved_bytes`): `simulate(chain, actions, host=tier)` plays them on the copy streams of the
+host (`HostCopies`) and returns the peak and the seconds that result. Without `host` the estimates inside the options are used.
 """
 
 from __future__ import annotations
@@ -15,23 +17,92 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
-from retape.core.actions import (
-    Action,
-    Backward,
-    Forward,
-    Free,
-    Item,
-    Load,
-    Offload,
-    Prefetch,
-    Save,
-    Tape,
-)
-from retape.core.copy_lanes import CopyLanes
+from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Offload, Prefetch, Save, Tape
 from retape.core.errors import IllegalAction, InvalidInput
 from retape.core.ledger import ChainLedger, Ledger, LoopLedger
-from retape.core.problem import Chain, Loop, Tier
-from retape.core.quantities import is_whole, shown
+from retape.core.problem import Chain, Loop, Option, Tier
+from retape.core.units import is_whole, shown
+
+
+@dataclass(slots=True)
+class _Out:
+    """Bytes on their way out."""
+
+    step: int
+    bytes: int
+    done_seconds: float
+
+
+class HostCopies:
+    """Two lanes of a host. `device_bytes` is what is on the device of copies that are not the running stage's own."""
+
+    def __init__(self, host: Tier) -> None:
+        self._host = host
+        self._out_free = self._back_free = 0.0
+        self._leaving: list[_Out] = []
+        self._moved: dict[int, int] = {}  # of stages not yet reversed, in their order
+        self._there: dict[int, float] = {}  # what has started back, and when it is there
+        self._announced: dict[
+            int, int
+        ] = {}  # by the first stage after it that moves nothing: who starts back with that one
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(out.bytes for out in self._leaving) + sum(self._moved[step] for step in self._there)
+
+    def begin(self, now: float) -> None:
+        """A stage's forward begins: what has left is off the device."""
+        self._leaving = [out for out in self._leaving if out.done_seconds > now]
+
+    def end(self, step: int, option: Option, begin: float, now: float) -> float:
+        """A stage's forward, which began at `begin`, has been computed; returns when the next one may begin."""
+        ready = max([now, *(out.done_seconds for out in self._leaving)])
+        self._leaving.clear()
+        if option.input_bytes:
+            self._leaving.append(_Out(step, option.input_bytes, self._send(option.input_bytes, begin)))
+        slots = option.moved_bytes - option.input_bytes
+        if slots:
+            self._leaving.append(_Out(step, slots, self._send(slots, now)))
+        if option.moved_bytes:
+            self._moved[step] = option.moved_bytes
+        elif self._moved and max(self._moved) not in self._announced.values():
+            self._announced[step] = max(self._moved)
+        return ready
+
+    def stay(self, step: int, option: Option, now: float) -> None:
+        """A re-run has taped a stage: it is needed soon, so nothing of it is moved."""
+        if option.moved_bytes:
+            self._moved[step] = option.moved_bytes
+            self._there[step] = now
+
+    def reach(self, step: int, now: float) -> float:
+        """Backward reaches a stage; returns when its own bytes are there."""
+        if step in self._moved:
+            self._start(step, now)
+            nearest = max((other for other in self._moved if other < step), default=None)
+        else:
+            nearest = self._announced.get(step)
+        if nearest in self._moved:
+            self._start(nearest, now)
+        ready = max(now, self._there.pop(step, now))
+        self._moved.pop(step, None)
+        return ready
+
+    def _start(self, step: int, now: float) -> None:
+        if step in self._there:
+            return
+        here = [out for out in self._leaving if out.step == step]  # which never left
+        self._leaving = [out for out in self._leaving if out.step != step]
+        missing = self._moved[step] - sum(out.bytes for out in here)
+        self._there[step] = now
+        if missing:
+            start = max(now, self._back_free)
+            self._back_free = self._there[step] = start + self._host.read_seconds(missing)
+
+    def _send(self, count: int, now: float) -> float:
+        self._out_free = max(now, self._out_free) + self._host.write_seconds(count)
+        return self._out_free
+
 
 DEVICE = Tier(name="device")
 _Key = tuple[Item, int]
@@ -115,7 +186,7 @@ class Machine:
         if not isinstance(tiers, tuple) or not tiers or not all(isinstance(tier, Tier) for tier in tiers):
             raise InvalidInput(f"tiers = {shown(tiers)}; give a tuple of Tier values, the device first.")
         self._ledger = _ledger_of(problem)
-        self._lanes = CopyLanes(host) if host is not None else None
+        self._lanes = HostCopies(host) if host is not None else None
         self._tiers = tiers
         self._stored: list[dict[_Key, float]] = [{} for _ in tiers]  # key -> when it is complete
         self._stored_bytes = [0] * len(tiers)

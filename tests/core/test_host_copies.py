@@ -5,8 +5,8 @@ import math
 import pytest
 
 from retape.core.actions import Backward, Forward, Free, Item, Load, Save, Tape
+from retape.core.machine import simulate
 from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
-from retape.core.simulate import simulate
 
 FORWARD, BACKWARD, RERUN, MOVED = 1.0, 2.0, 0.5, 10
 
