@@ -381,7 +381,7 @@ def test_a_region_asked_about_dies_all_the_same():
     x = leaf(2, 4)
     region, out = of(known(Block(), x), x)
     assert region.name == "Block"
-    assert region._watch.describe(0) == "tensor 0 of its arguments"
+    assert region.snapshot.describe(0) == "tensor 0 of its arguments"
     alive = weakref.ref(region)
     del region, out
     assert alive() is None

@@ -17,9 +17,7 @@ from torch import Tensor
 from retape.torch.adaptive.accounting import BESIDE_COPIES, ODD, WHOLE, Account, Keys, Kind
 from retape.torch.adaptive.drop_levels import Rung
 from retape.torch.adaptive.host import is_here, parcels_of, storage_of
-from retape.torch.capture import ambient as state
 from retape.torch.capture.checksum import checksum, digest
-from retape.torch.capture.mutation import version_of
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine import links
 from retape.torch.engine.host.offload import MovedSlot, Parcel
@@ -389,7 +387,7 @@ class AdaptiveRegion(Region):
         # A re-run that is wanted anyway shows what a region of this kind does; it costs what follows the last slot.
         recorder = Recorder(OpTimer(self.manager.account.device))
         outputs = super()._attempt(Filler(self, filler._targets, False, recorder), held, recorder)
-        self.manager.learn(self, recorder.trace(links.tensors_of(outputs), opaque=state.drawn_by_python(self._draws)))
+        self.manager.learn(self, recorder.trace(links.tensors_of(outputs), opaque=self.snapshot.drew_outside_torch))
         return outputs
 
     def _teaches(self) -> bool:
@@ -419,8 +417,7 @@ class AdaptiveRegion(Region):
         held = self.inputs.held[place]
         if type(held) is links.Link:
             return True
-        after = self._watch._after
-        return after is not None and place not in self._watch.changed and version_of(held) == after[place]
+        return self.snapshot.is_unchanged(place, held)
 
     def drop_input(self, place: int, maker: AdaptiveRegion, output: int) -> None:
         """Let go of an input; a link stands in its place."""

@@ -6,40 +6,14 @@ error says what to do.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from retape.core.errors import BudgetTooSmall, StateChanged
+from retape.core.errors import BudgetTooSmall
 from retape.core.units import format_bytes
-from retape.torch.adaptive.adaptive_region import AdaptiveInputs, AdaptiveRegion
-from retape.torch.capture import ambient as state
-from retape.torch.compat import internals
+from retape.torch.adaptive.adaptive_region import AdaptiveRegion
 
 
 def rewind(region: AdaptiveRegion) -> None:
     """Everything that a first run changed before it failed is put back: random streams, buffers, containers, its arguments."""
-    watch, call = region._watch, region._call
-    arguments = list(region.inputs.held) if isinstance(region._inputs, AdaptiveInputs) else []
-    watched: list[Tensor] = arguments + call.extras + call.state
-    state.seek(region._draws)
-    for holder in call.holders:
-        holder.enter()
-    changed = {
-        i for i, (then, now) in enumerate(zip(watch._before, watch._versions(watched), strict=True)) if then != now
-    }
-    copies = watch._copies
-    lost = changed - (copies.indices if copies is not None else frozenset())
-    history = [i for i in changed if i < len(arguments) and watch.arguments_need_grad[i]]
-    if lost or history:
-        raise StateChanged(
-            f"Region {region.name} ran out of memory after it had changed {watch.describe(min([*lost, *history]))} in place, so it cannot "
-            "be run again from the start. Give the region a copy (.clone()), or a smaller batch."
-        )
-    if copies is not None:
-        with internals.unobserved(), torch.no_grad():
-            rebuilt = copies.rebuild({})
-            for index in copies.different(watched):
-                internals.write_unseen(watched[index], rebuilt[index])
+    region.snapshot.undo_forward(region._inputs.load(region, frozenset(), {}))
 
 
 def nothing_left(

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import StateChanged
 from retape.torch.adaptive.accounting import Kind
-from retape.torch.capture import ambient as state
+from retape.torch.capture import rng
 from retape.torch.capture.mutation import version_of
 from retape.torch.capture.signature import Signature
 from retape.torch.compat import compiler_internals, process_internals
@@ -181,7 +181,7 @@ class Attempt:
         self.outputs: Any = None
         self._tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if type(leaf) is Tensor]
         self._versions = list(map(version_of, self._tensors))
-        self._draws = state.streams(())
+        self._draws = rng.capture(())
         started = process_internals.collectives_started()
         try:
             self.outputs = function(*arguments, **keywords)
@@ -191,7 +191,7 @@ class Attempt:
 
     def undo(self, name: str) -> None:
         """Put back what the failed run has drawn."""
-        state.seek(self._draws)
+        rng.seek(self._draws)
         if self._versions != list(map(version_of, self._tensors)):
             raise StateChanged(
                 f"Region {name} ran out of memory after it had changed an argument in place, so it cannot be run again from the start. "
@@ -210,7 +210,7 @@ class Footprints:
         """Whether the region has changed nothing beside its output, and draws from no stream of its own."""
         region = self._region
         module = isinstance(getattr(region._call.function, "__self__", region._call.function), nn.Module)
-        if not module or region._call.generators or region._watch.changed or region.kept:
+        if not module or region._call.generators or region.snapshot.changed or region.kept:
             return False
         return all(_seen(fields) == before for fields, before in self._fields)
 

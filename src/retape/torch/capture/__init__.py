@@ -1,5 +1,5 @@
-"""What a call reads, and how a re-run sees it again: arguments, closures, modules, containers, random streams, settings.
+"""What a call reads, and how a re-run sees it again.
 
-Not here: what becomes of saved tensors (`engine`). Start from `call.capture_call`, `mutation.Watch` and `mutation.AsBefore`,
-`ambient.capture`, `module_tree.Layout` and `decisions.Decisions`.
+Not here: what becomes of saved tensors (`engine`). Start from `call.capture_call`, `snapshot.Snapshot`, `rng.capture`,
+`ambient.RestoredAmbient` and `mutation.version_of`.
 """

@@ -1,298 +1,29 @@
-"""Everything a re-run must see again beside its inputs: random streams, autocast, flags. One `capture`, one `Replay`.
+"""The settings around a call that a re-run must see again: autocast, flags, modes, context variables.
 
-What a function reads through its arguments, closure and modules (tensors, training flags) is in `call.py`.
-A stream is kept only if the first run moved it: `drawn` compares where it stood before and after. torch's own are kept in any
-case, in one copy that regions share until it moves. The tokens are the streams' whole states.
+`capture` reads them, `RestoredAmbient` puts them back for a re-run, with the random streams (`rng.py`). What a function reads through
+its arguments, closure and modules is in `call.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import random
-import struct
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context as _copy_context
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from retape.torch.capture import rng
 from retape.torch.capture.context_variables import Binding, Holder, LastBindings, bind, enter_collectors
 from retape.torch.capture.host_access import TransparentMode
 from retape.torch.compat import internals
 
-Token = Any
 # A name of torch's own is slow to find, and one of another module's slower than one of ours.
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, internals.set_grad_enabled
 _count_function_modes = internals.count_function_modes
 _CUDA_BUILT = internals.CUDA_BUILT
 _LAST = LastBindings()
-
-
-class Stream(Protocol):
-    """One source of random numbers: `peek` says where it stands, `seek` puts it there."""
-
-    def peek(self) -> Token: ...
-    def seek(self, token: Token) -> None: ...
-
-
-class GeneratorStream:
-    """A torch.Generator, of the CPU or of a device. Its token is the raw state, or what `get_state` says where that cannot be read."""
-
-    __slots__ = ("_last", "_words", "generator", "views")
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-        self._words = words = internals.generator_words(generator)
-        self.views: tuple[memoryview, ...] = () if words is None else (_part(words[0], 0), memoryview(words[1]))
-        # What the views showed when the state was last read, and that state.
-        self._last: tuple[bytes, bytes] = (b"", b"")
-
-    def peek(self) -> Token:
-        last = self._last
-        if self._words is None:
-            state = self.generator.get_state()  # on the CPU, whatever the generator's device
-            token = ctypes.string_at(state.data_ptr(), state.numel())
-            if token == last[1]:
-                return last[1]
-            self._last = (b"", token)
-            return token
-        if last[0] == _join(self.views):  # regions that draw nothing share one copy
-            return last[1]
-        spare = bytes(self.views[1])
-        token = internals.read_generator(self._words)
-        self._last = (token[:_GLIMPSE_BYTES] + spare, token)
-        return token
-
-    def is_at(self, token: Token) -> bool:
-        """Whether it stands where it stood when it was last looked at, and that was `token`: then nothing need be read."""
-        last = self._last
-        return last[1] is token and last[0] == _join(self.views) != b""
-
-    def seek(self, token: Token) -> None:
-        if self._words is not None:
-            self.generator.set_state(internals.generator_state(token))
-        else:
-            self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
-
-
-# A twister's first words and its index tell where it stands: copying all of its 2,500 bytes is for when it has moved.
-_GLIMPSE_BYTES = 96
-
-
-_join = b"".join
-
-
-def _part(words: Any, start: int, size: int = _GLIMPSE_BYTES) -> memoryview:
-    """A view of some bytes of another one."""
-    return memoryview((ctypes.c_char * size).from_buffer(words, start))
-
-
-class ObjectStream:
-    """A random.Random, or one of numpy's generator objects."""
-
-    __slots__ = ("_get", "_put")
-
-    def __init__(self, generator: Any) -> None:
-        source = getattr(generator, "bit_generator", None)  # numpy's Generator
-        if source is not None:
-            self._get = lambda: _OtherState(source.state)
-            self._put = lambda token: setattr(source, "state", token.state)
-        elif hasattr(generator, "getstate"):
-            self._get, self._put = generator.getstate, generator.setstate
-        else:
-            self._get = lambda: _OtherState(generator.get_state(legacy=False))
-            self._put = lambda token: generator.set_state(token.state)
-
-    def peek(self) -> Token:
-        return self._get()
-
-    def seek(self, token: Token) -> None:
-        self._put(token)
-
-
-class PythonStream:
-    """Python's `random`. Its token is the raw state words and the spare normal number, or `getstate()` where those cannot be read."""
-
-    __slots__ = ("_last", "_words", "instance", "views")
-
-    def __init__(self) -> None:
-        self._words = internals.python_random_words()
-        # The index comes first.
-        self.views: tuple[memoryview, ...] = () if self._words is None else (_part(self._words, 0),)
-        self.instance: Any = random._inst
-        self._last: tuple[bytes, Any] = (b"", None)
-
-    def peek(self) -> Token:
-        if self._words is None:
-            return random.getstate()
-        last, spare = self._last, self.instance.gauss_next
-        if spare is last[1] and last[0].startswith(bytes(self.views[0])):
-            return last
-        self._last = last = (self._words.raw, spare)
-        return last
-
-    def seek(self, token: Token) -> None:
-        if self._words is not None:
-            index, *words = struct.unpack("=625I", token[0])
-            token = (3, (*words, index), token[1])
-        random.setstate(token)
-
-
-class NumpyStream:
-    """numpy's global generator: its state words, and the second number that its legacy normal generator keeps in hand."""
-
-    __slots__ = ("_generator", "_last", "_words", "current", "views")
-
-    def __init__(self) -> None:
-        self.current: Any = None
-        self.views: tuple[
-            memoryview, ...
-        ] = ()  # of the first words, the index and the spare number, where they can be read
-        self._generator: Any = None
-        self._words: Any = None
-        self._last: tuple[bytes, bytes] = (b"", b"")
-
-    def _meet(self, generator: Any) -> None:
-        self.current = getattr(sys.modules["numpy.random"], "get_bit_generator", None)  # numpy 1.24 and later have it
-        self._generator = generator
-        self._words, spare = internals.numpy_random_words(generator), internals.numpy_spare_words()
-        self.views = ()
-        if self._words is not None and spare is not None:
-            self.views = (_part(self._words, 0), _part(self._words, 624 * 4, 4), memoryview(spare))
-        self._last = (b"", b"")
-
-    def peek(self) -> Token:
-        generator = self.current() if self.current is not None else internals.numpy_generator()
-        if generator is not self._generator:
-            self._meet(generator)
-        if not self.views:
-            return _OtherState(sys.modules["numpy.random"].get_state(legacy=False))
-        first, index, spare = self.views
-        last = self._last
-        if last[1] == bytes(spare) and last[0].startswith(bytes(first)) and last[0].endswith(bytes(index)):
-            return last
-        self._last = last = (self._words.raw, bytes(spare))
-        return last
-
-    def seek(self, token: Token) -> None:
-        numpy_random = sys.modules["numpy.random"]
-        if isinstance(token, _OtherState):
-            numpy_random.set_state(token.state)
-            return
-        words = sys.modules["numpy"].frombuffer(token[0], dtype="uint32")
-        has_spare, spare = struct.unpack("=ixxxxd", token[1])
-        numpy_random.set_state(("MT19937", words[:624], int(words[624]), has_spare, spare))
-
-
-class _OtherState:
-    """The state of a bit generator that is not numpy's usual one, comparable by what it prints."""
-
-    __slots__ = ("state",)
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _OtherState) and repr(self.state) == repr(other.state)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-_CPU = GeneratorStream(torch.default_generator)
-_PYTHON = PythonStream()
-_NUMPY = NumpyStream()
-
-
-# Random streams, and where each stood. A plain tuple: a region makes several, and a class costs more than what it holds.
-Draws = tuple[tuple[Stream, ...], list[Token]]
-NONE_DRAWN: Draws = ((), [])
-
-
-def drawn_by_python(draws: Draws) -> bool:
-    """Whether a stream outside torch is among these: then chance may decide what Python does, which no op shows."""
-    return any(not isinstance(stream, GeneratorStream) for stream in draws[0])
-
-
-def seek(draws: Draws) -> None:
-    """Put streams where they stood."""
-    with internals.unobserved():
-        for stream, token in zip(*draws, strict=True):
-            stream.seek(token)
-
-
-def peek(found: tuple[Stream, ...]) -> list[Token]:
-    """Where streams stand."""
-    if found is _ONLY_CPU:
-        return [_CPU.peek()]
-    with internals.unobserved():
-        return [stream.peek() for stream in found]
-
-
-def streams(generators: Sequence[Any]) -> Draws:
-    """Where every random stream stands that the caller could draw from; the first is the CPU's own."""
-    devices = internals.cuda_devices_in_use() if _CUDA_BUILT and internals.cuda_initialized() else ()
-    last, alone = _USUAL.last, not (devices or generators)
-    if alone and last[0] is not None:  # the three were met together: numpy is there
-        if last[0] == (_join(_USUAL.views), _PYTHON.instance.gauss_next, _NUMPY.current()):
-            return last[1]
-        return _USUAL.meet()
-    if alone and "numpy.random" in sys.modules:
-        return _USUAL.meet()
-    others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
-    more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
-    found = (*(_WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY), *more)
-    return found, peek(found)
-
-
-_WITH_NUMPY = (_CPU, _PYTHON, _NUMPY)
-_WITHOUT_NUMPY = (_CPU, _PYTHON)
-_ONLY_CPU = (_CPU,)
-
-
-class _Usual:
-    """The three streams of any process, looked at in one go: regions that draw nothing share one record of where they stand."""
-
-    __slots__ = ("last", "views")
-
-    def __init__(self) -> None:
-        self.views: tuple[memoryview, ...] = ()
-        # What the last look saw, None where there was none; where all of them stood; where the CPU's stood.
-        self.last: tuple[tuple[Any, ...] | None, Draws, Draws] = (None, NONE_DRAWN, NONE_DRAWN)
-
-    def look(self) -> tuple[Any, ...]:
-        """Differs once one of them has moved. Asked only where all three can be viewed; `streams` and `drawn` have it spelled out."""
-        return _join(self.views), _PYTHON.instance.gauss_next, _NUMPY.current()
-
-    def meet(self) -> Draws:
-        draws: Draws = _WITH_NUMPY, [stream.peek() for stream in _WITH_NUMPY]
-        self.last = (None, NONE_DRAWN, NONE_DRAWN)  # what it shows may be gone by now
-        if all(stream.views for stream in _WITH_NUMPY) and _NUMPY.current is not None:
-            self.views = (*_CPU.views, *_PYTHON.views, *_NUMPY.views)
-            seen = self.look()
-            if draws[1] == [stream.peek() for stream in _WITH_NUMPY]:  # no other thread has drawn in between
-                self.last = (seen, draws, (_ONLY_CPU, draws[1][:1]))
-        return draws
-
-
-_USUAL = _Usual()
-
-
-def drawn(before: Draws) -> Draws:
-    """Those of `before` that have moved since, and torch's own: `torch.random.fork_rng` draws and puts them back."""
-    last = _USUAL.last
-    if (
-        last[0] is not None
-        and before is last[1]
-        and last[0] == (_join(_USUAL.views), _PYTHON.instance.gauss_next, _NUMPY.current())
-    ):
-        return last[2]
-    found, tokens = before
-    if found is _WITH_NUMPY and _PYTHON.peek() == tokens[1] and _NUMPY.peek() == tokens[2]:
-        return _ONLY_CPU, tokens[:1]
-    kept = [i for i, stream in enumerate(found) if type(stream) is GeneratorStream or stream.peek() != tokens[i]]
-    return tuple([found[i] for i in kept]), [tokens[i] for i in kept]
+_rewind = rng.rewind
 
 
 # What surrounds a call: PyTorch's settings; of each device whether autocast is on, and its dtype; torch-function modes; the
@@ -331,52 +62,47 @@ _autocast, _autocast_dtype, _read_settings = (
 )
 
 
-class Replay:
-    """Surrounds a re-run, from when it is made, with what surrounded the first run; when it is left, all is as it was.
+class RestoredAmbient:
+    """The settings and random streams of a first run, from construction until `leave`; then all is as it was found.
 
-    So are containers that context variables hold, unless this surrounds a `first_run`: what that collects stays.
+    Containers that context variables hold are put back too, unless it surrounds a `first_run`: what that collects stays.
     """
 
-    __slots__ = ("_around", "_collectors", "_found", "_grad", "_settings", "_stood")
+    __slots__ = ("_collectors", "_context", "_grad", "_settings", "_streams")
 
-    def __init__(self, ambient: Ambient, draws: Draws, *, first_run: bool = False) -> None:
+    def __init__(self, ambient: Ambient, draws: rng.Draws = rng.NONE_DRAWN, *, first_run: bool = False) -> None:
         now = capture()
         self._settings = now[0]
         self._grad = _is_grad_enabled()
-        self._around: Any = None
+        self._context: Any = None
         if now[:6] != ambient[:6] or now[1] != _OFF:  # an autocast is on
-            self._around = _as_then(ambient, now)
-            self._around.__enter__()
+            self._context = _with_settings(ambient, now)
+            self._context.__enter__()
         collects = not first_run and (now[6] or ambient[5])
         self._collectors: Iterable[Holder] = enter_collectors() if collects else ()
-        self._found, self._stood = draws
-        if self._found is not _ONLY_CPU or not _CPU.is_at(draws[1][0]):
-            self._stood = peek(self._found)
-            if self._stood != draws[1]:
-                seek(draws)
+        self._streams = _rewind(draws)
         _set_grad_enabled(True)
 
     def __enter__(self) -> None:
-        """Nothing: it is entered when it is made."""
+        """Do nothing: it was entered when it was made."""
 
     def __exit__(self, *error: object) -> None:
         self.leave()
 
     def leave(self) -> None:
+        """Leave everything as it was found."""
         _set_grad_enabled(self._grad)
-        found, stood = self._found, self._stood
-        if (found is not _ONLY_CPU or not _CPU.is_at(stood[0])) and peek(found) != stood:
-            seek((found, stood))
+        _rewind(self._streams)
         for holder in self._collectors:
             holder.leave()
-        if self._around is not None:
-            self._around.__exit__(None, None, None)
-        if (settings := _read_settings()) != self._settings:  # a stop came before the function set back what it had set
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+        if (settings := _read_settings()) != self._settings:  # the stop came before the function had set them back
             _put_settings(settings, self._settings)
 
 
 @contextmanager
-def _as_then(ambient: Ambient, now: Ambient) -> Iterator[None]:
+def _with_settings(ambient: Ambient, now: Ambient) -> Iterator[None]:
     settings, enabled_then, dtypes, modes, cuda_device, bound, _ = ambient
     with ExitStack() as stack:
         bind(bound, stack)

@@ -292,6 +292,10 @@ class Call:
         self.state.append(tensor)
         self.only_parameters = False
 
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
+
     def function_again(self) -> Callable[..., Any]:
         """The function over variables of its own: a re-run may write to them, and the next one must not see that."""
         return as_of_now(self.function) if type(self.function) is types.FunctionType else self.function
@@ -435,6 +439,21 @@ def _say_many(call: Call, count: int) -> None:
             name,
             count,
         )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a call in messages: its module's class, or its function and source line."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, nn.Module):
+        return type(function).__name__
+    if isinstance(owner, nn.Module):
+        return type(owner).__name__
+    inner = getattr(function, "func", None)
+    if inner is not None:
+        return name_of(inner)
+    code = getattr(function, "__code__", None)
+    where = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
+    return f"{getattr(function, '__qualname__', type(function).__name__)}{where}"
 
 
 def twins_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:

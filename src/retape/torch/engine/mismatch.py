@@ -6,10 +6,8 @@ checkpoint catches them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointError
 
 from retape.core.errors import RecomputeMismatch
@@ -55,18 +53,3 @@ def different_values(region: str, index: int) -> RerunMismatch:
 
 def _text(metadata: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(("shape", "dtype", "device"), metadata, strict=True))
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """What to call a region in messages: its module's class, or its function and where that stands."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(function, torch.nn.Module):
-        return type(function).__name__
-    if isinstance(owner, torch.nn.Module):
-        return type(owner).__name__
-    inner = getattr(function, "func", None)
-    if inner is not None:
-        return name_of(inner)
-    code = getattr(function, "__code__", None)
-    where = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
-    return f"{getattr(function, '__qualname__', type(function).__name__)}{where}"

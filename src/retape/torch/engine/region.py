@@ -28,19 +28,19 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import RegionError
-from retape.torch.capture import ambient as state
 from retape.torch.capture.call import Call, capture_call
 from retape.torch.capture.checksum import Digest, checksum, digest, same_digests
 from retape.torch.capture.decisions import Decisions, Recording, Repeating
-from retape.torch.capture.mutation import AsBefore, Guard, Watch, hold, version_of
+from retape.torch.capture.mutation import hold, version_of
 from retape.torch.capture.opaque import CompiledCall
 from retape.torch.capture.rerun_lock import RerunLock
+from retape.torch.capture.snapshot import Snapshot
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine import links
 from retape.torch.engine.debug import OpLog, difference
 from retape.torch.engine.host import offload
 from retape.torch.engine.host.moved_inputs import MovedInputs
-from retape.torch.engine.mismatch import RerunMismatch, different_number, name_of
+from retape.torch.engine.mismatch import RerunMismatch, different_number
 from retape.torch.engine.policy import DROP, Check, Inputs, Policy
 from retape.torch.engine.proof import Proof, Standing
 from retape.torch.engine.recipe_mode import Diverged, Replay
@@ -58,8 +58,6 @@ _OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
 _is_grad_enabled = torch.is_grad_enabled
 _push_hooks, _pop_hooks, _top_hooks = internals.push_hooks, internals.pop_hooks, internals.top_hooks
 _graph_task = internals.graph_task
-_count_dispatch_modes, _in_odd_surroundings = internals.count_dispatch_modes, internals.in_odd_surroundings
-_capture, _streams, _drawn, _Ambience = state.capture, state.streams, state.drawn, state.Replay
 _NO_TENSORS: list[Tensor] = []  # never changed, only replaced
 _HeldHere, _MovedSlot = links.HeldHere, offload.MovedSlot
 
@@ -112,21 +110,11 @@ class Region:
         if call.fills_what_it_saved:
             self.early_stop = False
             self.check = Check.METADATA if self._compares else _OFF
-        if _count_dispatch_modes():
-            with internals.unobserved():
-                self._observe(call)
-        else:
-            self._observe(call)
-        self._inputs = self._hold_inputs()
-
-    def _observe(self, call: Call) -> None:
-        """Note how everything stands that a re-run must see again."""
         self._arguments: Collection[int] = set(map(id, call.tensors))
         if not call.only_parameters:
             self._own_ids = set(map(id, call.state))
-        self._watch = Watch(call)
-        self._ambient = _capture()
-        self._draws = _streams(call.generators)
+        self.snapshot = Snapshot(call)
+        self._inputs = self._hold_inputs()
 
     @property
     def _own(self) -> set[int]:
@@ -137,7 +125,7 @@ class Region:
 
     @property
     def name(self) -> str:
-        return name_of(self._call.function)
+        return self._call.name
 
     @property
     def region(self) -> Region:
@@ -188,12 +176,7 @@ class Region:
         finally:
             _pop_hooks()
             running.pop()
-        self._draws = _drawn(self._draws)
-        if _count_dispatch_modes():
-            with internals.unobserved():
-                self._watch.settle(tensors, self)
-        else:
-            self._watch.settle(tensors, self)
+        self.snapshot.finish_forward(tensors)
         self._running = False
         if cargo is not None:
             cargo.close()
@@ -306,30 +289,30 @@ class Region:
         """Run again to the end and write down what happens, op by op; nothing is refilled."""
         with RERUN:
             recorder = Recorder(stopwatch)
-            held = self._inputs.load(self, self._watch.changed, {})
+            held = self._inputs.load(self, self.snapshot.changed, {})
             if self.is_compiled:  # one opaque op, which a mode would silently make eager
                 outputs = self._attempt(Filler(self, {}, False, recorder), held, None)
                 known = [*held, *self._call.state, *self._call.extras]
                 return recorder.compiled_trace(known, links.tensors_of(outputs))
             outputs = self._attempt(Filler(self, {}, False, recorder), held, recorder)
-            return recorder.trace(links.tensors_of(outputs), opaque=state.drawn_by_python(self._draws))
+            return recorder.trace(links.tensors_of(outputs), opaque=self.snapshot.drew_outside_torch)
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
-        inputs, watch = self._inputs, self._watch
+        inputs, snapshot = self._inputs, self.snapshot
         if type(inputs) is _HeldHere and inputs.holds_here:
             held = inputs.held
-            suspects = watch.check(held, self)
+            suspects = snapshot.check(held)
         else:
-            suspects = watch.check_present(inputs.present(), self)
+            suspects = snapshot.check_present(inputs.present())
             self.refilling = True  # loading its inputs may refill others
             try:
-                held = inputs.load(self, watch.changed, {} if made is None else made)
+                held = inputs.load(self, snapshot.changed, {} if made is None else made)
             finally:
                 self.refilling = False
         if suspects:
-            if self.is_compiled or not self._watch.can_be_guarded(suspects):
-                raise self._watch.has_changed(self, self._watch.index_of(suspects[0]))
-            guard = Guard(self, self._watch, suspects)
+            if self.is_compiled:
+                raise snapshot.suspect_has_changed(suspects[0])
+            guard = snapshot.guard(suspects)
             return self._attempt(Filler(self, targets, early_stop, guard), held, guard)
         recipe = self.policy.recipe
         may_select = recipe is not None and early_stop and not self._diverged and not self.is_compiled
@@ -407,23 +390,19 @@ class Region:
 
     def _replayed(self, filler: Filler, held: list[Tensor], mode: AbstractContextManager[Any] | None) -> Any:
         """Run again with everything as it was; afterwards all is as it is."""
-        around = _Ambience(self._ambient, self._draws)
+        restored = self.snapshot.restored(held)
         try:
-            before = AsBefore(self._watch)
-            try:
-                call, tensors = self._call, before.arguments(held)
-                args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
-                if self._backward_inside:
-                    before.keep_gradients()
-                if mode is None and self._contexts is None and self._decisions is None:
-                    return self._hooked(filler, args, keywords)
-                repeating = nullcontext() if self._decisions is None else self._repeating(self._decisions, mode)
-                with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext(), repeating:
-                    return self._hooked(filler, args, keywords)
-            finally:
-                before.leave()
+            call, tensors = self._call, restored.arguments
+            args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
+            if self._backward_inside:
+                restored.keep_gradients()
+            if mode is None and self._contexts is None and self._decisions is None:
+                return self._hooked(filler, args, keywords)
+            repeating = nullcontext() if self._decisions is None else self._repeating(self._decisions, mode)
+            with self._contexts[1] if self._contexts else nullcontext(), mode or nullcontext(), repeating:
+                return self._hooked(filler, args, keywords)
         finally:
-            around.leave()
+            restored.leave()
 
     @staticmethod
     def _repeating(decisions: Decisions, mode: AbstractContextManager[Any] | None) -> Repeating:

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import RecomputeMismatch, StateChanged
-from retape.torch.capture.ambient import GeneratorStream
 from retape.torch.capture.mutation import version_of
+from retape.torch.capture.rng import GeneratorStream
 from retape.torch.compat import internals
 from retape.torch.engine.trace import Given, RegionTrace, TracedOp
 

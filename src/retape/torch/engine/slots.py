@@ -17,7 +17,7 @@ from retape.torch.engine.policy import Check
 from retape.torch.engine.runs import Run, stop_of
 
 if TYPE_CHECKING:
-    from retape.torch.capture.mutation import Guard
+    from retape.torch.capture.snapshot import ReadGuard
     from retape.torch.engine.recipe_mode import Replay
     from retape.torch.engine.region import Region
     from retape.torch.engine.trace import Recorder
@@ -103,7 +103,7 @@ class Filler(Run):
     # What most never ask for has its value here. What every `pack` reads is a field: those are found sooner.
     rerun = True
     _cursor = 0
-    _observer: Guard | Recorder | None = None
+    _observer: ReadGuard | Recorder | None = None
     _replay: Replay | None = None
 
     def __init__(
@@ -111,7 +111,7 @@ class Filler(Run):
         region: Region,
         targets: dict[int, Slot],
         early_stop: bool,
-        observer: Guard | Recorder | None = None,
+        observer: ReadGuard | Recorder | None = None,
         replay: Replay | None = None,
     ) -> None:
         self.region = region

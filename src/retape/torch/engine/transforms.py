@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from retape.core.errors import UnsupportedTransform
-from retape.torch.capture.call import Call
+from retape.torch.capture.call import Call, name_of
 from retape.torch.compat import internals
-from retape.torch.engine.mismatch import name_of
 
 
 def refuse_transforms(function: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from retape.torch.capture import ambient as state
+from retape.torch.capture import ambient, rng
 from retape.torch.loops.body import Body
 from retape.torch.loops.plan import Sizes
 from retape.torch.loops.side_state import Hidden
@@ -33,7 +33,7 @@ def probe(body: Body, hidden: Hidden, initial: State, generators: list[Any]) -> 
         saved.append(tensor)
         return tensor
 
-    with state.Replay(state.capture(), state.streams(generators)):
+    with ambient.RestoredAmbient(ambient.capture(), rng.capture(generators)):
         start = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             tape, after = body.tape(initial, 0, 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from retape.core.actions import Backward, Forward, Free, Item, Load, Save
 from retape.core.errors import RegionError, StateChanged
 from retape.core.schedules.online import forward_phase
-from retape.torch.capture import ambient as state
+from retape.torch.capture import ambient, rng
 from retape.torch.capture.mutation import version_of
 from retape.torch.compat import internals
 from retape.torch.loops.body import Body
@@ -58,8 +58,8 @@ class Driver:
         self.store = store
         self.block = block
         self.snapshots = snapshots
-        self.ambient = self.called_in = state.capture()
-        self.streams, self.start_tokens = state.streams(generators)
+        self.ambient = self.called_in = ambient.capture()
+        self.streams, self.start_tokens = rng.capture(generators)
         self._resume = resume
         self._tapes: dict[int, Tape] = {}
         self._working = initial
@@ -77,7 +77,7 @@ class Driver:
         self.steps = steps
         begin = self._begin()
         done = 0
-        with state.Replay(self.ambient, state.NONE_DRAWN, first_run=True):
+        with ambient.RestoredAmbient(self.ambient, first_run=True):
             for action in actions() if not begin.ended else ():
                 done += 1
                 if not begin.passed(self, action):
@@ -101,7 +101,7 @@ class Driver:
                 asked[self.steps] = goes_on(self._working, self.steps)
             return asked[self.steps]
 
-        with state.Replay(self.ambient, state.NONE_DRAWN, first_run=True):
+        with ambient.RestoredAmbient(self.ambient, first_run=True):
             for action in forward_phase(self.snapshots) if not begin.ended else ():
                 assert isinstance(action, Forward | Save | Free)
                 if not begin.passed(self, action):
@@ -252,9 +252,9 @@ class Driver:
         if keep:
             self.store = self.store.fork()
         self.hidden.lend()
-        self.called_in = state.capture()
+        self.called_in = ambient.capture()
         try:
-            with state.Replay(self.ambient, (self.streams, self.start_tokens)):
+            with ambient.RestoredAmbient(self.ambient, (self.streams, self.start_tokens)):
                 found = _Reversal(self, carry, ys, keep=keep).run(self._rest)
         except BaseException:
             if not keep:
@@ -390,7 +390,7 @@ class _Reversal:
         driver = self._driver
         # Steps are run as they were; gradients of them are taken as plain autograd would, in whatever surrounds the backward pass.
         around = driver.called_in != driver.ambient
-        with state.Replay(driver.called_in, state.NONE_DRAWN) if around else torch.enable_grad():
+        with ambient.RestoredAmbient(driver.called_in) if around else torch.enable_grad():
             rows = range(start, stop) if any(grad is not None for grad in self._ys) else ()
             ys = [self._y_grads(step, handed_on=step == stop - 1 < driver.steps - 1) for step in rows]
             found = tape.reverse(

@@ -17,8 +17,7 @@ from torch import Tensor
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike, Tier
 from retape.core.units import is_whole, shown
-from retape.torch.capture.call import Call, capture_call
-from retape.torch.engine.mismatch import name_of
+from retape.torch.capture.call import Call, capture_call, name_of
 from retape.torch.engine.runs import is_plain
 from retape.torch.engine.transforms import refuse_transforms
 from retape.torch.loops.body import Body, Xs, Ys

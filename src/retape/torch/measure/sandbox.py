@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
-from retape.torch.capture import ambient as state
+from retape.torch.capture import rng
 from retape.torch.compat import hook_internals
 from retape.torch.measure.put_back import MOST_BYTES, Noted, NotedSlots, NotedTensor, noted, shares_numbers
 from retape.torch.measure.sandbox_reach import Reach, Reached, Role
@@ -52,7 +52,7 @@ class Sandbox:
         copied = _written_parameters(reach)
         self._tensors = [_noted_tensor(each, copied) for each in reach.tensors if _can_be_noted(each)]
         self._generators = [name for name, _ in reach.generators]
-        self._draws = state.streams([_as_stream(generator) for _, generator in reach.generators])
+        self._draws = rng.capture([_as_stream(generator) for _, generator in reach.generators])
         for name, tensor, _ in reach.tensors:
             if tensor.is_leaf and tensor.requires_grad:
                 self._meet(name, tensor)
@@ -75,7 +75,7 @@ class Sandbox:
         with torch.no_grad():
             for leaf in self._leaves.values():
                 leaf.reset(self._gradients)
-        state.seek(self._draws)
+        rng.seek(self._draws)
         _refuse_changes(lost)
 
     def close(self) -> list[str]:
@@ -86,7 +86,7 @@ class Sandbox:
                 leaf.put_back()
         for optimizers in self._optimizers:
             optimizers.put_back()
-        state.seek(self._draws)
+        rng.seek(self._draws)
         return lost
 
     def _put_back(self) -> list[str]:
@@ -134,7 +134,7 @@ class Sandbox:
         common = len(streams) - len(self._generators)
         names = [f"random stream {i} ({type(stream).__name__})" for i, stream in enumerate(streams[:common])]
         names += [f"generator {name}" for name in self._generators]
-        return dict(zip(names, state.peek(streams), strict=True))
+        return dict(zip(names, rng.peek(streams), strict=True))
 
 
 class _Leaf:
@@ -226,7 +226,7 @@ def _written_parameters(reach: Reach) -> set[int]:
 
 
 def _as_stream(generator: Any) -> Any:
-    """What `state.streams` takes: one of numpy's bit generators by a generator that draws from it."""
+    """What `rng.capture` takes: one of numpy's bit generators by a generator that draws from it."""
     if isinstance(getattr(generator, "state", None), dict) and not hasattr(generator, "bit_generator"):
         import numpy
 

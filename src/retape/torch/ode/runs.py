@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retape.core.errors import IntegrationFailed
 from retape.core.tableaux import Tableau
-from retape.torch.capture.ambient import seek, streams
+from retape.torch.capture import rng
 from retape.torch.capture.opaque import Opaque
 from retape.torch.ode.control import Control, GridOptions
 from retape.torch.ode.grid import Grid
@@ -125,7 +125,7 @@ class AdaptiveRun(Opaque):
 
         Every attempt draws the same random numbers, so that a re-run, which makes only the last of them, draws them too.
         """
-        drawn = streams(self._generators)
+        drawn = rng.capture(self._generators)
         while True:
             size = self._next_attempt()
             slopes, end = self._stages(here, self.problem.direction * size)
@@ -137,8 +137,8 @@ class AdaptiveRun(Opaque):
                 self._accept(self.problem.direction * size)
                 return slopes, end
             self._reject(size, ratio)
-            if streams(self._generators)[1] != drawn[1]:
-                seek(drawn)
+            if rng.capture(self._generators)[1] != drawn[1]:
+                rng.seek(drawn)
 
     def _next_attempt(self) -> float:
         options, direction = self.control.options, self.problem.direction

@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError
-from retape.torch.capture import ambient as state
 from retape.torch.capture.aliased_copies import equal_bits
-from retape.torch.capture.mutation import AsBefore
 from retape.torch.compat import internals
 from retape.torch.engine import runs
 from retape.torch.engine.links import Held, Link, Made, SavedInNode
@@ -112,16 +110,16 @@ class SliceRegion(Region):
     @property
     def kind(self) -> tuple[Any, Any]:
         """What tells functions apart: the modules and their switches, or the code."""
-        return self._watch._kind
+        return self.snapshot.kind
 
     @property
     def changes_rows(self) -> bool:
-        return any(index < len(self._watch.arguments_need_grad) for index in self._watch.changed)
+        return self.snapshot.changes_arguments
 
     @property
     def draws(self) -> bool:
         """Whether the first run, just over, has moved a random stream."""
-        return any(stream.peek() != token for stream, token in zip(*self._draws, strict=True))
+        return self.snapshot.drew
 
     def ask(self, tensors: list[Tensor], *, decided: bool = False) -> list[Any]:
         """What the function returns for other tensors in the place of its arguments; `decided`: as `retape.keep` decided at first."""
@@ -135,14 +133,14 @@ class SliceRegion(Region):
         running = runs.current_runs()
         around, running[:] = list(running), [runs.Run(self, rerun=True) if decided else _Question(self, rerun=True)]
         try:
-            with RERUN, internals.unobserved(), state.Replay(self._ambient, self._draws):
+            with RERUN, internals.unobserved():
                 return self._asked(tensors, keep)
         finally:
             running[:] = around
 
     def _asked(self, tensors: list[Tensor], keep: Callable[[Tensor], Tensor | None]) -> list[Any]:
-        with AsBefore(self._watch) as before:
-            args, keywords = self._call.rebuild(before.arguments(tensors))
+        with self.snapshot.restored(tensors) as restored:
+            args, keywords = self._call.rebuild(restored.arguments)
             # Hooks around the call must not see what is only asked.
             internals.push_hooks(keep, _remember if keep is _forget else _as_it_is)
             try:

@@ -20,10 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RegionError, UnsupportedTransform
-from retape.torch.capture.call import Call, capture_call
+from retape.torch.capture.call import Call, capture_call, name_of
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine.graph_ancestry import computed_from_another
-from retape.torch.engine.mismatch import name_of
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.runs import is_plain
 from retape.torch.engine.transforms import refuse_transforms

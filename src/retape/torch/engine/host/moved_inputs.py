@@ -39,7 +39,7 @@ class MovedInput:
     def load(self, region: Region, index: int) -> Tensor:
         """What it was, or an error if somebody has written to it since."""
         if self._waybill.was_written_to:
-            raise region._watch.has_changed(region, index)
+            raise region.snapshot.has_changed(index)
         present = self.value  # read once: another thread may let go of it
         if present is not None:
             return present

@@ -1,0 +1,536 @@
+"""The state that a call reads, taken before it, so that a re-run sees it again.
+
+A `Snapshot` has four parts: versions of the tensors that the call reads; copies of those that it changes; the random streams; and
+the settings around the call (autocast, flags, context variables). `check` names tensors that were written to since. `restored` puts
+everything back for a re-run and, when it is left, leaves everything as it was found.
+
+Versions show almost every write. BatchNorm's kernels update their statistics without one, so in the first call of a kind (the same
+modules in the same modes, or the same code) every tensor that could change is copied and compared by value. From then on, tensors
+that calls of this kind are known to change are copied beforehand, and small ones in any case.
+
+Not here: the walk that finds the tensors (`call.py`), and what becomes of saved tensors (the engine).
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retape.core.errors import StateChanged
+from retape.torch.capture import ambient, rng
+from retape.torch.capture.aliased_copies import Copies, copyable
+from retape.torch.capture.host_access import Observer
+from retape.torch.capture.mutation import PLAIN_TENSORS, hold, version_of
+from retape.torch.capture.rerun_lock import SWAPS
+from retape.torch.capture.tuning import TUNING
+from retape.torch.compat import internals
+
+if TYPE_CHECKING:
+    from retape.torch.capture.call import Call
+
+_version = operator.attrgetter("_version")
+_needs_grad = operator.attrgetter("requires_grad")
+_backward_hooks = operator.attrgetter("_backward_hooks")
+_count_dispatch_modes = internals.count_dispatch_modes
+_capture_ambient, _RestoredAmbient = ambient.capture, ambient.RestoredAmbient
+_capture_streams, _drawn = rng.capture, rng.drawn
+_NO_COPIES: dict[int, Tensor] = {}
+_NOTHING: frozenset[int] = frozenset()
+_NOT_HELD = torch.empty(0)  # in place of an argument that the region does not hold, and that its owner checks
+
+KnownChanges = dict[Any, frozenset[int]]
+
+
+class _ChangesByKind:
+    """Indices of the tensors that calls are known to change: by module or code, then by kind of call."""
+
+    def __init__(self) -> None:
+        self._weak: weakref.WeakKeyDictionary[Any, KnownChanges] = weakref.WeakKeyDictionary()
+        self._lasting: dict[Any, KnownChanges] = {}
+
+    def of(self, key: Any) -> KnownChanges:
+        try:
+            known = self._weak.get(key)
+            if known is None:
+                known = self._weak[key] = {}
+        except TypeError:  # no weak reference can be made
+            known = self._lasting.setdefault(key if isinstance(key, _IMMORTAL) else type(key), {})
+        return known
+
+
+# Methods of C types are never freed; other objects without weak references are looked up by their type.
+_IMMORTAL = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_CHANGES = _ChangesByKind()
+
+
+class Snapshot:
+    """What a call reads, as it was before the call. Taken before the call; `finish_forward` completes it after the call."""
+
+    # Defaults of fields that most calls never set: a region makes one snapshot per forward.
+    _fsdp: dict[int, Tensor] | None = None
+    _after: list[Any] | None = None
+    _copies: Copies | None = None
+    _leaves: list[bool] | None = None
+    _plain = True  # every tensor has a version of its own
+    changed: frozenset[int] = _NOTHING  # indices of the tensors that the call itself changes
+    draws: rng.Draws  # random streams and their positions before the call; after it, those that it moved
+    kind: tuple[Any, Any]  # the module or code that was called, and the kind of the call
+    _rest: list[Tensor]  # the tensors of closures and modules
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        if _count_dispatch_modes():
+            with internals.unobserved():
+                self._take(call)
+        else:
+            self._take(call)
+
+    def _take(self, call: Call) -> None:
+        self._swaps_seen = SWAPS.last
+        tensors, state = call.tensors, call.state
+        if call.fsdp:
+            self._fsdp = _sharded_parameters(state)
+        self.kind = key, kind = _kind_of(call)
+        self._known_changes = changes = _CHANGES.of(key) if call.kinds is None else call.kinds
+        watched, known_types = tensors + call.extras + state, call.only_parameters and not call.extras
+        self._plain = not self._fsdp and PLAIN_TENSORS.issuperset(map(type, tensors if known_types else watched))
+        self._known = known = changes.get(kind)
+        self._before = self._versions(watched)
+        self._arguments_need_grad = needed = list(map(_needs_grad, tensors))
+        self._needs_grad = list(map(_needs_grad, state))
+        # Parameters alone have no history to drop, and are not copied: only arguments may have to be.
+        only_arguments = known is _NOTHING and known_types
+        if not only_arguments or False in needed:
+            copied = self._to_copy(tensors if only_arguments else watched)
+            if copied:
+                self._copies = Copies(watched, copied)
+        if only_arguments:
+            self._rest = state
+        else:
+            self._leaves = [tensor.grad_fn is None for tensor in state]
+            call.state = [hold(tensor) for tensor in state]
+            call.extras = [hold(tensor) for tensor in call.extras]
+            self._rest = call.extras + call.state
+        self._ambient = _capture_ambient()
+        self.draws = _capture_streams(call.generators)
+
+    def _versions(self, tensors: list[Tensor]) -> list[Any]:
+        if self._plain:
+            try:
+                return list(map(_version, tensors))
+            except RuntimeError:  # an inference tensor has no version
+                self._plain = False
+        sharded = self._fsdp or _NO_COPIES
+        return [version_of(sharded.get(id(tensor), tensor)) for tensor in tensors]
+
+    def _to_copy(self, watched: list[Tensor]) -> list[int]:
+        """Return the indices to copy: tensors known to change and small ones; in the first call all but parameters."""
+        known = self._known
+        if known is None:
+            renormalised = self._call.renormalised
+            arguments = len(self._arguments_need_grad)
+            return [
+                i
+                for i, tensor in enumerate(watched)
+                if (_may_change(tensor) and (i < arguments or tensor.nbytes <= TUNING.large_bytes))
+                or id(tensor) in renormalised
+            ]
+        small_bytes = TUNING.small_bytes
+        small = [
+            index
+            for index, tensor in enumerate(watched)
+            if index in known or (not tensor.requires_grad and _may_change(tensor) and tensor.nbytes <= small_bytes)
+        ]
+        return small if len(small) <= TUNING.max_copies else sorted(known)
+
+    # --- after the call ------------------------------------------------------------------------------------------
+
+    def finish_forward(self, arguments: list[Tensor]) -> None:
+        """Record which streams the call drew from and which tensors it changed; free the copies of the others."""
+        self.draws = _drawn(self.draws)
+        if _count_dispatch_modes():
+            with internals.unobserved():
+                self._record_changes(arguments)
+        else:
+            self._record_changes(arguments)
+
+    def _record_changes(self, arguments: list[Tensor]) -> None:
+        watched = arguments + self._rest
+        self._after = after = list(map(_version, watched)) if self._plain else self._versions(watched)
+        copies = self._copies
+        if copies is None and self._known is _NOTHING and after == self._before:
+            return
+        self._copies = None
+        # Comparing values waits for a GPU, so there only the first call of a kind is compared.
+        compare = copies is not None and (self._known is None or copies.on_the_cpu(watched))
+        unseen = copies.different(watched) if copies is not None and compare else set()
+        if self._known is _NOTHING and after == self._before and not unseen:
+            return
+        changed = {i for i, (old, new) in enumerate(zip(self._before, after, strict=True)) if old != new}
+        changed |= unseen
+        if self._known is None:
+            changed.update(i for i, tensor in enumerate(watched) if id(tensor) in self._call.statistics)
+        else:
+            changed |= self._known
+        if not changed <= (self._known or _NOTHING) or self._known is None:
+            self._known_changes[self.kind[1]] = frozenset(changed) or _NOTHING
+        if changed:
+            self._keep_changed(watched, changed, copies)
+
+    def _keep_changed(self, watched: list[Tensor], changed: set[int], copies: Copies | None) -> None:
+        self._refuse_swapped(changed)
+        lost = {i for i in (changed - copies.indices if copies else changed) if not internals.is_fake(watched[i])}
+        if lost:
+            raise StateChanged(
+                f"Region {self.name} changed {self.describe(min(lost))} in place, which it had not done when it was first seen, "
+                "so its value before the region is lost. Run the step again: from now on it is copied beforehand."
+            )
+        if copies is not None:
+            self._copies = copies.only(changed)
+            self.changed = self._copies.indices
+
+    def _refuse_swapped(self, changed: set[int]) -> None:
+        """Raise if a re-run in another thread had replaced, during this call, the tensors that it changes."""
+        first = self._first_state
+        places = self._call.places
+        mine = frozenset(id(places[index - first][0]) for index in changed if index >= first)
+        if SWAPS.by_others_since(self._swaps_seen, mine):
+            raise StateChanged(
+                f"Region {self.name} ran while a re-run in another thread had replaced its buffers for a while, so that its update of "
+                f"{self.describe(min(index for index in changed if index >= first))} may be lost. Train a model in one thread at a "
+                "time, or give each thread a copy of it."
+            )
+
+    def undo_forward(self, arguments: list[Tensor]) -> None:
+        """Put back what a forward that failed halfway has changed, so that it can be run again from the start."""
+        watched = arguments + self._rest
+        rng.seek(self.draws)
+        for holder in self._call.holders:
+            holder.enter()
+        versions = zip(self._before, self._versions(watched), strict=True)
+        changed = {i for i, (old, new) in enumerate(versions) if old != new}
+        copies = self._copies
+        lost = changed - (copies.indices if copies is not None else _NOTHING)
+        in_graph = {i for i in changed if i < len(arguments) and self._arguments_need_grad[i]}
+        if lost or in_graph:
+            raise StateChanged(
+                f"Region {self.name} ran out of memory after it had changed {self.describe(min(lost | in_graph))} in place, so it cannot "
+                "be run again from the start. Give the region a copy (.clone()), or a smaller batch."
+            )
+        if copies is not None:
+            with internals.unobserved(), torch.no_grad():
+                rebuilt = copies.rebuild({})
+                for index in copies.different(watched):
+                    internals.write_unseen(watched[index], rebuilt[index])
+
+    # --- before a re-run -----------------------------------------------------------------------------------------
+
+    def check_present(self, arguments: list[Tensor | None]) -> list[Tensor]:
+        """`check`, where arguments that the region does not hold (None) are left to whatever holds them."""
+        return self.check([_NOT_HELD if tensor is None else tensor for tensor in arguments])
+
+    def check(self, arguments: list[Tensor]) -> list[Tensor]:
+        """Return tensors of closures and modules that were written to since the call; raise if an argument was."""
+        if self._after is None:  # the call has not returned: it takes gradients itself
+            return []
+        watched = arguments + self._rest
+        now = list(map(_version, watched)) if self._plain else self._versions(watched)
+        if now == self._after:
+            return []
+        pairs = enumerate(zip(self._after, now, strict=True))
+        suspects = [
+            i for i, (old, new) in pairs if old != new and i not in self.changed and watched[i] is not _NOT_HELD
+        ]
+        for index in suspects:
+            if index < len(arguments):
+                raise self.has_changed(index)
+        return [watched[index] for index in suspects]
+
+    def is_unchanged(self, index: int, argument: Tensor) -> bool:
+        """True if neither the call nor anything since has written to an argument."""
+        after = self._after
+        return after is not None and index not in self.changed and version_of(argument) == after[index]
+
+    def guard(self, suspects: list[Tensor]) -> ReadGuard:
+        """Return a mode in which reading a changed tensor raises; raise at once if a read could go unseen."""
+        # A closure's tensor may be read without an op (`.tolist()`), and FSDP gathers its parameters without one.
+        first = self._first_state
+        for tensor in suspects:
+            if self._fsdp or type(tensor) not in PLAIN_TENSORS or self._index_of(tensor) < first:
+                raise self.has_changed(self._index_of(suspects[0]))
+        return ReadGuard(self, suspects)
+
+    def restored(self, held: list[Tensor]) -> RestoredState:
+        """Put the state of before the call back, until the result is left; `held` are the tensor arguments."""
+        return RestoredState(self, held)
+
+    # --- questions -----------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._call.name
+
+    @property
+    def changes_arguments(self) -> bool:
+        """True if the call changes a tensor argument in place."""
+        return any(index < len(self._arguments_need_grad) for index in self.changed)
+
+    @property
+    def drew(self) -> bool:
+        """True if the call, which has just returned, has moved a random stream."""
+        return rng.moved(self.draws)
+
+    @property
+    def drew_outside_torch(self) -> bool:
+        """True if the call drew from Python's or numpy's streams: then random numbers may decide what Python does."""
+        return rng.drawn_by_python(self.draws)
+
+    @property
+    def _first_state(self) -> int:
+        """The index of the first tensor of modules and containers."""
+        return len(self._before) - len(self._call.state)
+
+    def has_changed(self, index: int) -> StateChanged:
+        return StateChanged(
+            f"Region {self.name} must be run again for backward, but {self.describe(index)} has been modified by an inplace operation "
+            "after its forward, so that its gradients would be wrong. Change it after backward (optimizer.step() too), or give the "
+            "region a copy (.clone())."
+        )
+
+    def suspect_has_changed(self, suspect: Tensor) -> StateChanged:
+        return self.has_changed(self._index_of(suspect))
+
+    def _index_of(self, tensor: Tensor) -> int:
+        """The index of a tensor of closures or modules."""
+        watched = self._call.extras + self._call.state
+        first = len(self._before) - len(watched)
+        return first + next(index for index, other in enumerate(watched) if other is tensor)
+
+    def describe(self, index: int) -> str:
+        """Tensor number `index` in the user's words."""
+        extras = len(self._call.extras)
+        arguments = self._first_state - extras
+        if index < arguments:
+            return f"tensor {index} of its arguments"
+        if index < arguments + extras:
+            return f"tensor {index - arguments} of its closure"
+        return _place_name(self._call, *self._call.places[index - arguments - extras])
+
+
+class RestoredState:
+    """The state of before a call, from construction until `leave`; then everything is as it was found.
+
+    `arguments` are the tensor arguments to hand to the re-run.
+    """
+
+    # Defaults of fields that most re-runs never set.
+    _copies: dict[int, Tensor] = _NO_COPIES
+    _overwritten: Sequence[tuple[Tensor, Tensor]] = ()
+    _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # tensors set differently for the re-run, and their setting before
+    _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
+    _hook_counts: list[int] | None = None
+    _swap: int | None = None
+
+    def __init__(self, snapshot: Snapshot, held: list[Tensor]) -> None:
+        self._snapshot = snapshot
+        self._ambient = _RestoredAmbient(snapshot._ambient, snapshot.draws)
+        self._leaves = snapshot._rest
+        try:
+            self._restore(snapshot)
+            self.arguments = self._arguments(held)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        call = snapshot._call
+        for holder in call.holders:
+            holder.enter()
+        if snapshot._needs_grad != list(map(_needs_grad, call.state)):
+            self._restore_needs_grad(call, snapshot)
+        if snapshot._copies is not None:
+            with internals.unobserved():
+                self._restore_copies(call, snapshot._copies)
+        if any(map(_backward_hooks, self._leaves)):
+            self._hook_counts = _hook_counts(self._leaves)
+
+    def _restore_needs_grad(self, call: Call, snapshot: Snapshot) -> None:
+        """Undo freezing and unfreezing of parameters: what autograd saves depends on it."""
+        self._needs_grad = changed = []
+        leaves = snapshot._leaves or [True] * len(call.state)
+        for tensor, needed, leaf in zip(call.state, snapshot._needs_grad, leaves, strict=True):
+            if leaf and tensor.requires_grad is not needed:
+                tensor.requires_grad_(needed)
+                changed.append((tensor, not needed))
+
+    def _restore_copies(self, call: Call, copies: Copies) -> None:
+        snapshot = self._snapshot
+        self._overwritten = overwritten = []
+        first = snapshot._first_state
+        extras = first - len(call.extras)
+        needs_grad = dict(enumerate(snapshot._arguments_need_grad))
+        needs_grad.update({first + i: needed for i, needed in enumerate(snapshot._needs_grad)})
+        self._copies = copies.rebuild(needs_grad)
+        in_place = copies.sharing_with(range(extras, first))
+        places = call.places
+        self._swap = SWAPS.begin(frozenset(id(places[index - first][0]) for index in self._copies if index >= first))
+        for index, copy in list(self._copies.items()):
+            if index in in_place:
+                # The holders of a closure's tensor are unknown, so the copy is written into its own memory.
+                tensor = (call.extras + call.state)[index - extras] if index >= extras else None
+                if tensor is not None:
+                    overwritten.append((tensor, tensor.detach().clone()))
+                    internals.write_unseen(tensor, copy)
+            elif index >= first:
+                container, key = places[index - first]
+                container[key] = copy
+
+    def _arguments(self, held: list[Tensor]) -> list[Tensor]:
+        snapshot, copies = self._snapshot, self._copies
+        tensors = [
+            tensor if type(tensor) is nn.Parameter else _as_leaf(tensor, need)
+            for tensor, need in zip(held, snapshot._arguments_need_grad, strict=True)
+        ]
+        for index in copies:
+            if index < len(tensors):
+                tensors[index] = copies[index]
+        for place, first in snapshot._call.twins:
+            tensors[place] = tensors[first]
+        if nn.Parameter in map(type, tensors):  # passed on as they are
+            mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
+            self._hook_counts = (self._hook_counts or [0] * len(self._leaves)) + _hook_counts(mine)
+            self._leaves = [*self._leaves, *mine]
+        return tensors
+
+    def keep_gradients(self) -> None:
+        """Also put `.grad` back when left: the region runs a backward pass of its own."""
+        leaves = [tensor for tensor in self._snapshot._call.state if tensor.requires_grad and tensor.is_leaf]
+        self._grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
+
+    def __enter__(self) -> RestoredState:
+        """Return itself: it was entered when it was made."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave everything as it was found."""
+        try:
+            if self._overwritten or self._needs_grad or self._grads:
+                self._undo_writes()
+            if any(map(_backward_hooks, self._leaves)):
+                drop_hooks(self._leaves, self._hook_counts or [0] * len(self._leaves))
+            for holder in self._snapshot._call.holders:
+                holder.leave()
+            if self._swap is not None:
+                SWAPS.end(self._swap)
+        finally:
+            self._ambient.leave()
+
+    def _undo_writes(self) -> None:
+        for tensor, value in reversed(self._overwritten):
+            internals.write_unseen(tensor, value)
+        for tensor, needed in self._needs_grad:
+            tensor.requires_grad_(needed)
+        for leaf, gradient, before in self._grads:
+            leaf.grad = gradient
+            if gradient is not None and before is not None:
+                internals.write_unseen(gradient, before)
+
+
+def drop_hooks(tensors: Sequence[Tensor], counts: list[int]) -> None:
+    """Remove hooks that a re-run has registered once more; `counts` are the numbers of hooks before it."""
+    for tensor, count in zip(tensors, counts, strict=True):
+        hooks = tensor._backward_hooks
+        while hooks and len(hooks) > count:
+            hooks.popitem()
+
+
+def _hook_counts(tensors: Sequence[Tensor]) -> list[int]:
+    return [len(hooks) if hooks else 0 for hooks in map(_backward_hooks, tensors)]
+
+
+class ReadGuard(Observer):
+    """A mode that raises where a re-run reads a tensor that was changed since the forward."""
+
+    def __init__(self, snapshot: Snapshot, suspects: list[Tensor]) -> None:
+        super().__init__()
+        self._snapshot = snapshot
+        self._suspects = {tensor.untyped_storage()._cdata: tensor for tensor in suspects}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.saw_slot(leaf)
+        return func(*args, **(kwargs or {}))
+
+    def exposed(self, tensor: Tensor) -> None:
+        self.saw_slot(tensor)
+
+    def saw_slot(self, tensor: Tensor) -> None:
+        suspect = self._suspects.get(internals.untyped_storage(tensor)._cdata)
+        if suspect is not None:
+            raise self._snapshot.suspect_has_changed(suspect)
+
+
+def _kind_of(call: Call) -> tuple[Any, Any]:
+    """Return what was called, and what tells first calls apart: modes of modules, code, switches; counters do not count."""
+    function, roots = call.function, call.roots
+    shape: tuple[Any, ...] = (len(call.tensors), len(call.extras), len(call.state), call.switches, *call.codes)
+    if call.has_switches:
+        shape += tuple([value for value in (*call.arguments, *call.keywords.values()) if _is_switch(value)])
+    if roots and roots[0] is function:  # a module by itself: nearly always
+        return function, shape
+    code = getattr(function, "__code__", None)
+    if roots:
+        return roots[0], (code, tuple(map(id, roots[1:])), shape)
+    return code if code is not None else call.function, shape
+
+
+def _as_leaf(tensor: Tensor, need: bool) -> Tensor:
+    """Return an argument without its history, requiring a gradient as it did in the first run."""
+    if need:
+        return tensor.detach().requires_grad_(True)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _may_change(tensor: Tensor) -> bool:
+    """True if a region could write to it. Parameters are too large to copy in case one does."""
+    return type(tensor) is Tensor and not (tensor.requires_grad and tensor.is_leaf) and copyable(tensor)
+
+
+def _is_switch(value: Any) -> bool:
+    """True if a plain argument may decide what the function does; a large number is more likely a step or a size."""
+    return type(value) in (bool, str, type(None)) or (type(value) is int and -8 <= value <= 64)
+
+
+def _sharded_parameters(tensors: list[Tensor]) -> dict[int, Tensor]:
+    """Return the sharded parameter of each gathered one, by id.
+
+    FSDP2 keeps the identity and the version of a gathered parameter while its value changes: the sharded one's version counts.
+    """
+    wanted = {id(tensor) for tensor in tensors}
+    pairs = [(getattr(p, "_unsharded_param", None), p.sharded_param) for p in internals.fsdp_parameters()]
+    return {id(unsharded): sharded for unsharded, sharded in pairs if id(unsharded) in wanted}
+
+
+def _place_name(call: Call, place: Any, key: Any) -> str:
+    for root in call.roots:
+        for path, module in root.named_modules():
+            fields = module.__dict__
+            for kind, holder in (
+                ("parameter", fields.get("_parameters")),
+                ("buffer", fields.get("_buffers")),
+                ("attribute", fields),
+            ):
+                if holder is place:
+                    return f"{kind} '{path}.{key}'" if path else f"{kind} '{key}'"
+    return f"tensor {key!r} of a {type(place).__name__}"
