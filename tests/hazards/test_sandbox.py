@@ -239,7 +239,7 @@ def test_pytorch_s_optimizers_in_backward_do_not_run():
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     before = [parameter.detach().clone() for parameter in model.parameters()]
     fitted(model, rows())
-    with pytest.raises(InvalidInput, match=r"No leaf has a gradient after the step.*no hook takes \.grad away"):
+    with pytest.raises(InvalidInput, match=r"No leaf has a gradient after the step.*no hook removes \.grad"):
         verified(model, rows())
     assert all(torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True))
     loss_of(model, rows()).backward()

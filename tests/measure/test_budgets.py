@@ -1,4 +1,4 @@
-"""Every form of a budget, as bytes on a device."""
+"""Every form of a budget, in bytes of one device."""
 
 import math
 from types import SimpleNamespace
@@ -8,8 +8,8 @@ import torch
 
 from retape.core.problem import Budget, BudgetKind
 from retape.errors import InvalidInput
-from retape.torch.measure import budgets
-from retape.torch.measure.budgets import LEAST_MARGIN_BYTES, MARGIN_SHARE, available_bytes, resolved
+from retape.torch.measure.budgets import available_bytes, resolved
+from retape.torch.measure.tuning import TUNING
 
 CPU, CUDA0, CUDA1 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 GIB = 1 << 30
@@ -18,63 +18,45 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("given", "bytes_"), [("24GiB", 24 * GIB), ("1.5 GiB", 3 * GIB // 2), ("10MB", 10**7), (123, 123)]
 )
-def test_bytes_stay_what_they_are(given, bytes_):
+def test_bytes_are_unchanged(given, bytes_):
     found = resolved(Budget.of(given), CPU)
     assert (found.kind, found.limit_bytes) == (BudgetKind.TOTAL, bytes_)
 
 
-def test_fractions_and_activations_stay_what_they_are():
+def test_fractions_and_activations_are_unchanged():
     for budget in (Budget.of(0.4), Budget.of(1.0), Budget.activations("2GiB"), Budget.activations(5, in_flight=3)):
         assert resolved(budget, CPU) is budget
 
 
 @pytest.mark.parametrize(
     "bad",
-    [
-        math.nan,
-        -0.5,
-        1.5,
-        0.0,
-        math.inf,
-        0,
-        -3,
-        True,
-        "",
-        "lots",
-        "-1GiB",
-        "nan",
-        "77",
-        "24 GiBi",
-        None,
-        [],
-        {},
-        {"cpu": 0},
-        b"1GiB",
-        1 + 1j,
-    ],
+    [math.nan, -0.5, 1.5, 0.0, math.inf, 0, -3, True, "", "lots", "-1GiB", "nan", "77", "24 GiBi", None, [], {}, {"cpu": 0}, b"1GiB",
+     1 + 1j],
     ids=repr,
-)
-def test_what_cannot_be_meant(bad):
+)  # fmt: skip
+def test_an_invalid_budget_is_refused(bad):
     with pytest.raises(InvalidInput):
         Budget.of(bad)
 
 
-def test_auto_is_what_there_is_less_a_margin(monkeypatch):
-    monkeypatch.setattr(budgets, "_host_bytes", lambda: 100 * GIB)
-    found = resolved(Budget.of(" Auto ", in_flight=2), CPU)
-    assert found == Budget.of(100 * GIB - int(MARGIN_SHARE * 100 * GIB), in_flight=2)
-    monkeypatch.setattr(budgets, "_host_bytes", lambda: 4 * GIB)
-    assert available_bytes(CPU) == 4 * GIB - LEAST_MARGIN_BYTES
-    monkeypatch.setattr(budgets, "_host_bytes", lambda: 1 << 20)  # little is left: the margin is a quarter of it
-    assert available_bytes(CPU) == 3 << 18
-    monkeypatch.setattr(budgets, "_host_bytes", lambda: 0)
-    assert available_bytes(CPU) == 1
+@pytest.mark.parametrize(
+    ("free", "available"),
+    [
+        (100 * GIB, 100 * GIB - int(TUNING.margin_share * 100 * GIB)),
+        (4 * GIB, 4 * GIB - TUNING.least_margin_bytes),
+        (1 << 20, 3 << 18),  # of so little the margin is a quarter
+        (0, 1),
+    ],
+)
+def test_available_memory_of_the_host_leaves_a_margin(tmp_path, free, available):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 5 kB\nMemAvailable: {free >> 10} kB\n")
+    assert available_bytes(CPU, meminfo=meminfo) == available
 
 
-def test_auto_on_a_gpu_counts_what_the_process_has(monkeypatch):
+def test_available_memory_of_a_gpu_includes_what_the_process_has_reserved():
     cuda = SimpleNamespace(mem_get_info=lambda device: (10 * GIB, 80 * GIB), memory_reserved=lambda device: 30 * GIB)
-    monkeypatch.setattr(budgets.torch, "cuda", cuda)
-    assert available_bytes(CUDA0) == 40 * GIB - int(MARGIN_SHARE * 80 * GIB)
+    assert available_bytes(CUDA0, cuda=cuda) == 40 * GIB - int(TUNING.margin_share * 80 * GIB)
 
 
 def test_auto_on_this_machine():
@@ -82,12 +64,10 @@ def test_auto_on_this_machine():
     assert 1 << 20 < found < 1 << 50
 
 
-def test_a_machine_that_does_not_say(monkeypatch, tmp_path):
+def test_a_machine_that_does_not_report_its_memory(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 5 kB\n")
-    real = open
-    monkeypatch.setattr("builtins.open", lambda name, **how: real(tmp_path / "meminfo", **how))
-    with pytest.raises(InvalidInput, match="does not say how much memory it has free"):
-        available_bytes(CPU)
+    with pytest.raises(InvalidInput, match="does not report how much memory is free"):
+        available_bytes(CPU, meminfo=tmp_path / "meminfo")
 
 
 def test_one_per_device():
@@ -97,16 +77,17 @@ def test_one_per_device():
     assert resolved(asked, CUDA1) == Budget.activations("1GiB", in_flight=4)
 
 
-def test_auto_for_one_device_of_several(monkeypatch):
-    monkeypatch.setattr(budgets, "available_bytes", lambda device: 5)
-    assert resolved(Budget.of({"cpu": "auto"}, in_flight=2), CPU) == Budget.of(5, in_flight=2)
+@pytest.mark.parametrize("given", [" Auto ", {"cpu": "auto"}], ids=str)
+def test_auto_is_what_is_available(given):
+    found = resolved(Budget.of(given, in_flight=2), CPU, available=lambda device: 5)
+    assert found == Budget.of(5, in_flight=2)
 
 
 def test_a_device_that_is_not_named():
-    with pytest.raises(InvalidInput, match=r"trains on cuda:1, and the budget speaks of cpu, cuda:0 only.*'cuda:1'"):
+    with pytest.raises(InvalidInput, match=r"trains on cuda:1, and the budget names cpu, cuda:0 only.*'cuda:1'"):
         resolved(Budget.of({"cpu": 0.5, "cuda:0": 0.5}), CUDA1)
 
 
-def test_a_device_that_there_is_not():
-    with pytest.raises(InvalidInput, match="speaks of 'gpu', which is not a device"):
+def test_a_name_that_is_not_a_device():
+    with pytest.raises(InvalidInput, match="names 'gpu', which is not a device"):
         resolved(Budget.of({"gpu": 0.5}), CPU)

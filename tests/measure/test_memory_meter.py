@@ -13,12 +13,12 @@ from retape.core.record import MemorySample
 from retape.errors import InvalidInput
 from retape.torch.measure.memory_meter import (
     BACKGROUND_TRACKERS,
-    MOST_MOMENTS,
     present_bytes,
     storage_bytes,
-    thinned,
+    thin_timeline,
     track_memory,
 )
+from retape.torch.measure.tuning import TUNING
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -43,7 +43,7 @@ def test_the_peak_is_that_of_the_allocations():
     assert (record.device, record.reserved_bytes) == ("cpu", 0)
 
 
-def test_marks_tell_what_lives_and_what_stood_highest_since():
+def test_marks_read_live_bytes_and_the_peak_since_the_last_mark():
     with track_memory(CPU) as tracker:
         first = allocate(10)
         tracker.mark("one")
@@ -80,7 +80,7 @@ def test_a_backward_pass_is_seen():
     assert record.peak_bytes - record.base_bytes >= 4 * size
 
 
-def test_what_lived_before_counts_once():
+def test_tensors_from_before_count_once():
     before = present_bytes(CPU)
     tensor = allocate(640)
     views = [tensor[:5], tensor.view(-1, 2)]
@@ -106,7 +106,7 @@ class Trainer:
         self.tagged.extra = allocate(64)
 
 
-def test_what_containers_closures_and_attributes_hold_is_found():
+def test_tensors_in_containers_closures_and_attributes_are_found():
     before = present_bytes(CPU)
     trainer = Trainer()
     assert present_bytes(CPU, [trainer]) - before == 95 * KIB
@@ -115,7 +115,7 @@ def test_what_containers_closures_and_attributes_hold_is_found():
     assert present_bytes(CPU) == before
 
 
-def test_to_look_at_variables_keeps_none_of_them_alive():
+def test_reading_variables_keeps_none_of_them_alive():
     tensor = allocate(5)
     alive = weakref.ref(tensor)
     names = locals()
@@ -131,7 +131,7 @@ def test_to_look_at_variables_keeps_none_of_them_alive():
     assert alive_again() is None
 
 
-def test_an_exception_passes_and_takes_the_scale_down():
+def test_an_exception_passes_and_ends_the_tracker():
     def broken():
         allocate(5)
         raise KeyError("mine")
@@ -143,7 +143,7 @@ def test_an_exception_passes_and_takes_the_scale_down():
     assert record.peak_bytes - record.base_bytes == 7 * KIB
 
 
-def test_one_scale_inside_another_is_refused():
+def test_one_tracker_inside_another_is_refused():
     def nested():
         retape.measure(lambda: None)
 
@@ -177,10 +177,10 @@ def test_storages_by_device_and_once():
 
 
 def test_a_long_timeline_keeps_its_peak():
-    moments = [MemorySample(seconds=float(i), live_bytes=i % 7) for i in range(3 * MOST_MOMENTS)]
+    moments = [MemorySample(seconds=float(i), live_bytes=i % 7) for i in range(3 * TUNING.timeline_moments)]
     moments[777] = MemorySample(seconds=777.0, live_bytes=10**6)
-    found = thinned(moments, 5)
-    assert len(found) == MOST_MOMENTS
+    found = thin_timeline(moments, 5)
+    assert len(found) == TUNING.timeline_moments
     assert max(moment.live_bytes for moment in found) == 10**6 + 5
-    assert thinned([MemorySample(seconds=0.0, live_bytes=0)], 0) == (MemorySample(seconds=0.0, live_bytes=0),)
-    assert thinned([], 3) == ()
+    assert thin_timeline([MemorySample(seconds=0.0, live_bytes=0)], 0) == (MemorySample(seconds=0.0, live_bytes=0),)
+    assert thin_timeline([], 3) == ()

@@ -199,7 +199,7 @@ def test_bad_input(gpt2):
     refused(InvalidInput, "options='some' is not known", model, batch, budget=0.5, options="some")
     refused(InvalidInput, "check='maybe' is not known", model, batch, budget=0.5, check="maybe")
     refused(InvalidInput, "got a int as its model", 3, batch, budget=0.5)
-    refused(InvalidInput, "speaks of cuda:0 only", model, batch, budget={"cuda:0": "1GiB"})
+    refused(InvalidInput, "names cuda:0 only", model, batch, budget={"cuda:0": "1GiB"})
     refused(InvalidInput, "does not contain", model, batch, budget=0.5, regions="transformer.nothing")
     refused(InvalidInput, "a container that is never called", model, batch, budget=0.5, regions="transformer.h")
     refused(

@@ -178,7 +178,7 @@ def test_what_each_device_is_given():
     assert found[devices[1]] == Budget.of(0.5, in_flight=3)
     assert found[devices[2]] == Budget.activations("1GiB", in_flight=3)
     assert set(spread.budgets_of(Budget.of(0.3), devices).values()) == {Budget.of(0.3)}
-    with pytest.raises(InvalidInput, match=r"speaks of cpu only. Give it bytes for 'cuda:0'"):
+    with pytest.raises(InvalidInput, match=r"names cpu only. Give it bytes for 'cuda:0'"):
         spread.budgets_of(Budget.of({"cpu": 0.5}), devices)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from retape.core.record import Moment
+from retape.core.record import MemorySample
 from retape.torch.measure.memory_meter import MemoryReading, track_memory
 
 CPU = torch.device("cpu")
@@ -30,12 +30,12 @@ class FakeMeter:
     def __init__(self, pairs: Iterable[tuple[int, int]] = ((0, 0),)) -> None:
         self._pairs = list(pairs)
         self.readings: list[MemoryReading] = []
-        self.timeline: list[Moment] = []
+        self.timeline: list[MemorySample] = []
 
     def mark(self, label: Any) -> None:
         live, peak = self._pairs.pop(0) if len(self._pairs) > 1 else self._pairs[0]
         self.readings.append(MemoryReading(label=label, live_bytes=live, peak_bytes=peak))
-        self.timeline.append(Moment(seconds=float(len(self.timeline)), live_bytes=peak))
+        self.timeline.append(MemorySample(seconds=float(len(self.timeline)), live_bytes=peak))
 
     @contextmanager
     def track(self, device: torch.device) -> Iterator[FakeMeter]:

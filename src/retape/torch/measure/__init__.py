@@ -1,4 +1,9 @@
-"""Memory and time of a step, a sandbox for the steps that retape runs itself, and the proof that gradients are equal.
+"""Memory and time of a step, steps that leave no trace, and the proof that gradients are equal.
 
-Start from `memory_meter.measure`, `baseline_memory.fixed_bytes`, `sandbox.sandboxed` and `verify.verify`.
+Not here: the choice of a plan (`planning`), what one region captures (`capture`).
+
+Start from `memory_meter.measure` and `memory_meter.track_memory` (peak and live bytes), `baseline_memory.fixed_bytes` (bytes that
+live between steps), `sandbox.sandboxed` (run steps and put everything back), `verify.verify` (compare with plain autograd).
 """
+
+__all__ = ["baseline_memory", "budgets", "memory_meter", "sandbox", "step_function", "tuning", "verify"]

@@ -1,4 +1,4 @@
-"""What is there before and after every step: weights, gradients, the batch and the optimizer's state, in bytes on one device."""
+"""Bytes that live on a device between steps: weights, gradients, the batch and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -14,26 +14,19 @@ from retape.core.errors import InvalidInput
 from retape.core.problem import Budget
 from retape.torch.measure.budgets import device_named
 from retape.torch.measure.memory_meter import storage_bytes
+from retape.torch.measure.step_function import refuse_lazy
 
-_KERNELS = ("fused", "foreach", "capturable")  # ways to compute the same state, which want a real device
-
-
-def refuse_lazy(model: nn.Module) -> None:
-    """InvalidInput where modules get their shape in their first call: that cannot be undone."""
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise InvalidInput(
-            f"{type(model).__name__} has lazy modules that have no shape yet. Call it once on a batch before fitting."
-        )
+_KERNELS = ("fused", "foreach", "capturable")  # settings for the same state by another kernel; these need a real device
 
 
 def devices_of(model: nn.Module, budget: Budget | None = None) -> tuple[torch.device, ...]:
-    """The devices on which a model trains, and those of its weights that the budget names as well."""
+    """Devices of trained parameters, and those of other weights and buffers that the budget names."""
     refuse_lazy(model)
     devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
     if not devices:
         raise InvalidInput(
             f"{type(model).__name__} has no parameter that requires gradients, so there is no backward pass to plan for. "
-            "Set requires_grad on what is to be trained."
+            "Set requires_grad on the parameters to train."
         )
     named = {device_named(name) for name, _ in budget.devices} if budget is not None else set()
     devices |= {tensor.device for tensor in (*model.parameters(), *model.buffers())} & named
@@ -44,19 +37,19 @@ def devices_of(model: nn.Module, budget: Budget | None = None) -> tuple[torch.de
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one device on which a model trains."""
+    """Return the device on which a model trains; raise InvalidInput if there are several."""
     devices = devices_of(model)
     if len(devices) > 1:
         names = ", ".join(str(device) for device in devices)
         raise InvalidInput(
-            f"{type(model).__name__} trains on several devices ({names}), and only one can be followed here. Use retape.fit, "
+            f"{type(model).__name__} trains on several devices ({names}), and only one is supported here. Use retape.fit, "
             "which takes a budget for each."
         )
     return devices[0]
 
 
 def fixed_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
-    """Everything that lives on the device while no step runs, gradients included; call it before they are allocated."""
+    """Bytes on the device while no step runs, gradients included; call it before gradients are allocated."""
     present = (
         torch.cuda.memory_allocated(device)
         if device.type == "cuda"
@@ -66,7 +59,7 @@ def fixed_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer |
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What the allocator of a device has given out by now; 0 on the CPU, where nobody keeps count."""
+    """Bytes allocated on a CUDA device; 0 on the CPU, whose allocator has no counter."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -85,17 +78,17 @@ def _known_tensors(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
 
 def _missing_gradient_bytes(model: nn.Module, device: torch.device) -> int:
     missing = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.device == device]
-    return sum(_here(parameter).nbytes for parameter in missing)
+    return sum(_local_shard(parameter).nbytes for parameter in missing)
 
 
-def _here(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor that is sharded over several; itself where it is not."""
+def _local_shard(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor; the tensor itself if it is not sharded."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
-    """The state that an optimizer will have once it has stepped, where it has none yet: found by stepping shapes without values."""
+    """Bytes of optimizer state that the first step will allocate, found by a step on meta tensors."""
     if optimizer is None:
         return 0
     pending = [
@@ -111,7 +104,7 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
         return 0
     for group in pending:
         group.update({name: False for name in _KERNELS if name in group})
-        group["params"] = [nn.Parameter(torch.empty_like(_here(p), device="meta")) for p in group["params"]]
+        group["params"] = [nn.Parameter(torch.empty_like(_local_shard(p), device="meta")) for p in group["params"]]
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     try:
@@ -120,7 +113,7 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
         trial.step()
     except Exception as error:
         raise InvalidInput(
-            f"The state that {type(optimizer).__name__} will hold cannot be told before its first step ({error}). "
+            f"The size of {type(optimizer).__name__}'s state is not known before its first step ({error}). "
             "Step it once before fitting; or give optimizer=None (fit or FitCallback) and the rest of the memory as Budget.activations."
         ) from error
     leaves = [leaf for leaf in pytree.tree_leaves(list(trial.state.values())) if isinstance(leaf, Tensor)]

@@ -2,15 +2,18 @@
 
 CUDA: the counters of the caching allocator, which follow program order and need no synchronisation. CPU: the allocation and
 free events of this thread in PyTorch's profiler; tensors that existed before tracking started are counted by a walk over the
-program's variables (`memory_roots.py`).
+program's variables (`TensorWalk`).
 """
 
 from __future__ import annotations
 
+import gc
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType, WrapperDescriptorType
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +23,9 @@ from retape.core.record import MemorySample, Record
 from retape.torch.capture.checksum import inner_tensors
 from retape.torch.compat import internals, process_internals
 from retape.torch.compat.ranks import largest
-from retape.torch.measure.memory_roots import Walk, variables
+from retape.torch.measure.tuning import TUNING
 
-MOST_MOMENTS = 4096  # of a timeline; between two of them the higher one counts
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +81,10 @@ class _CpuTracker:
 class _CudaTracker:
     """Reads the counters of the CUDA caching allocator at each mark and resets its peak."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Clock) -> None:
         self.readings: list[MemoryReading] = []
         self.timeline: list[MemorySample] = []
-        self._device = device
+        self._device, self._clock = device, clock
         self._start_bytes = self._start_seconds = 0.0
 
     def mark(self, label: Any) -> None:
@@ -89,7 +92,7 @@ class _CudaTracker:
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         start = int(self._start_bytes)
-        now = time.perf_counter() - self._start_seconds
+        now = self._clock() - self._start_seconds
         self.readings.append(MemoryReading(label=label, live_bytes=live - start, peak_bytes=peak - start))
         self.timeline.append(MemorySample(seconds=now, live_bytes=peak - start))
         self.timeline.append(MemorySample(seconds=now, live_bytes=live - start))
@@ -99,7 +102,7 @@ class _CudaTracker:
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._start_bytes = torch.cuda.memory_allocated(self._device)
-        self._start_seconds = time.perf_counter()
+        self._start_seconds = self._clock()
         yield
         torch.cuda.synchronize(self._device)
 
@@ -112,11 +115,11 @@ BACKGROUND_TRACKERS: list[Callable[[], None]] = []
 
 
 @contextmanager
-def track_memory(device: torch.device) -> Iterator[MemoryTracker]:
-    """Track the memory of the code inside; the first reading is the start, the last the end."""
+def track_memory(device: torch.device, *, clock: Clock = time.perf_counter) -> Iterator[MemoryTracker]:
+    """Track the memory of the code inside; the first reading is the start, the last the end. `clock` dates CUDA moments."""
     for end in tuple(BACKGROUND_TRACKERS):
         end()
-    tracker = _CudaTracker(device) if device.type == "cuda" else _CpuTracker()
+    tracker = _CudaTracker(device, clock) if device.type == "cuda" else _CpuTracker()
     with tracker.running():
         tracker.mark(_START)
         yield tracker
@@ -126,9 +129,9 @@ def track_memory(device: torch.device) -> Iterator[MemoryTracker]:
 def measure(step: Callable[[], Any], *, device: torch.device | str | None = None) -> Record:
     """Run `step` twice, once to track its memory and once to time it: peak bytes, seconds and live bytes over time.
 
-    The peak counts everything on the device: on CUDA all that the process has allocated there, on the CPU every tensor that
-    `step` and the variables of the functions on the stack lead to at the start, and what the step allocates. The device is that of
-    CUDA where it is in use, else the CPU.
+    The peak counts everything on the device: on CUDA all that the process has allocated there; on the CPU every tensor that
+    `step` and the variables of the functions on the stack refer to at the start, and what the step allocates. The default device
+    is CUDA's current one if CUDA is in use, else the CPU.
     """
     where = _device_of(device)
     base = present_bytes(where, [step, getattr(step, "__globals__", None)])
@@ -140,7 +143,7 @@ def measure(step: Callable[[], Any], *, device: torch.device | str | None = None
         peak_bytes=base + peak,
         base_bytes=base,
         seconds=seconds,
-        timeline=thinned(tracker.timeline, base),
+        timeline=thin_timeline(tracker.timeline, base),
         reserved_bytes=torch.cuda.memory_reserved(where) if where.type == "cuda" else 0,
         device=str(where),
     )
@@ -161,16 +164,16 @@ def _timed(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
+    """Wait until a device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def present_bytes(device: torch.device, own: Iterable[Any] = ()) -> int:
-    """What is allocated before the step: by the allocator's count, or of every tensor that `own` objects and variables lead to.
+    """Bytes allocated now: by CUDA's counters, or of every tensor that `own` objects and variables on the stack refer to.
 
-    Of tensors that `own` objects do not lead to, gradients count only while no other thread runs: one may be adding to them, and a
-    gradient that is read meanwhile may be freed under the reader.
+    Gradients of tensors that only variables refer to count only while no other thread runs: another thread may be accumulating
+    into them, and free a gradient while it is being read.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -179,9 +182,9 @@ def present_bytes(device: torch.device, own: Iterable[Any] = ()) -> int:
 
 
 def _held_tensors(own: Iterable[Any]) -> Iterator[Tensor]:
-    walk = Walk()
+    walk = TensorWalk()
     yield from _with_gradients(walk.tensors(own))
-    others = walk.tensors(variables())
+    others = walk.tensors(_stack_variables())
     yield from _with_gradients(others) if process_internals.is_only_thread() else others
 
 
@@ -193,27 +196,81 @@ def _with_gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield gradient
 
 
+# Types that hold no tensors, or lead out of the program's own data into every library.
+_CLOSED = frozenset(
+    {str, int, float, bool, bytes, complex, type(None), type, CodeType, BuiltinFunctionType, WrapperDescriptorType}
+)
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+
+class TensorWalk:
+    """A walk over references that visits each object once, over several calls of `tensors`.
+
+    It never asks for all objects of the interpreter (`gc.get_objects`): among them are half-made objects of other threads, and
+    reading one crashes. Tensors that only another thread holds are not found; neither are tensors in class attributes or in
+    globals of modules that have no function on the stack.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def tensors(self, roots: Iterable[Any]) -> Iterator[Tensor]:
+        """Yield the tensors that `roots` refer to, directly or not, and that were not yielded before."""
+        waiting = list(roots)
+        while waiting:
+            some = waiting[-TUNING.referents_batch :]
+            del waiting[-TUNING.referents_batch :]
+            containers: list[Any] = []
+            for thing in some:
+                kind = type(thing)
+                if kind in _CLOSED or id(thing) in self._seen:
+                    continue
+                self._seen.add(id(thing))
+                if issubclass(kind, Tensor):
+                    yield thing
+                    containers.append(object.__getattribute__(thing, "__dict__"))
+                elif kind is FunctionType:  # its globals refer to a whole library
+                    waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
+                elif gc.is_tracked(thing) and not issubclass(kind, (type, ModuleType, FrameType)):
+                    containers.append(thing)
+            waiting += gc.get_referents(*containers)  # runs no Python code of theirs
+
+
+def _stack_variables() -> Iterator[Any]:
+    """Yield the local and global variables of the functions on this thread's stack, except this package's own."""
+    frame = inspect.currentframe()
+    known: set[int] = set()
+    while frame is not None:
+        names = frame.f_globals
+        if str(names.get("__name__")).partition(".")[0] != _OWN_PACKAGE:
+            yield from process_internals.local_values(frame)
+            if id(names) not in known:
+                known.add(id(names))
+                yield from list(names.values())
+        frame = frame.f_back
+
+
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """The bytes of the storages behind some tensors on a device, each counted once; wrapper subclasses by what they wrap."""
+    """Bytes of the storages of some tensors on a device, each storage once; wrapper subclasses by what they wrap."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         for part in _plain_parts(tensor):
             if part.device == device and part.layout is torch.strided and not internals.is_fake(part):
                 try:
                     storage = internals.untyped_storage(part)
-                except NotImplementedError:  # what a transform of torch.func has left behind: a wrapper without memory
+                except NotImplementedError:  # a wrapper without memory that a transform of torch.func left
                     continue
                 sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """What a tensor takes, a sparse one by its parts."""
+    """Bytes of a tensor's elements; of a sparse one, of its indices and values."""
     return sum(part.nbytes for part in sparse_parts(tensor)) or (tensor.nbytes if tensor.layout is torch.strided else 0)
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The indices and values of a sparse gradient; none of any other tensor."""
+    """Indices and values of a sparse COO tensor; nothing for any other layout."""
     if tensor.layout is not torch.sparse_coo:
         return ()
     with internals.unobserved():
@@ -228,9 +285,9 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from _plain_parts(part)
 
 
-def thinned(timeline: list[MemorySample], base_bytes: int) -> tuple[MemorySample, ...]:
-    """At most so many moments that a picture can show; of those left out the highest is kept, so the peak is never lost."""
-    width = -(-len(timeline) // MOST_MOMENTS) or 1
+def thin_timeline(timeline: list[MemorySample], base_bytes: int) -> tuple[MemorySample, ...]:
+    """At most `timeline_moments` moments: of each group of neighbours the highest one, so the peak is kept."""
+    width = -(-len(timeline) // TUNING.timeline_moments) or 1
     groups = (timeline[i : i + width] for i in range(0, len(timeline), width))
     tops = (max(group, key=lambda moment: moment.live_bytes) for group in groups)
     return tuple(MemorySample(seconds=top.seconds, live_bytes=max(0, base_bytes + top.live_bytes)) for top in tops)
@@ -242,7 +299,7 @@ def step_record(tracker: MemoryTracker, device: torch.device, fixed_bytes: int) 
         peak_bytes=largest(fixed_bytes + max(reading.peak_bytes for reading in tracker.readings)),
         base_bytes=fixed_bytes,
         seconds=0.0,
-        timeline=thinned(tracker.timeline, fixed_bytes),
+        timeline=thin_timeline(tracker.timeline, fixed_bytes),
         reserved_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
         device=str(device),
     )

@@ -1,38 +1,44 @@
-"""Steps that leave no trace: whatever runs inside, the model, the batch, gradients and random streams are afterwards as before.
+"""Steps that leave no trace: afterwards the model, the batch, gradients and random streams are as before.
 
-Put back before each step and at the end: fields of modules and the containers in them, buffers and other tensors, generators, and
+Restored before each step and at the end: fields of modules and the containers in them, buffers and other tensors, generators, and
 `.grad` of every leaf that a step reaches. Weights are not copied, except those that a forward or a hook may write to; a step that
-changes another one is an error. Optimizers that run in backward, as post-accumulate-grad hooks, are switched off meanwhile.
+changes another one is an error. Optimizers that run in backward, as post-accumulate-grad hooks, are off meanwhile.
+
+Regions restore far less, and at every re-run: see `capture`. Here the whole model is saved once, by a walk (`reachable`).
 """
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any
+from operator import is_
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.torch.capture import rng
-from retape.torch.compat import hook_internals
-from retape.torch.measure.put_back import MOST_BYTES, Noted, NotedSlots, NotedTensor, noted, shares_numbers
-from retape.torch.measure.sandbox_reach import Reach, Reached, Role
+from retape.torch.compat import hook_internals, internals
+from retape.torch.measure.reachable import NamedValue, Reachable, Role, keyed, slots_of
+from retape.torch.measure.tuning import TUNING
 
-_SMALL_PARAMETER_BYTES = 64 << 10  # a scale or a bias, which a forward may clamp
+_PLAIN = (Tensor, nn.Parameter)
+_ABSENT = object()
 
 
-class Gradients(Enum):
-    """How a step finds the gradients of the weights."""
+class InitialGradients(Enum):
+    """State of the weights' gradients at the start of a step."""
 
-    ZERO = auto()  # allocated, as in the middle of an accumulation: that is when a step stands highest
+    ZERO = auto()  # allocated, as during accumulation: that is when a step's peak is highest
     NONE = auto()
 
 
 class Sandbox:
-    """A model whose step can be run again and again from the same start, and which is left as it was found."""
+    """A model whose step can be run repeatedly from the same start, and which is left as it was found."""
 
     def __init__(
         self,
@@ -41,37 +47,37 @@ class Sandbox:
         step: Callable[..., Any] | None = None,
         optimizer: Any = None,
         *,
-        gradients: Gradients = Gradients.ZERO,
+        gradients: InitialGradients = InitialGradients.ZERO,
     ) -> None:
         self._gradients = gradients
         self._roots = (model, batch, step, optimizer)
-        reach = self._reached()
+        reach = self._save_fields()
         self._trained = {id(parameter) for parameter in model.parameters()}
         self._leaves: dict[int, _Leaf] = {}
         self._optimizers: list[hook_internals.HeldBack] = []
         copied = _written_parameters(reach)
-        self._tensors = [_noted_tensor(each, copied) for each in reach.tensors if _can_be_noted(each)]
+        self._tensors = [_save_tensor(each, copied) for each in reach.tensors if _is_saved(each)]
         self._generators = [name for name, _ in reach.generators]
         self._draws = rng.capture([_as_stream(generator) for _, generator in reach.generators])
         for name, tensor, _ in reach.tensors:
             if tensor.is_leaf and tensor.requires_grad:
-                self._meet(name, tensor)
+                self._add_leaf(name, tensor)
 
-    def _reached(self) -> Reach:
+    def _save_fields(self) -> Reachable:
         model, batch, step, optimizer = self._roots
-        reach = Reach()
+        reach = Reachable()
         reach.walk("", model)
         reach.walk("batch", batch)
         for field in ("state", "param_groups"):
             reach.walk(f"optimizer.{field}", getattr(optimizer, field, None), Role.OPTIMIZER_STATE)
-        reach.walk("step", step, Role.SEEN)
-        self._fields: list[Noted] = [noted(name, container) for name, container in reach.containers]
-        self._fields += [NotedSlots(name, value) for name, value in reach.objects]
+        reach.walk("step", step, Role.SEARCHED)
+        self._fields: list[SavedContainer] = [save_container(name, container) for name, container in reach.containers]
+        self._fields += [_SavedSlots(name, value) for name, value in reach.objects]
         return reach
 
     def rewind(self) -> None:
-        """Put everything back to the start, with gradients of the weights zero and allocated, or None, as was asked for."""
-        lost = self._put_back()
+        """Restore everything to the start, with gradients of the weights zero or None, as InitialGradients says."""
+        lost = self._restore()
         with torch.no_grad():
             for leaf in self._leaves.values():
                 leaf.reset(self._gradients)
@@ -79,43 +85,43 @@ class Sandbox:
         _refuse_changes(lost)
 
     def close(self) -> list[str]:
-        """Leave everything as it was found; returns the names of what was changed and cannot be put back."""
-        lost = self._put_back()
+        """Leave everything as it was found; return the names of changed tensors that have no copy."""
+        lost = self._restore()
         with torch.no_grad():
             for leaf in self._leaves.values():
-                leaf.put_back()
+                leaf.restore()
         for optimizers in self._optimizers:
             optimizers.put_back()
         rng.seek(self._draws)
         return lost
 
-    def _put_back(self) -> list[str]:
+    def _restore(self) -> list[str]:
         for fields in self._fields:
-            fields.put_back()
-        return [each.name for each in self._tensors if not each.put_back()]
+            fields.restore()
+        return [each.name for each in self._tensors if not each.restore()]
 
     @contextmanager
     def kept_changes(self) -> Iterator[None]:
-        """Change fields of the model for good: what is done inside is not put back."""
+        """Change fields of the model for good: changes made inside are not undone."""
         for fields in self._fields:
-            fields.put_back()
+            fields.restore()
         yield
-        self._reached()
+        self._save_fields()
 
-    def meet(self, loss: Tensor) -> list[Tensor]:
-        """Note the leaves that a loss depends on, before its backward; returns those that no name leads to."""
+    def add_leaves(self, loss: Tensor) -> list[Tensor]:
+        """Add the leaves that a loss depends on, before its backward; return those without a name."""
         leaves = leaves_of(loss)
         for leaf in leaves:
             if id(leaf) not in self._leaves or self._leaves[id(leaf)].tensor is not leaf:
-                self._meet("", leaf)
+                self._add_leaf("", leaf)
         return [leaf for leaf in leaves if not self._leaves[id(leaf)].name]
 
-    def _meet(self, name: str, leaf: Tensor) -> None:
+    def _add_leaf(self, name: str, leaf: Tensor) -> None:
         self._leaves[id(leaf)] = _Leaf(name, leaf, trained=id(leaf) in self._trained)
         self._optimizers.append(hook_internals.HeldBack(leaf))
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that leaves with a name have by now, copied."""
+        """Copies of the gradients of leaves that have a name."""
         found: dict[str, Tensor] = {}
         for number, (name, leaf) in enumerate((leaf.name, leaf.tensor) for leaf in self._leaves.values() if leaf.name):
             if leaf is not None and leaf.grad is not None:
@@ -123,13 +129,13 @@ class Sandbox:
         return found
 
     def changes(self) -> dict[str, Any]:
-        """What a step has changed in fields of modules, containers and tensors, with the values now."""
+        """Present values of the fields, containers and tensors that a step has changed."""
         found = {f"field {name}": value for fields in self._fields for name, value in fields.changes()}
         found |= {f"value of {each.name}": each.tensor for each in self._tensors if each.is_changed()}
-        return {name: settled(value) for name, value in found.items()}
+        return {name: frozen_copy(value) for name, value in found.items()}
 
     def streams(self) -> dict[str, Any]:
-        """Where every random stream stands."""
+        """The state of every random stream."""
         streams, _ = self._draws
         common = len(streams) - len(self._generators)
         names = [f"random stream {i} ({type(stream).__name__})" for i, stream in enumerate(streams[:common])]
@@ -138,7 +144,7 @@ class Sandbox:
 
 
 class _Leaf:
-    """The `.grad` of a leaf as it was found. A leaf without a name may be one that a step made, and is not kept alive."""
+    """The original `.grad` of a leaf. A leaf without a name may be one that a step made, and is not kept alive."""
 
     __slots__ = ("_copy", "_found", "_held", "_trained", "_version", "_weak", "name")
 
@@ -147,35 +153,35 @@ class _Leaf:
         self._held, self._weak = (leaf if name else None), hook_internals.weak_tensor(leaf)
         self._found = found = leaf.grad
         self._version = None if found is None else found._version
-        # Kept on the host, so that the device holds no more gradients than it does in training.
+        # On the host, so that the device holds no more gradients than in training.
         self._copy = None if found is None else found.detach().to("cpu", copy=True)
 
     @property
     def tensor(self) -> Tensor | None:
         return self._held if self._held is not None else self._weak()
 
-    def reset(self, gradients: Gradients) -> None:
+    def reset(self, gradients: InitialGradients) -> None:
         leaf = self.tensor
         if leaf is None:
             return
-        if gradients is Gradients.ZERO and ((self._trained and leaf.requires_grad) or self._found is not None):
+        if gradients is InitialGradients.ZERO and ((self._trained and leaf.requires_grad) or self._found is not None):
             _zero(leaf)
         else:
             leaf.grad = None
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         leaf, found = self.tensor, self._found
         if leaf is None:
             return
-        if found is not None and found._version != self._version and not shares_numbers(found):
+        if found is not None and found._version != self._version and not has_shared_elements(found):
             found.copy_(self._copy)  # type: ignore[arg-type]  # there is a copy of what was found
         leaf.grad = found
 
 
 def _zero(leaf: Tensor) -> None:
-    """Zero its gradient where it is (it may be a view of a buffer); one that cannot be written to gets another in its place."""
+    """Zero a gradient in place (it may be a view of a buffer); replace one that cannot be written to."""
     gradient = leaf.grad
-    if gradient is None or shares_numbers(gradient):
+    if gradient is None or has_shared_elements(gradient):
         leaf.grad = torch.zeros_like(leaf)
         return
     if gradient.requires_grad:  # made with create_graph
@@ -184,14 +190,14 @@ def _zero(leaf: Tensor) -> None:
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """The leaves that get a gradient when a loss is differentiated, in the order of its graph."""
+    """Leaves that get a gradient in the backward of a loss, in the order of its graph."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
     leaves: list[Tensor] = []
     known, waiting = {loss.grad_fn}, [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        leaf = getattr(node, "variable", None)  # what an AccumulateGrad accumulates into
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad node
         if isinstance(leaf, Tensor):
             leaves.append(leaf)
         for following, _ in reversed(node.next_functions):
@@ -201,23 +207,23 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
     return leaves
 
 
-def _can_be_noted(reached: Reached) -> bool:
-    """Whether a tensor belongs to the model; what was made in inference mode has no version, and no step can write to it."""
-    return not reached.value.is_inference() and (reached.role is not Role.SEEN or reached.value.requires_grad)
+def _is_saved(found: NamedValue) -> bool:
+    """True if a tensor belongs to the model and can change; inference tensors have no version, and steps cannot write to them."""
+    return not found.value.is_inference() and (found.role is not Role.SEARCHED or found.value.requires_grad)
 
 
-def _noted_tensor(reached: Reached, written: set[int]) -> NotedTensor:
-    name, tensor, role = reached
-    size = tensor.nbytes if tensor.layout is torch.strided else MOST_BYTES + 1
-    most = MOST_BYTES if role is Role.FIELD else _SMALL_PARAMETER_BYTES
+def _save_tensor(found: NamedValue, written: set[int]) -> _SavedTensor:
+    name, tensor, role = found
+    size = tensor.nbytes if tensor.layout is torch.strided else TUNING.largest_copy_bytes + 1
+    most = TUNING.largest_copy_bytes if role is Role.FIELD else TUNING.small_parameter_bytes
     if isinstance(tensor, nn.Parameter):
-        most = _SMALL_PARAMETER_BYTES if type(tensor) is nn.Parameter else 0
+        most = TUNING.small_parameter_bytes if type(tensor) is nn.Parameter else 0
     copied = role is Role.BUFFER or id(tensor) in written or size <= most
-    return NotedTensor(name, tensor, copied=copied)
+    return _SavedTensor(name, tensor, copied=copied)
 
 
-def _written_parameters(reach: Reach) -> set[int]:
-    """Parameters that a forward or a backward may write to: embeddings with a `max_norm`, and those with hooks of their own."""
+def _written_parameters(reach: Reachable) -> set[int]:
+    """Ids of parameters that a step may write to: of embeddings with a `max_norm`, and those with hooks."""
     found = {id(each.value) for each in reach.tensors if hook_internals.has_hooks(each.value)}
     for _, module in reach.modules:
         if vars(module).get("max_norm") is not None or hook_internals.has_backward_hooks(module):
@@ -226,7 +232,7 @@ def _written_parameters(reach: Reach) -> set[int]:
 
 
 def _as_stream(generator: Any) -> Any:
-    """What `rng.capture` takes: one of numpy's bit generators by a generator that draws from it."""
+    """A generator that `rng.capture` takes; one of numpy's bit generators is wrapped in a Generator."""
     if isinstance(getattr(generator, "state", None), dict) and not hasattr(generator, "bit_generator"):
         import numpy
 
@@ -234,18 +240,18 @@ def _as_stream(generator: Any) -> Any:
     return generator
 
 
-def settled(value: Any) -> Any:
-    """A value that does not change any more and can be compared: tensors copied, and of other objects the class."""
+def frozen_copy(value: Any) -> Any:
+    """A copy that can be compared later: tensors cloned, other objects by the name of their class."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return value
     if isinstance(value, dict):
-        return {str(key): settled(part) for key, part in value.items()}
+        return {str(key): frozen_copy(part) for key, part in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted(repr(settled(part)) for part in value)
+        return sorted(repr(frozen_copy(part)) for part in value)
     if isinstance(value, (list, tuple)):
-        return [settled(part) for part in value]
+        return [frozen_copy(part) for part in value]
     return type(value).__name__
 
 
@@ -253,8 +259,8 @@ def _refuse_changes(names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise InvalidInput(
-            f"The step changed {names[0]}{more}, of which no copy was kept, so it cannot be run again from the same start. Take what "
-            "writes to it (an optimizer's step, an update of averages, a hook) out of the step."
+            f"The step changed {names[0]}{more}, of which no copy was kept, so it cannot be run again from the same start. Move "
+            "the code that writes to it (an optimizer's step, an update of averages, a hook) out of the step."
         )
 
 
@@ -265,9 +271,9 @@ def sandboxed(
     step: Callable[..., Any] | None = None,
     optimizer: Any = None,
     *,
-    gradients: Gradients = Gradients.ZERO,
+    gradients: InitialGradients = InitialGradients.ZERO,
 ) -> Iterator[Sandbox]:
-    """Run steps of a model and leave no trace of them."""
+    """Yield a Sandbox at its start; leave the model, the batch and every stream as they were."""
     sandbox = Sandbox(model, batch, step, optimizer, gradients=gradients)
     try:
         sandbox.rewind()
@@ -276,3 +282,226 @@ def sandboxed(
         sandbox.close()
         raise
     _refuse_changes(sandbox.close())
+
+
+class SavedContainer(Protocol):
+    """The contents of a container at one time, which `restore` puts back."""
+
+    name: str
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and present value of everything that differs."""
+
+    def restore(self) -> None: ...
+
+
+def save_container(name: str, container: Any) -> SavedContainer:
+    """Save the contents of a dict, set, list, deque or array."""
+    if isinstance(container, dict):
+        return _SavedDict(name, container)
+    if isinstance(container, set):
+        return _SavedSet(name, container)
+    if isinstance(container, (list, deque)):
+        return _SavedList(name, container)
+    return _SavedArray(name, container)
+
+
+class _SavedDict:
+    __slots__ = ("_keys", "_live", "_values", "name")
+
+    def __init__(self, name: str, live: dict[Any, Any]) -> None:
+        self.name, self._live = name, live
+        self._keys, self._values = tuple(live), tuple(live.values())
+
+    def _is_same(self) -> bool:
+        live = self._live
+        return (
+            len(live) == len(self._keys)
+            and all(map(is_, live, self._keys))
+            and all(map(is_, live.values(), self._values))
+        )
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        if self._is_same():
+            return
+        before = dict(zip(self._keys, self._values, strict=True))
+        for position, key in enumerate(dict.fromkeys((*before, *self._live))):
+            now = dict.get(self._live, key, _ABSENT)
+            if now is not before.get(key, _ABSENT):
+                yield keyed(self.name, key, position), (None if now is _ABSENT else now)
+
+    def restore(self) -> None:
+        if self._is_same():
+            return
+        # Methods of a subclass may do more than set a key.
+        kind: Any = OrderedDict if isinstance(self._live, OrderedDict) else dict
+        if list(map(id, self._live)) != list(map(id, self._keys)):
+            kind.clear(self._live)
+        for key, value in zip(self._keys, self._values, strict=True):
+            if dict.get(self._live, key, _ABSENT) is not value:
+                kind.__setitem__(self._live, key, value)
+
+
+class _SavedList:
+    __slots__ = ("_live", "_parts", "name")
+
+    def __init__(self, name: str, live: Any) -> None:
+        self.name, self._live, self._parts = name, live, list(live)
+
+    def _is_same(self) -> bool:
+        return len(self._live) == len(self._parts) and all(map(is_, self._live, self._parts))
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        if not self._is_same():
+            yield self.name, list(self._live)
+
+    def restore(self) -> None:
+        if self._is_same():
+            return
+        kind: Any = deque if isinstance(self._live, deque) else list
+        kind.clear(self._live)
+        kind.extend(self._live, self._parts)
+
+
+class _SavedSet:
+    __slots__ = ("_live", "_parts", "name")
+
+    def __init__(self, name: str, live: set[Any]) -> None:
+        self.name, self._live, self._parts = name, live, frozenset(live)
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        if self._live != self._parts:
+            yield self.name, frozenset(self._live)
+
+    def restore(self) -> None:
+        if self._live != self._parts:
+            set.clear(self._live)
+            set.update(self._live, self._parts)
+
+
+class _SavedArray:
+    """A numpy array, an array of Python's `array` module, or a bytearray."""
+
+    __slots__ = ("_copy", "_live", "name")
+
+    def __init__(self, name: str, live: Any) -> None:
+        self.name, self._live = name, live
+        too_large = getattr(live, "nbytes", 0) > TUNING.largest_copy_bytes
+        self._copy = None if too_large or not _is_writable(live) else live[...].copy() if _is_numpy(live) else live[:]
+
+    def _is_same(self) -> bool:
+        if self._copy is None:
+            return True
+        if _is_numpy(self._live):
+            return bool(self._live.shape == self._copy.shape and self._live.tobytes() == self._copy.tobytes())
+        return bool(self._live == self._copy)
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        if not self._is_same():
+            yield self.name, self._live.tobytes() if _is_numpy(self._live) else bytes(self._live)
+
+    def restore(self) -> None:
+        if not self._is_same():
+            self._live[... if _is_numpy(self._live) else slice(None)] = self._copy
+
+
+def _is_numpy(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_writable(value: Any) -> bool:
+    return not _is_numpy(value) or (bool(value.flags.writeable) and not value.dtype.hasobject)
+
+
+class _SavedSlots:
+    """The fields of an object that are in slots."""
+
+    __slots__ = ("_object", "_values", "name")
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self._object, self._values = name, value, slots_of(value)
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        now = slots_of(self._object)
+        for field in dict.fromkeys((*self._values, *now)):
+            if now.get(field, _ABSENT) is not self._values.get(field, _ABSENT):
+                yield f"{self.name}.{field}", now.get(field)
+
+    def restore(self) -> None:
+        now = slots_of(self._object)
+        for field in now.keys() - self._values.keys():
+            object.__delattr__(self._object, field)
+        for field, value in self._values.items():
+            if now.get(field, _ABSENT) is not value:
+                object.__setattr__(self._object, field, value)
+
+
+class _SavedTensor:
+    """Version and requires_grad of a tensor and, if `copied`, its values on the host.
+
+    A tensor that is not copied is only watched: that it was written to is known, its former values are not.
+    """
+
+    __slots__ = ("_alias", "_copy", "_needs_grad", "_version", "name", "tensor")
+
+    def __init__(self, name: str, tensor: Tensor, *, copied: bool) -> None:
+        self.name, self.tensor = name, tensor
+        self._needs_grad = tensor.requires_grad
+        self._version = tensor._version
+        self._alias = tensor.detach() if _is_plain(tensor) else None  # shares its memory
+        self._copy = _copied(tensor) if copied else None
+
+    def is_changed(self) -> bool:
+        """True if it was written to or its `.data` was replaced since."""
+        if self._is_rebound() or self.tensor._version != self._version:
+            return True
+        copy = self._copy
+        if copy is None or copy.layout is not torch.strided:  # sparse: only the version tells
+            return False
+        return copy.nbytes <= TUNING.compared_bytes and not _is_equal(self.tensor, copy)
+
+    def _is_rebound(self) -> bool:
+        alias = self._alias
+        return alias is not None and (self.tensor.data_ptr() != alias.data_ptr() or self.tensor.shape != alias.shape)
+
+    def restore(self) -> bool:
+        """Restore it; return False if it was written to and there is no copy."""
+        if self.tensor.is_leaf and self.tensor.requires_grad != self._needs_grad:
+            self.tensor.requires_grad_(self._needs_grad)
+        if not self.is_changed():
+            return True
+        known = self._copy is not None
+        with torch.no_grad():
+            if self._is_rebound() and self._alias is not None:
+                known |= self.tensor._version == self._version
+                self.tensor.data = self._alias
+            if self._copy is not None and not _is_equal(self.tensor, self._copy):
+                self.tensor.detach().copy_(self._copy)
+        self._version = self.tensor._version
+        return known
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not internals.is_fake(tensor)
+
+
+def _copied(tensor: Tensor) -> Tensor | None:
+    if internals.is_fake(tensor) or has_shared_elements(tensor):
+        return None
+    # A tensor subclass may not move between devices as a plain tensor does.
+    return tensor.detach().to("cpu", copy=True) if _is_plain(tensor) else tensor.detach().clone()
+
+
+def _is_equal(tensor: Tensor, copy: Tensor) -> bool:
+    """Compare on the host, so that nothing is allocated on a device."""
+    if tensor.layout is not torch.strided:
+        return False
+    return torch.equal(tensor.detach().cpu() if _is_plain(tensor) else tensor.detach(), copy)
+
+
+def has_shared_elements(tensor: Tensor) -> bool:
+    """True if several elements share one address, as in an expanded tensor; it cannot be written to in place."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

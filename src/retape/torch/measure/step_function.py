@@ -1,4 +1,4 @@
-"""How a model is called on a batch, and what its loss is, where the user gave no step of their own."""
+"""Calls of a model on a batch, and the loss of its output, for users who give no step of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ StepFunction = Callable[[nn.Module, Any], Tensor]
 
 
 def default_step(model: nn.Module, batch: Any) -> Tensor:
-    """Call the model (a dict is keyword arguments, a tuple positional ones) and take the loss of its output."""
+    """Call the model (a dict is keyword arguments, a tuple positional ones) and return the loss of its output."""
     arguments, keywords = call_of(batch)
     output = model(*arguments, **keywords)
     loss = getattr(output, "loss", None)
@@ -32,7 +32,7 @@ def call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def refuse_other_arguments(model: nn.Module, batch: Any) -> None:
-    """InvalidInput where the model's forward does not take what the batch would be called with."""
+    """Raise InvalidInput if the model's forward does not take the batch's arguments."""
     arguments, keywords = call_of(batch)
     try:
         inspect.signature(model.forward).bind(*arguments, **keywords)
@@ -41,12 +41,20 @@ def refuse_other_arguments(model: nn.Module, batch: Any) -> None:
             f"The batch does not match {type(model).__name__}.forward: {error}. A dict is passed as keyword arguments, a tuple as "
             "positional ones, a tensor as the one argument; for anything else give step=lambda model, batch: ..."
         ) from error
-    except ValueError:  # no signature to be had
+    except ValueError:  # a forward without a signature
         return
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise InvalidInput if modules get their shapes in their first call, which cannot be undone."""
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise InvalidInput(
+            f"{type(model).__name__} has lazy modules that have no shape yet. Call it once on a batch before fitting."
+        )
+
+
 def scalar_loss(step: StepFunction, model: nn.Module, batch: Any) -> Tensor:
-    """Run a step and insist on a scalar that backward can start from."""
+    """Run a step and return its loss. Raise InvalidInput unless backward can start from it: one number with a graph."""
     loss = step(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -63,6 +71,6 @@ def scalar_loss(step: StepFunction, model: nn.Module, batch: Any) -> Tensor:
 
 
 def rows_of(batch: Any) -> int:
-    """The size of the first dimension of the first tensor in a batch that has one; 0 where there is none."""
+    """The first dimension of the first tensor in a batch that has one; 0 if none has."""
     sizes = (leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next(sizes, 0)

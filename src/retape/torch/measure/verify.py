@@ -1,8 +1,8 @@
-"""Proof: loss, gradients, buffers, random streams and fields of a managed model beside those of plain autograd, bit for bit.
+"""Compare loss, gradients, buffers, random streams and fields of a managed model with plain autograd, bit for bit.
 
 Gradients are those of every leaf that the loss depends on. Regions are off in every thread while plain autograd runs.
-It runs twice first. Where it differs from itself, no comparison can show anything, and the report says so, with
-the ops that PyTorch knows to be nondeterministic.
+Plain autograd runs twice first. If it differs from itself, no comparison is possible, and the result says so, with the ops
+that PyTorch knows to be nondeterministic.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from retape.core.errors import InvalidInput
 from retape.torch.capture.aliased_copies import equal_bits
 from retape.torch.capture.checksum import checksum
 from retape.torch.engine.runs import plain_everywhere
-from retape.torch.measure.baseline_memory import refuse_lazy
-from retape.torch.measure.sandbox import Gradients, Sandbox, sandboxed
-from retape.torch.measure.step_function import StepFunction, default_step, scalar_loss
+from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
+from retape.torch.measure.step_function import StepFunction, default_step, refuse_lazy, scalar_loss
 
 _GRADIENT = "gradient of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Something that is not the same after a managed step: what it is, and the largest difference where it has numbers."""
+    """A value that differs after a managed step: its name, and the largest difference of its elements."""
 
     what: str
     worst: float
@@ -37,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What `verify` found. `equal` is whether the managed step equals plain autograd in every bit that was compared."""
+    """Result of `verify`. `equal` is True if the managed step equals plain autograd in every bit that was compared."""
 
     equal: bool
     plain_repeats: bool
@@ -62,21 +61,21 @@ class Verification:
 
 
 def verify(model: nn.Module, batch: Any, *, step: StepFunction | None = None) -> Verification:
-    """Compare one step of a managed model with plain autograd; the model, its gradients and every stream are left as they were."""
+    """Compare one step of a managed model with plain autograd; leave the model, its gradients and every stream as they were."""
     refuse_lazy(model)
-    with sandboxed(model, batch, step, gradients=Gradients.NONE) as sandbox:
+    with sandboxed(model, batch, step, gradients=InitialGradients.NONE) as sandbox:
 
         def run(context: AbstractContextManager[Any]) -> dict[str, Any]:
             sandbox.rewind()
             with context:
                 loss = scalar_loss(step or default_step, model, batch)
-                unnamed = sandbox.meet(loss)
+                unnamed = sandbox.add_leaves(loss)
                 value = loss.detach().clone()
                 loss.backward()
             return {"loss": value} | _gradients(sandbox, unnamed) | _state(model, sandbox)
 
         first, second = run(plain_everywhere()), run(plain_everywhere())
-        _refuse_nothing(first)
+        _require_gradients(first)
         if _differences(first, second):
             return Verification(
                 equal=False,
@@ -90,9 +89,9 @@ def verify(model: nn.Module, batch: Any, *, step: StepFunction | None = None) ->
 
 
 def _gradients(sandbox: Sandbox, unnamed: list[Tensor]) -> dict[str, Tensor]:
-    """Of every leaf that has one: parameters, the batch, and what else the loss depends on."""
+    """Gradients of every leaf that has one: parameters, the batch, and other leaves of the loss."""
     found = {f"{_GRADIENT}{name}": gradient for name, gradient in sandbox.gradients().items()}
-    # A leaf that the step makes is another one in each run: its values tell which it is.
+    # The step makes new leaves in each run; shape and values match them between runs.
     made = sorted((leaf for leaf in unnamed if leaf.grad is not None), key=lambda leaf: (leaf.shape, checksum(leaf)))
     for number, leaf in enumerate(made):
         assert leaf.grad is not None
@@ -101,17 +100,17 @@ def _gradients(sandbox: Sandbox, unnamed: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _state(model: nn.Module, sandbox: Sandbox) -> dict[str, Any]:
-    """Buffers and streams, and what else the step has changed."""
+    """Buffers, streams, and other values that the step has changed."""
     found: dict[str, Any] = {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
     changes = {what: value for what, value in sandbox.changes().items() if f"buffer {what.split()[-1]}" not in found}
     return found | sandbox.streams() | changes
 
 
-def _refuse_nothing(results: dict[str, Any]) -> None:
+def _require_gradients(results: dict[str, Any]) -> None:
     if not any(what.startswith(_GRADIENT) for what in results):
         raise InvalidInput(
             "No leaf has a gradient after the step, so there is nothing to compare. Check requires_grad of the parameters and of the "
-            "batch, and that no hook takes .grad away in backward."
+            "batch, and that no hook removes .grad in backward."
         )
 
 
@@ -160,7 +159,7 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _nondeterministic_ops(run: Callable[[], Any]) -> tuple[str, ...]:
-    """The ops that PyTorch itself warns of when it is asked for deterministic algorithms."""
+    """Ops that PyTorch warns about when asked for deterministic algorithms."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -28,7 +28,7 @@ from retape.torch.compat.ranks import any_rank, decided_by_first
 from retape.torch.engine.host.copy_streams import host_tier
 from retape.torch.engine.policy import Check, Inputs
 from retape.torch.measure.baseline_memory import allocated_bytes, device_of, fixed_bytes
-from retape.torch.measure.budgets import resolved, with_levers
+from retape.torch.measure.budgets import add_suggestions, resolved
 from retape.torch.measure.memory_meter import step_record, synchronize, track_memory
 from retape.torch.measure.sandbox import Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
@@ -188,7 +188,7 @@ class Fitter:
         """Run a step that is not weighed; what it leaves behind for good (workspaces of libraries) is there in every later one."""
         sandbox.rewind()
         before = allocated_bytes(self.device)
-        self.run_step(sandbox.meet)
+        self.run_step(sandbox.add_leaves)
         sandbox.rewind()
         gc.collect()  # what a compiler leaves in cycles is not there for good
         self.fixed_bytes += max(0, allocated_bytes(self.device) - before)
@@ -251,7 +251,7 @@ class Fitter:
             if isinstance(fitting, Fitting) and not self._proves(sandbox, fitting):
                 fitting = self._without_recipes(sandbox, fitting)
         if isinstance(fitting, BudgetTooSmall):
-            raise with_levers(fitting, self.budget, self.options, can_fuse=can_fuse_loss(self.root))
+            raise add_suggestions(fitting, self.budget, self.options, can_fuse=can_fuse_loss(self.root))
         self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)

@@ -148,7 +148,7 @@ class SpreadFitter(Fitter):
     def _first_step(self, sandbox: Sandbox) -> None:
         sandbox.rewind()
         before = {device: allocated_bytes(device) for device in self.devices}
-        self.run_step(sandbox.meet)
+        self.run_step(sandbox.add_leaves)
         sandbox.rewind()
         for device in self.devices:
             self.fixed[device] += max(0, allocated_bytes(device) - before[device])

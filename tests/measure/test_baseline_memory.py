@@ -1,11 +1,12 @@
-"""What lives between steps: the state that an optimizer will have is told before its first step, to the byte."""
+"""Bytes between steps: the optimizer state that a first step will allocate is known before it, to the byte."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from retape.errors import InvalidInput
-from retape.torch.measure import baseline_memory as resident
 from retape.torch.measure.baseline_memory import device_of, fixed_bytes, pending_optimizer_bytes
 
 CPU = torch.device("cpu")
@@ -63,11 +64,11 @@ class Stubborn(torch.optim.SGD):
 def test_an_optimizer_that_cannot_be_tried(kind):
     """Adafactor looks at its values, and there are none yet."""
     remedy = r"Step it once before fitting; or give optimizer=None \(fit or FitCallback\).* as Budget.activations"
-    with pytest.raises(InvalidInput, match=r"cannot be told before its first step .*" + remedy):
+    with pytest.raises(InvalidInput, match=r"is not known before its first step .*" + remedy):
         pending_optimizer_bytes(kind(model().parameters(), lr=0.1), CPU)
 
 
-def test_everything_that_is_there_is_counted_once():
+def test_everything_is_counted_once():
     one = model()
     one[2].weight.grad = torch.zeros_like(one[2].weight)
     batch = torch.randn(10, 64)
@@ -75,7 +76,7 @@ def test_everything_that_is_there_is_counted_once():
     assert fixed_bytes(one, {"x": batch, "half": batch[:5], "note": "n"}, None, CPU) == 2 * weights + 4 * batch.numel()
 
 
-def test_devices_that_cannot_be():
+def test_unsupported_devices():
     one = model()
     with pytest.raises(InvalidInput, match="no parameter that requires gradients"):
         device_of(one.requires_grad_(False))
@@ -83,7 +84,11 @@ def test_devices_that_cannot_be():
         device_of(model().to("meta"))
 
 
-def test_where_only_one_device_can_be_followed(monkeypatch):
-    monkeypatch.setattr(resident, "devices_of", lambda model: (CPU, torch.device("cuda:0")))
+class OnTwoDevices(nn.Module):
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(requires_grad=True, device=torch.device(name)) for name in ("cuda:0", "cpu")])
+
+
+def test_several_devices_are_refused_where_only_one_is_supported():
     with pytest.raises(InvalidInput, match=r"trains on several devices \(cpu, cuda:0\).*Use retape.fit"):
-        device_of(model())
+        device_of(OnTwoDevices())
