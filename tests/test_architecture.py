@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_LINES_OF_A_FILE = 600
-MOST_LINES_OF_AN_INTEGRATION = 150
+MOST_LINES_OF_AN_INTEGRATION = 250
 MOST_PUBLIC_NAMES = 20
 
 # What each layer must not import; what is not named may be.
@@ -141,6 +141,7 @@ def test_exports_equal_all(name):
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and belongs(node.module, "retape")
         for alias in node.names
+        if not (alias.asname or alias.name).startswith("_")
     }
     assert sorted(exported) == sorted(module.__all__)
     assert len(set(module.__all__)) == len(module.__all__)

@@ -15,8 +15,8 @@ from benchmarks.frontier.peers import peers
 from benchmarks.frontier.ways import Skipped, Way
 
 from retape.core.units import format_bytes, format_seconds
+from retape.integrations.huggingface.fused_loss import can_fuse_loss
 from retape.report.frontier_beside import Family
-from retape.torch.planning.variants.fused_loss import can_fuse_loss
 
 ALIKE = 0.03  # of a peak: for a peer that is above another by no more, the fit inside the other's peak stands as well
 CLOSE = 0.04  # of a budget: a share this near to a peer's peak is not fitted for itself

@@ -7,6 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from retape import errors as errors
+from retape import integrations as _integrations  # noqa: F401 - registers the libraries that it knows; imports none
 from retape.core.errors import RetapeError
 from retape.core.plan import Plan
 from retape.core.problem import Budget

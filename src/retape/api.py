@@ -28,15 +28,15 @@ from retape.report.frontier_file import write_frontier
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import devices_of
 from retape.torch.measure.step_function import StepFunction, rows_of
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import detach, is_attached, put_on, take_off
-from retape.torch.planning.discover import Wanted, refuse_own_checkpointing
+from retape.torch.planning.discover import Wanted
 from retape.torch.planning.executor import Executor
 from retape.torch.planning.fitting import Fitter
 from retape.torch.planning.model_hash import fingerprint, refuse_replicas, unwrapped
 from retape.torch.planning.spread import SpreadFitter
 from retape.torch.planning.train_mode import say_evaluation
 from retape.torch.planning.variants.compiled import refuse_graph_replays
-from retape.torch.planning.variants.fused_loss import fuse_loss_as, is_fused, unfuse_loss
 
 __all__ = ["ALL", "EXACT", "Fit", "Promise", "apply", "fit"]
 
@@ -125,7 +125,7 @@ class Fit:
             take_off(unwrapped(self._model), self._regions)
             self._executor = None
         if self.record.fused_loss:
-            unfuse_loss(unwrapped(self._model))
+            LIBRARIES.unfuse_loss(unwrapped(self._model))
 
     def __getstate__(self) -> dict[str, Any]:
         """The engine, and what it has seen, stays with the model it runs: a model that is copied or pickled is a plain one."""
@@ -162,7 +162,7 @@ def _python_stream_left_alone() -> Iterator[None]:
 def _undone_on_error(model: nn.Module) -> Iterator[None]:
     """Where an exception comes out, the model is as it was: nothing attached or fused that was not so before."""
     attached = {id(module) for module in model.modules() if is_attached(module)}
-    was_fused = is_fused(model)
+    was_fused = LIBRARIES.is_loss_fused(model)
     try:
         yield
     except BaseException:
@@ -170,7 +170,7 @@ def _undone_on_error(model: nn.Module) -> Iterator[None]:
             if id(module) not in attached:
                 detach(module)
         if not was_fused:
-            unfuse_loss(model)
+            LIBRARIES.unfuse_loss(model)
         raise
 
 
@@ -248,7 +248,7 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             f"{type(unwrapped(model)).__name__} of structure {found}: its modules, shapes, dtypes or trained parameters differ. "
             "Fit this model, or apply the plan that belongs to it."
         )
-    refuse_own_checkpointing(unwrapped(model))
+    LIBRARIES.check_model(unwrapped(model))
     modules = dict(unwrapped(model).named_modules())
     regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
     refuse_graph_replays({"the model itself": unwrapped(model), **regions})
@@ -262,7 +262,8 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
                 unwrapped(model), regions, executor
             )  # refused where a fit manages it already, whose loss may be fused
         if record.fused_loss:
-            fuse_loss_as(unwrapped(model), record)
+            room_bytes = record.budget_bytes - record.measured.base_bytes
+            LIBRARIES.fuse_loss(unwrapped(model), room_bytes=room_bytes, compiled=record.assignment.is_compiled)
     return Fit(model, record, regions, executor)
 
 

@@ -1,6 +1,7 @@
 """Causal language models with a fused loss: the same loss and gradients as their own, and nothing else about them changes."""
 
 import copy
+import dataclasses
 import logging
 import pickle
 
@@ -11,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import InvalidInput
+from retape.integrations.huggingface import fused_loss
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
-from retape.torch.planning.variants import fused_loss
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,11 +67,11 @@ def step(model, **given):
 
 
 class Seen(TorchDispatchMode):
-    """Whether an op returned a tensor with the logits of more than `rows` rows."""
+    """Notes the most rows of logits that an op returned."""
 
-    def __init__(self, rows):
+    def __init__(self):
         super().__init__()
-        self.rows, self.found = rows, 0
+        self.found = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -103,19 +104,17 @@ def test_loss_gradients_and_outputs_are_the_models_own(name):
     torch.testing.assert_close(gradients_again, gradients, rtol=0, atol=0)
 
 
-def test_the_logits_are_never_there(monkeypatch):
-    from retape.torch.planning.variants import logits
+def most_rows(model, given):
+    """The most rows of logits that existed at once in a step."""
+    with Seen() as seen:
+        step(model, **given)
+    return seen.found
 
-    fused = logits.linear_cross_entropy
-    monkeypatch.setattr(logits, "linear_cross_entropy", lambda *a, **k: fused(*a, **{**k, "chunk_rows": 4}))
-    model, given = make(), batch()
-    with Seen(0) as plain:
-        step(model, **given)
-    assert plain.found >= 21
-    fuse_loss(model)
-    with Seen(0) as seen:
-        step(model, **given)
-    assert 1 <= seen.found <= 16  # a chunk of rows, or the gradient of the head: its 16 features
+
+def test_the_logits_are_never_whole():
+    model, given = make(), batch(length=100)
+    assert most_rows(model, given) == 300
+    assert most_rows(fuse_loss(model, chunk_bytes=1), given) <= 64
 
 
 @pytest.mark.parametrize("items", [5, torch.tensor(5)])
@@ -200,7 +199,7 @@ def test_a_forward_that_fails_leaves_nothing_behind():
 
 
 def test_it_is_said_once(caplog):
-    fused_loss._say_once.cache_clear()
+    fused_loss.log_fused_once.cache_clear()
     model = fuse_loss(make())
     with caplog.at_level(logging.WARNING, logger="retape"):
         model(**batch())
@@ -244,62 +243,44 @@ def test_models_that_cannot_be_fused():
 # --- how large a chunk is ---------------------------------------------------------------------------------------------
 
 
-def rows_of_chunks(monkeypatch, model, rows=2, length=300):
-    """How many rows of logits were made at a time."""
-    from retape.torch.slicing import linear_cross_entropy as head_loss
-
-    found, run = [], head_loss._Head.run
-
-    def counted(self, chunk, *rest, **more):
-        found.append(len(chunk))
-        return run(self, chunk, *rest, **more)
-
-    monkeypatch.setattr(head_loss._Head, "run", counted)
-    model(**batch(rows, length)).loss.backward()
-    monkeypatch.undo()
-    return found
-
-
-def test_a_chunk_of_the_loss_takes_no_more_than_it_may(monkeypatch):
-    model = fuse_loss(make())
-    assert rows_of_chunks(monkeypatch, model) == [600], "64 MiB hold all of them"
+def test_a_chunk_of_the_loss_takes_no_more_than_it_may():
+    model, given = fuse_loss(make()), batch(2, 300)
+    assert most_rows(model, given) == 600, "64 MiB hold all of them"
     fuse_loss(model, chunk_bytes=10 * VOCAB * 200)
-    assert rows_of_chunks(monkeypatch, model) == [200] * 3
+    assert most_rows(model, given) == 200, "three equal chunks"
     fuse_loss(model, chunk_bytes=1)
-    assert max(rows_of_chunks(monkeypatch, model)) == 60, "ten equal chunks of 64 rows at most"
+    assert most_rows(model, given) == 60, "ten equal chunks of 64 rows at most"
     fuse_loss(model, chunk_bytes=2**40)
-    assert rows_of_chunks(monkeypatch, model) == [600], "more than usual is never taken"
+    assert most_rows(model, given) == 600, "more than usual is never taken"
     unfuse_loss(model)
     assert not any(name.startswith("_retape") for name in vars(model.lm_head))
 
 
 def test_a_budget_says_how_large_a_chunk_may_be():
-    assert fused_loss.chunk_within(None, 10) is None
-    assert fused_loss.chunk_within(410, 10) == 100
-    assert fused_loss.chunk_within(5, 10) == 1
+    assert fused_loss.chunk_within(None) is None
+    assert fused_loss.chunk_within(400) == 100
+    assert fused_loss.chunk_within(-5) == 1
 
 
-def test_a_fit_and_its_saved_plan_bound_the_chunks_alike(monkeypatch):
-    import dataclasses
-
-    import retape
-    from retape.torch.planning import fitting
-
-    model, asked = make(), []
-    monkeypatch.setattr(fitting, "fuse_loss", lambda model, chunk_bytes, compiled: asked.append(chunk_bytes))
-    fitted = retape.fit(model, batch(), budget=0.9, options=retape.ALL, progress=False)
+def test_a_fit_and_its_saved_plan_bound_the_chunks_alike():
+    model, given = make(vocab_size=4096), batch(length=200)
+    fitted = retape.fit(
+        model,
+        given,
+        budget=0.3,  # less than whole logits
+        options=retape.ALL,
+        progress=False,
+    )
+    assert fitted.record.fused_loss
+    chunk_bytes = vars(model.lm_head)["_retape_chunk_bytes"]
+    assert chunk_bytes == (fitted.record.budget_bytes - fitted.measured.base_bytes) // 4
     fitted.remove()
-    assert asked == [(fitted.record.budget_bytes - fitted.measured.base_bytes) // 4]
-    again = retape.apply(model, dataclasses.replace(fitted.record, fused_loss=True))
-    assert [vars(model.lm_head)["_retape_chunk_bytes"]] == asked
+    again = retape.apply(model, fitted.record)
+    assert vars(model.lm_head)["_retape_chunk_bytes"] == chunk_bytes
     again.remove()
 
 
 def test_a_plan_that_is_refused_leaves_the_loss_of_the_fit_that_is_there():
-    import dataclasses
-
-    import retape
-
     model = make()
     fitted = retape.fit(model, batch(), budget=0.5, options=retape.ALL, progress=False)
     there = model.loss_function

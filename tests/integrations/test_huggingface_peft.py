@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import retape
+from retape.integrations.huggingface.fused_loss import is_fused
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.planning.attach import is_attached
-from retape.torch.planning.variants.fused_loss import is_fused
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from retape.torch.capture.kv_caches import without_cache
 from retape.torch.engine import links
 from retape.torch.engine.entrance import run_region
 from retape.torch.engine.policy import Policy
@@ -14,6 +13,7 @@ from retape.torch.engine.proof import Proof, Standing
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
 from retape.torch.measure.memory_meter import track_memory
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import attach, detach
 from retape.torch.planning.chain.treatments import is_steady, last_missing, select_treatments, tape_storages, treat
 from retape.torch.planning.discover import find_regions
@@ -48,7 +48,7 @@ def block_of(name):
         pass
     finally:
         detach(block)
-    args, keywords, _ = without_cache(block, *found[0])
+    args, keywords, _ = LIBRARIES.region_arguments(block, *found[0])
     fresh = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
     return block, fresh, keywords
 

@@ -1,1 +1,13 @@
-"""Adapters to other libraries, at most 150 lines each; whatever decides something lives a layer down."""
+"""Adapters to other libraries, one package each: `huggingface`.
+
+Importing this package registers them and imports none: each is loaded once the user has imported its library
+(`retape.torch.model_libraries`). Not here: anything that works without another library.
+"""
+
+from __future__ import annotations
+
+from retape.torch.model_libraries import LIBRARIES
+
+__all__ = ["huggingface", "huggingface_loss"]
+
+LIBRARIES.register("transformers", "retape.integrations.huggingface.library")

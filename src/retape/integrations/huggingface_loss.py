@@ -1,7 +1,7 @@
-"""Hugging Face causal language models: the loss without whole logits, switched by hand; `fit(options=ALL)` does so itself."""
+"""The fused loss under its first import path; it is defined in `retape.integrations.huggingface.fused_loss`."""
 
 from __future__ import annotations
 
-from retape.torch.planning.variants.fused_loss import fuse_loss, unfuse_loss
+from retape.integrations.huggingface.fused_loss import fuse_loss, unfuse_loss
 
 __all__ = ["fuse_loss", "unfuse_loss"]

@@ -9,10 +9,10 @@ from torch import nn
 
 from retape.core.errors import InvalidInput
 from retape.torch.measure.baseline_memory import device_of
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning import attach
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.variants.compiled import refuse_graph_replays
-from retape.torch.planning.variants.fused_loss import can_fuse_loss, fuse_loss, unfuse_loss
 
 _LOG = logging.getLogger("retape")
 
@@ -54,13 +54,13 @@ class Attachment:
             for module in done:
                 attach.detach(module)
             raise
-        if self._fuse and can_fuse_loss(self._model):
-            fuse_loss(self._model)
+        if self._fuse and LIBRARIES.can_fuse_loss(self._model):
+            LIBRARIES.fuse_loss(self._model, room_bytes=None, compiled=False)
             self._fused = True
 
     def _leave_loss_to_plan(self) -> None:
         """A plan was made for the loss as it is: over one, options=ALL changes nothing, and that is said once."""
-        if self._fuse and can_fuse_loss(self._model):
+        if self._fuse and LIBRARIES.can_fuse_loss(self._model):
             self._fuse = False
             _LOG.warning(
                 "retape: %s is fitted with its whole logits, and adaptive(options=ALL) leaves the plan as it is. For a loss in slices "
@@ -80,7 +80,7 @@ class Attachment:
         for module in (self._model, *self._regions):
             attach.detach(module)
         if self._fused:
-            unfuse_loss(self._model)
+            LIBRARIES.unfuse_loss(self._model)
             self._fused = False
 
 

@@ -28,7 +28,6 @@ from retape.torch.adaptive.roots import Attempt, Footprints, PlainSteps, Visit
 from retape.torch.adaptive.stats import AdaptiveStats, Counts, ProgressLine
 from retape.torch.adaptive.step_scale import Gradients, StepScale
 from retape.torch.capture.call import Call, capture_call
-from retape.torch.capture.kv_caches import note_given, without_cache
 from retape.torch.compat import internals, process_internals
 from retape.torch.engine.entrance import run_region
 from retape.torch.engine.policy import HOLD, Check, Policy
@@ -37,6 +36,7 @@ from retape.torch.engine.runs import THREAD, managed_elsewhere
 from retape.torch.engine.slots import Slot
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.memory_meter import BACKGROUND_TRACKERS, synchronize
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning import attach
 from retape.torch.planning.model_hash import unwrapped
 
@@ -103,7 +103,7 @@ class Adaptive:
             parameters: list[Tensor] = list(module.parameters())
             self._look_at_weights(parameters)
             self._begin_step(self._kinds.of(module, args, keywords), (args, keywords))
-        note_given(args, keywords)
+        LIBRARIES.begin_forward(args, keywords)
         outer, THREAD.manager = THREAD.manager, self
         try:
             if self._under is not None:
@@ -128,7 +128,7 @@ class Adaptive:
         """A region of the model is called."""
         if not torch.is_grad_enabled() or managed_elsewhere():
             return plain_call(*args, **keywords)
-        args, keywords, _ = without_cache(module, args, keywords)
+        args, keywords, _ = LIBRARIES.region_arguments(module, args, keywords)
         if self._plainly and not THREAD.runs:
             attempt = self._attempt(plain_call, args, keywords)
             if attempt is not None:

@@ -31,17 +31,18 @@ from retape.torch.capture.containers import (
     DictHolder,
     ListHolder,
     SlotHolder,
+    StateFields,
     holds_tensor,
     tracked,
     tracked_item,
 )
 from retape.torch.capture.decisions import may_decide
 from retape.torch.capture.function_copy import NEVER_READ, as_of_now
-from retape.torch.capture.kv_caches import as_cache, is_cache
 from retape.torch.capture.module_tree import Tree
 from retape.torch.capture.module_tree_cache import read_tree
 from retape.torch.capture.opaque import CompiledCall, Opaque
 from retape.torch.compat import internals
+from retape.torch.model_libraries import LIBRARIES
 
 _MANY_OBJECTS = 100_000  # walking them takes about 0.1 s for each call of a region
 
@@ -194,7 +195,8 @@ class Call:
         if isinstance(value, _NOT_FOLLOWED) or type(value).__module__.startswith("torch."):
             return  # PyTorch's own objects (FSDP's state, process groups) keep their own record
         if type(getattr(value, "__dict__", None)) is dict:
-            (self._meet_cache if is_cache(value) else self._follow)(value.__dict__)
+            follow = self._meet_state if LIBRARIES.restores_plain_fields(type(value)) else self._follow
+            follow(value.__dict__)
         elif hasattr(type(value), "__slots__"):
             self._meet_slots(value)
 
@@ -252,15 +254,16 @@ class Call:
             elif kind is not types.FunctionType:
                 self.meet(value)
 
-    def _meet_cache(self, fields: dict[str, Any]) -> None:
-        """Meet all that stands behind a key-value cache, whose dicts are taken as the cache's own."""
+    def _meet_state(self, fields: dict[str, Any]) -> None:
+        """Follow an object whose plain fields describe its tensors: the dicts behind it are restored whole."""
         before, around = len(self.holders), self._pending
         self._pending = []
         self._follow(fields)
         while self._pending:
             self._visit(self._pending.pop())
         self._pending = around
-        self.holders[before:] = as_cache(self.holders[before:])
+        met = self.holders[before:]
+        self.holders[before:] = [StateFields(each.container) if type(each) is DictHolder else each for each in met]
 
     def _meet_slots(self, value: Any) -> None:
         names = [name for kind in type(value).__mro__ for name in _slots_of(kind)]

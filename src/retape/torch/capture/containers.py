@@ -115,6 +115,35 @@ class DictHolder:
                 container[key] = old
 
 
+class StateFields(DictHolder):
+    """The fields of an object whose plain values describe its tensors, such as the length of a key-value cache.
+
+    Elsewhere plain values are the user's own. Here a re-run must see them as they were, and must not count twice.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, container: dict[Any, Any]) -> None:
+        super().__init__(container)
+        self.then = {key: tracked_item(value) for key, value in container.items() if _is_state(value)}
+
+    def enter(self) -> None:
+        super().enter()
+        for key in [key for key, value in self.container.items() if _is_state(value) and key not in self.then]:
+            del self.container[key]
+
+    def leave(self) -> None:
+        """Put everything back as it was before the re-run, in the same order."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self.container.clear()
+            self.container.update(kept)
+
+
+def _is_state(value: Any) -> bool:
+    return type(value) in ATOMS or isinstance(value, Tensor)
+
+
 class ListHolder:
     """A list or deque, and what it held."""
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from retape.core.errors import InvalidInput
+from retape.torch.model_libraries import LIBRARIES
 
 Wanted: TypeAlias = "Iterable[type[nn.Module] | str | nn.Module] | type[nn.Module] | str | nn.Module"
 
@@ -25,19 +26,10 @@ def find_regions(model: nn.Module, wanted: Wanted | None = None) -> dict[str, nn
     """The modules to run as regions, by name, each once, in the order of the model's tree; no two inside each other."""
     if wanted is not None:
         return _named(model, wanted)
-    layers = [module for module in model.modules() if _is_checkpointable(module)]
+    layers = LIBRARIES.recomputable_layers(model)
     found = _outermost(layers) if layers else (list(_blocks(model)) or list(_parts(model)))
     chosen = {id(module) for module in found}
     return {name: module for name, module in model.named_modules() if id(module) in chosen and module is not model}
-
-
-def refuse_own_checkpointing(model: nn.Module) -> None:
-    """A Hugging Face model whose own checkpointing is on recomputes every layer, whatever a plan says."""
-    if getattr(model, "is_gradient_checkpointing", False):
-        raise InvalidInput(
-            f"{type(model).__name__} recomputes every layer by itself (gradient_checkpointing): that leaves the fit no choice. "
-            "Call model.gradient_checkpointing_disable(), or take gradient_checkpointing=True out of TrainingArguments."
-        )
 
 
 def refined(regions: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -64,11 +56,6 @@ def _callable_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{own}", inner) for own, inner in _callable_parts(part))
         else:
             yield name, part
-
-
-def _is_checkpointable(module: nn.Module) -> bool:
-    """Whether a Hugging Face model itself says that this layer may be recomputed."""
-    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -20,7 +20,6 @@ from torch import nn
 
 from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.problem import OptionKind
-from retape.torch.capture.kv_caches import note_given, without_cache
 from retape.torch.capture.opaque import CompiledCall
 from retape.torch.capture.signature import Signature, elements, shapes, signature
 from retape.torch.compat import compiler_internals
@@ -33,6 +32,7 @@ from retape.torch.engine.region import Region
 from retape.torch.engine.runs import THREAD, managed_elsewhere
 from retape.torch.engine.select import Recipe, plan_recipe
 from retape.torch.engine.trace import RegionTrace
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.profile import Profile
 from retape.torch.planning.train_mode import depends_on_mode, mode_name
 from retape.torch.planning.variants.compiled import CannotCompile, in_form, refuse_kept_graph
@@ -102,7 +102,7 @@ class Executor:
         if torch.is_grad_enabled():  # an evaluation in between is no forward of the step
             self._root_call += 1
             self._counts.clear()
-        note_given(args, keywords)
+        LIBRARIES.begin_forward(args, keywords)
         outputs = plain_call(*args, **keywords)
         for tensor in links.tensors_of(outputs):
             if tensor.requires_grad:
@@ -120,9 +120,9 @@ class Executor:
         """A region is called."""
         if not torch.is_grad_enabled() or managed_elsewhere():
             return plain_call(*args, **keywords)
-        args, keywords, had_cache = without_cache(module, args, keywords)
-        if had_cache:
-            self._tell_once("no key-value cache is built in training, because a re-run would fill it twice")
+        args, keywords, note = LIBRARIES.region_arguments(module, args, keywords)
+        if note is not None:
+            self._tell_once(note)
         number, choice = self._choice(self._names[id(module)])
         if choice.training is not None and choice.training is not module.training:
             self._in_other_mode(module, choice)

@@ -32,6 +32,7 @@ from retape.torch.measure.budgets import add_suggestions, resolved
 from retape.torch.measure.memory_meter import step_record, synchronize, track_memory
 from retape.torch.measure.sandbox import Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.ab_timing import (
     in_turns,
     is_long,
@@ -45,7 +46,7 @@ from retape.torch.planning.ab_timing import (
 from retape.torch.planning.attach import put_on, take_off
 from retape.torch.planning.chain.meanings import meanings_of
 from retape.torch.planning.chain.modelling import Modelled, model_of
-from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_own_checkpointing
+from retape.torch.planning.discover import Wanted, find_regions, refined
 from retape.torch.planning.engine_overhead import engine_overheads, hides_the_host
 from retape.torch.planning.executor import Executor, executor_of
 from retape.torch.planning.model_hash import unwrapped
@@ -54,7 +55,6 @@ from retape.torch.planning.profile_intervals import Profiled, RegionSeconds, Ste
 from retape.torch.planning.rounds import Fitting, Rounds, promised_again, ran_out, seconds_over
 from retape.torch.planning.variants.compiled import WHOLE, CannotCompile, refuse_graph_replays
 from retape.torch.planning.variants.form_profiles import FormProfiles
-from retape.torch.planning.variants.fused_loss import can_fuse_loss, chunk_within, fuse_loss, unfuse_loss
 from retape.torch.planning.variants.tiled_form import PartsInTiles
 
 WORTH_A_STEP = 0.995  # of the time of what there is: a plan that promises no less is not tried
@@ -98,7 +98,7 @@ class Fitter:
         self._in_tiles = False  # parts of compiled regions may run in tiles
         self._put_off: BudgetTooSmall | None = None  # what did not fit, where a fused loss comes before other regions
         self._first_regions = find_regions(self.root, regions)
-        refuse_own_checkpointing(self.root)
+        LIBRARIES.check_model(self.root)
         refuse_graph_replays({"the model itself": self.root, **self._first_regions})
         self._take_regions(self._first_regions)
         self._take_devices(budget, optimizer)
@@ -251,7 +251,7 @@ class Fitter:
             if isinstance(fitting, Fitting) and not self._proves(sandbox, fitting):
                 fitting = self._without_recipes(sandbox, fitting)
         if isinstance(fitting, BudgetTooSmall):
-            raise add_suggestions(fitting, self.budget, self.options, can_fuse=can_fuse_loss(self.root))
+            raise add_suggestions(fitting, self.budget, self.options, can_fuse=LIBRARIES.can_fuse_loss(self.root))
         self._take_regions(fitting.regions)
         if fitting.executor is not None:
             put_on(self.root, self.regions, fitting.executor)
@@ -285,14 +285,14 @@ class Fitter:
         """Plan again, with no region that is re-run in part."""
         self.tell("a partial re-run was not exact: planning without them")
         if rejected.fused_loss:
-            unfuse_loss(self.root)
+            LIBRARIES.unfuse_loss(self.root)
         self._selects, self._put_off = False, None
         self._take_regions(self._first_regions)
         return self._fitted_or_fused(sandbox)
 
     @property
     def _may_fuse(self) -> bool:
-        return self.options is OptionSet.ALL and can_fuse_loss(self.root)
+        return self.options is OptionSet.ALL and LIBRARIES.can_fuse_loss(self.root)
 
     def _fitted(self, sandbox: Sandbox) -> Fitting | BudgetTooSmall:
         try:
@@ -310,7 +310,8 @@ class Fitter:
         self.tell("with the loss fused")
         self._take_regions(self._first_regions)
         with sandbox.kept_changes():
-            fuse_loss(self.root, chunk_bytes=chunk_within(self._limit, self.fixed_bytes), compiled=self._compiled)
+            room_bytes = None if self._limit is None else self._limit - self.fixed_bytes
+            LIBRARIES.fuse_loss(self.root, room_bytes=room_bytes, compiled=self._compiled)
         fused: Fitting | BudgetTooSmall | None = None
         try:
             fused = self._fitted(sandbox)
@@ -318,7 +319,7 @@ class Fitter:
             better = isinstance(fused, Fitting) and decided_by_first(partial(wins, fused, without))
             if not better:
                 with sandbox.kept_changes():
-                    unfuse_loss(self.root)
+                    LIBRARIES.unfuse_loss(self.root)
         if better:
             assert isinstance(fused, Fitting)
             return replace(fused, fused_loss=True)

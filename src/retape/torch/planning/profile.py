@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from retape.torch.capture.call import capture_call
-from retape.torch.capture.kv_caches import note_given, without_cache
 from retape.torch.capture.opaque import CompiledCall
 from retape.torch.capture.signature import Signature, signature, weights_signature
 from retape.torch.compat.ranks import is_distributed
@@ -30,6 +29,7 @@ from retape.torch.engine.slots import Slot
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.engine.transforms import refuse_transforms
 from retape.torch.measure.memory_meter import storage_bytes, synchronize
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import original_class
 from retape.torch.planning.variants.compiled import in_form
 from retape.torch.planning.variants.tiled_form import PartsInTiles
@@ -245,14 +245,14 @@ class ProfileSession:
         if torch.is_grad_enabled():  # what runs without gradients is no forward of the step
             self._root_call += 1
             self._counts = {}
-        note_given(args, keywords)
+        LIBRARIES.begin_forward(args, keywords)
         return plain_call(*args, **keywords)
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """A region is called."""
         if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
-        args, keywords, _ = without_cache(module, args, keywords)
+        args, keywords, _ = LIBRARIES.region_arguments(module, args, keywords)
         parts = self._tiled.of_region.get(self._names[id(module)], ())
         plain_call = in_form(module, plain_call, self._saved_share, self._tiled.tiles if parts else 1, parts)
         refuse_transforms(plain_call)

@@ -1,7 +1,7 @@
-"""A stand-in of a head's logits: what a model does to them before the loss is written down, and not done.
+"""LazyLogits that are only described: the ops between head and loss are recorded, for a loss that is computed in slices.
 
-Multiplying, dividing and tanh are followed: the scales and soft caps of the models that are. Anything else is refused, because a
-stand-in has no numbers to give.
+Multiplying, dividing and tanh are recorded: the scales and soft caps of Transformers' models. Anything else raises an error, because
+the values do not exist.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from retape.torch.slicing.linear_cross_entropy import linear_cross_entropy, rows
 from retape.torch.slicing.loss_kernels import loss_is_compiled, may_compile
 from retape.torch.slicing.products import wide
 
-CHUNK_BYTES = "_retape_chunk_bytes"  # of a head: what the buffers of a chunk may take at most
-COMPILED = "_retape_compiled_loss"  # of a head: whether what its loss does between matrix products may be compiled
-_LEAST_ROWS = 64  # a chunk of fewer would keep a GPU waiting
-_ROOMY = (
-    2  # times the usual bytes: larger matrix products are faster, and the gradient of the weight is added up less often
-)
+CHUNK_BYTES = "_retape_chunk_bytes"  # attribute of a head: the most bytes that the buffers of a chunk may take
+COMPILED = "_retape_compiled_loss"  # attribute of a head: True if the ops between matrix products may be compiled
+_MIN_ROWS = 64  # rows of a chunk: smaller matrix products do not fill a GPU
+_ROOMY = 2  # times the default bytes: larger products are faster, and the weight's gradient is accumulated less often
 
 
-class Logits:
-    """Stands for `cap * tanh(scale / cap * head(rows))`, or without a cap for `scale * head(rows)`."""
+class LazyLogits:
+    """The value `cap * tanh(scale / cap * head(rows))`, or without a cap for `scale * head(rows)`."""
 
     def __init__(self, rows: Tensor, head: nn.Linear, *, scale: float = 1.0, cap: float | None = None) -> None:
         self.rows = rows
@@ -37,7 +35,7 @@ class Logits:
         self.dtype = rows.dtype
 
     def loss(self, labels: Tensor, *, ignore_index: int, reduction: str, shift: bool) -> Tensor:
-        """The cross entropy of the logits with `labels`."""
+        """Return the cross entropy of the logits with `labels`, computed in slices."""
         with may_compile(getattr(self.head, COMPILED, False)):
             return linear_cross_entropy(
                 self.rows,
@@ -53,7 +51,7 @@ class Logits:
             )
 
     def _chunk_rows(self) -> int | None:
-        """Fewer rows than usual, where the head says that there is less room; more on a GPU, where it says that there is room."""
+        """Return the rows of a chunk that fit the head's limit, at most twice the default on a GPU; None for the default."""
         weight, most = self.head.weight, getattr(self.head, CHUNK_BYTES, None)
         if most is None:
             return None
@@ -62,31 +60,31 @@ class Logits:
         if usual == roomy <= most:
             return None
         plain = self.cap is None and self.head.bias is None and loss_is_compiled(self.device)
-        # Compiled, the slopes are made from the logits, and nothing stands between.
+        # Compiled, the loss's derivatives overwrite the logits, without a buffer in between.
         each = (wide(weight.dtype).itemsize + weight.dtype.itemsize,) if plain else ()
-        return max(_LEAST_ROWS, rows_within(min(most, roomy), len(weight), *each))
+        return max(_MIN_ROWS, rows_within(min(most, roomy), len(weight), *each))
 
-    def __mul__(self, factor: Any) -> Logits:
+    def __mul__(self, factor: Any) -> LazyLogits:
         if not isinstance(factor, (int, float)) or (self.cap is not None and factor <= 0):
             raise _refused(f"multiply them with {factor!r}")
         cap = None if self.cap is None else self.cap * factor
-        return Logits(self.rows, self.head, scale=self.scale * factor, cap=cap)
+        return LazyLogits(self.rows, self.head, scale=self.scale * factor, cap=cap)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> Logits:
+    def __truediv__(self, divisor: Any) -> LazyLogits:
         if not isinstance(divisor, (int, float)):
             raise _refused(f"divide them by {divisor!r}")
         return self * (1.0 / divisor)
 
-    def float(self) -> Logits:
-        """Itself: the loss is computed in float32 anyway."""
+    def float(self) -> LazyLogits:
+        """Return itself: the loss is computed in float32 in any case."""
         return self
 
-    def tanh(self) -> Logits:
+    def tanh(self) -> LazyLogits:
         if self.cap is not None:
             raise _refused("take tanh twice")
-        return Logits(self.rows, self.head, scale=self.scale, cap=1.0)
+        return LazyLogits(self.rows, self.head, scale=self.scale, cap=1.0)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,13 +93,13 @@ class Logits:
         raise _refused(f"call {getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a protocol that Python asks about
+        if name.startswith("__"):  # Python looks up protocols
             raise AttributeError(name)
         raise _refused(f"use .{name}")
 
 
 def _refused(what: str) -> InvalidInput:
     return InvalidInput(
-        f"The model would {what} between head and loss, and its logits are not there: its loss is fused with its head. Multiplying "
-        "with numbers, dividing by them and tanh are followed. Undo the fusing for this model (unfuse_loss)."
+        f"The model would {what} between head and loss, and its logits do not exist: its loss is fused with its head. Multiplying "
+        "with numbers, dividing by them and tanh are supported. Undo the fusing for this model (unfuse_loss)."
     )

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: a callback that fits the model on the first batch it trains on."""
+"""A callback for Hugging Face's Trainer that fits the model on the first batch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from transformers import TrainerCallback
 from retape.api import Fit, fit
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike
+from retape.integrations.huggingface.fused_loss import is_fused, unfuse_loss
 from retape.torch.compat.ranks import is_distributed
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import attach, detach, is_attached, replicated, take_off
-from retape.torch.planning.discover import refuse_own_checkpointing
 from retape.torch.planning.model_hash import unwrapped
-from retape.torch.planning.variants.fused_loss import is_fused, unfuse_loss
 
-_MANAGED: WeakKeyDictionary[nn.Module, ref[FitCallback]] = WeakKeyDictionary()  # models, and whose callback they have
+_MANAGED: WeakKeyDictionary[nn.Module, ref[FitCallback]] = (
+    WeakKeyDictionary()
+)  # fitted or waiting models, and their callback
 
 
 class FitCallback(TrainerCallback):
-    """`Trainer(..., callbacks=[FitCallback(budget="20GiB")])`: the first batch is profiled, and training goes on inside the budget.
+    """Fits the model on the Trainer's first batch: `Trainer(..., callbacks=[FitCallback(budget="20GiB")])`.
 
-    Takes what `retape.fit` takes. The fit happens inside the first training step, with the Trainer's own autocast and
-    inputs; `fitted` is the Fit once it is there, and it is removed when training ends, or begins again.
+    Takes the arguments of `retape.fit`. The fit runs inside the first training step, with the Trainer's own autocast and inputs.
+    `fitted` is the Fit, None before the first step. It is removed when training ends or begins again.
     """
 
     def __init__(self, *, budget: BudgetLike, **options: Any) -> None:
@@ -36,7 +38,7 @@ class FitCallback(TrainerCallback):
         self.fitted: Fit | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._leave()  # a run that an exception ended, or that begins again with a smaller batch, was not told its end
+        self._leave()  # no on_train_end came if an exception ended the last run
         self.fitted = None
         model = unwrapped(kwargs["model"])
         _leave_others(model)
@@ -46,7 +48,7 @@ class FitCallback(TrainerCallback):
             )
         if args.n_gpu > 1:
             raise replicated(type(model).__name__)
-        refuse_own_checkpointing(model)
+        LIBRARIES.check_model(model)
         optimizer = kwargs.get("optimizer")
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         attach(model, self._first_call)
@@ -57,12 +59,12 @@ class FitCallback(TrainerCallback):
         self._leave()
 
     def _leave(self) -> None:
-        """The model as it was before training; the record stays."""
+        """Restore the model as it was before training; `fitted` keeps its record."""
         if self._waiting is not None:
             detach(self._waiting)
             self._waiting = None
         if self.fitted is not None:
-            self.fitted.remove()  # does nothing a second time, so nobody else's fit is taken off
+            self.fitted.remove()  # does nothing the second time, so a later fit stays
         if self._managed is not None:
             _MANAGED.pop(self._managed, None)
             self._managed = None
@@ -70,7 +72,7 @@ class FitCallback(TrainerCallback):
     def _first_call(
         self, model: nn.Module, plain_call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Fit on what the model is about to be called with, then call it."""
+        """Fit on the arguments of the first training call, then make that call."""
         if not model.training:
             return plain_call(*arguments, **keywords)
         if arguments:
@@ -80,12 +82,12 @@ class FitCallback(TrainerCallback):
         options = {"optimizer": self._optimizer, "step": _loss_of_model, **self._options}
         self.fitted = fit(model, keywords, budget=self._budget, **options)
         if not is_attached(model) and not self.fitted.record.fused_loss:
-            _MANAGED.pop(model, None)  # nothing of ours is on it: whatever is later is not ours
+            _MANAGED.pop(model, None)  # the plan keeps everything: nothing to remove later
         return model(**keywords)
 
 
 def _leave_others(model: nn.Module) -> None:
-    """A run with another callback that an exception ended has left the model to it: nobody else will ever take it off."""
+    """Remove the fit of another callback whose run an exception ended."""
     owner = _MANAGED.pop(model, None)
     if owner is None:
         return
@@ -93,14 +95,14 @@ def _leave_others(model: nn.Module) -> None:
     if other is not None:
         other._leave()
         return
-    if is_attached(model):  # the callback is gone, and what it did is not
+    if is_attached(model):  # the callback was deleted, and its fit is still attached
         take_off(model, {"": model})
     if is_fused(model):
         unfuse_loss(model)
 
 
 def _loss_of_model(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The loss as the Trainer takes it from a model; without labels among its arguments there is none."""
+    """Return the loss as the Trainer reads it from a model's output; a model called without labels returns none."""
     outputs = model(**batch)
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
     if isinstance(loss, Tensor) and loss.numel() == 1:

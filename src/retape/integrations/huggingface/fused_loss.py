@@ -1,8 +1,8 @@
 """Hugging Face causal language models: head and loss without whole logits, behind the model's own forward.
 
-`fuse_loss(model)` leaves hooks and a loss function on the model; where PEFT wraps it, the loss function is that of the model
-inside. In training, when labels are given, the head hands on a stand-in of its logits (`logits.py`); the loss function computes
-the loss from what it stands for, and the output's `.logits` is None. Everything else of the model runs as it is.
+`fuse_loss(model)` puts hooks and a loss function on the model; where PEFT wraps it, the loss function is that of the model inside.
+In training with labels, the head returns `LazyLogits` (`lazy_logits.py`); the loss function computes the loss from them in slices,
+and the output's `.logits` is None. The rest of the model is unchanged.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.torch.planning.variants.logits import CHUNK_BYTES, COMPILED, Logits
+from retape.integrations.huggingface.lazy_logits import CHUNK_BYTES, COMPILED, LazyLogits
 
 _LOG = logging.getLogger("retape")
-_PARTS = 4  # of what activations may take, one is for a chunk
+_CHUNKS_IN_ROOM = 4  # a chunk of logits takes at most this part of the bytes for activations
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.heads: dict[
-            int, Tensor | None
-        ] = {}  # heads whose next call is stood in for; the rows, once it is given them
+        # Heads whose next call returns lazy logits, by id, and the rows that the head was called with.
+        self.heads: dict[int, Tensor | None] = {}
 
 
 _THREAD = _Thread()
 
 
 def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: bool = False) -> nn.Module:
-    """Compute the training loss of a causal language model without whole logits; returns the model.
+    """Compute the training loss of a causal language model without whole logits, and return the model.
 
-    The buffers of a chunk of logits take at most `chunk_bytes`. Where it may be `compiled`, what is done to them is, on a GPU.
+    The buffers of a chunk of logits take at most `chunk_bytes`. With `compiled`, the ops on a chunk are compiled on a GPU.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -47,14 +46,14 @@ def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: boo
         raise InvalidInput(
             f"{type(model).__name__} has a loss function of its own; only the causal one can be fused with the head."
         )
-    _forget_settings(head)
+    _remove_settings(head)
     if chunk_bytes is not None:
         setattr(head, CHUNK_BYTES, chunk_bytes)
     if compiled:
         setattr(head, COMPILED, True)
     if found is not fused_causal_loss:
         owner.loss_function = fused_causal_loss  # type: ignore[assignment]
-        # On what is called, which need not be the owner: a wrapper may call `forward` of the model inside, which runs no hooks.
+        # On the model that is called, which need not be the owner: PEFT calls `forward` of the model inside, which runs no hooks.
         model.register_forward_pre_hook(_before_model, with_kwargs=True)
         model.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
         head.register_forward_pre_hook(_before_head)
@@ -63,7 +62,7 @@ def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: boo
 
 
 def can_fuse_loss(model: nn.Module) -> bool:
-    """Whether `fuse_loss` knows this model: a causal language model of Hugging Face's whose loss is not fused yet."""
+    """True if this is a causal language model with Transformers' loss and a plain linear head, not fused yet."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
         return False
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -77,37 +76,37 @@ def can_fuse_loss(model: nn.Module) -> bool:
 
 
 def is_fused(model: nn.Module) -> bool:
-    """Whether the loss of a model is fused with its head."""
+    """True if the loss of a model is fused with its head."""
     return getattr(model, "loss_function", None) is fused_causal_loss
 
 
 def unfuse_loss(model: nn.Module) -> nn.Module:
-    """Undo `fuse_loss`; returns the model."""
+    """Undo `fuse_loss`, and return the model."""
     for module in model.modules():
-        _forget_settings(module)
+        _remove_settings(module)
         remove_hooks(module, _HOOKS)
         if vars(module).get("_loss_function") is fused_causal_loss:
-            _put_loss_back(module)
+            _restore_loss(module)
     return model
 
 
-def _put_loss_back(owner: nn.Module) -> None:
+def _restore_loss(owner: nn.Module) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     del owner._loss_function
-    if owner.loss_function is not ForCausalLMLoss:  # it was set by hand before
+    if owner.loss_function is not ForCausalLMLoss:  # the user had assigned it
         owner.loss_function = ForCausalLMLoss  # type: ignore[assignment]
 
 
 def _owner_of(model: nn.Module) -> nn.Module | None:
-    """The model whose forward computes the loss: this one, or what stands inside a wrapper that hands attributes on (PEFT's)."""
+    """Return the model whose forward computes the loss: this one, or the one inside a wrapper such as PEFT's."""
     if not hasattr(model, "loss_function"):
         return None
     return next((module for module in model.modules() if hasattr(type(module), "loss_function")), None)
 
 
 def remove_hooks(module: nn.Module, functions: Collection[Any]) -> None:
-    """Take forward hooks that are these functions off a module, which may be a copy of the one that they were put on."""
+    """Remove forward hooks that are these functions from a module, also from a copy, whose hooks have no handles."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number in [number for number, hook in hooks.items() if hook in functions]:
             for where in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
@@ -115,20 +114,20 @@ def remove_hooks(module: nn.Module, functions: Collection[Any]) -> None:
             module._forward_hooks_always_called.pop(number, None)
 
 
-def _forget_settings(head: nn.Module) -> None:
+def _remove_settings(head: nn.Module) -> None:
     for name in (CHUNK_BYTES, COMPILED):
         vars(head).pop(name, None)
 
 
 def fuse_loss_as(model: nn.Module, record: FitRecord) -> None:
-    """As a fit left it: the size of a chunk follows from the budget."""
-    chunk_bytes = chunk_within(record.budget_bytes, record.measured.base_bytes)
+    """Fuse the loss as a fit did: the size of a chunk follows from the budget."""
+    chunk_bytes = chunk_within(record.budget_bytes - record.measured.base_bytes)
     fuse_loss(model, chunk_bytes=chunk_bytes, compiled=record.assignment.is_compiled)
 
 
-def chunk_within(budget_bytes: int | None, fixed_bytes: int) -> int | None:
-    """What a chunk may take of a budget that leaves so much to activations."""
-    return None if budget_bytes is None else max(1, (budget_bytes - fixed_bytes) // _PARTS)
+def chunk_within(room_bytes: int | None) -> int | None:
+    """Return the most bytes of a chunk if activations may take `room_bytes`; None if that is not known."""
+    return None if room_bytes is None else max(1, room_bytes // _CHUNKS_IN_ROOM)
 
 
 def _head_of(model: nn.Module) -> nn.Linear:
@@ -143,8 +142,8 @@ def _head_of(model: nn.Module) -> nn.Linear:
 
 
 def fused_causal_loss(logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Transformers' `ForCausalLMLoss`, and the same from a stand-in of the logits."""
-    if isinstance(logits, Logits):
+    """Return Transformers' `ForCausalLMLoss`, computed in slices if the logits are lazy."""
+    if isinstance(logits, LazyLogits):
         return _loss_of(logits, labels, *args, **kwargs)
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -153,7 +152,7 @@ def fused_causal_loss(logits: Any, labels: Any, vocab_size: int, *args: Any, **k
 
 
 def _loss_of(
-    logits: Logits,
+    logits: LazyLogits,
     labels: Any,
     num_items_in_batch: Any = None,
     ignore_index: int = -100,
@@ -166,7 +165,7 @@ def _loss_of(
         reduction="mean" if num_items_in_batch is None else "sum",
         shift=shift_labels is None,
     )
-    total = total.float()  # as transformers has it, for float64 too
+    total = total.float()  # as Transformers does, for float64 too
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total if num_items_in_batch is None else total / num_items_in_batch
@@ -179,7 +178,7 @@ def _before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     head = _head_of(model)
     _THREAD.heads.pop(id(head), None)
     if model.training and kwargs.get("labels") is not None:
-        _say_once()
+        log_fused_once()
         _THREAD.heads[id(head)] = None
 
 
@@ -187,19 +186,19 @@ def _before_head(head: nn.Module, args: tuple[Any, ...]) -> Any:
     if id(head) not in _THREAD.heads:
         return None
     _THREAD.heads[id(head)] = args[0]
-    return (args[0][:0],)  # no rows: its forward costs nothing
+    return (args[0][:0],)  # no rows: the head's own forward costs nothing
 
 
 def _after_head(head: Any, args: Any, output: Any) -> Any:
     rows = _THREAD.heads.pop(id(head), None)
-    return None if rows is None else Logits(rows, head)
+    return None if rows is None else LazyLogits(rows, head)
 
 
 def _after_model(model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     _THREAD.heads.pop(id(_head_of(model)), None)
     if isinstance(output, tuple):
-        return tuple(None if isinstance(value, Logits) else value for value in output)
-    if not isinstance(getattr(output, "logits", None), Logits):
+        return tuple(None if isinstance(value, LazyLogits) else value for value in output)
+    if not isinstance(getattr(output, "logits", None), LazyLogits):
         return None
     fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     return type(output)(**{**fields, "logits": None})
@@ -209,5 +208,6 @@ _HOOKS = (_before_model, _before_head, _after_head, _after_model)
 
 
 @cache
-def _say_once() -> None:
+def log_fused_once() -> None:
+    """Log that outputs have no logits, once per process."""
     _LOG.warning("The loss is fused with the head: in training, with labels, the model's output has no .logits (None).")

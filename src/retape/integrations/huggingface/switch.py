@@ -1,4 +1,4 @@
-"""Hugging Face models: retape's regions behind the switch that the models already have, and a callback that fits on the first batch."""
+"""Regions behind the switch that Hugging Face models already have: `gradient_checkpointing_enable()`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 from torch import nn
 
 from retape.core.errors import InvalidInput
-from retape.torch.capture.kv_caches import refuse_cache
+from retape.integrations.huggingface.fused_loss import remove_hooks
+from retape.integrations.huggingface.kv_cache import refuse_cache
+from retape.integrations.huggingface.library import is_layer
 from retape.torch.engine.checkpoint import checkpoint
-from retape.torch.planning.variants.fused_loss import remove_hooks
 
 
 def enable(model: nn.Module, *, check: str = "metadata") -> nn.Module:
-    """Run every checkpointable layer of a Hugging Face model as a region, also where the model was made before; returns the model.
+    """Run every checkpointable layer of a Hugging Face model as a region, and return the model.
 
-    The models' own `gradient_checkpointing_enable()` takes PyTorch's function by name when transformers is imported, so
-    assigning another one afterwards does not reach it; this does. That switch leaves key-value caches out: one that holds
-    something (a trained prefix) is refused; `retape.fit` and `retape.adaptive` keep it.
+    Transformers binds PyTorch's checkpoint function when it is imported, so replacing that function later has no effect on its
+    models; this does. The switch leaves key-value caches out: one with contents (a trained prefix) is refused; `retape.fit` and
+    `retape.adaptive` keep it.
     """
     switch = getattr(model, "gradient_checkpointing_enable", None)
     if switch is None:
@@ -39,7 +40,7 @@ def enable(model: nn.Module, *, check: str = "metadata") -> nn.Module:
 
 
 def disable(model: nn.Module) -> nn.Module:
-    """Switch the regions off again."""
+    """Undo `enable`, and return the model."""
     switch: Any = getattr(model, "gradient_checkpointing_disable", None)
     if switch is None:
         raise InvalidInput(
@@ -51,26 +52,15 @@ def disable(model: nn.Module) -> nn.Module:
 
 
 def checkpointable_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that carry Hugging Face's switch."""
+    """Return the modules of a model that carry Hugging Face's switch."""
     return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
 
 def _models(checkpointable: list[nn.Module]) -> list[nn.Module]:
-    """Those that run layers: Transformers drops the cache of a layer before the layer's hooks are called."""
-    return [m for m in checkpointable if all(c.__name__ != "GradientCheckpointingLayer" for c in type(m).__mro__)]
+    """Return those that run layers: Transformers drops the cache of a layer before the layer's hooks are called."""
+    return [module for module in checkpointable if not is_layer(module)]
 
 
 def _unhook(model: nn.Module) -> None:
     for module in checkpointable_layers(model):
         remove_hooks(module, (refuse_cache,))
-
-
-def __getattr__(name: str) -> Any:
-    """`FitCallback` derives from a class of transformers, so it is imported when it is asked for."""
-    if name != "FitCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from retape.integrations.trainer import FitCallback
-    except ImportError as error:
-        raise InvalidInput(f"FitCallback needs transformers: pip install 'retape[huggingface]' ({error}).") from error
-    return FitCallback

@@ -1,0 +1,60 @@
+"""Answers of Hugging Face's Transformers to what retape asks about a model library (`retape.torch.model_libraries`).
+
+Classes are recognised by name, so that nothing is imported from transformers here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from retape.core.errors import InvalidInput
+from retape.integrations.huggingface.fused_loss import can_fuse_loss, chunk_within, fuse_loss, is_fused, unfuse_loss
+from retape.integrations.huggingface.kv_cache import CACHES, is_cache_class
+from retape.torch.model_libraries import ModelLibrary, RegionArguments
+
+
+class HuggingFace(ModelLibrary):
+    """Layers, key-value caches and losses of Transformers' models."""
+
+    def check_model(self, model: nn.Module) -> None:
+        if getattr(model, "is_gradient_checkpointing", False):
+            raise InvalidInput(
+                f"{type(model).__name__} recomputes every layer by itself (gradient_checkpointing): that leaves the fit no choice. "
+                "Call model.gradient_checkpointing_disable(), or take gradient_checkpointing=True out of TrainingArguments."
+            )
+
+    def recomputable_layers(self, model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if is_layer(module)]
+
+    def begin_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        CACHES.begin_forward(arguments, keywords)
+
+    def region_arguments(
+        self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> RegionArguments:
+        return CACHES.left_out(module, arguments, keywords)
+
+    def restores_plain_fields(self, kind: type) -> bool:
+        return is_cache_class(kind)
+
+    def can_fuse_loss(self, model: nn.Module) -> bool:
+        return can_fuse_loss(model)
+
+    def is_loss_fused(self, model: nn.Module) -> bool:
+        return is_fused(model)
+
+    def fuse_loss(self, model: nn.Module, *, room_bytes: int | None, compiled: bool) -> None:
+        fuse_loss(model, chunk_bytes=chunk_within(room_bytes), compiled=compiled)
+
+    def unfuse_loss(self, model: nn.Module) -> None:
+        unfuse_loss(model)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """True if Transformers itself marks this module as a layer that may be recomputed."""
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+LIBRARY = HuggingFace()
