@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import retape
+from retape.integrations.huggingface import lazy_logits
 from retape.torch.compat import compiler_internals
-from retape.torch.planning.variants import logits
 from retape.torch.slicing import linear_cross_entropy as head_loss
 from retape.torch.slicing import loss_kernels
 from retape.torch.slicing.loss_kernels import compiled_loss, loss_is_compiled, losses_and_slopes, may_compile
@@ -159,15 +159,15 @@ def test_the_slopes_of_a_chunk_are_gone_before_the_next(monkeypatch):
 
 
 def test_a_chunk_of_the_compiled_loss_holds_more_rows(monkeypatch):
-    monkeypatch.setattr(logits, "usual_chunk_bytes", lambda *a, **k: 10 * CLASSES * 100)
+    monkeypatch.setattr(lazy_logits, "usual_chunk_bytes", lambda *a, **k: 10 * CLASSES * 100)
     head = torch.nn.Linear(FEATURES, CLASSES, bias=False, dtype=torch.bfloat16)
     rows = torch.empty(1000, FEATURES, dtype=torch.bfloat16)
-    standing = logits.Logits(rows, head)
+    standing = lazy_logits.LazyLogits(rows, head)
     standing.device = CUDA
-    vars(head)[logits.CHUNK_BYTES] = 2**40
+    vars(head)[lazy_logits.CHUNK_BYTES] = 2**40
     assert standing._chunk_rows() == 200, "twice what is usual, on a GPU"
     with may_compile(True):
         assert standing._chunk_rows() == 333, "four bytes of a logit and two of its slope"
-        vars(head)[logits.CHUNK_BYTES] = 6 * CLASSES * 150
+        vars(head)[lazy_logits.CHUNK_BYTES] = 6 * CLASSES * 150
         assert standing._chunk_rows() == 150
         assert (standing / 5.0).tanh()._chunk_rows() < 150
