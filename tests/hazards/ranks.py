@@ -1,10 +1,6 @@
-"""What each of two ranks runs for test_distributed.py: every case against plain autograd on the same rank; JSON on stdout."""
+"""Cases that test_distributed.py runs on each of two ranks, compared with plain autograd on the same rank."""
 
-import json
-import sys
-import traceback
-import warnings
-
+import ranks_adaptive
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,23 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 import retape
 from retape.errors import StateChanged
 from retape.torch.engine.runs import plain
+from support.blocks import MlpBlock, Stack, mean_square
+from support.ranks import run_cases
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, a):
-        return self.second(self.first(a).tanh()).tanh()
-
-
-class Model(nn.Module):
+class InRegions(Stack):
     """Blocks in regions; `repeats` runs each of them more than once, and one parameter may be left unused."""
 
     def __init__(self, *, repeats=1, unused=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        super().__init__(MlpBlock(8, 2, norm=False, activation=torch.tanh) for _ in range(3))
         self.repeats = repeats
         self.unused = nn.Linear(8, 8) if unused else None
 
@@ -41,14 +29,14 @@ class Model(nn.Module):
         for block in self.blocks:
             for _ in range(self.repeats):
                 a = retape.checkpoint(block, a, use_reentrant=False)
-        return a.square().mean()
+        return mean_square(a)
 
 
 def local(tensor):
     return None if tensor is None else (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def gradients(model, batch, steps):
+def local_gradients(model, batch, steps):
     for _ in range(steps):
         model.zero_grad()
         model(batch).backward()
@@ -60,9 +48,9 @@ def compared(wrap, *, steps=3, **options):
 
     def run():
         torch.manual_seed(0)
-        model = Model(**options)
+        model = InRegions(**options)
         torch.manual_seed(dist.get_rank())
-        return gradients(wrap(model), torch.randn(4, 8), steps)
+        return local_gradients(wrap(model), torch.randn(4, 8), steps)
 
     with plain():
         wanted = run()
@@ -86,22 +74,22 @@ def sharded(model):
 
 def sharded_inside(model):
     for block in model.blocks:
-        fully_shard(block.first)
-        fully_shard(block.second)
+        fully_shard(block.up)
+        fully_shard(block.down)
     return fully_shard(model)
 
 
 def tensor_parallel(model):
     mesh = init_device_mesh("cpu", (2,))
     for block in model.blocks:
-        parallelize_module(block, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
 def step_between_forward_and_backward():
-    """FSDP2 keeps the unsharded parameter's identity and version; its sharded twin's version tells."""
+    """FSDP2 keeps the unsharded parameter's identity and version; the version of its sharded copy shows the write."""
     torch.manual_seed(0)
-    model = sharded(Model())
+    model = sharded(InRegions())
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     model(torch.randn(4, 8)).backward()
     loss = model(torch.randn(4, 8))
@@ -127,23 +115,5 @@ CASES = {
 }
 
 
-def report(case):
-    try:
-        case()
-    except BaseException:
-        return traceback.format_exc()
-    return "right"
-
-
-def main(rank, path):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    found = {name: report(case) for name, case in CASES.items()}
-    print(json.dumps(found))
-    sys.stdout.flush()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    run_cases(CASES | ranks_adaptive.CASES, ranks_adaptive.prepare)

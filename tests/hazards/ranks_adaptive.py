@@ -1,10 +1,4 @@
-"""What each of two ranks runs for test_distributed_adaptive.py: live budgets beside collectives; JSON on stdout."""
-
-import datetime
-import json
-import sys
-import traceback
-import warnings
+"""Cases of test_distributed.py with live budgets: each rank decides for itself, so no region with a collective may run again."""
 
 import torch
 import torch.distributed as dist
@@ -16,20 +10,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import retape
 from retape.errors import BudgetTooSmall
 from retape.torch.compat import process_internals
+from support.blocks import MlpBlock
 
 WIDTH, ROWS = 32, 64
 GROUPS = {}
-
-
-class Wide(nn.Module):
-    """Saves much, and runs no collective."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Across(torch.autograd.Function):
@@ -92,10 +76,12 @@ def from_one_to_the_other(x):
 
 def blocks(between):
     torch.manual_seed(dist.get_rank())
-    return nn.ModuleList(Joined(between) if i % 2 else Wide() for i in range(10))
+    return nn.ModuleList(
+        Joined(between) if i % 2 else MlpBlock(WIDTH, 8, norm=False, activation=torch.tanh) for i in range(10)
+    )
 
 
-def step(blocks, x, *, regions):
+def step_gradients(blocks, x, *, regions):
     for parameter in blocks.parameters():
         parameter.grad = None
     for block in blocks:
@@ -113,14 +99,14 @@ def right_beside(between):
     model = blocks(between)
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     before = started()
-    wanted = step(model, x, regions=False)
+    wanted = step_gradients(model, x, regions=False)
     count = started() - before
     assert count >= len(model)
     live = retape.adaptive(budget=retape.Budget.activations("750KiB" if dist.get_rank() else "650KiB"))
     for _ in range(4):
         before = started()
         with live:
-            got = step(model, x, regions=True)
+            got = step_gradients(model, x, regions=True)
         assert started() - before == count, "a collective ran again"
         assert all(map(torch.equal, got, wanted))
     assert live.stats().reruns, "regions without collectives are dropped"
@@ -134,7 +120,7 @@ def too_small():
     try:
         for _ in range(4):
             with live:
-                step(model, torch.ones(ROWS, WIDTH), regions=True)
+                step_gradients(model, torch.ones(ROWS, WIDTH), regions=True)
     except BudgetTooSmall as error:
         said = str(error)
     assert "Regions that run a collective hold" in said, said
@@ -189,29 +175,6 @@ CASES = {name: lambda between=between: right_beside(between) for name, between i
 }
 
 
-def report(case):
-    try:
-        case()
-    except BaseException:
-        return traceback.format_exc()
-    return "right"
-
-
-def main(rank, path):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    wait = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=wait)
+def prepare():
     GROUPS["mesh"] = init_device_mesh("cpu", (2,))
-    GROUPS["own"] = [dist.new_group([each]) for each in range(2)][rank]
-    found = {}
-    for name, case in CASES.items():
-        found[name] = report(case)
-        if found[name] != "right":  # the other rank may wait for this one
-            break
-    print(json.dumps(found))
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    GROUPS["own"] = [dist.new_group([each]) for each in range(2)][dist.get_rank()]

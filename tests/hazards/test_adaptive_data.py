@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.measure.memory_meter import track_memory
+from support.blocks import seeded_stack
+from support.comparing import assert_equal, loss_and_gradients, parameter_gradients
+from support.memory import step_peak_bytes
 
 ROWS, WIDTH = 512, 32
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -25,56 +27,41 @@ class Routed(nn.Module):
         return x.index_put((mask,), rows + self.down(nn.functional.gelu(self.up(rows))))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Routed() for _ in range(6))
-
-    def forward(self, x, mask):
-        for block in self.blocks:
-            x = block(x, mask)
-        return x.square().mean()
-
-
 def mask_of(share):
     return torch.arange(ROWS) < share * ROWS
 
 
-def step(model, share):
-    model.zero_grad()
-    model(X, mask_of(share)).backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
+def routed_stack():
+    return seeded_stack(Routed, 6)
 
 
-def peak_of(run):
-    with track_memory(torch.device("cpu")) as scale:
-        run()
-    return max(reading.peak_bytes for reading in scale.readings)
+def step_on(model, share):
+    return loss_and_gradients(model, lambda: model(X, mask_of(share)))
 
 
 @pytest.fixture(scope="module")
 def whole():
-    """What a step on all rows takes above its start and its gradients."""
-    model = Model()
-    step(model, 1.0)
-    return peak_of(lambda: model(X, mask_of(1.0)).backward())
+    """Peak of a step on all rows above its start and its gradients."""
+    model = routed_stack()
+    step_on(model, 1.0)
+    return step_peak_bytes(lambda: model(X, mask_of(1.0)).backward())
 
 
 @pytest.mark.parametrize("shares", [(0.1, 0.1, 0.1, 0.1), (0.1, 0.3, 0.2)], ids=["equal at first", "never equal"])
 def test_a_larger_share_than_any_before_stays_inside(whole, shares):
     """Small steps alone are known when the first large one comes; steps that were equal have run without regions."""
-    reference, model = Model(), Model()
+    reference, model = routed_stack(), routed_stack()
     live = retape.adaptive(model, budget=retape.Budget.activations(int(0.6 * whole)))
     for share in shares:
-        step(model, share)
+        step_on(model, share)
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
     for share in (1.0, 0.1, 0.5, 1.0, 1.0):
-        wanted = step(reference, share)
+        wanted = step_on(reference, share)
+        del wanted["loss"]
         model.zero_grad()
-        live.stats()  # ends the step, which may have left the scale up
-        peak = peak_of(lambda share=share: model(X, mask_of(share)).backward())
-        assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), wanted, strict=True))
+        live.stats()  # ends the step, whose memory tracker may still run
+        peak = step_peak_bytes(lambda share=share: model(X, mask_of(share)).backward())
+        assert_equal(parameter_gradients(model), wanted)
         assert peak <= 0.6 * whole + gradient_bytes
     assert live.stats().reruns
     live.remove()
@@ -82,16 +69,16 @@ def test_a_larger_share_than_any_before_stays_inside(whole, shares):
 
 def test_what_cannot_be_foreseen_is_counted_and_said_once(whole, caplog):
     """A budget that the first large block passes already."""
-    model = Model()
-    small = peak_of(lambda: step(Model(), 0.1))
+    model = routed_stack()
+    small = step_peak_bytes(lambda: step_on(routed_stack(), 0.1))
     live = retape.adaptive(model, budget=retape.Budget.activations(small))
     for _ in range(4):
-        step(model, 0.1)
+        step_on(model, 0.1)
     assert live.stats().over_budget == 0
     with caplog.at_level(logging.WARNING, logger="retape"):
         for _ in range(2):
             try:
-                step(model, 1.0)
+                step_on(model, 1.0)
             except retape.errors.BudgetTooSmall:
                 break
     assert live.stats().over_budget > 0
@@ -101,15 +88,15 @@ def test_what_cannot_be_foreseen_is_counted_and_said_once(whole, caplog):
     live.remove()
 
 
-def test_once_weighed_a_large_step_needs_no_more_than_it_takes(whole):
-    """After the first surprise large steps are weighed, and no guess is left."""
-    model = Model()
+def test_once_measured_a_large_step_needs_no_more_than_it_takes(whole):
+    """After the first surprise large steps are measured, and no guess is left."""
+    model = routed_stack()
     live = retape.adaptive(model, budget=retape.Budget.activations(int(0.6 * whole)))
     for share in (0.1, 0.1, 0.1, 1.0, 1.0, 1.0, 1.0):
-        step(model, share)
+        step_on(model, share)
     before = live.stats()
     for share in (1.0, 0.1, 1.0):
-        step(model, share)
+        step_on(model, share)
     after = live.stats()
     assert after.over_budget == before.over_budget
     assert after.weighed_steps == before.weighed_steps

@@ -13,6 +13,8 @@ from torch import nn
 
 import retape
 from retape.torch.capture.context_variables import context_values
+from support.blocks import Stack
+from support.comparing import equal, parameter_gradients
 
 COLLECTOR = ContextVar("COLLECTOR", default=None)
 
@@ -27,7 +29,7 @@ class Notes:
         self.found.append(tensor)
 
 
-class Block(nn.Module):
+class Collecting(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
@@ -37,17 +39,6 @@ class Block(nn.Module):
         if (collector := COLLECTOR.get()) is not None:
             collector.append(wide)
         return x + self.down(wide).tanh()
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def collected(collector):
@@ -75,26 +66,26 @@ def through(make):
     return step
 
 
-def gradients(model, step, batch):
+def collected_gradients(model, step, batch):
     model.zero_grad()
     step(model, batch, backward=True)
-    return [parameter.grad.clone() for parameter in model.parameters()]
+    return parameter_gradients(model)
 
 
 @pytest.mark.parametrize("make", [list, deque, Notes])
 def test_fit(make):
     torch.manual_seed(0)
-    model, batch, step = Model(), torch.randn(16, 8), through(make)
-    wanted = gradients(model, step, batch)
+    model, batch, step = Stack(Collecting() for _ in range(3)), torch.randn(16, 8), through(make)
+    wanted = collected_gradients(model, step, batch)
     fitted = retape.fit(model, batch, budget=0.7, step=step, progress=False)
     assert not fitted.record.assignment.keeps_everything
-    assert all(map(torch.equal, gradients(model, step, batch), wanted))
+    assert equal(collected_gradients(model, step, batch), wanted)
     fitted.remove()
 
 
 def test_a_re_run_in_backward_leaves_the_collector_alone():
     torch.manual_seed(0)
-    block, batch, collector = Block(), torch.randn(4, 8), []
+    block, batch, collector = Collecting(), torch.randn(4, 8), []
     token = COLLECTOR.set(collector)
     try:
         out = retape.checkpoint(block, batch)
@@ -108,7 +99,7 @@ def test_a_re_run_in_backward_leaves_the_collector_alone():
 
 def test_a_collector_that_is_bound_again_for_a_re_run():
     torch.manual_seed(0)
-    block, batch, notes = Block(), torch.randn(4, 8), Notes()
+    block, batch, notes = Collecting(), torch.randn(4, 8), Notes()
     token = COLLECTOR.set(notes)
     out = retape.checkpoint(block, batch)
     COLLECTOR.reset(token)
@@ -123,7 +114,7 @@ def test_a_region_keeps_no_collector_alive():
     class List(list):
         """A list that can be watched."""
 
-    block, batch = Block(), torch.randn(4, 8)
+    block, batch = Collecting(), torch.randn(4, 8)
     collector = List()
     token = COLLECTOR.set(collector)
     out = retape.checkpoint(block, batch)

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import retape
+from support.blocks import Stack
 from support.comparing import assert_equal, results
 
 
-class Block(nn.Module):
+class Managed(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
@@ -21,19 +22,9 @@ class Block(nn.Module):
         return retape.checkpoint(self.body, a, use_reentrant=False) if self.managed else self.body(a)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, a):
-        for block in self.blocks:
-            a = block(a)
-        return a.sum()
-
-
-def by_deepcopy(model):
-    return copy.deepcopy(model)
+def model_and_batch():
+    torch.manual_seed(0)
+    return Stack([Managed(), Managed()], torch.sum), torch.randn(4, 4)
 
 
 def by_pickle(model):
@@ -48,11 +39,10 @@ def stepped(model, managed, batch):
     return results(model)
 
 
-@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle])
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
 @pytest.mark.parametrize("when", ["before a step", "after a step", "between forward and backward"])
 def test_a_copy_has_weights_of_its_own(copied, when):
-    torch.manual_seed(0)
-    model, batch = Model(), torch.randn(4, 4)
+    model, batch = model_and_batch()
     if when == "after a step":
         stepped(model, True, batch)
     loss = model(batch) if when == "between forward and backward" else None
@@ -68,8 +58,7 @@ def test_a_copy_has_weights_of_its_own(copied, when):
 
 
 def test_the_original_of_a_copy_goes_on():
-    torch.manual_seed(0)
-    model, batch = Model(), torch.randn(4, 4)
+    model, batch = model_and_batch()
     reference = copy.deepcopy(model)
     loss = model(batch)
     twin = copy.deepcopy(model)
@@ -80,10 +69,9 @@ def test_the_original_of_a_copy_goes_on():
 
 
 def test_a_model_loaded_from_a_state_dict():
-    torch.manual_seed(0)
-    model, batch = Model(), torch.randn(4, 4)
+    model, batch = model_and_batch()
     stepped(model, True, batch)
-    other = Model()
+    other = model_and_batch()[0]
     other.load_state_dict(model.state_dict())
     reference = copy.deepcopy(other)
     assert_equal(stepped(other, True, batch), stepped(reference, False, batch))

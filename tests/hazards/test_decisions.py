@@ -8,6 +8,7 @@ from torch import nn
 
 import retape
 from retape.errors import RetapeError
+from support.comparing import equal, plainly
 
 
 def noise(like):
@@ -100,7 +101,7 @@ MODELS = {
 }
 
 
-def gradients(model, x, call):
+def input_and_parameter_gradients(model, x, call):
     torch.manual_seed(0)
     model.zero_grad()
     inputs = x.clone().requires_grad_()
@@ -108,17 +109,15 @@ def gradients(model, x, call):
     return [inputs.grad, *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
 
 
-def equal(got, wanted):
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_repeats_what_its_forward_decided(name):
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(32, 16)
-    wanted = gradients(model, x, lambda m, a: m(a))
-    assert equal(gradients(model, x, retape.checkpoint), wanted)
-    inside = gradients(model, x, lambda m, a: retape.checkpoint(lambda b: retape.checkpoint(m, b), a))
+    wanted = input_and_parameter_gradients(model, x, plainly)
+    assert equal(input_and_parameter_gradients(model, x, retape.checkpoint), wanted)
+    inside = input_and_parameter_gradients(
+        model, x, lambda m, a: retape.checkpoint(lambda b: retape.checkpoint(m, b), a)
+    )
     assert equal(inside, wanted)
 
 
@@ -126,19 +125,19 @@ def test_a_checkpoint_repeats_what_its_forward_decided(name):
 def test_a_fit_and_a_live_budget_repeat_it(name):
     torch.manual_seed(0)
     model, x = nn.Sequential(*(MODELS[name]() for _ in range(4))), torch.randn(64, 16)
-    wanted = gradients(copy.deepcopy(model), x, lambda m, a: m(a))
+    wanted = input_and_parameter_gradients(copy.deepcopy(model), x, plainly)
 
     def step(m, b):
         return m(b).square().sum()
 
     fitted = retape.fit(model, x.clone().requires_grad_(), budget=0.6, step=step, progress=False)
     for _ in range(2):
-        assert equal(gradients(model, x, lambda m, a: m(a)), wanted)
+        assert equal(input_and_parameter_gradients(model, x, plainly), wanted)
     fitted.remove()
     live = retape.adaptive(model, budget=retape.Budget.activations("90KiB"))
     for _ in range(4):
         try:
-            assert equal(gradients(model, x, lambda m, a: m(a)), wanted)
+            assert equal(input_and_parameter_gradients(model, x, plainly), wanted)
         except RetapeError:
             pytest.fail("the budget is wide enough")
     assert live.stats().reruns

@@ -6,50 +6,20 @@ import torch
 import retape
 from retape.errors import RegionError
 from retape.integrations.huggingface import disable, enable
+from support.comparing import equal, loss_and_gradients
+from support.models import small_gpt2, small_llama, small_mistral, small_t5
 
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 64
 TOKENS = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-
-
-def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-
-
-def mistral():
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=6))
-
-
-def gpt2():
-    sizes = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-
-
-def t5():
-    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
-
-
-def made(make):
-    torch.manual_seed(0)
-    return make().train()
 
 
 def prefixed(make):
     """The model with a trained prefix: PEFT makes the cache inside its own forward. The weights are trained too."""
     peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    task = "SEQ_2_SEQ_LM" if make is t5 else "CAUSAL_LM"
+    task = "SEQ_2_SEQ_LM" if make is small_t5 else "CAUSAL_LM"
     model = peft.get_peft_model(make(), peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=4))
     return model.requires_grad_(True).train()
 
@@ -62,47 +32,39 @@ def one_token(model, batch):
     return model(input_ids=batch["input_ids"][:, :1]).logits.square().mean()
 
 
-def gradients(model, step):
-    torch.manual_seed(1)
-    model.zero_grad()
-    total = step(model, BATCH)
-    total.backward()
-    return [total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def equal(found, wanted):
-    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+def step_gradients(model, step):
+    return loss_and_gradients(model, lambda: step(model, BATCH))
 
 
 @pytest.mark.parametrize("step", [loss, one_token])
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [small_llama, small_gpt2])
 def test_a_prefix_that_a_wrapper_makes_is_trained(make, step):
     model = prefixed(make)
-    wanted = gradients(model, step)
+    wanted = step_gradients(model, step)
     fitted = retape.fit(model, BATCH, budget=0.8, step=step, progress=False)
     assert not fitted.record.assignment.keeps_everything
-    assert equal(gradients(model, step), wanted)
+    assert equal(step_gradients(model, step), wanted)
     assert retape.verify(model, BATCH, step=step).equal
     fitted.remove()
 
 
 def test_a_prefix_under_a_live_budget():
-    model = prefixed(llama)
-    wanted = gradients(model, loss)
-    live = retape.adaptive(model, budget=int(0.9 * retape.measure(lambda: gradients(model, loss)).peak_bytes))
+    model = prefixed(small_llama)
+    wanted = step_gradients(model, loss)
+    live = retape.adaptive(model, budget=int(0.9 * retape.measure(lambda: step_gradients(model, loss)).peak_bytes))
     for _ in range(3):
-        assert equal(gradients(model, loss), wanted)
+        assert equal(step_gradients(model, loss), wanted)
     assert live.stats().reruns
     live.remove()
 
 
 def test_the_prefix_of_a_decoder_beside_an_encoder():
     """Its cache says in a dict of truth values which layers have seen the encoder."""
-    model = prefixed(t5)
-    wanted = gradients(model, loss)
+    model = prefixed(small_t5)
+    wanted = step_gradients(model, loss)
     fitted = retape.fit(model, BATCH, budget=0.7, progress=False)
     assert not fitted.record.assignment.keeps_everything
-    assert equal(gradients(model, loss), wanted)
+    assert equal(step_gradients(model, loss), wanted)
     fitted.remove()
 
 
@@ -123,32 +85,32 @@ def chunks(model, batch, *, backward):
 @pytest.mark.parametrize("budget", [0.8, 0.6])
 def test_a_re_run_does_not_count_twice_what_a_cache_has_seen(budget):
     """A cache with a sliding window keeps its length as a number: later chunks are masked by it."""
-    model = made(mistral)
-    wanted = gradients(model, lambda model, batch: chunks(model, batch, backward=True))
+    model = small_mistral()
+    wanted = step_gradients(model, lambda model, batch: chunks(model, batch, backward=True))
     fitted = retape.fit(
         model, BATCH, budget=budget, step=lambda model, batch: chunks(model, batch, backward=False), progress=False
     )
-    assert equal(gradients(model, lambda model, batch: chunks(model, batch, backward=True)), wanted)
+    assert equal(step_gradients(model, lambda model, batch: chunks(model, batch, backward=True)), wanted)
     fitted.remove()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [small_llama, small_gpt2])
 def test_transformers_switch_would_drop_a_prefix(make):
     model = prefixed(make)
-    wanted = gradients(model, loss)
+    wanted = step_gradients(model, loss)
     enable(model)
     with pytest.raises(RegionError, match=r"was given a DynamicCache that holds.*Use retape\.fit or retape\.adaptive"):
         model(**BATCH)
     assert model.eval()(**BATCH).loss.isfinite()
     disable(model.train())
-    assert equal(gradients(model, loss), wanted)
+    assert equal(step_gradients(model, loss), wanted)
 
 
 def test_transformers_switch_would_leave_a_given_cache_empty():
-    model = enable(made(llama))
+    model = enable(small_llama())
     with pytest.raises(RegionError, match="was left out of an earlier forward"):
         chunks(model, BATCH, backward=False)
 
@@ -164,14 +126,14 @@ class Chunked(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.model = llama()
+        self.model = small_llama()
 
     def forward(self, input_ids, labels):
         return chunks(self.model, {"input_ids": input_ids}, backward=False)
 
 
 def test_a_cache_that_was_left_out_and_is_read_later():
-    model = made(llama)
+    model = small_llama()
     fitted = retape.fit(model, BATCH, budget=0.6, progress=False)
     with pytest.raises(RegionError, match=r"This DynamicCache was left out.*give it to the model itself"):
         returned_cache(model, BATCH)
@@ -183,6 +145,6 @@ def test_a_cache_that_was_left_out_and_is_read_later():
 
 
 def test_a_cache_that_a_wrapper_makes_for_two_chunks():
-    wrapped = made(Chunked)
+    wrapped = Chunked().train()
     with pytest.raises(RegionError, match="This DynamicCache was left out"):
         retape.fit(wrapped, BATCH, budget=0.6, progress=False)

@@ -14,8 +14,10 @@ from retape.errors import StateChanged
 from retape.torch.engine.entrance import run_region
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.proof import Proof, Standing
-from retape.torch.engine.region import Region
 from retape.torch.engine.select import Recipe, Step, plan_recipe
+from support.blocks import mean_square
+from support.comparing import equal, loss_and_gradients
+from support.regions import trace_region
 
 W = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
 
@@ -27,13 +29,7 @@ def rewriting(x):
     return (t.sigmoid() + h.sin()).exp()
 
 
-def traced(function, x):
-    region = Region(function, (x,), {})
-    region.run(function, (x,), {})
-    return region.trace()
-
-
-def gradients(function, policy=None):
+def region_gradients(function, policy=None):
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
     W.grad = None
     y = function(x * 1) if policy is None else run_region(function, x * 1, policy=policy)
@@ -67,29 +63,29 @@ def with_a_wrong_stride(recipe: Recipe):
 
 @pytest.mark.parametrize("damage", [with_a_skipped_write, with_a_wrong_stride])
 def test_a_broken_recipe_is_rejected_in_its_first_rerun(damage, caplog):
-    wanted = gradients(rewriting)
-    trace = traced(rewriting, torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1)
+    wanted = region_gradients(rewriting)
+    trace = trace_region(rewriting, torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1)
     held = held_of(trace, "aten.mm")
     recipe, proof = plan_recipe(trace, held), Proof()
     trial = Proof(Standing.TRIAL)  # trusted without a comparison: wrong, unless the guard of its ops notices
-    trusted = gradients(rewriting, Policy(held=held, recipe=damage(recipe), proof=trial))
+    trusted = region_gradients(rewriting, Policy(held=held, recipe=damage(recipe), proof=trial))
     assert trial.is_rejected or not torch.equal(trusted[0], wanted[0]), "the damage does no harm"
     with caplog.at_level(logging.WARNING, "retape"):
-        got = gradients(rewriting, Policy(held=held, recipe=damage(recipe), proof=proof))
+        got = region_gradients(rewriting, Policy(held=held, recipe=damage(recipe), proof=proof))
     assert all(map(torch.equal, got, wanted))
     assert proof.standing is Standing.REJECTED
-    again = gradients(rewriting, Policy(held=held, recipe=damage(recipe), proof=proof))
+    again = region_gradients(rewriting, Policy(held=held, recipe=damage(recipe), proof=proof))
     assert all(map(torch.equal, again, wanted))
 
 
 def test_a_good_recipe_is_proven_once_and_then_trusted():
-    trace = traced(rewriting, torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1)
+    trace = trace_region(rewriting, torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1)
     held = held_of(trace, "aten.mm")
     policy = Policy(held=held, recipe=plan_recipe(trace, held), proof=Proof())
-    wanted = gradients(rewriting)
+    wanted = region_gradients(rewriting)
     assert policy.proof.is_pending
     for _ in range(2):
-        assert all(map(torch.equal, gradients(rewriting, policy), wanted))
+        assert all(map(torch.equal, region_gradients(rewriting, policy), wanted))
         assert policy.proof.standing is Standing.PROVEN
 
 
@@ -99,10 +95,10 @@ def test_a_forward_that_does_not_repeat_itself_is_no_failed_proof(caplog):
     def drifting(x):  # stands for atomics on a GPU: the last bits differ from run to run
         return ((x @ W).tanh() * (1 + 1e-7 * next(calls))).exp().sin()
 
-    trace = traced(drifting, torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1)
+    trace = trace_region(drifting, torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1)
     held, proof = held_of(trace, "aten.tanh"), Proof()
     with caplog.at_level(logging.WARNING, "retape"):
-        gradients(drifting, Policy(held=held, recipe=plan_recipe(trace, held), proof=proof))
+        region_gradients(drifting, Policy(held=held, recipe=plan_recipe(trace, held), proof=proof))
     assert proof.standing is Standing.PROVEN
     assert "does not reproduce its own bits" in caplog.text
 
@@ -144,18 +140,12 @@ def lying_model(depth=4):
     return nn.Sequential(*(Lying() for _ in range(depth)))
 
 
-def step(model, batch):
-    return model(batch).square().mean()
+def mean_square_step(model, batch):
+    return mean_square(model(batch))
 
 
 def step_gradients(model, x):
-    model.zero_grad()
-    step(model, x).backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def whether_equal(got, wanted):
-    return all(map(torch.equal, got, wanted))
+    return loss_and_gradients(model, lambda: mean_square(model(x)))
 
 
 def test_fit_and_apply_with_an_op_that_does_not_say_what_it_writes_to(tmp_path):
@@ -163,13 +153,13 @@ def test_fit_and_apply_with_an_op_that_does_not_say_what_it_writes_to(tmp_path):
     wanted = step_gradients(lying_model(), x)
     for budget in (0.9, 0.75, 0.6):
         model = lying_model()
-        fitted = retape.fit(model, x, budget=budget, step=step, progress=False)
-        assert whether_equal(step_gradients(model, x), wanted), budget
+        fitted = retape.fit(model, x, budget=budget, step=mean_square_step, progress=False)
+        assert equal(step_gradients(model, x), wanted), budget
         fitted.save(tmp_path / "plan.json")
         fitted.remove()
         other = lying_model()
         retape.apply(other, tmp_path / "plan.json")
-        assert whether_equal(step_gradients(other, x), wanted), budget
+        assert equal(step_gradients(other, x), wanted), budget
 
 
 def test_a_live_budget_with_an_op_that_does_not_say_what_it_writes_to():
@@ -180,11 +170,11 @@ def test_a_live_budget_with_an_op_that_does_not_say_what_it_writes_to():
     refused = 0
     for _ in range(8):
         try:
-            assert whether_equal(step_gradients(model, x), wanted)
+            assert equal(step_gradients(model, x), wanted)
         except StateChanged:
             refused += 1
     assert refused <= 4, "each region is refused once at most"
-    assert whether_equal(step_gradients(model, x), wanted)
+    assert equal(step_gradients(model, x), wanted)
     live.remove()
 
 
@@ -233,14 +223,14 @@ def formats_model():
 def test_blocks_of_one_class_that_are_laid_out_or_set_differently(make, budget, tmp_path):
     model, x = make()
     wanted = step_gradients(copy.deepcopy(model), x)
-    fitted = retape.fit(model, x, budget=budget, step=step, progress=False)
+    fitted = retape.fit(model, x, budget=budget, step=mean_square_step, progress=False)
     for _ in range(2):
-        assert whether_equal(step_gradients(model, x), wanted)
+        assert equal(step_gradients(model, x), wanted)
     fitted.save(tmp_path / "plan.json")
     fitted.remove()
     retape.apply(model, tmp_path / "plan.json")
     for _ in range(2):
-        assert whether_equal(step_gradients(model, x), wanted)
+        assert equal(step_gradients(model, x), wanted)
 
 
 @pytest.mark.parametrize(("make", "budget"), [(turned_model, "4MiB"), (formats_model, "600KiB")])
@@ -249,7 +239,7 @@ def test_such_blocks_under_a_live_budget(make, budget):
     wanted = step_gradients(copy.deepcopy(model), x)
     live = retape.adaptive(model, budget=retape.Budget.activations(budget))
     for _ in range(6):
-        assert whether_equal(step_gradients(model, x), wanted)
+        assert equal(step_gradients(model, x), wanted)
     assert live.stats().reruns
     live.remove()
 
@@ -258,23 +248,23 @@ def test_a_model_that_is_moved_to_another_memory_format_later():
     torch.manual_seed(1)
     model, x = nn.Sequential(*(ConvBlock() for _ in range(6))), torch.randn(4, 8, 12, 12)
     other = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    fitted = retape.fit(model, x, budget=0.6, step=step, progress=False)
+    fitted = retape.fit(model, x, budget=0.6, step=mean_square_step, progress=False)
     step_gradients(model, x)
     model.to(memory_format=torch.channels_last)
     for _ in range(3):
-        assert whether_equal(step_gradients(model, x), step_gradients(other, x))
+        assert equal(step_gradients(model, x), step_gradients(other, x))
     fitted.remove()
 
 
 def test_a_setting_that_changes_after_the_proof():
     model, x = turned_model()
-    fitted = retape.fit(model, x, budget=0.6, step=step, progress=False)
+    fitted = retape.fit(model, x, budget=0.6, step=mean_square_step, progress=False)
     for axes in ((0, 1, 0, 0, 1, 1), (1, 1, 0, 0, 0, 1), (1, 1, 1, 1, 1, 1)):
         plain = turned_model()[0]
         for block, other, axis in zip(model, plain, axes, strict=True):
             block.axis = other.axis = axis
         for _ in range(2):
-            assert whether_equal(step_gradients(model, x), step_gradients(plain, x))
+            assert equal(step_gradients(model, x), step_gradients(plain, x))
     fitted.remove()
 
 
@@ -288,14 +278,14 @@ def test_recurrent_layers_whose_batch_is_as_long_as_the_sequence(kind):
         return torch.relu(layer(x.tanh())[0] * 2).exp().sin()
 
     x = torch.randn(5, 5, 8, requires_grad=True)
-    trace = traced(function, x * 1)
+    trace = trace_region(function, x * 1)
     wanted = grads_of(layer, function, x)
     for number in range(40):
         generator = torch.Generator().manual_seed(number)
         share = torch.rand(len(trace.slots), generator=generator)
         held = frozenset(slot for slot in range(len(trace.slots)) if share[slot] < (number % 10) / 10)
         policy = Policy(held=held, recipe=plan_recipe(trace, held), proof=Proof(Standing.TRIAL))
-        assert whether_equal(grads_of(layer, function, x, policy), wanted), sorted(held)
+        assert equal(grads_of(layer, function, x, policy), wanted), sorted(held)
 
 
 def grads_of(layer, function, x, policy=None):
@@ -311,7 +301,7 @@ def test_the_plan_of_the_test_blocks_selects():
     kinds = set()
     for budget in (0.9, 0.8, 0.7, 0.6, 0.55):
         model, x = turned_model()
-        fitted = retape.fit(model, x, budget=budget, step=step, progress=False)
+        fitted = retape.fit(model, x, budget=budget, step=mean_square_step, progress=False)
         kinds |= {choice.option for choice in fitted.record.assignment.choices}
         fitted.remove()
     assert OptionKind.SELECT in kinds

@@ -40,6 +40,21 @@ def small_llama(**settings):
     return hf.LlamaForCausalLM(hf.LlamaConfig(**{**sizes, **heads, **settings})).train()
 
 
+def small_mistral(**settings):
+    """Mistral of width 16 with 3 layers and a sliding window of 6, seeded and in training mode."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "sliding_window": 6}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return hf.MistralForCausalLM(hf.MistralConfig(**{**sizes, **heads, **settings})).train()
+
+
+def small_t5(**settings):
+    """T5 of width 16 with 2 layers on each side, seeded and in training mode."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**{**sizes, "decoder_start_token_id": 0, **settings})).train()
+
+
 _DECODER = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 5}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
