@@ -1,6 +1,5 @@
 """Hazards 4 and 5: what a region changes in tensors ends as if the re-run had not happened, and is read as it was before."""
 
-import copy
 import types
 
 import pytest
@@ -8,19 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.comparing import every_way, leaf, results, same_as_plain
-
-
-def step(module, *, forwards=1, steps=2):
-    """A case: a few steps of one module, each of some forwards and then one backward of their sum."""
-
-    def case(call):
-        model, x = copy.deepcopy(module), leaf()
-        for _ in range(steps):
-            torch.stack([call(model, x).sum() for _ in range(forwards)]).sum().backward()
-        return results(model, x)
-
-    return case
+from support.comparing import every_way, leaf, results, same_as_plain, steps_of
 
 
 def normalised(**options):
@@ -29,23 +16,20 @@ def normalised(**options):
 
 @every_way
 def test_batch_norm_counts_a_step_once(way):
-    same_as_plain(step(normalised()), way)
+    same_as_plain(steps_of(normalised, steps=2), way)
 
 
-def test_batch_norm_with_cumulative_average():
-    same_as_plain(step(normalised(momentum=None), steps=3))
-
-
-def test_batch_norm_without_running_statistics():
-    same_as_plain(step(normalised(track_running_stats=False)))
+@pytest.mark.parametrize(
+    ("options", "steps", "forwards"),
+    [({"momentum": None}, 3, 1), ({"track_running_stats": False}, 2, 1), ({}, 3, 2)],
+    ids=["cumulative average", "no running statistics", "two forwards before one backward"],
+)
+def test_batch_norm(options, steps, forwards):
+    same_as_plain(steps_of(lambda: normalised(**options), steps=steps, forwards=forwards))
 
 
 def test_batch_norm_in_eval_mode():
-    same_as_plain(step(normalised().eval()))
-
-
-def test_batch_norm_two_forwards_before_one_backward():
-    same_as_plain(step(normalised(), forwards=2, steps=3))
+    same_as_plain(steps_of(lambda: normalised().eval(), steps=2))
 
 
 def test_batch_norm_switched_to_eval_between_forward_and_backward():
@@ -88,15 +72,12 @@ class Exponential(nn.Module):
 
 @every_way
 def test_moving_average_that_the_forward_reads(way):
-    same_as_plain(step(Exponential()), way)
+    same_as_plain(steps_of(Exponential, steps=2), way)
 
 
-def test_moving_average_two_forwards_before_one_backward():
-    same_as_plain(step(Exponential(), forwards=3))
-
-
-def test_moving_average_that_starts_to_move_later():
-    same_as_plain(step(Exponential(every=3), steps=7))
+@pytest.mark.parametrize(("every", "steps", "forwards"), [(1, 2, 3), (3, 7, 1)], ids=["three forwards", "moves later"])
+def test_moving_average(every, steps, forwards):
+    same_as_plain(steps_of(lambda: Exponential(every), steps=steps, forwards=forwards))
 
 
 class Switched(nn.Module):
@@ -140,17 +121,6 @@ class Experts(nn.Module):
         return (a * self.tokens).sin()
 
 
-@pytest.mark.parametrize("rebind", [True, False])
-def test_expert_token_counts_in_a_plain_attribute(rebind):
-    def case(call):
-        model, x = Experts(rebind), leaf()
-        for _ in range(3):
-            call(model, x).sum().backward()
-        return x.grad, model.tokens
-
-    same_as_plain(case)
-
-
 class Within(nn.Module):
     """Keeps what it updates inside a container of its own, as FP8 recipes keep their history."""
 
@@ -159,7 +129,6 @@ class Within(nn.Module):
         tensor = torch.ones(4)
         made = {"list": [tensor], "dict": {"amax": tensor}, "object": types.SimpleNamespace(amax=tensor)}
         self.held = made[kind]
-        self.tensor = tensor if kind == "attribute" else None
 
     def amax(self):
         if isinstance(self.held, list):
@@ -169,17 +138,6 @@ class Within(nn.Module):
     def forward(self, a):
         self.amax().mul_(1.5)
         return (a * self.amax()).sin()
-
-
-@pytest.mark.parametrize("kind", ["list", "dict", "object"])
-def test_tensor_inside_a_container_of_a_module(kind):
-    def case(call):
-        model, x = Within(kind), leaf()
-        for _ in range(2):
-            call(model, x).sum().backward()
-        return x.grad, model.amax()
-
-    same_as_plain(case)
 
 
 class Replaced(nn.Module):
@@ -192,15 +150,6 @@ class Replaced(nn.Module):
     def forward(self, a):
         self.history["amax"] = self.history["amax"] * 1.5
         return (a * self.history["amax"]).sin()
-
-
-def test_tensor_replaced_inside_a_dict_of_a_module():
-    def case(call):
-        model, x = Replaced(), leaf()
-        call(model, x).sum().backward()
-        return x.grad, model.history["amax"]
-
-    same_as_plain(case)
 
 
 class Overlapping(nn.Module):
@@ -216,15 +165,6 @@ class Overlapping(nn.Module):
         return (a * self.mean).sin()
 
 
-def test_buffers_that_share_a_storage():
-    def case(call):
-        model, x = Overlapping(), leaf()
-        call(model, x).sum().backward()
-        return x.grad, model.statistics, model.mean
-
-    same_as_plain(case)
-
-
 class Counter(nn.Module):
     def __init__(self, buffer):
         super().__init__()
@@ -235,14 +175,26 @@ class Counter(nn.Module):
         return (a * self.shared.clone()).sin()
 
 
-def test_one_buffer_in_two_modules():
-    def case(call):
-        buffer = torch.ones(4)
-        model, x = nn.Sequential(Counter(buffer), Counter(buffer)), leaf()
-        call(model, x).sum().backward()
-        return results(model, x), model[1].shared
+def two_over_one_buffer():
+    buffer = torch.ones(4)
+    return nn.Sequential(Counter(buffer), Counter(buffer))
 
-    same_as_plain(case)
+
+CHANGING = {
+    "expert counts rebound": (lambda: Experts(True), 3, lambda model: model.tokens),
+    "expert counts written to": (lambda: Experts(False), 3, lambda model: model.tokens),
+    "inside a list": (lambda: Within("list"), 2, Within.amax),
+    "inside a dict": (lambda: Within("dict"), 2, Within.amax),
+    "inside an object": (lambda: Within("object"), 2, Within.amax),
+    "replaced inside a dict": (Replaced, 1, lambda model: model.history["amax"]),
+    "two attributes over one storage": (Overlapping, 1, lambda model: (model.statistics, model.mean)),
+    "one buffer in two modules": (two_over_one_buffer, 1, lambda model: model[1].shared),
+}
+
+
+@pytest.mark.parametrize(("make", "steps", "changed"), CHANGING.values(), ids=CHANGING)
+def test_a_tensor_that_the_forward_changes(make, steps, changed):
+    same_as_plain(steps_of(make, steps=steps, also=changed))
 
 
 def test_spectral_and_weight_norm():

@@ -5,59 +5,45 @@ import torch
 from torch import nn
 
 from retape.errors import RetapeError, StateChanged
-from support.comparing import by_values, leaf, results, right_or_refused, same_as_plain
+from support.comparing import altered, as_region, by_values, leaf, results, right_or_refused, same_as_plain, steps_of
 
 
-class Slotted:
+class MaskInSlots:
     __slots__ = ("mask",)
 
     def __init__(self):
         self.mask = torch.rand(4) + 1
 
 
-def changed(call):
-    x, held = leaf(), Slotted()
-    y = call(lambda a, held: (a * held.mask.clone()).sin(), x, held)
-    held.mask.mul_(2)
-    y.sum().backward()
-    return x.grad
+def changed():
+    held = MaskInSlots()
+    return lambda a, held: (a * held.mask.clone()).sin(), (held,), lambda: held.mask.mul_(2)
 
 
-def rebound(call):
-    x, held = leaf(), Slotted()
-    y = call(lambda a, held: (a * held.mask).sin(), x, held)
-    held.mask = torch.zeros(4)
-    y.sum().backward()
-    return x.grad
+def rebound():
+    held = MaskInSlots()
+    return lambda a, held: (a * held.mask).sin(), (held,), lambda: setattr(held, "mask", torch.zeros(4))
 
 
 def changed_by_the_region(call):
-    x, held = leaf(), Slotted()
+    x, held = leaf(), MaskInSlots()
 
     def region(a, held):
         held.mask.mul_(2)
         return (a * held.mask).sin()
 
-    y = call(region, x, held)
-    y.sum().backward()
+    call(region, x, held).sum().backward()
     return x.grad, held.mask
 
 
-SLOTTED = pytest.mark.parametrize("case", [changed, rebound, changed_by_the_region], ids=lambda case: case.__name__)
-
-
-@SLOTTED
-def test_objects_with_slots(case):
-    right_or_refused(case, RetapeError, "Region")
+@pytest.mark.parametrize("way", [as_region, by_values])
+@pytest.mark.parametrize("make", [changed, rebound])
+def test_objects_with_slots(make, way):
+    right_or_refused(altered(make), RetapeError, "Region", way=way)
 
 
 def test_objects_with_slots_changed_by_the_region_end_as_plain_has_them():
     same_as_plain(changed_by_the_region)
-
-
-@pytest.mark.parametrize("case", [changed, rebound], ids=lambda case: case.__name__)
-def test_objects_with_slots_with_values_checked(case):
-    right_or_refused(case, RetapeError, "Region", way=by_values)
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(1, 3)])
@@ -121,16 +107,10 @@ class Growing(nn.Module):
 
 
 def test_a_buffer_that_grows():
-    def case(call):
-        model, x = Growing(), leaf()
-        for _ in range(3):
-            (call(model, x) + call(model, x)).sum().backward()
-        return x.grad, model.history
-
-    same_as_plain(case)
+    same_as_plain(steps_of(Growing, steps=3, forwards=2))
 
 
-class Counting(nn.Module):
+class CallCounter(nn.Module):
     def __init__(self):
         super().__init__()
         self.calls = 0
@@ -142,7 +122,7 @@ class Counting(nn.Module):
 
 def test_a_number_that_the_forward_counts_and_reads():
     def case(call):
-        model, x = Counting(), leaf()
+        model, x = CallCounter(), leaf()
         (call(model, x) * call(model, x)).sum().backward()
         return x.grad
 
@@ -163,14 +143,11 @@ READ_BY = {
 
 @pytest.mark.parametrize("read", READ_BY.values(), ids=READ_BY)
 def test_a_changed_tensor_is_seen_however_it_is_read(read):
-    def case(call):
-        x, mask = leaf(), torch.rand(4) + 1
-        y = call(lambda a: (a * read(mask)).sin(), x)
-        mask.mul_(2)
-        y.sum().backward()
-        return x.grad
+    def mask_in_closure():
+        mask = torch.rand(4) + 1
+        return lambda a: (a * read(mask)).sin(), (), lambda: mask.mul_(2)
 
-    right_or_refused(case, StateChanged, "tensor 0 of its closure", "modified")
+    right_or_refused(altered(mask_in_closure), StateChanged, "tensor 0 of its closure", "modified")
 
 
 @pytest.mark.parametrize("versioned", [True, False], ids=["optimizer", "data"])

@@ -10,6 +10,7 @@ import gc
 import logging
 import types
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from retape.errors import RegionError
 from retape.torch.engine.policy import Check
 from retape.torch.planning.executor import Executor
 from retape.torch.planning.fitting import put_on, take_off
+from support.blocks import TiledMlpBlock
 
 ROWS = 16
 DIM = -1
@@ -81,7 +83,7 @@ class Config:
     dim: int = -1
 
 
-class Slotted:
+class DimInSlots:
     __slots__ = ("dim",)
 
     def __init__(self):
@@ -99,24 +101,34 @@ class Solver:
         return x.softmax(self.config.dim)
 
 
-def module_setting():
-    module = Soft()
-    return module, lambda: setattr(module, "dim", 0)
+def setting(make, name, value, of=lambda held: held):
+    """A case: what `make` returns is tiled, and an attribute of a part of it is set afterwards."""
+
+    def case():
+        held = make()
+        return held, lambda: setattr(of(held), name, value)
+
+    return case
 
 
-def module_text():
-    module = Soft()
-    return module, lambda: setattr(module, "mode", "rows")
+def by_config(config, read, change):
+    """A case: a softmax along the dimension that `read` finds in a configuration, which is changed afterwards."""
+
+    def case():
+        held = config()
+        return (lambda x: x.softmax(int(read(held)))), lambda: change(held)
+
+    return case
 
 
-def module_container():
-    module = Soft()
-    return module, lambda: module.nested["a"][0][1].update(dim=0)
+def by_share(state, read, change):
+    """A case: the mean over the rows is subtracted in a share that `read` finds, which is changed from 0 to 1 afterwards."""
 
+    def case():
+        held = state()
+        return (lambda x: x - read(held) * x.mean(0)), lambda: change(held)
 
-def setting_of_a_child():
-    module = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
-    return module, lambda: setattr(module[1], "dim", 0)
+    return case
 
 
 def class_attribute():
@@ -132,16 +144,6 @@ def method_bound_anew():
             return x.sin()
 
     return Own(), lambda: setattr(Own, "forward", lambda self, x: x.softmax(0))
-
-
-def forward_on_the_instance():
-    module = nn.Linear(4, 4)
-    return module, lambda: setattr(module, "forward", lambda x: x.softmax(0))
-
-
-def module_exchanged():
-    module = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
-    return module, lambda: setattr(module, "1", nn.Softmax(0))
 
 
 def forward_hook():
@@ -165,6 +167,11 @@ def training_flag():
     return module, module.eval
 
 
+def module_container():
+    module = Soft()
+    return module, lambda: module.nested["a"][0][1].update(dim=0)
+
+
 def closure_number():
     dim = -1
 
@@ -183,16 +190,6 @@ def closure_float():
         share = 1.0
 
     return (lambda x: x - share * x.mean(0)), change
-
-
-def closure_dict():
-    state = {"a": {"b": [0.0]}}
-    return (lambda x: x - state["a"]["b"][0] * x.mean(0)), lambda: state["a"]["b"].append(state["a"]["b"].pop() + 1)
-
-
-def long_list():
-    share = [0.0] * 1000
-    return (lambda x: x - share[-1] * x.mean(0)), lambda: share.__setitem__(-1, 1.0)
 
 
 def deep_list():
@@ -240,60 +237,14 @@ def attribute_of_a_global_class():
     return (lambda x: Settings.softmax(x) + 0), lambda: setattr(Settings, "dim", 0)
 
 
-def attribute_of_a_python_module():
-    settings = types.ModuleType("settings_of_a_user")
-    settings.dim = -1
-    return (lambda x: x.softmax(settings.dim)), lambda: setattr(settings, "dim", 0)
-
-
 def helper_bound_anew():
     space = types.SimpleNamespace(f=torch.sin)
     return (lambda x: space.f(x) + 0), lambda: setattr(space, "f", functools.partial(torch.softmax, dim=0))
 
 
-def dataclass_field():
-    config = Config()
-    return (lambda x: x.softmax(config.dim)), lambda: setattr(config, "dim", 0)
-
-
-def slot():
-    config = Slotted()
-    return (lambda x: x.softmax(config.dim)), lambda: setattr(config, "dim", 0)
-
-
-def namespace():
-    args = argparse.Namespace(dim=-1)
-    return (lambda x: x.softmax(args.dim)), lambda: setattr(args, "dim", 0)
-
-
-def enum_member():
-    config = types.SimpleNamespace(side=Side.COLUMN)
-    return (lambda x: x.softmax(config.side.value)), lambda: setattr(config, "side", Side.ROW)
-
-
-def callable_object():
-    solver = Solver()
-    return solver, lambda: setattr(solver.config, "dim", 0)
-
-
 def bound_method():
     solver = Solver()
     return solver.run, lambda: setattr(solver.config, "dim", 0)
-
-
-def array_written_to():
-    dims = np.array([-1, -1])
-    return (lambda x: x.softmax(int(dims[1]))), lambda: dims.__setitem__(1, 0)
-
-
-def numpy_number():
-    config = {"dim": np.int64(-1)}
-    return (lambda x: x.softmax(int(config["dim"]))), lambda: config.update(dim=np.int64(0))
-
-
-def tensor_exchanged():
-    config = {"dim": torch.tensor(-1)}
-    return (lambda x: x.softmax(int(config["dim"]))), lambda: config.update(dim=torch.tensor(0))
 
 
 def set_of_names():
@@ -320,45 +271,55 @@ def partial_argument():
     return fn, lambda: fn.keywords.update(dim=0)
 
 
-CASES = (
-    module_setting,
-    module_text,
-    module_container,
-    setting_of_a_child,
-    class_attribute,
-    method_bound_anew,
-    forward_on_the_instance,
-    module_exchanged,
-    forward_hook,
-    forward_pre_hook,
-    setting_of_a_hook,
-    training_flag,
-    closure_number,
-    closure_float,
-    closure_dict,
-    long_list,
-    deep_list,
-    default,
-    keyword_default,
-    global_number,
-    global_of_a_helper,
-    global_dict,
-    attribute_of_a_global_class,
-    attribute_of_a_python_module,
-    helper_bound_anew,
-    dataclass_field,
-    slot,
-    namespace,
-    enum_member,
-    callable_object,
-    bound_method,
-    array_written_to,
-    numpy_number,
-    tensor_exchanged,
-    set_of_names,
-    cached_helper,
-    partial_argument,
-)
+def user_module():
+    settings = types.ModuleType("settings_of_a_user")
+    settings.dim = -1
+    return settings
+
+
+def dim_of(config):
+    return config.dim
+
+
+def dim_to_0(config):
+    config.dim = 0
+
+
+NAMED = (class_attribute, method_bound_anew, forward_hook, forward_pre_hook, setting_of_a_hook, training_flag, module_container,
+         closure_number, closure_float, deep_list, default, keyword_default, global_number, global_of_a_helper, global_dict,
+         attribute_of_a_global_class, helper_bound_anew, bound_method, set_of_names, cached_helper, partial_argument)  # fmt: skip
+CASES = {case.__name__: case for case in NAMED} | {
+    "module_setting": setting(Soft, "dim", 0),
+    "module_text": setting(Soft, "mode", "rows"),
+    "setting_of_a_child": setting(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), "dim", 0, lambda held: held[1]
+    ),
+    "forward_on_the_instance": setting(lambda: nn.Linear(4, 4), "forward", lambda x: x.softmax(0)),
+    "module_exchanged": setting(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), "1", nn.Softmax(0)),
+    "callable_object": setting(Solver, "dim", 0, lambda held: held.config),
+    "closure_dict": by_share(
+        lambda: {"a": {"b": [0.0]}}, lambda s: s["a"]["b"][0], lambda s: s["a"]["b"].append(s["a"]["b"].pop() + 1)
+    ),
+    "long_list": by_share(lambda: [0.0] * 1000, lambda share: share[-1], lambda share: share.__setitem__(-1, 1.0)),
+    "attribute_of_a_python_module": by_config(user_module, dim_of, dim_to_0),
+    "dataclass_field": by_config(Config, dim_of, dim_to_0),
+    "slot": by_config(DimInSlots, dim_of, dim_to_0),
+    "namespace": by_config(lambda: argparse.Namespace(dim=-1), dim_of, dim_to_0),
+    "enum_member": by_config(
+        lambda: types.SimpleNamespace(side=Side.COLUMN),
+        lambda held: held.side.value,
+        lambda held: setattr(held, "side", Side.ROW),
+    ),
+    "array_written_to": by_config(
+        lambda: np.array([-1, -1]), lambda dims: dims[1], lambda dims: dims.__setitem__(1, 0)
+    ),
+    "numpy_number": by_config(
+        lambda: {"dim": np.int64(-1)}, lambda held: held["dim"], lambda held: held.update(dim=np.int64(0))
+    ),
+    "tensor_exchanged": by_config(
+        lambda: {"dim": torch.tensor(-1)}, lambda held: held["dim"], lambda held: held.update(dim=torch.tensor(0))
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -371,7 +332,7 @@ def put_back():
     TABLE.update(before[2])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_what_changes_after_the_first_use_is_noticed(case):
     fn, change = case()
     x = torch.randn(ROWS, 4)
@@ -395,42 +356,37 @@ def test_a_global_hook_is_noticed():
     retape.tile(module, x, tiles=4)
 
 
-def test_arguments_sizes_and_precision_are_noticed():
-    def by_argument(x, mode):
-        return x - x.mean(0) if mode > 5 else x
+def mixed_if(condition):
+    return lambda x, *more: x - x.mean(0) if condition(x, *more) else x
 
-    def by_length(x):
-        return x - x.mean(0) if len(x) > 8 else x
 
-    def by_dtype(x):
-        return x - x.mean(0) if x.dtype == torch.float64 else x
+@pytest.mark.parametrize(
+    ("condition", "first", "later", "around"),
+    [
+        (lambda x, mode: mode > 5, (1,), (100,), nullcontext),
+        (lambda x: len(x) > 8, (), (), nullcontext),
+        (lambda x: x.dtype == torch.float64, (), (), nullcontext),
+        (lambda x: torch.is_autocast_enabled("cpu"), (), (), lambda: torch.autocast("cpu")),
+        (lambda x: torch.get_default_dtype() == torch.float64, (), (), lambda: default_dtype(torch.float64)),
+    ],
+    ids=["argument", "length", "dtype", "autocast", "default dtype"],
+)
+def test_arguments_sizes_and_precision_are_noticed(condition, first, later, around, request):
+    x, fn = torch.randn(ROWS, 4), mixed_if(condition)
+    changed = {"length": torch.randn(ROWS * 4, 4), "dtype": x.double()}.get(request.node.callspec.id, x)
+    retape.tile(fn, x, *first, tiles=4)
+    with around(), pytest.raises(RegionError, match=MIXES):
+        retape.tile(fn, changed, *later, tiles=4)
 
-    def by_autocast(x):
-        return x - x.mean(0) if torch.is_autocast_enabled("cpu") else x
 
-    def by_default(x):
-        return x - x.mean(0) if torch.get_default_dtype() == torch.float64 else x
-
-    x = torch.randn(ROWS, 4)
-    retape.tile(by_argument, x, 1, tiles=4)
-    with pytest.raises(RegionError, match=MIXES):
-        retape.tile(by_argument, x, 100, tiles=4)
-    retape.tile(by_length, x, tiles=4)
-    with pytest.raises(RegionError, match=MIXES):
-        retape.tile(by_length, torch.randn(ROWS * 4, 4), tiles=4)
-    retape.tile(by_dtype, x, tiles=4)
-    with pytest.raises(RegionError, match=MIXES):
-        retape.tile(by_dtype, x.double(), tiles=4)
-    retape.tile(by_autocast, x, tiles=4)
-    with torch.autocast("cpu"), pytest.raises(RegionError, match=MIXES):
-        retape.tile(by_autocast, x, tiles=4)
-    retape.tile(by_default, x, tiles=4)
-    torch.set_default_dtype(torch.float64)
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
-        with pytest.raises(RegionError, match=MIXES):
-            retape.tile(by_default, x, tiles=4)
+        yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
 
 
 _RUNS = contextvars.ContextVar("runs")  # which nothing enters that looks at settings
@@ -453,7 +409,7 @@ class Counted(nn.Module):
         return self.linear(x) * self.scale
 
 
-class Counting(Counted):
+class SelfCounting(Counted):
     def forward(self, x):
         self.calls += 1
         return super().forward(x)
@@ -479,7 +435,7 @@ def test_weights_that_train_need_no_other_check():
 
 
 def test_a_counter_is_checked_in_every_call_and_named_once(caplog):
-    module, x = Counting(), torch.randn(ROWS, 4)
+    module, x = SelfCounting(), torch.randn(ROWS, 4)
     with caplog.at_level(logging.WARNING, "retape"):
         for _ in range(6):
             assert counted(module, x) > 4
@@ -514,18 +470,9 @@ class Mlp(nn.Module):
         return nn.functional.dropout(self.down(hidden - self.share * hidden.mean(-2, keepdim=True)), self.drop)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(4), Mlp()
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
 @pytest.mark.parametrize(("name", "words"), [("share", MIXES), ("drop", "draws random numbers, and did not when")])
 def test_a_part_that_changes_after_the_plan_was_made(name, words):
-    model = nn.Sequential(Block())
+    model = nn.Sequential(TiledMlpBlock(4, mlp=Mlp()))
     choice = Choice(name="0", option=OptionKind.TILE, tiles=4, tiled=("mlp",))
     regions = {"0": model[0]}
     put_on(model, regions, Executor(Assignment(choices=(choice,)), {id(model[0]): "0"}, check=Check.METADATA))

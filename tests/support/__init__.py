@@ -1,14 +1,16 @@
 """Code that tests share. Look here before defining a helper in a test file.
 
 `comparing`: one case run plainly and as a region (`same_as_plain`, `refuses`, `every_way`), trees of tensors compared bit for bit
-    (`equal`, `assert_equal`), steps (`loss_and_gradients(model, loss)`, `parameter_gradients(model)`), `seed`, `leaf`, `Notes`.
+    (`equal`, `assert_equal`), steps (`loss_and_gradients(model, loss)`, `parameter_gradients(model)`), `seed`, `leaf`, `Notes`;
+    makers of cases: `altered` (a change between forward and backward), `steps_of` (steps of one module).
 `blocks`: modules without Transformers: `MlpBlock`, `TiledMlpBlock`, `Stack`, `seeded_stack`, `mean_square`.
-`models`: a small model of each of many architectures with a batch; `small_llama`, `small_gpt2` take settings of their configurations.
+`models`: a small model of each of many architectures with a batch; `small_llama`, `small_gpt2`, ... take settings of their configurations.
 `changing`: models whose steps differ (lengths, trees, experts, depth).
 `regions`: `trace_region(function, *inputs)`.
 `ops`: dispatch modes: `OpLog` (names of the ops that ran), `FailingOp` (out of memory at the n-th op), `LargestTensor`.
 `memory`: `step_peak_bytes(action)`, `FakeMeter` (a MemoryTracker with given readings). `ledger`: `Ledger` (live bytes counted by ops).
 `clocks`: `FakeClock` (advanced by the test), `OpClock` (advances with every op).
+`ranks`: two processes over gloo (`run_ranks(script)`, `run_cases(CASES)`).
 `loops`, `ode_cases`, `late_copies`, `report_page`, `warm_python`: for the tests of one package each, and hazards about it.
 
 Every test starts with all random streams seeded with 0 (`tests/conftest.py`), so a fixture for that is not needed.

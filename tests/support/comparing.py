@@ -202,6 +202,35 @@ def results(module: nn.Module, *inputs: Tensor) -> dict[str, Any]:
     }
 
 
+def altered(make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], Callable[[], Any]]]) -> Case:
+    """A case: `make()` gives a function of x, its other arguments, and a change that is made between forward and backward."""
+
+    def case(call: Caller) -> Any:
+        x = leaf()
+        function, arguments, change = make()
+        y = call(function, x, *arguments)
+        change()
+        y.sum().backward()
+        return x.grad
+
+    case.__name__ = make.__name__
+    return case
+
+
+def steps_of(
+    make: Callable[[], nn.Module], *, steps: int = 1, forwards: int = 1, also: Callable[[Any], Any] = lambda model: None
+) -> Case:
+    """A case: steps of a module, each of some forwards and one backward of their sum; returns its `results` and `also(module)`."""
+
+    def case(call: Caller) -> Any:
+        model, x = make(), leaf()
+        for _ in range(steps):
+            torch.stack([call(model, x).sum() for _ in range(forwards)]).sum().backward()
+        return results(model, x), also(model)
+
+    return case
+
+
 def leaf(*shape: int) -> Tensor:
     """A random tensor that requires a gradient."""
     return torch.randn(*(shape or (4, 4)), requires_grad=True)
