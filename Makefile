@@ -23,7 +23,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 unit: $(READY)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 # The pictures of the documents; a test sees to it that they are what the code draws.
 pictures: $(READY)
