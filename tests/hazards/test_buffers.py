@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.comparing import every_way, leaf, results, same_as_plain, steps_of
+from support.comparing import equals_plain, every_way, leaf, results, same_as_plain, steps_of
 
 
 def normalised(**options):
@@ -32,26 +32,22 @@ def test_batch_norm_in_eval_mode():
     same_as_plain(steps_of(lambda: normalised().eval(), steps=2))
 
 
-def test_batch_norm_switched_to_eval_between_forward_and_backward():
-    def case(call):
-        model, x = normalised(), leaf()
-        y = call(model, x)
-        model.eval()
-        y.sum().backward()
-        return results(model, x), model.training, model[1].training
-
-    same_as_plain(case)
+@equals_plain
+def test_batch_norm_switched_to_eval_between_forward_and_backward(call):
+    model, x = normalised(), leaf()
+    y = call(model, x)
+    model.eval()
+    y.sum().backward()
+    return results(model, x), model.training, model[1].training
 
 
-def test_batch_norm_trained_in_one_forward_and_not_in_the_next():
-    def case(call):
-        model, x = normalised(), leaf()
-        first = call(model, x)
-        second = call(model.eval(), x)
-        (first * second).sum().backward()
-        return results(model.train(), x)
-
-    same_as_plain(case)
+@equals_plain
+def test_batch_norm_trained_in_one_forward_and_not_in_the_next(call):
+    model, x = normalised(), leaf()
+    first = call(model, x)
+    second = call(model.eval(), x)
+    (first * second).sum().backward()
+    return results(model.train(), x)
 
 
 class Exponential(nn.Module):
@@ -93,15 +89,13 @@ class Switched(nn.Module):
         return F.batch_norm(a, self.mean, self.var, training=self.moving).sin()
 
 
-def test_batch_norm_switched_on_by_an_attribute():
-    def case(call):
-        model, x = Switched(), leaf()
-        call(model, x).sum().backward()
-        model.moving = True
-        call(model, x).sum().backward()
-        return results(model, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_batch_norm_switched_on_by_an_attribute(call):
+    model, x = Switched(), leaf()
+    call(model, x).sum().backward()
+    model.moving = True
+    call(model, x).sum().backward()
+    return results(model, x)
 
 
 class Experts(nn.Module):
@@ -210,12 +204,10 @@ def test_spectral_and_weight_norm():
     same_as_plain(case)
 
 
-def test_state_of_nested_regions_is_changed_once():
-    def case(call):
-        inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Exponential(), nn.Dropout(0.5))
-        x = leaf()
-        for _ in range(2):
-            call(lambda a: call(inner, a.sin()).exp(), x).sum().backward()
-        return results(inner, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_state_of_nested_regions_is_changed_once(call):
+    inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Exponential(), nn.Dropout(0.5))
+    x = leaf()
+    for _ in range(2):
+        call(lambda a: call(inner, a.sin()).exp(), x).sum().backward()
+    return results(inner, x)

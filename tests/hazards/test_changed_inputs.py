@@ -13,13 +13,13 @@ from support.comparing import (
     altered,
     as_region,
     by_values,
+    equals_plain,
     every_way,
     leaf,
     outcome,
     plainly,
     refuses,
     right_or_refused,
-    same_as_plain,
 )
 
 Pair = namedtuple("Pair", "first second")
@@ -239,7 +239,8 @@ def test_an_inference_tensor_changed():
     refuses(case, StateChanged, "tensor 1 of its arguments", way=as_region)
 
 
-def test_what_a_region_can_reach_but_does_not_read_may_change():
+@equals_plain
+def test_what_a_region_can_reach_but_does_not_read_may_change(call):
     class Adversarial(nn.Module):
         def __init__(self):
             super().__init__()
@@ -249,13 +250,10 @@ def test_what_a_region_can_reach_but_does_not_read_may_change():
         def generate(self, z):
             return self.generator(z)
 
-    def case(call):
-        model, z = Adversarial(), leaf()
-        optimizer = torch.optim.Adam(model.critic.parameters(), 0.1)
-        fake = call(model.generate, z)
-        model.critic(fake.detach()).sum().backward()
-        optimizer.step()
-        model.critic(fake).sum().backward()
-        return z.grad, [parameter.grad for parameter in model.parameters()]
-
-    same_as_plain(case)
+    model, z = Adversarial(), leaf()
+    optimizer = torch.optim.Adam(model.critic.parameters(), 0.1)
+    fake = call(model.generate, z)
+    model.critic(fake.detach()).sum().backward()
+    optimizer.step()
+    model.critic(fake).sum().backward()
+    return z.grad, [parameter.grad for parameter in model.parameters()]

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.comparing import every_way, leaf, results, same_as_plain
+from support.comparing import (
+    equals_plain,
+    equals_plain_every_way,
+    every_way,
+    leaf,
+    results,
+    same_as_plain,
+)
 
 Pair = namedtuple("Pair", "first second")
 
@@ -61,8 +68,8 @@ def test_a_nested_dict_in_every_way(way):
     same_as_plain(given(*BOXES["dict"]), way)
 
 
-@every_way
-def test_frozen_weights_with_a_low_rank_adapter(way):
+@equals_plain_every_way
+def test_frozen_weights_with_a_low_rank_adapter(call):
     class Adapted(nn.Module):
         def __init__(self):
             super().__init__()
@@ -72,101 +79,83 @@ def test_frozen_weights_with_a_low_rank_adapter(way):
         def forward(self, a):
             return (self.base(a) + self.up(self.down(a))).tanh()
 
-    def case(call):
-        model, x = nn.ModuleList([Adapted(), Adapted()]), torch.randn(4, 4)
-        h = x
-        for block in model:
-            h = call(block, h)
-        h.sum().backward()
-        return results(model, x)
-
-    same_as_plain(case, way)
+    model, x = nn.ModuleList([Adapted(), Adapted()]), torch.randn(4, 4)
+    h = x
+    for block in model:
+        h = call(block, h)
+    h.sum().backward()
+    return results(model, x)
 
 
-@every_way
-def test_tied_weights(way):
-    def case(call):
-        model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
-        model["head"].weight = model["embed"].weight
-        tokens = torch.tensor([1, 5, 1])
-        h = call(model["embed"], tokens)
-        call(lambda a: model["head"](a.sin()), h).logsumexp(1).sum().backward()
-        return results(model)
-
-    same_as_plain(case, way)
+@equals_plain_every_way
+def test_tied_weights(call):
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    tokens = torch.tensor([1, 5, 1])
+    h = call(model["embed"], tokens)
+    call(lambda a: model["head"](a.sin()), h).logsumexp(1).sum().backward()
+    return results(model)
 
 
-def test_outputs_that_need_no_gradient():
-    def case(call):
-        x = leaf()
-        y, index, none, text = call(lambda a: (a.sin().exp(), a.argmax(), None, "done"), x)
-        y.sum().backward()
-        return x.grad, index, index.requires_grad, none, text
-
-    same_as_plain(case)
+@equals_plain
+def test_outputs_that_need_no_gradient(call):
+    x = leaf()
+    y, index, none, text = call(lambda a: (a.sin().exp(), a.argmax(), None, "done"), x)
+    y.sum().backward()
+    return x.grad, index, index.requires_grad, none, text
 
 
-def test_only_some_outputs_are_used():
-    def case(call):
-        x = leaf()
-        y, _ = call(lambda a: (a.sin().exp(), a.cos().exp()), x)
-        y.sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_only_some_outputs_are_used(call):
+    x = leaf()
+    y, _ = call(lambda a: (a.sin().exp(), a.cos().exp()), x)
+    y.sum().backward()
+    return x.grad
 
 
-def test_outputs_used_in_two_backwards():
-    def case(call):
-        x = leaf()
-        y, z = call(lambda a: (a.sin().exp(), a.cos().exp()), x)
-        y.sum().backward()
-        z.sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_outputs_used_in_two_backwards(call):
+    x = leaf()
+    y, z = call(lambda a: (a.sin().exp(), a.cos().exp()), x)
+    y.sum().backward()
+    z.sum().backward()
+    return x.grad
 
 
-def test_integers_complex_numbers_and_nothing_at_all():
-    def case(call):
-        x, index = leaf(), torch.tensor([2, 0])
-        wave = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
-        empty = torch.zeros(0, 4, requires_grad=True)
+@equals_plain
+def test_integers_complex_numbers_and_nothing_at_all(call):
+    x, index = leaf(), torch.tensor([2, 0])
+    wave = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
+    empty = torch.zeros(0, 4, requires_grad=True)
 
-        def region(a, i, w, e, *, flag):
-            return torch.cat([a[i] * (w[i] * w[i].conj()).real, e.exp()]).sin(), flag
+    def region(a, i, w, e, *, flag):
+        return torch.cat([a[i] * (w[i] * w[i].conj()).real, e.exp()]).sin(), flag
 
-        y, flag = call(region, x, index, wave, empty, flag=True)
-        y.sum().backward()
-        return x.grad, wave.grad, empty.grad, flag
-
-    same_as_plain(case)
+    y, flag = call(region, x, index, wave, empty, flag=True)
+    y.sum().backward()
+    return x.grad, wave.grad, empty.grad, flag
 
 
 @pytest.mark.parametrize("place", ["argument", "closure"])
-def test_sparse_tensors(place):
-    def case(call):
-        x, sparse = leaf(), torch.eye(4).to_sparse()
-        for _ in range(2):
-            if place == "argument":
-                y = call(lambda s, a: torch.sparse.mm(s, a).sin(), sparse, x)
-            else:
-                y = call(lambda a: torch.sparse.mm(sparse, a).sin(), x)
-            y.sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_sparse_tensors(call, place):
+    x, sparse = leaf(), torch.eye(4).to_sparse()
+    for _ in range(2):
+        if place == "argument":
+            y = call(lambda s, a: torch.sparse.mm(s, a).sin(), sparse, x)
+        else:
+            y = call(lambda a: torch.sparse.mm(sparse, a).sin(), x)
+        y.sum().backward()
+    return x.grad
 
 
-def test_an_inference_tensor_as_input():
-    def case(call):
-        with torch.inference_mode():
-            mask = torch.randn(4, 4)
-        x = leaf()
-        call(lambda a, m: (a + m).sin(), x, mask).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_an_inference_tensor_as_input(call):
+    with torch.inference_mode():
+        mask = torch.randn(4, 4)
+    x = leaf()
+    call(lambda a, m: (a + m).sin(), x, mask).sum().backward()
+    return x.grad
 
 
 class Calls:
@@ -203,31 +192,25 @@ class Calls:
     ],
     ids=["object", "method", "static", "class", "partial", "forward", "builtin", "functional", "descriptor"],
 )
-def test_odd_callables(function_of):
-    def case(call):
-        calls, x = Calls(), leaf()
-        for _ in range(2):
-            call(function_of(calls), x).sum().backward()
-        return results(calls.linear, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_odd_callables(call, function_of):
+    calls, x = Calls(), leaf()
+    for _ in range(2):
+        call(function_of(calls), x).sum().backward()
+    return results(calls.linear, x)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_lazy_modules():
-    def case(call):
-        model, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh()), leaf()
-        call(model, x).sum().backward()
-        return results(model, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_lazy_modules(call):
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh()), leaf()
+    call(model, x).sum().backward()
+    return results(model, x)
 
 
-def test_an_embedding_that_renormalises_its_weight():
-    def case(call):
-        table, index = nn.Embedding(10, 4, max_norm=0.5), torch.tensor([1, 2, 3])
-        for _ in range(2):
-            call(lambda i: table(i).sin(), index).sum().backward()
-        return results(table), table.weight
-
-    same_as_plain(case)
+@equals_plain
+def test_an_embedding_that_renormalises_its_weight(call):
+    table, index = nn.Embedding(10, 4, max_norm=0.5), torch.tensor([1, 2, 3])
+    for _ in range(2):
+        call(lambda i: table(i).sin(), index).sum().backward()
+    return results(table), table.weight

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from support.comparing import as_region, by_values, leaf, nested, same_as_plain, to_the_end
+from support.comparing import (
+    as_region,
+    by_values,
+    equals_plain,
+    leaf,
+    nested,
+    same_as_plain,
+    to_the_end,
+)
 
 WAYS = {way.__name__: way for way in (as_region, by_values, to_the_end, nested)}
 
@@ -82,22 +90,21 @@ def test_the_first_tensor_comes_again_in_the_place_of_nothing(box, start, way):
     same_as_plain(case, WAYS[way])
 
 
-def test_the_first_tensor_in_a_slot_without_a_value():
-    def case(call):
-        cache, weight, x = InSlots(None), leaf(), leaf()
-        del cache.value
+@equals_plain
+def test_the_first_tensor_in_a_slot_without_a_value(call):
+    cache, weight, x = InSlots(None), leaf(), leaf()
+    del cache.value
 
-        def step(a):
-            cache.value = added(getattr(cache, "value", None), (a * weight).sin())
-            return (cache.value * a).tanh()
+    def step(a):
+        cache.value = added(getattr(cache, "value", None), (a * weight).sin())
+        return (cache.value * a).tanh()
 
-        call(step, call(step, x)).sum().backward()
-        return x.grad, weight.grad, cache.value.detach()
-
-    same_as_plain(case)
+    call(step, call(step, x)).sum().backward()
+    return x.grad, weight.grad, cache.value.detach()
 
 
-def test_the_first_tensor_in_an_object_of_a_module():
+@equals_plain
+def test_the_first_tensor_in_an_object_of_a_module(call):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -108,12 +115,9 @@ def test_the_first_tensor_in_an_object_of_a_module():
             self.cache.value, self.sums["loss"] = added(self.cache.value, h), self.sums["loss"] + h.square().mean()
             return (self.cache.value * a).tanh()
 
-    def case(call):
-        block, x = Block(), leaf()
-        (call(block, call(block, x)).sum() + block.sums["loss"]).backward()
-        return x.grad, block.linear.weight.grad, block.cache.value.detach(), block.sums["loss"].detach()
-
-    same_as_plain(case)
+    block, x = Block(), leaf()
+    (call(block, call(block, x)).sum() + block.sums["loss"]).backward()
+    return x.grad, block.linear.weight.grad, block.cache.value.detach(), block.sums["loss"].detach()
 
 
 class Layered:
@@ -137,28 +141,26 @@ class Keeper(nn.Module):
 
 
 @pytest.mark.parametrize("place", ["argument", "closure", "module"])
-def test_the_first_tensors_in_the_layers_of_a_cache(place):
-    def case(call):
-        keeper, x = Keeper(), leaf()
+@equals_plain
+def test_the_first_tensors_in_the_layers_of_a_cache(call, place):
+    keeper, x = Keeper(), leaf()
 
-        def through_closure(a, number):
-            return (cache.add(number, (a @ weight).sin()) * a).tanh()
+    def through_closure(a, number):
+        return (cache.add(number, (a @ weight).sin()) * a).tanh()
 
-        def through_argument(a, number, given):
-            return (given.add(number, (a @ weight).sin()) * a).tanh()
+    def through_argument(a, number, given):
+        return (given.add(number, (a @ weight).sin()) * a).tanh()
 
-        cache, weight, y = keeper.cache, keeper.weight, x
-        for number in (0, 1, 0, 1):
-            if place == "module":
-                y = call(keeper, y, number)
-            elif place == "closure":
-                y = call(through_closure, y, number)
-            else:
-                y = call(through_argument, y, number, cache)
-        y.sum().backward()
-        return x.grad, weight.grad, [layer.value.detach() for layer in cache.layers]
-
-    same_as_plain(case)
+    cache, weight, y = keeper.cache, keeper.weight, x
+    for number in (0, 1, 0, 1):
+        if place == "module":
+            y = call(keeper, y, number)
+        elif place == "closure":
+            y = call(through_closure, y, number)
+        else:
+            y = call(through_argument, y, number, cache)
+    y.sum().backward()
+    return x.grad, weight.grad, [layer.value.detach() for layer in cache.layers]
 
 
 def test_plain_values_stay_the_users_own():

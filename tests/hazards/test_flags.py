@@ -5,30 +5,33 @@ import torch
 from torch import nn
 
 from retape.errors import RetapeError
-from support.comparing import by_values, every_way, leaf, results, right_or_refused, same_as_plain
+from support.comparing import (
+    by_values,
+    equals_plain,
+    equals_plain_every_way,
+    leaf,
+    results,
+    right_or_refused,
+    same_as_plain,
+)
 
 
-@every_way
-def test_eval_called_between_forward_and_backward(way):
-    def case(call):
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)), leaf()
-        y = call(model, x)
-        model.eval()
-        y.sum().backward()
-        return results(model, x), [module.training for module in model.modules()]
-
-    same_as_plain(case, way)
+@equals_plain_every_way
+def test_eval_called_between_forward_and_backward(call):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)), leaf()
+    y = call(model, x)
+    model.eval()
+    y.sum().backward()
+    return results(model, x), [module.training for module in model.modules()]
 
 
-def test_train_called_between_forward_and_backward():
-    def case(call):
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval(), leaf()
-        y = call(model, x)
-        model.train()
-        y.sum().backward()
-        return results(model, x), [module.training for module in model.modules()]
-
-    same_as_plain(case)
+@equals_plain
+def test_train_called_between_forward_and_backward(call):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval(), leaf()
+    y = call(model, x)
+    model.train()
+    y.sum().backward()
+    return results(model, x), [module.training for module in model.modules()]
 
 
 def between(change, undo, function):
@@ -112,50 +115,42 @@ def test_default_device():
     )
 
 
-def test_default_device_of_the_forward_alone():
-    def case(call):
-        x = leaf()
-        with torch.device("cpu"):
-            y = call(lambda a: (a * torch.full((4,), 0.1)).sin(), x)
-        y.sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_default_device_of_the_forward_alone(call):
+    x = leaf()
+    with torch.device("cpu"):
+        y = call(lambda a: (a * torch.full((4,), 0.1)).sin(), x)
+    y.sum().backward()
+    return x.grad
 
 
-def test_grad_mode_inside_a_region():
-    def case(call):
-        x = leaf()
+@equals_plain
+def test_grad_mode_inside_a_region(call):
+    x = leaf()
 
-        def region(a):
-            with torch.no_grad():
-                scale = a.exp()
-            return (a * scale).sin()
-
-        call(region, x).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
-
-
-def test_a_forward_without_gradients_costs_nothing():
-    def case(call):
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), leaf()
+    def region(a):
         with torch.no_grad():
-            y = call(model, x)
-        with torch.inference_mode():
-            z = call(model, x.detach())
-        return y, z.requires_grad, list(model.buffers())
+            scale = a.exp()
+        return (a * scale).sin()
 
-    same_as_plain(case)
+    call(region, x).sum().backward()
+    return x.grad
 
 
-def test_nothing_requires_a_gradient():
-    def case(call):
-        y = call(lambda a: a.sin(), torch.randn(4, 4))
-        return y, y.requires_grad
+@equals_plain
+def test_a_forward_without_gradients_costs_nothing(call):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), leaf()
+    with torch.no_grad():
+        y = call(model, x)
+    with torch.inference_mode():
+        z = call(model, x.detach())
+    return y, z.requires_grad, list(model.buffers())
 
-    same_as_plain(case)
+
+@equals_plain
+def test_nothing_requires_a_gradient(call):
+    y = call(lambda a: a.sin(), torch.randn(4, 4))
+    return y, y.requires_grad
 
 
 def freezing(before, after):

@@ -7,72 +7,68 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import retape
-from support.comparing import as_region, by_values, every_way, leaf, results, same_as_plain
+from support.comparing import (
+    as_region,
+    by_values,
+    equals_plain,
+    equals_plain_every_way,
+    leaf,
+    results,
+    same_as_plain,
+)
 
 
-@every_way
-def test_retain_graph_twice(way):
-    def case(call):
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 4), nn.Tanh()), leaf()
-        y = call(model, x).sum()
-        y.backward(retain_graph=True)
-        y.backward(retain_graph=True)
-        y.backward()
-        return results(model, x)
-
-    same_as_plain(case, way)
+@equals_plain_every_way
+def test_retain_graph_twice(call):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 4), nn.Tanh()), leaf()
+    y = call(model, x).sum()
+    y.backward(retain_graph=True)
+    y.backward(retain_graph=True)
+    y.backward()
+    return results(model, x)
 
 
-@every_way
-def test_double_backward(way):
-    def case(call):
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), leaf()
-        (gradient,) = torch.autograd.grad(call(model, x).sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        return results(model, x)
-
-    same_as_plain(case, way)
+@equals_plain_every_way
+def test_double_backward(call):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), leaf()
+    (gradient,) = torch.autograd.grad(call(model, x).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return results(model, x)
 
 
-def test_triple_backward():
-    def case(call):
-        x = leaf()
-        g = call(lambda a: a.sin().exp(), x).sum()
-        for _ in range(3):
-            (g,) = torch.autograd.grad(g.sum(), x, create_graph=True)
-        return g
-
-    same_as_plain(case)
+@equals_plain
+def test_triple_backward(call):
+    x = leaf()
+    g = call(lambda a: a.sin().exp(), x).sum()
+    for _ in range(3):
+        (g,) = torch.autograd.grad(g.sum(), x, create_graph=True)
+    return g
 
 
-def test_gradient_penalty_through_two_regions():
-    def case(call):
-        critic, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 1)]), leaf()
-        h = call(lambda a: critic[0](a).tanh(), x)
-        score = call(lambda a: critic[1](a).sigmoid(), h)
-        (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-        ((gradient.norm(dim=1) - 1).square().mean() + score.mean()).backward()
-        return results(critic, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_gradient_penalty_through_two_regions(call):
+    critic, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 1)]), leaf()
+    h = call(lambda a: critic[0](a).tanh(), x)
+    score = call(lambda a: critic[1](a).sigmoid(), h)
+    (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    ((gradient.norm(dim=1) - 1).square().mean() + score.mean()).backward()
+    return results(critic, x)
 
 
-@every_way
-def test_grad_inside_a_region(way):
-    def case(call):
-        linear, x = nn.Linear(4, 4), leaf()
+@equals_plain_every_way
+def test_grad_inside_a_region(call):
+    linear, x = nn.Linear(4, 4), leaf()
 
-        def force(a):
-            (gradient,) = torch.autograd.grad(linear(a).sin().sum(), a, create_graph=True)
-            return (gradient * a).sin()
+    def force(a):
+        (gradient,) = torch.autograd.grad(linear(a).sin().sum(), a, create_graph=True)
+        return (gradient * a).sin()
 
-        call(force, x).sum().backward()
-        return results(linear, x)
-
-    same_as_plain(case, way)
+    call(force, x).sum().backward()
+    return results(linear, x)
 
 
-def test_grad_inside_a_region_that_counts_first():
+@equals_plain
+def test_grad_inside_a_region_that_counts_first(call):
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -84,12 +80,9 @@ def test_grad_inside_a_region_that_counts_first():
             (gradient,) = torch.autograd.grad(self.linear(a).sin().sum(), a, create_graph=True)
             return gradient.sin() * self.count.clone()
 
-    def case(call):
-        model, x = Counting(), leaf()
-        call(model, x).sum().backward()
-        return results(model, x)
-
-    same_as_plain(case)
+    model, x = Counting(), leaf()
+    call(model, x).sum().backward()
+    return results(model, x)
 
 
 class Product(torch.autograd.Function):
@@ -110,14 +103,11 @@ class Product(torch.autograd.Function):
         return g * b + 0 * ctx.side, g * a + 0 * out
 
 
-@every_way
-def test_a_custom_function(way):
-    def case(call):
-        x, w = leaf(), leaf()
-        call(lambda a: Product.apply(a.sin(), w).cos(), x).sum().backward()
-        return x.grad, w.grad
-
-    same_as_plain(case, way)
+@equals_plain_every_way
+def test_a_custom_function(call):
+    x, w = leaf(), leaf()
+    call(lambda a: Product.apply(a.sin(), w).cos(), x).sum().backward()
+    return x.grad, w.grad
 
 
 class Two(torch.autograd.Function):
@@ -135,17 +125,16 @@ class Two(torch.autograd.Function):
         return total - second * a.sin() if second is not None else total
 
 
-def test_a_custom_function_with_an_unused_output():
-    def case(call):
-        x = leaf()
-        y, _ = call(lambda a: Two.apply(a.exp()), x)
-        y.sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_a_custom_function_with_an_unused_output(call):
+    x = leaf()
+    y, _ = call(lambda a: Two.apply(a.exp()), x)
+    y.sum().backward()
+    return x.grad
 
 
-def test_a_custom_function_that_runs_a_region_in_its_backward():
+@equals_plain
+def test_a_custom_function_that_runs_a_region_in_its_backward(call):
     class Reentrant(torch.autograd.Function):
         @staticmethod
         def forward(ctx, a, call):
@@ -160,53 +149,44 @@ def test_a_custom_function_that_runs_a_region_in_its_backward():
                 out = ctx.call(lambda t: t.sin().exp(), a)
             return torch.autograd.grad(out, a, g)[0], None
 
-    def case(call):
-        x = leaf()
-        call(lambda a: Reentrant.apply(a.cos(), call).tanh(), x).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+    x = leaf()
+    call(lambda a: Reentrant.apply(a.cos(), call).tanh(), x).sum().backward()
+    return x.grad
 
 
-def test_saved_tensors_read_through_the_node():
-    def case(call):
-        x = leaf()
-        y = call(lambda a: a.exp().sin(), x)
-        read = y.grad_fn._saved_self, y.grad_fn._saved_self
-        y.sum().backward()
-        return x.grad, read
-
-    same_as_plain(case)
+@equals_plain
+def test_saved_tensors_read_through_the_node(call):
+    x = leaf()
+    y = call(lambda a: a.exp().sin(), x)
+    read = y.grad_fn._saved_self, y.grad_fn._saved_self
+    y.sum().backward()
+    return x.grad, read
 
 
-def test_hooks_that_move_saved_tensors_around_a_region():
-    def case(call):
-        x = leaf()
-        h = (x * 1).add_(1)
+@equals_plain
+def test_hooks_that_move_saved_tensors_around_a_region(call):
+    x = leaf()
+    h = (x * 1).add_(1)
+    with save_on_cpu():
+        y = call(lambda a: a.sin().exp(), h).cos()
+    y.sum().backward()
+    return x.grad
+
+
+@equals_plain
+def test_hooks_that_change_saved_tensors_inside_a_region(call):
+    x = leaf()
+
+    def region(a):
+        h = a.sin()
+        with saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+            h = h.exp()
         with save_on_cpu():
-            y = call(lambda a: a.sin().exp(), h).cos()
-        y.sum().backward()
-        return x.grad
+            h = h.sin()
+        return h.cos()
 
-    same_as_plain(case)
-
-
-def test_hooks_that_change_saved_tensors_inside_a_region():
-    def case(call):
-        x = leaf()
-
-        def region(a):
-            h = a.sin()
-            with saved_tensors_hooks(lambda t: t * 2, lambda t: t):
-                h = h.exp()
-            with save_on_cpu():
-                h = h.sin()
-            return h.cos()
-
-        call(region, x).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+    call(region, x).sum().backward()
+    return x.grad
 
 
 def test_a_graph_that_was_freed_says_so():
@@ -218,50 +198,42 @@ def test_a_graph_that_was_freed_says_so():
 
 
 @pytest.mark.parametrize("way", [as_region, by_values])
-def test_deeply_nested_regions(way):
-    def case(call):
-        model, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), leaf()
+@equals_plain
+def test_deeply_nested_regions(call, way):
+    model, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), leaf()
 
-        def level(a, depth):
-            inner = model[depth](a).tanh()
-            return inner if depth == 3 else call(level, inner, depth + 1).sin() * inner
+    def level(a, depth):
+        inner = model[depth](a).tanh()
+        return inner if depth == 3 else call(level, inner, depth + 1).sin() * inner
 
-        call(level, x, 0).sum().backward()
-        return results(model, x)
-
-    same_as_plain(case, way)
+    call(level, x, 0).sum().backward()
+    return results(model, x)
 
 
-def test_nested_regions_backward_twice():
-    def case(call):
-        model, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), leaf()
-        y = call(lambda a: call(lambda b: model[1](b).tanh(), model[0](a).sin()).exp(), x).sum()
-        y.backward(retain_graph=True)
-        y.backward()
-        return results(model, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_nested_regions_backward_twice(call):
+    model, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), leaf()
+    y = call(lambda a: call(lambda b: model[1](b).tanh(), model[0](a).sin()).exp(), x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    return results(model, x)
 
 
-def test_gradient_accumulation_and_two_losses():
-    def case(call):
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh()), leaf()
-        for _ in range(3):
-            first, second = call(model, x), call(model, x * 2)
-            (first.sum() + (first * second).sum()).backward()
-        return results(model, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_gradient_accumulation_and_two_losses(call):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh()), leaf()
+    for _ in range(3):
+        first, second = call(model, x), call(model, x * 2)
+        (first.sum() + (first * second).sum()).backward()
+    return results(model, x)
 
 
-def test_anomaly_mode():
-    def case(call):
-        x = leaf()
-        with torch.autograd.set_detect_anomaly(True):
-            call(lambda a: a.sin().exp(), x).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_anomaly_mode(call):
+    x = leaf()
+    with torch.autograd.set_detect_anomaly(True):
+        call(lambda a: a.sin().exp(), x).sum().backward()
+    return x.grad
 
 
 def test_drop_in_use_reentrant_true_gets_the_same_engine():

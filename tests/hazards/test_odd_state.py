@@ -5,7 +5,17 @@ import torch
 from torch import nn
 
 from retape.errors import RetapeError, StateChanged
-from support.comparing import altered, as_region, by_values, leaf, results, right_or_refused, same_as_plain, steps_of
+from support.comparing import (
+    altered,
+    as_region,
+    by_values,
+    equals_plain,
+    leaf,
+    results,
+    right_or_refused,
+    same_as_plain,
+    steps_of,
+)
 
 
 class MaskInSlots:
@@ -47,25 +57,21 @@ def test_objects_with_slots_changed_by_the_region_end_as_plain_has_them():
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(1, 3)])
-def test_a_closure_that_shares_a_buffer_with_a_module(part):
-    def case(call):
-        norm, x = nn.BatchNorm1d(4), leaf()
-        variance = norm.running_var if part == slice(None) else norm.running_var[part]
-        for _ in range(2):
-            call(lambda a: (norm(a) * variance.sum()).sin(), x).sum().backward()
-        return results(norm, x), variance
-
-    same_as_plain(case)
+@equals_plain
+def test_a_closure_that_shares_a_buffer_with_a_module(call, part):
+    norm, x = nn.BatchNorm1d(4), leaf()
+    variance = norm.running_var if part == slice(None) else norm.running_var[part]
+    for _ in range(2):
+        call(lambda a: (norm(a) * variance.sum()).sin(), x).sum().backward()
+    return results(norm, x), variance
 
 
-def test_an_argument_that_is_a_buffer_of_a_module():
-    def case(call):
-        norm, x = nn.BatchNorm1d(4), leaf()
-        for _ in range(2):
-            call(lambda a, mean: (norm(a) * mean.clone()).sin(), x, norm.running_mean).sum().backward()
-        return results(norm, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_an_argument_that_is_a_buffer_of_a_module(call):
+    norm, x = nn.BatchNorm1d(4), leaf()
+    for _ in range(2):
+        call(lambda a, mean: (norm(a) * mean.clone()).sin(), x, norm.running_mean).sum().backward()
+    return results(norm, x)
 
 
 class OnFirstUse(nn.Module):
@@ -87,13 +93,11 @@ class OnFirstUse(nn.Module):
         return self.layer((a * self.scale * self.tables[a.shape]) @ self.weight).sin()
 
 
-def test_state_made_on_first_use():
-    def case(call):
-        model, x = OnFirstUse(), leaf()
-        call(model, call(model, x)).sum().backward()
-        return results(model, x), model.scale, list(model.tables.values())
-
-    same_as_plain(case)
+@equals_plain
+def test_state_made_on_first_use(call):
+    model, x = OnFirstUse(), leaf()
+    call(model, call(model, x)).sum().backward()
+    return results(model, x), model.scale, list(model.tables.values())
 
 
 class Growing(nn.Module):
@@ -120,13 +124,11 @@ class CallCounter(nn.Module):
         return (a * self.calls).sin()
 
 
-def test_a_number_that_the_forward_counts_and_reads():
-    def case(call):
-        model, x = CallCounter(), leaf()
-        (call(model, x) * call(model, x)).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_a_number_that_the_forward_counts_and_reads(call):
+    model, x = CallCounter(), leaf()
+    (call(model, x) * call(model, x)).sum().backward()
+    return x.grad
 
 
 READ_BY = {
@@ -151,51 +153,45 @@ def test_a_changed_tensor_is_seen_however_it_is_read(read):
 
 
 @pytest.mark.parametrize("versioned", [True, False], ids=["optimizer", "data"])
-def test_an_optimizer_that_steps_inside_backward(versioned):
-    def case(call):
-        blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+@equals_plain
+def test_an_optimizer_that_steps_inside_backward(call, versioned):
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
 
-        def step(parameter):
-            if versioned:
-                torch.optim.SGD([parameter], 0.1).step()
-            else:
-                parameter.data.add_(parameter.grad, alpha=-0.1)
-            parameter.grad = None
+    def step(parameter):
+        if versioned:
+            torch.optim.SGD([parameter], 0.1).step()
+        else:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
 
-        for parameter in blocks.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
-        x = leaf()
-        for _ in range(3):
-            h = x
-            for block in blocks:
-                h = call(block, h)
-            h.sum().backward()
-        return x.grad, [parameter.detach() for parameter in blocks.parameters()]
-
-    same_as_plain(case)
+    for parameter in blocks.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    x = leaf()
+    for _ in range(3):
+        h = x
+        for block in blocks:
+            h = call(block, h)
+        h.sum().backward()
+    return x.grad, [parameter.detach() for parameter in blocks.parameters()]
 
 
-def test_containers_that_contain_themselves():
-    def case(call):
-        x, loop = leaf(), [torch.rand(4)]
-        loop.append(loop)
+@equals_plain
+def test_containers_that_contain_themselves(call):
+    x, loop = leaf(), [torch.rand(4)]
+    loop.append(loop)
 
-        class Ring:
-            pass
+    class Ring:
+        pass
 
-        ring = Ring()
-        ring.ring, ring.mask = ring, torch.rand(4)
-        call(lambda a: (a * loop[0] * ring.mask).sin(), x).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+    ring = Ring()
+    ring.ring, ring.mask = ring, torch.rand(4)
+    call(lambda a: (a * loop[0] * ring.mask).sin(), x).sum().backward()
+    return x.grad
 
 
-def test_an_argument_that_contains_itself():
-    def case(call):
-        x, loop = leaf(), {"mask": torch.rand(4)}
-        loop["self"] = loop
-        call(lambda a, loop: (a * loop["self"]["mask"]).sin(), x, loop).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_an_argument_that_contains_itself(call):
+    x, loop = leaf(), {"mask": torch.rand(4)}
+    loop["self"] = loop
+    call(lambda a, loop: (a * loop["self"]["mask"]).sin(), x, loop).sum().backward()
+    return x.grad

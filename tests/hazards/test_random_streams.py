@@ -12,7 +12,16 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import retape
 from retape.errors import RecomputeMismatch
-from support.comparing import as_region, by_values, every_way, leaf, refuses, results, same_as_plain
+from support.comparing import (
+    as_region,
+    by_values,
+    equals_plain,
+    every_way,
+    leaf,
+    refuses,
+    results,
+    same_as_plain,
+)
 
 
 def drawing(draw):
@@ -50,12 +59,10 @@ def test_python_gauss_that_keeps_a_second_number_in_hand():
     same_as_plain(drawing(lambda a: random.gauss(0, 1)))
 
 
-def test_python_gauss_given_out_of_hand():
-    def case(call):
-        random.gauss(0, 1)
-        return drawing(lambda a: random.gauss(0, 1))(call)
-
-    same_as_plain(case)
+@equals_plain
+def test_python_gauss_given_out_of_hand(call):
+    random.gauss(0, 1)
+    return drawing(lambda a: random.gauss(0, 1))(call)
 
 
 @every_way
@@ -91,23 +98,19 @@ def test_explicit_torch_generator_in_a_closure():
     same_as_plain(with_generator(torch_generator, lambda g: torch.rand(4, generator=g), lambda g: g.get_state()))
 
 
-def test_explicit_torch_generator_in_a_keyword():
-    def case(call):
-        generator, x = torch_generator(), leaf()
-        call(lambda a, *, g: (a * torch.rand(4, generator=g)).sin(), x, g=generator).sum().backward()
-        return x.grad, generator.get_state()
-
-    same_as_plain(case)
+@equals_plain
+def test_explicit_torch_generator_in_a_keyword(call):
+    generator, x = torch_generator(), leaf()
+    call(lambda a, *, g: (a * torch.rand(4, generator=g)).sin(), x, g=generator).sum().backward()
+    return x.grad, generator.get_state()
 
 
-def test_explicit_torch_generator_inside_a_nested_argument():
-    def case(call):
-        generator, x = torch_generator(), leaf()
-        bag = {"deep": [(generator,)]}
-        call(lambda a, b: (a * torch.rand(4, generator=b["deep"][0][0])).sin(), x, bag).sum().backward()
-        return x.grad, generator.get_state()
-
-    same_as_plain(case)
+@equals_plain
+def test_explicit_torch_generator_inside_a_nested_argument(call):
+    generator, x = torch_generator(), leaf()
+    bag = {"deep": [(generator,)]}
+    call(lambda a, b: (a * torch.rand(4, generator=b["deep"][0][0])).sin(), x, bag).sum().backward()
+    return x.grad, generator.get_state()
 
 
 class Noisy(nn.Module):
@@ -126,13 +129,11 @@ class Noisy(nn.Module):
     "inside",
     ["attribute", "dict"],
 )
-def test_generator_that_a_module_holds(inside):
-    def case(call):
-        generator, x = torch_generator(), leaf()
-        call(Noisy(generator if inside == "attribute" else {"g": generator}), x).sum().backward()
-        return x.grad, generator.get_state()
-
-    same_as_plain(case)
+@equals_plain
+def test_generator_that_a_module_holds(call, inside):
+    generator, x = torch_generator(), leaf()
+    call(Noisy(generator if inside == "attribute" else {"g": generator}), x).sum().backward()
+    return x.grad, generator.get_state()
 
 
 def test_python_random_object():
@@ -161,16 +162,14 @@ def test_fork_rng_inside_a_region_hides_the_draw():
     same_as_plain(drawing(draw))
 
 
-def test_a_seed_set_to_where_the_stream_stood_already():
-    def case(call):
-        x = leaf()
-        torch.manual_seed(7)
-        y = call(lambda a: (a * torch.manual_seed(7).initial_seed()).sin(), x)
-        outside = torch.rand(3)
-        y.sum().backward()
-        return x.grad, outside
-
-    same_as_plain(case)
+@equals_plain
+def test_a_seed_set_to_where_the_stream_stood_already(call):
+    x = leaf()
+    torch.manual_seed(7)
+    y = call(lambda a: (a * torch.manual_seed(7).initial_seed()).sin(), x)
+    outside = torch.rand(3)
+    y.sum().backward()
+    return x.grad, outside
 
 
 def test_a_seed_set_inside_a_region():
@@ -210,16 +209,14 @@ def test_a_held_random_op_does_not_shift_the_stream_of_a_later_one(op):
     same_as_plain(case, lambda f, *a: retape.checkpoint(f, *a, use_reentrant=False, context_fn=saved(op)))
 
 
-def test_masks_in_a_chain_of_regions():
-    def case(call):
-        blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(5))
-        x = h = leaf()
-        for block in blocks:
-            h = call(block, h) + torch.rand(4)
-        h.sum().backward()
-        return results(blocks, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_masks_in_a_chain_of_regions(call):
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(5))
+    x = h = leaf()
+    for block in blocks:
+        h = call(block, h) + torch.rand(4)
+    h.sum().backward()
+    return results(blocks, x)
 
 
 def test_two_backwards_of_one_region_see_the_same_mask():

@@ -9,39 +9,43 @@ import torch
 from torch import nn
 
 from retape.errors import RetapeError
-from support.comparing import altered, as_region, by_values, leaf, results, right_or_refused, same_as_plain
+from support.comparing import (
+    altered,
+    as_region,
+    by_values,
+    equals_plain,
+    leaf,
+    results,
+    right_or_refused,
+    same_as_plain,
+)
 
 
-def test_a_lambda_in_a_loop_closes_over_what_was_bound_when_it_ran():
+@equals_plain
+def test_a_lambda_in_a_loop_closes_over_what_was_bound_when_it_ran(call):
     """Of each layer, each tensor, a function in its closure, and in a partial: by backward the variable is another one."""
-
-    def case(call):
-        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        x = h = leaf()
-        for number, layer in enumerate(layers):
-            mask, scale = torch.randn(4, 4) + number, number + 2.0
-            inner = lambda a: a * scale  # noqa: B023, E731 - the hazard itself
-            h = call(lambda a: layer(a).sin(), h)  # noqa: B023 - the hazard itself
-            h = call(lambda a: (a * mask).sin(), h)  # noqa: B023 - the hazard itself
-            h = call(lambda a: inner(a).sin(), h)  # noqa: B023 - the hazard itself
-            h = call(partial(lambda a, scale: (layer(a) * scale).sin(), scale=2), h)  # noqa: B023 - the hazard itself
-        h.sum().backward()
-        return results(layers, x)
-
-    same_as_plain(case)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    x = h = leaf()
+    for number, layer in enumerate(layers):
+        mask, scale = torch.randn(4, 4) + number, number + 2.0
+        inner = lambda a: a * scale  # noqa: B023, E731 - the hazard itself
+        h = call(lambda a: layer(a).sin(), h)  # noqa: B023 - the hazard itself
+        h = call(lambda a: (a * mask).sin(), h)  # noqa: B023 - the hazard itself
+        h = call(lambda a: inner(a).sin(), h)  # noqa: B023 - the hazard itself
+        h = call(partial(lambda a, scale: (layer(a) * scale).sin(), scale=2), h)  # noqa: B023 - the hazard itself
+    h.sum().backward()
+    return results(layers, x)
 
 
-def test_a_recursive_function():
-    def case(call):
-        x = leaf()
+@equals_plain
+def test_a_recursive_function(call):
+    x = leaf()
 
-        def power(a, n):
-            return a if n == 0 else power(a, n - 1).sin()
+    def power(a, n):
+        return a if n == 0 else power(a, n - 1).sin()
 
-        call(power, x, 4).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+    call(power, x, 4).sum().backward()
+    return x.grad
 
 
 def list_in_closure():
@@ -133,16 +137,14 @@ def test_rebound_is_right_or_refused(case, way):
     right_or_refused(case, RetapeError, "Region", way=way)
 
 
-def test_list_and_dict_arguments_changed_by_caller_and_region():
-    def case(call):
-        x = leaf()
-        batch = {"a": x * 1, "more": [torch.randn(4, 4)]}
-        y = call(lambda b: (b.pop("a") * b["more"].pop()).sin(), batch)
-        batch["more"].append("something else")
-        y.sum().backward()
-        return x.grad, len(batch)
-
-    same_as_plain(case)
+@equals_plain
+def test_list_and_dict_arguments_changed_by_caller_and_region(call):
+    x = leaf()
+    batch = {"a": x * 1, "more": [torch.randn(4, 4)]}
+    y = call(lambda b: (b.pop("a") * b["more"].pop()).sin(), batch)
+    batch["more"].append("something else")
+    y.sum().backward()
+    return x.grad, len(batch)
 
 
 class Mutable(nn.Module):
@@ -155,16 +157,14 @@ class Mutable(nn.Module):
 
 
 @pytest.mark.parametrize("way", [as_region, by_values])
-def test_an_attribute_of_a_module_bound_anew(way):
-    def case(call):
-        model, x = Mutable(), leaf()
-        y = call(model, x)
-        model.mask = torch.randn(4, 4)
-        later = model.mask
-        y.sum().backward()
-        return x.grad, model.mask is later
-
-    same_as_plain(case, way)
+@equals_plain
+def test_an_attribute_of_a_module_bound_anew(call, way):
+    model, x = Mutable(), leaf()
+    y = call(model, x)
+    model.mask = torch.randn(4, 4)
+    later = model.mask
+    y.sum().backward()
+    return x.grad, model.mask is later
 
 
 def functional(weights_of):

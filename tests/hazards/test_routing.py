@@ -6,7 +6,15 @@ from torch import nn
 
 import retape
 from retape.errors import RecomputeMismatch
-from support.comparing import as_region, by_values, leaf, refuses, results, same_as_plain
+from support.comparing import (
+    as_region,
+    by_values,
+    equals_plain,
+    leaf,
+    refuses,
+    results,
+    same_as_plain,
+)
 
 
 class Flipping:
@@ -106,28 +114,24 @@ class Router(nn.Module):
 
 
 @pytest.mark.parametrize("way", [as_region, by_values])
-def test_kept_routing_survives_other_scores_in_the_rerun(way):
-    def case(call):
-        flip = Flipping(1.0, 50.0, 100.0)
-        model, x = Router(flip), leaf(16, 4)
-        call(model, x).sum().backward()
-        return results(model, x)
-
-    same_as_plain(case, way)
+@equals_plain
+def test_kept_routing_survives_other_scores_in_the_rerun(call, way):
+    flip = Flipping(1.0, 50.0, 100.0)
+    model, x = Router(flip), leaf(16, 4)
+    call(model, x).sum().backward()
+    return results(model, x)
 
 
-def test_item_and_bool_that_repeat_are_right():
-    def case(call):
-        x = leaf()
+@equals_plain
+def test_item_and_bool_that_repeat_are_right(call):
+    x = leaf()
 
-        def region(a):
-            scale = a.abs().max().item()
-            return (a / scale).sin() if a.sum() > 0 else (a * scale).cos()
+    def region(a):
+        scale = a.abs().max().item()
+        return (a / scale).sin() if a.sum() > 0 else (a * scale).cos()
 
-        call(region, x).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+    call(region, x).sum().backward()
+    return x.grad
 
 
 @pytest.mark.parametrize("check", ["off", "metadata", "values"])

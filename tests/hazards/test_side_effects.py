@@ -5,7 +5,16 @@ import torch
 from torch import nn
 
 import retape
-from support.comparing import Notes, as_region, leaf, plainly, results, same_as_plain, seed
+from support.comparing import (
+    Notes,
+    as_region,
+    equals_plain,
+    leaf,
+    plainly,
+    results,
+    same_as_plain,
+    seed,
+)
 
 
 class WithAuxiliary(nn.Module):
@@ -22,34 +31,28 @@ class WithAuxiliary(nn.Module):
         return hidden.exp()
 
 
-def test_auxiliary_loss_stored_on_a_module_joins_the_loss():
-    def case(call):
-        model, x = WithAuxiliary(), leaf()
-        (call(model, x).sum() + model.auxiliary).backward()
-        return results(model, x), model.auxiliary
-
-    same_as_plain(case)
+@equals_plain
+def test_auxiliary_loss_stored_on_a_module_joins_the_loss(call):
+    model, x = WithAuxiliary(), leaf()
+    (call(model, x).sum() + model.auxiliary).backward()
+    return results(model, x), model.auxiliary
 
 
-def test_auxiliary_loss_in_a_second_backward():
-    def case(call):
-        model, x = WithAuxiliary(), leaf()
-        call(model, x).sum().backward(retain_graph=True)
-        model.auxiliary.backward()
-        return results(model, x), model.auxiliary
-
-    same_as_plain(case)
+@equals_plain
+def test_auxiliary_loss_in_a_second_backward(call):
+    model, x = WithAuxiliary(), leaf()
+    call(model, x).sum().backward(retain_graph=True)
+    model.auxiliary.backward()
+    return results(model, x), model.auxiliary
 
 
-def test_auxiliary_loss_in_a_first_backward():
-    def case(call):
-        model, x = WithAuxiliary(), leaf()
-        y = call(model, x)
-        model.auxiliary.backward(retain_graph=True)
-        y.sum().backward()
-        return results(model, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_auxiliary_loss_in_a_first_backward(call):
+    model, x = WithAuxiliary(), leaf()
+    y = call(model, x)
+    model.auxiliary.backward(retain_graph=True)
+    y.sum().backward()
+    return results(model, x)
 
 
 def test_auxiliary_loss_is_the_tensor_of_the_forward_after_a_backward():
@@ -60,97 +63,83 @@ def test_auxiliary_loss_is_the_tensor_of_the_forward_after_a_backward():
     assert model.auxiliary is stored
 
 
-def test_activations_caught_by_a_forward_hook_carry_gradients():
-    def case(call):
-        model, x, caught = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), leaf(), []
-        model[1].register_forward_hook(lambda m, i, o: None if retape.recomputing() else caught.append(o))
-        y = call(model, x)
-        (y.sum() + caught[0].square().sum()).backward()
-        return results(model, x), len(caught)
-
-    same_as_plain(case)
+@equals_plain
+def test_activations_caught_by_a_forward_hook_carry_gradients(call):
+    model, x, caught = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), leaf(), []
+    model[1].register_forward_hook(lambda m, i, o: None if retape.recomputing() else caught.append(o))
+    y = call(model, x)
+    (y.sum() + caught[0].square().sum()).backward()
+    return results(model, x), len(caught)
 
 
-def test_hooks_that_change_the_computation_run_again():
-    def case(call):
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), leaf()
-        model[1].register_forward_pre_hook(lambda m, inputs: (inputs[0] * 2,))
-        model[2].register_forward_hook(lambda m, inputs, out: out.sin())
-        call(model, x).sum().backward()
-        return results(model, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_hooks_that_change_the_computation_run_again(call):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), leaf()
+    model[1].register_forward_pre_hook(lambda m, inputs: (inputs[0] * 2,))
+    model[2].register_forward_hook(lambda m, inputs, out: out.sin())
+    call(model, x).sum().backward()
+    return results(model, x)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_full_backward_hooks_fire_once():
-    def case(call):
-        model, x, seen = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), leaf(), []
-        model[0].register_full_backward_hook(lambda m, gi, go: seen.append(go[0].clone()))
-        model[2].register_full_backward_pre_hook(lambda m, go: (go[0] * 2,))
-        call(model, x).sum().backward()
-        return results(model, x), seen
-
-    same_as_plain(case)
+@equals_plain
+def test_full_backward_hooks_fire_once(call):
+    model, x, seen = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), leaf(), []
+    model[0].register_full_backward_hook(lambda m, gi, go: seen.append(go[0].clone()))
+    model[2].register_full_backward_pre_hook(lambda m, go: (go[0] * 2,))
+    call(model, x).sum().backward()
+    return results(model, x), seen
 
 
-def test_tensor_hooks_on_activations_fire_once():
-    def case(call):
-        x, seen = leaf(), []
+@equals_plain
+def test_tensor_hooks_on_activations_fire_once(call):
+    x, seen = leaf(), []
 
-        def region(a):
-            h = a.sin()
-            h.register_hook(lambda g: seen.append(g.clone()) or g * 3)
-            return h.exp()
+    def region(a):
+        h = a.sin()
+        h.register_hook(lambda g: seen.append(g.clone()) or g * 3)
+        return h.exp()
 
-        call(region, x).sum().backward()
-        return x.grad, seen
-
-    same_as_plain(case)
+    call(region, x).sum().backward()
+    return x.grad, seen
 
 
 @pytest.mark.parametrize("on", ["input", "parameter"])
-def test_tensor_hooks_on_leaves_fire_once(on):
-    def case(call):
-        linear, x = nn.Linear(4, 4), leaf()
+@equals_plain
+def test_tensor_hooks_on_leaves_fire_once(call, on):
+    linear, x = nn.Linear(4, 4), leaf()
 
-        def region(a):
-            (a if on == "input" else linear.weight).register_hook(lambda g: g * 0.5)
-            return linear(a.sin()).sin()
+    def region(a):
+        (a if on == "input" else linear.weight).register_hook(lambda g: g * 0.5)
+        return linear(a.sin()).sin()
 
-        call(region, x).sum().backward()
-        return results(linear, x)
-
-    same_as_plain(case)
+    call(region, x).sum().backward()
+    return results(linear, x)
 
 
-def test_a_backward_inside_the_region_adds_its_gradient_once():
-    def case(call):
-        linear, x = nn.Linear(4, 4), leaf()
+@equals_plain
+def test_a_backward_inside_the_region_adds_its_gradient_once(call):
+    linear, x = nn.Linear(4, 4), leaf()
 
-        def region(a):
-            linear(torch.ones(2, 4)).sin().sum().backward()
-            return linear(a.sin()).sin()
+    def region(a):
+        linear(torch.ones(2, 4)).sin().sum().backward()
+        return linear(a.sin()).sin()
 
-        call(region, x).sum().backward()
-        return results(linear, x)
-
-    same_as_plain(case)
+    call(region, x).sum().backward()
+    return results(linear, x)
 
 
-def test_a_key_value_cache_given_as_a_list_argument_is_appended_to_once():
-    def case(call):
-        x, cache = leaf(), []
+@equals_plain
+def test_a_key_value_cache_given_as_a_list_argument_is_appended_to_once(call):
+    x, cache = leaf(), []
 
-        def attend(a, cache):
-            cache.append(a * 2)
-            return torch.stack(cache).sum(0).sin()
+    def attend(a, cache):
+        cache.append(a * 2)
+        return torch.stack(cache).sum(0).sin()
 
-        y = call(attend, call(attend, x, cache), cache)
-        y.sum().backward()
-        return x.grad, len(cache)
-
-    same_as_plain(case)
+    y = call(attend, call(attend, x, cache), cache)
+    y.sum().backward()
+    return x.grad, len(cache)
 
 
 def cache_in_closure(call):
@@ -208,17 +197,15 @@ def test_recomputing_is_true_in_a_region_inside_a_rerun():
     assert all(said.all[1:])
 
 
-def test_nonlocal_variables_are_bound_once():
-    def case(call):
-        x, calls = leaf(), 0
+@equals_plain
+def test_nonlocal_variables_are_bound_once(call):
+    x, calls = leaf(), 0
 
-        def region(a):
-            nonlocal calls
-            calls += 1
-            return (a * calls).sin()
+    def region(a):
+        nonlocal calls
+        calls += 1
+        return (a * calls).sin()
 
-        y = call(region, x) * call(region, x)
-        y.sum().backward()
-        return x.grad, calls
-
-    same_as_plain(case)
+    y = call(region, x) * call(region, x)
+    y.sum().backward()
+    return x.grad, calls

@@ -6,7 +6,15 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from retape.errors import RetapeError
-from support.comparing import every_way, leaf, results, right_or_refused, same_as_plain, to_the_end
+from support.comparing import (
+    equals_plain,
+    equals_plain_every_way,
+    leaf,
+    results,
+    right_or_refused,
+    same_as_plain,
+    to_the_end,
+)
 
 
 def as_layer(make, *shape, steps=2):
@@ -44,26 +52,20 @@ def test_layers(make, shape):
     same_as_plain(as_layer(make, *shape))
 
 
-@every_way
-def test_attention_of_a_tensor_with_itself(way):
+@equals_plain_every_way
+def test_attention_of_a_tensor_with_itself(call):
     """The layer asks whether query, key and value are one object."""
-
-    def case(call):
-        layer, x = nn.MultiheadAttention(8, 2, dropout=0.3), leaf(3, 2, 8)
-        out, weights = call(layer, x, x, x)
-        (out.sum() + weights.square().sum()).backward()
-        return results(layer, x)
-
-    same_as_plain(case, way)
+    layer, x = nn.MultiheadAttention(8, 2, dropout=0.3), leaf(3, 2, 8)
+    out, weights = call(layer, x, x, x)
+    (out.sum() + weights.square().sum()).backward()
+    return results(layer, x)
 
 
-def test_decoder_layer_with_memory():
-    def case(call):
-        layer, x, memory = nn.TransformerDecoderLayer(8, 2, 16), leaf(3, 2, 8), leaf(5, 2, 8)
-        call(layer, x, memory).square().sum().backward()
-        return results(layer, x, memory)
-
-    same_as_plain(case)
+@equals_plain
+def test_decoder_layer_with_memory(call):
+    layer, x, memory = nn.TransformerDecoderLayer(8, 2, 16), leaf(3, 2, 8), leaf(5, 2, 8)
+    call(layer, x, memory).square().sum().backward()
+    return results(layer, x, memory)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
@@ -79,14 +81,12 @@ def test_decoder_layer_with_memory():
     ],
     ids=["old weight norm", "old spectral norm", "orthogonal", "spectral norm", "weight norm", "pruned"],
 )
-def test_weights_that_are_computed(wrap):
-    def case(call):
-        layer, x = wrap(nn.Linear(4, 4)), leaf()
-        for _ in range(2):
-            (call(layer, x).sin() * call(layer, x * 2).cos()).sum().backward()
-        return results(layer, x)
-
-    same_as_plain(case)
+@equals_plain
+def test_weights_that_are_computed(call, wrap):
+    layer, x = wrap(nn.Linear(4, 4)), leaf()
+    for _ in range(2):
+        (call(layer, x).sin() * call(layer, x * 2).cos()).sum().backward()
+    return results(layer, x)
 
 
 def test_a_cache_of_parametrized_weights():
@@ -100,14 +100,12 @@ def test_a_cache_of_parametrized_weights():
     right_or_refused(case, RetapeError)
 
 
-def test_embedding_bag_that_renormalises():
-    def case(call):
-        table, index = nn.EmbeddingBag(10, 4, max_norm=0.5), torch.tensor([[1, 2], [3, 4]])
-        for _ in range(2):
-            call(table, index).sin().sum().backward()
-        return results(table), table.weight
-
-    same_as_plain(case)
+@equals_plain
+def test_embedding_bag_that_renormalises(call):
+    table, index = nn.EmbeddingBag(10, 4, max_norm=0.5), torch.tensor([[1, 2], [3, 4]])
+    for _ in range(2):
+        call(table, index).sin().sum().backward()
+    return results(table), table.weight
 
 
 def leaking(call):

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from support.comparing import Notes, as_region, every_way, leaf, plainly, same_as_plain
+from support.comparing import Notes, as_region, equals_plain, equals_plain_every_way, leaf, plainly
 
 
 def except_exception(a):
@@ -71,29 +71,24 @@ cleaned = []
     [except_exception, bare_except, except_base, suppressed, returning_finally, three_tries, cleaning_up],
     ids=lambda function: function.__name__,
 )
-@every_way
-def test_swallowed_stops_change_no_number(function, way):
-    def case(call):
-        x = leaf()
-        call(lambda a: function(a.exp()).sin(), x).sum().backward()
-        return x.grad
-
-    same_as_plain(case, way)
+@equals_plain_every_way
+def test_swallowed_stops_change_no_number(call, function):
+    x = leaf()
+    call(lambda a: function(a.exp()).sin(), x).sum().backward()
+    return x.grad
 
 
-def test_a_stop_wrapped_into_another_exception():
+@equals_plain
+def test_a_stop_wrapped_into_another_exception(call):
     def wrapped(a):
         try:
             return a.sin().cos()
         except BaseException as error:
             raise RuntimeError("layer failed") from error
 
-    def case(call):
-        x = leaf()
-        call(wrapped, x).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+    x = leaf()
+    call(wrapped, x).sum().backward()
+    return x.grad
 
 
 class OnlyAtFirst:
@@ -106,13 +101,11 @@ class OnlyAtFirst:
             return a.cos().sin()
 
 
-def test_an_exception_that_is_part_of_the_computation():
-    def case(call):
-        x = leaf()
-        call(OnlyAtFirst(), x).sum().backward()
-        return x.grad
-
-    same_as_plain(case)
+@equals_plain
+def test_an_exception_that_is_part_of_the_computation(call):
+    x = leaf()
+    call(OnlyAtFirst(), x).sum().backward()
+    return x.grad
 
 
 @pytest.mark.parametrize("call", [plainly, as_region])

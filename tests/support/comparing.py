@@ -7,6 +7,7 @@ be equal (gradients, buffers, states of its own generators); the global random s
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
 import random
 import re
@@ -132,6 +133,33 @@ def same_as_plain(case: Case, way: Caller = as_region) -> Any:
     wanted = outcome(case, plainly)
     assert_equal(outcome(case, way), wanted)
     return wanted["result"]
+
+
+def equals_plain(test: Callable[..., Any]) -> Callable[..., None]:
+    """Make a test of a case: `call` becomes plain autograd and a region in turn, and the results are compared bit for bit.
+
+    Other parameters are parametrised as usual; one that is named `way` says how the region is run.
+    """
+    signature = inspect.signature(test)
+
+    def run(**given: Any) -> None:
+        taken = {name: value for name, value in given.items() if name in signature.parameters}
+        same_as_plain(functools.partial(test, **taken), given.get("way", as_region))
+
+    run.__name__, run.__qualname__, run.__module__ = test.__name__, test.__qualname__, test.__module__
+    run.__doc__, run.__dict__ = test.__doc__, dict(test.__dict__)
+    kept = [parameter for name, parameter in signature.parameters.items() if name != "call"]
+    run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return run
+
+
+def equals_plain_every_way(test: Callable[..., Any]) -> Callable[..., None]:
+    """Make a test of a case for each of WAYS."""
+    run = equals_plain(test)
+    signature = inspect.signature(run)
+    way = inspect.Parameter("way", inspect.Parameter.KEYWORD_ONLY)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), way])  # type: ignore[attr-defined]
+    return every_way(run)
 
 
 def refuses(case: Case, error: type[BaseException], *words: str, way: Caller = as_region) -> str:
