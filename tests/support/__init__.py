@@ -1,8 +1,9 @@
 """Code that tests share. Look here before defining a helper in a test file.
 
-`comparing`: one case run plainly and as a region (`same_as_plain`, `refuses`, `every_way`), trees of tensors compared bit for bit
-    (`equal`, `assert_equal`), steps (`loss_and_gradients(model, loss)`, `parameter_gradients(model)`), `seed`, `leaf`, `Notes`;
-    `equals_plain` and `equals_plain_every_way` (decorators that make a test of a case); makers of cases: `altered` (a change between forward and backward), `steps_of` (steps of one module).
+`comparing`: one case run plainly and as a region (`same_as_plain`, `refuses`, `every_way`; the decorators `equals_plain` and
+    `equals_plain_every_way`; makers of cases: `altered`, a change between forward and backward, and `steps_of`, steps of one module),
+    trees of tensors compared bit for bit (`equal`, `assert_equal`), steps (`loss_and_gradients(model, loss)`,
+    `parameter_gradients(model)`), `seed`, `leaf`, `Notes`.
 `blocks`: modules without Transformers: `MlpBlock`, `TiledMlpBlock`, `Stack`, `seeded_stack`, `mean_square`.
 `models`: a small model of each of many architectures with a batch; `small_llama`, `small_gpt2`, ... take settings of their configurations.
 `changing`: models whose steps differ (lengths, trees, experts, depth).
