@@ -301,16 +301,16 @@ def test_an_error_in_a_rerun_pins_nothing(monkeypatch):
     loss = model(X).square().mean()
     for region in live._room.live:
         region.evict()
-    rerun = adaptive_region.AdaptiveRegion._attempt
+    rerun = adaptive_region.ManagedRegion.stopwatch
 
     def broken(region, *arguments):
         raise ValueError("in the middle of a re-run")
 
-    monkeypatch.setattr(adaptive_region.AdaptiveRegion, "_attempt", broken)
+    monkeypatch.setattr(adaptive_region.ManagedRegion, "stopwatch", broken)
     with pytest.raises(ValueError, match="in the middle"):
         loss.backward(retain_graph=True)
     assert not live._room.pinned
-    monkeypatch.setattr(adaptive_region.AdaptiveRegion, "_attempt", rerun)
+    monkeypatch.setattr(adaptive_region.ManagedRegion, "stopwatch", rerun)
     model.zero_grad(set_to_none=False)
     loss.backward()
     assert_equal(gradients(model), wanted)

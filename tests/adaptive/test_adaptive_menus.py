@@ -185,7 +185,7 @@ def test_no_region_runs_again_only_to_be_written_down(monkeypatch):
     counts = []
     for learns in (True, False):
         if not learns:
-            monkeypatch.setattr(adaptive_region.AdaptiveRegion, "_teaches", lambda region: False)
+            monkeypatch.setattr(adaptive_region.ManagedRegion, "stopwatch", lambda managed, region: None)
         model = build()
         step(model)
         whole = peak_above(model)
@@ -265,13 +265,13 @@ def test_a_region_goes_down_several_rungs_at_once(monkeypatch):
     loss = model(X).square().mean()
     regions = live._room.live
     before = {region.serial: region.own_bytes for region in regions}
-    dropped, evict = [], adaptive_region.AdaptiveRegion.evict
+    dropped, evict = [], adaptive_region.ManagedRegion.evict
 
     def counting(region, rung=None):
         dropped.append(region.serial)
         return evict(region, rung)
 
-    monkeypatch.setattr(adaptive_region.AdaptiveRegion, "evict", counting)
+    monkeypatch.setattr(adaptive_region.ManagedRegion, "evict", counting)
     largest = max(unit.candidate.bytes for region in regions for unit in regions._slot_units(region, 0.0))
     wanted = sum(before.values()) * 9 // 10
     freed = regions.evict(wanted, 8, set(), backward=False)

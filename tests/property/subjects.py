@@ -19,7 +19,7 @@ from retape.torch.compat import internals
 from retape.torch.engine.entrance import run_region
 from retape.torch.engine.policy import Check, Policy
 from retape.torch.engine.region import Region
-from retape.torch.engine.runs import THREAD, plain
+from retape.torch.engine.runs import THREAD, current_runner, plain
 
 from . import ways
 from .function_ops import LYING
@@ -243,7 +243,7 @@ def refuse_leftovers() -> None:
     """Nothing of the engine may be in force after a step."""
     left = []
     left += ["runs"] if THREAD.runs else []
-    left += ["a manager"] if THREAD.manager is not None else []
+    left += ["a manager"] if current_runner() is not None else []
     left += ["plain"] if THREAD.plain else []
     left += ["a dispatch mode"] if internals.count_dispatch_modes() else []
     left += ["a function mode"] if internals.count_function_modes() > _function_modes_of_torch() else []

@@ -1,4 +1,4 @@
 """A budget that is enforced while the step runs: regions start held, and are dropped or moved under pressure.
 
-Start from `budget.adaptive`, `manager.Adaptive`, `adaptive_region.AdaptiveRegion` and `eviction`.
+Start from `budget.adaptive`, `manager.Adaptive`, `adaptive_region.ManagedRegion` and `eviction`.
 """

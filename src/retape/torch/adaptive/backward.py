@@ -9,20 +9,20 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from retape.torch.adaptive.accounting import TO_THE_END, Phase
-from retape.torch.adaptive.adaptive_region import AdaptiveRegion
+from retape.torch.adaptive.adaptive_region import ManagedRegion, managed_by
 from retape.torch.adaptive.governor import Room
 from retape.torch.adaptive.host import is_here, storage_of
 from retape.torch.adaptive.stats import Counts
 from retape.torch.compat import internals, process_internals
 from retape.torch.engine import links
 from retape.torch.engine.host.offload import MovedSlot, Parcel
-from retape.torch.engine.region import RERUN, Region
+from retape.torch.engine.region import RERUN
 from retape.torch.engine.runs import THREAD
 from retape.torch.engine.slots import Slot
 
@@ -35,12 +35,12 @@ class Reversal:
     def __init__(self, room: Room, counts: Counts) -> None:
         self._room, self._counts = room, counts
         # Whose backward has begun, and in which pass: their slots go one by one.
-        self._opened: dict[int, tuple[weakref.ref[AdaptiveRegion], int]] = {}
+        self._opened: dict[int, tuple[weakref.ref[ManagedRegion], int]] = {}
 
     def begin_step(self) -> None:
         self._opened.clear()
 
-    def turn_to(self, region: AdaptiveRegion) -> None:
+    def turn_to(self, region: ManagedRegion) -> None:
         """Backward has come to a region: bring back what it misses, and make room for its backward."""
         task = internals.graph_task()
         if task < 0:  # somebody looks at a slot
@@ -48,7 +48,7 @@ class Reversal:
         with RERUN:
             self._room.turn, self._room.task, self._room.position = region.serial, task, region.number
             if links.others_refilled(task):
-                links.refilled(region, task)
+                links.refilled(region.region, task)
             self._settle_opened()
             region.forget_copies_of_what_is_here()
             _, before = self._opened.get(region.serial, (None, -1))
@@ -58,20 +58,20 @@ class Reversal:
                 self._until_it_fits(region, lambda: self._make_whole(region))
             self._begin_backward(region)
 
-    def _make_whole(self, region: AdaptiveRegion) -> None:
+    def _make_whole(self, region: ManagedRegion) -> None:
         """Bring back all that backward is going to ask of a region. A re-run of a part starts from what the host has of the rest."""
         if region.rung is not None:
             self._bring(region)
-        if region.missing():
-            self._run_again(region, region.fill)
+        if region.region.missing():
+            self._run_again(region, region.region.refill_missing)
         self._bring(region)
 
-    def _begin_backward(self, region: AdaptiveRegion) -> None:
+    def _begin_backward(self, region: ManagedRegion) -> None:
         self._room.enter(Phase.BACKWARD, region.kind, region.number, region.saved_bytes)
         if self._room.host.moved_bytes and self._bring_near(region):
             self._room.mark(Phase.BACKWARD, region.kind, region.number)  # what is brought is no part of what it needs
 
-    def _needed(self, region: AdaptiveRegion) -> int:
+    def _needed(self, region: ManagedRegion) -> int:
         return self._room.needs.of(Phase.BACKWARD, region.kind, region.number, region.saved_bytes).bytes
 
     def _settle_opened(self) -> None:
@@ -84,14 +84,14 @@ class Reversal:
 
     # --- what the host has -----------------------------------------------------------------------------------------
 
-    def _bring(self, region: AdaptiveRegion) -> None:
+    def _bring(self, region: ManagedRegion) -> None:
         """Start to copy back everything that the host has of a region."""
         parcels = region.away()
         if parcels:
-            links.refilled(region, self._room.task)
+            links.refilled(region.region, self._room.task)
             self._start(region, parcels)
 
-    def _bring_near(self, region: AdaptiveRegion) -> bool:
+    def _bring_near(self, region: ManagedRegion) -> bool:
         """Start to copy back what the next region has on the host, if there is room for it; returns whether there was."""
         following = self._room.live.before(region.number)
         if following is None:
@@ -100,11 +100,11 @@ class Reversal:
         parcels = following.away()
         for parcel in parcels:
             if self._room.now() + need + parcel.nbytes <= self._room.limit.aim_bytes:
-                links.prepared(following, self._room.task)
+                links.prepared(following.region, self._room.task)
                 self._copy_back(parcel)
         return any(is_here(parcel) for parcel in parcels)
 
-    def _start(self, region: AdaptiveRegion, parcels: list[Parcel]) -> None:
+    def _start(self, region: ManagedRegion, parcels: list[Parcel]) -> None:
         """Copy back, after making room beside what the region's backward needs."""
         need = self._needed(region)
         over = self._room.now() + sum(parcel.nbytes for parcel in parcels) + need - self._room.limit.aim_bytes
@@ -121,9 +121,9 @@ class Reversal:
         if copy is not None:
             self._room.account.let_go(self._room.account.hold(copy))
 
-    def _fetch(self, region: AdaptiveRegion, wanted: Slot, copy: MovedSlot) -> Tensor:
+    def _fetch(self, region: ManagedRegion, wanted: Slot, copy: MovedSlot) -> Tensor:
         """What the host has of a region is asked for: it is the caller's from here on, and goes when the caller is done with it."""
-        links.refilled(region, internals.graph_task())
+        links.refilled(region.region, internals.graph_task())
         parcel = copy.parcel
         assert parcel is not None
         if not is_here(parcel):
@@ -136,7 +136,7 @@ class Reversal:
 
     # --- re-runs -------------------------------------------------------------------------------------------------
 
-    def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
+    def refill(self, region: ManagedRegion, wanted: Slot) -> Tensor:
         """Run a region again; where that is out of memory, with less beside it."""
         with RERUN:
             if wanted.value is not None:
@@ -149,7 +149,7 @@ class Reversal:
                 self._room.enter(*before)
             return value
 
-    def _until_it_fits(self, region: AdaptiveRegion, attempt: Callable[[], Answer]) -> Answer:
+    def _until_it_fits(self, region: ManagedRegion, attempt: Callable[[], Answer]) -> Answer:
         tried = False
         while True:
             started = process_internals.collectives_started()
@@ -164,16 +164,16 @@ class Reversal:
             collective = started != process_internals.collectives_started()
             tried = self._room.out_of_memory(region.kind, failure, tried, collective=collective)
 
-    def _refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
+    def _refill(self, region: ManagedRegion, wanted: Slot) -> Tensor:
         copy = region.copies.get(wanted.index)
         if copy is not None:
             return self._fetch(region, wanted, copy)
-        value = self._run_again(region, lambda: Region.refill(region, wanted))
+        value = self._run_again(region, lambda: region.region.recompute(wanted))
         if internals.graph_task() >= 0:
             self._begin_backward(region)
         return value
 
-    def _run_again(self, region: AdaptiveRegion, run: Callable[[], Answer]) -> Answer:
+    def _run_again(self, region: ManagedRegion, run: Callable[[], Answer]) -> Answer:
         self._room.pinned.add(region.serial)
         try:
             self._settle_opened()
@@ -186,7 +186,7 @@ class Reversal:
             self._room.pinned.discard(region.serial)
         return answer
 
-    def make_inputs(self, region: AdaptiveRegion) -> None:
+    def make_inputs(self, region: ManagedRegion) -> None:
         """Run the regions again that made its dropped inputs, and before them those that made theirs."""
         pending = [region]
         pinned = self._room.pinned
@@ -194,9 +194,9 @@ class Reversal:
             while pending:
                 top = pending[-1]
                 pinned.add(top.serial)
-                missing = top.makers
+                missing = top.region.makers
                 if missing:
-                    pending.append(cast(AdaptiveRegion, missing[0].maker))
+                    pending.append(managed_by(missing[0].maker))
                     continue
                 if top is not region:
                     self._make_outputs(top)
@@ -206,14 +206,14 @@ class Reversal:
             pinned.difference_update(each.serial for each in pending)
             raise
 
-    def _make_outputs(self, maker: AdaptiveRegion) -> None:
+    def _make_outputs(self, maker: ManagedRegion) -> None:
         self._room.enter(Phase.RERUN, maker.kind, TO_THE_END, maker.saved_bytes)
         start = time.perf_counter()
-        outputs = maker.refill_outputs(tape=True, made={})
+        outputs = maker.region.refill_outputs(tape=True, made={})
         self._ran_again(maker, start, maker.kind.seconds)
         self._room.live.hand_out(maker, outputs)
 
-    def _ran_again(self, region: AdaptiveRegion, start: float, seconds: float) -> None:
+    def _ran_again(self, region: ManagedRegion, start: float, seconds: float) -> None:
         self._counts.reruns += 1
         # On CUDA the host is ahead of the device: there the seconds are those that were measured on the scale.
         self._counts.seconds += time.perf_counter() - start if self._room.limit.device.type == "cpu" else seconds

@@ -11,7 +11,7 @@ import torch
 
 from retape.core.problem import Budget
 from retape.torch.adaptive.accounting import CLOSE, Account, Kind, Need, Needs, Phase
-from retape.torch.adaptive.adaptive_region import AdaptiveRegion
+from retape.torch.adaptive.adaptive_region import ManagedRegion
 from retape.torch.adaptive.host import HostTier
 from retape.torch.adaptive.limit import Limit
 from retape.torch.adaptive.live_regions import LiveRegions
@@ -81,7 +81,7 @@ class Room:
         if self.scale is not None:
             self.scale.mark(phase, kind, number, self.now())
 
-    def settled(self, region: AdaptiveRegion) -> None:
+    def settled(self, region: ManagedRegion) -> None:
         """The first run of a region is over, and it can be evicted: what it saved may be more than any of its kind did before."""
         self.live.settled(region)
         kind, saved, now = region.kind, region.saved_bytes, self.now()

@@ -24,7 +24,7 @@ from retape.torch.engine.trace import RegionTrace
 from retape.torch.planning.chain.treatments import SMALL_PARTS, tape_storages
 
 if TYPE_CHECKING:
-    from retape.torch.adaptive.adaptive_region import AdaptiveRegion
+    from retape.torch.adaptive.adaptive_region import ManagedRegion
     from retape.torch.adaptive.drop_levels import Rung
 
 ON_WHERE = frozenset({"cuda"})  # devices with a memory of their own
@@ -85,7 +85,7 @@ class HostTier:
         tier = self._tier()
         return 0.0 if tier is None else SEEN_SHARE * tier.read_seconds(size)
 
-    def send(self, region: AdaptiveRegion) -> None:
+    def send(self, region: ManagedRegion) -> None:
         """Its forward is over: copy out what was chosen of its kind, if the lane is free by then."""
         self._computed_seconds += region.kind.seconds
         if not self.on or not region.kind.moved or region.collective or self._busy_seconds > self._computed_seconds:
@@ -98,7 +98,7 @@ class HostTier:
                     continue
                 if version_of(value) == slot.version:  # else somebody wrote to it, which its unpacking will tell
                     copy = offload.MovedSlot(slot, value)
-                    copy.region = weakref.proxy(region)  # it is the region that holds the copy
+                    copy.region = weakref.proxy(region.region)  # it is the region that holds the copy
                     by_storage.setdefault(internals.untyped_storage(value)._cdata, []).append(copy)
             try:
                 for copies in by_storage.values():
@@ -106,7 +106,7 @@ class HostTier:
             except OffloadError:  # the host is full: what is not copied is made again
                 self.on = False
 
-    def _copy(self, region: AdaptiveRegion, copies: list[offload.MovedSlot]) -> None:
+    def _copy(self, region: ManagedRegion, copies: list[offload.MovedSlot]) -> None:
         value = copies[0].value
         assert value is not None
         flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(internals.untyped_storage(value))
@@ -126,9 +126,9 @@ def parcels_of(copies: Iterable[offload.MovedSlot]) -> list[offload.Parcel]:
 
 def is_here(parcel: offload.Parcel) -> bool:
     """Whether its bytes are on the device, or on their way there."""
-    return parcel._source is not None or parcel._copy is not None
+    return parcel.is_on_device or parcel.returned is not None
 
 
 def storage_of(parcel: offload.Parcel) -> Tensor | None:
     """What was copied back."""
-    return parcel._copy
+    return parcel.returned

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor
 
 from retape.torch.adaptive.accounting import Account
-from retape.torch.adaptive.adaptive_region import AdaptiveRegion, RegionRef
+from retape.torch.adaptive.adaptive_region import ManagedRegion, RegionRef, managed_by
 from retape.torch.adaptive.drop_levels import Rung
 from retape.torch.adaptive.eviction import Candidate, Moment, neighbourhoods, score
 from retape.torch.adaptive.host import HostTier
 
-Takers = list[tuple[AdaptiveRegion, int]]
+Takers = list[tuple[ManagedRegion, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ class Unit:
     """
 
     candidate: Candidate
-    region: AdaptiveRegion
+    region: ManagedRegion
     rung: Rung | None = None
     output: int = -1
     host: bool = False
@@ -46,12 +45,12 @@ class LiveRegions:
         self._running: set[int] = set()
         self._makers: dict[int, tuple[int, ...]] = {}  # of the regions with dropped inputs: who must run before them
 
-    def born(self, region: AdaptiveRegion) -> None:
+    def born(self, region: ManagedRegion) -> None:
         """A region is about to run for the first time."""
         self._references[region.number] = RegionRef(region)
         self._running.add(region.number)
 
-    def settled(self, region: AdaptiveRegion) -> None:
+    def settled(self, region: ManagedRegion) -> None:
         """Its first run is over: it can be evicted."""
         self._running.discard(region.number)
         before = self.account.held_bytes()
@@ -63,13 +62,13 @@ class LiveRegions:
         self._running.clear()
         self._makers.clear()
 
-    def __iter__(self) -> Iterator[AdaptiveRegion]:
+    def __iter__(self) -> Iterator[ManagedRegion]:
         gone = []
         for number, reference in self._references.items():
             region = reference()
             if region is None:
                 gone.append(number)
-            elif number not in self._running:
+            elif number not in self._running and region.is_alive:
                 yield region
         for number in gone:
             del self._references[number]
@@ -103,7 +102,7 @@ class LiveRegions:
         return sorted(units, key=lambda unit: score(unit.candidate, moment))
 
     def _drop(self, unit: Unit) -> None:
-        if unit.takers is None and unit.region.is_below(unit.rung):
+        if not unit.region.is_alive or (unit.takers is None and unit.region.is_below(unit.rung)):
             return
         self.evictions += 1
         if unit.host:
@@ -116,11 +115,11 @@ class LiveRegions:
             taker.drop_input(place, unit.region, unit.output)
             self.note(taker)
 
-    def note(self, region: AdaptiveRegion) -> None:
+    def note(self, region: ManagedRegion) -> None:
         """An input of a region was dropped, or made again."""
-        missing = region._inputs.links
+        missing = region.region.makers
         if missing:
-            self._makers[region.number] = tuple([cast(AdaptiveRegion, link.maker).number for link in missing])
+            self._makers[region.number] = tuple([managed_by(link.maker).number for link in missing])
         else:
             self._makers.pop(region.number, None)
 
@@ -136,7 +135,7 @@ class LiveRegions:
             if region.handed_out and (region.evicted or not region.own_bytes):
                 yield from self._output_units(region, own, behind, pinned)
 
-    def _slot_units(self, region: AdaptiveRegion, before: float) -> Iterator[Unit]:
+    def _slot_units(self, region: ManagedRegion, before: float) -> Iterator[Unit]:
         """The slots of a region, rung by rung down to nothing: each with the seconds that it adds to those above it."""
         number, left = region.number, region.own_bytes
         copied = region.copied_bytes()
@@ -157,7 +156,7 @@ class LiveRegions:
             yield Unit(candidate=Candidate(number=number, seconds=rest, bytes=left, once=True), region=region)
 
     def _output_units(
-        self, region: AdaptiveRegion, seconds: float, behind: dict[int, float], pinned: set[int]
+        self, region: ManagedRegion, seconds: float, behind: dict[int, float], pinned: set[int]
     ) -> Iterator[Unit]:
         held = region.outputs_held()
         region.handed_out = bool(held)
@@ -166,9 +165,9 @@ class LiveRegions:
                 later = sum(behind.get(taker.number, 0.0) for taker, _ in takers)
                 yield self._output_unit(region, output, takers, seconds + later)
 
-    def _output_unit(self, region: AdaptiveRegion, output: int, takers: Takers, seconds: float) -> Unit:
+    def _output_unit(self, region: ManagedRegion, output: int, takers: Takers, seconds: float) -> Unit:
         taker, place = takers[0]
-        size = self.account.bytes_of(taker.inputs.keys[place])
+        size = 0 if taker.inputs is None else self.account.bytes_of(taker.inputs.keys[place])
         number = max(taker.number for taker, _ in takers)
         candidate = Candidate(number=number, seconds=seconds, bytes=max(1, size))
         return Unit(candidate=candidate, region=region, output=output, takers=takers)
@@ -177,14 +176,14 @@ class LiveRegions:
         """What regions hold because they took part in a collective."""
         return sum(region.own_bytes for region in self if region.collective)
 
-    def before(self, number: int) -> AdaptiveRegion | None:
+    def before(self, number: int) -> ManagedRegion | None:
         """The region that backward comes to next, of those that have something on the host only."""
         found = [region for region in self if region.number < number and region.away()]
         return max(found, key=lambda region: region.number, default=None)
 
     # --- making again --------------------------------------------------------------------------------------------
 
-    def hand_out(self, maker: AdaptiveRegion, outputs: list[Tensor]) -> None:
+    def hand_out(self, maker: ManagedRegion, outputs: list[Tensor]) -> None:
         """What was made again, to all who had dropped it."""
         maker.handed_out = True
         for reference, place, output in maker.takers:
@@ -215,6 +214,6 @@ def _is_deeper(unit: Unit, other: Unit) -> bool:
     return unit.rung is None or (other.rung is not None and unit.rung.number > other.rung.number)
 
 
-def _can_drop(taker: AdaptiveRegion, place: int, pinned: set[int]) -> bool:
+def _can_drop(taker: ManagedRegion, place: int, pinned: set[int]) -> bool:
     settled = taker.evicted or not taker.own_bytes
     return settled and taker.serial not in pinned and taker.can_drop_input(place)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from retape.core.errors import BudgetTooSmall
 from retape.core.problem import Budget
 from retape.torch.adaptive.accounting import CLOSE, Kind, Kinds, Mark, Phase
-from retape.torch.adaptive.adaptive_region import AdaptiveRegion
+from retape.torch.adaptive.adaptive_region import ManagedRegion, managed_by
 from retape.torch.adaptive.attachment import Attachment, device_under
 from retape.torch.adaptive.backward import Reversal
 from retape.torch.adaptive.drop_levels import Menus
 from retape.torch.adaptive.governor import Room
-from retape.torch.adaptive.out_of_memory import elsewhere, rewind
+from retape.torch.adaptive.out_of_memory import elsewhere
 from retape.torch.adaptive.roots import Attempt, Footprints, PlainSteps, Visit
 from retape.torch.adaptive.stats import AdaptiveStats, Counts, ProgressLine
 from retape.torch.adaptive.step_scale import Gradients, StepScale
@@ -32,7 +32,7 @@ from retape.torch.compat import internals, process_internals
 from retape.torch.engine.entrance import run_region
 from retape.torch.engine.policy import HOLD, Check, Policy
 from retape.torch.engine.region import Region
-from retape.torch.engine.runs import THREAD, managed_elsewhere
+from retape.torch.engine.runs import THREAD, current_runner, enter_runner, managed_elsewhere, running_regions
 from retape.torch.engine.slots import Slot
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.memory_meter import BACKGROUND_TRACKERS, synchronize
@@ -104,7 +104,7 @@ class Adaptive:
             self._look_at_weights(parameters)
             self._begin_step(self._kinds.of(module, args, keywords), (args, keywords))
         LIBRARIES.begin_forward(args, keywords)
-        outer, THREAD.manager = THREAD.manager, self
+        outer = enter_runner(self)
         try:
             if self._under is not None:
                 return self._under(module, plain_call, args, keywords)
@@ -116,7 +116,7 @@ class Adaptive:
             self._end_step()  # nobody is going to come back for it
             raise
         finally:
-            THREAD.manager = outer
+            enter_runner(outer)
 
     def _look_at_weights(self, parameters: list[Tensor]) -> None:
         """Layers may be frozen or unfrozen between two steps: then nothing that was learned holds."""
@@ -133,11 +133,8 @@ class Adaptive:
             attempt = self._attempt(plain_call, args, keywords)
             if attempt is not None:
                 return attempt.outputs
-        outer, THREAD.manager = THREAD.manager, self
-        try:
+        with running_regions(self):
             return run_region(plain_call, *args, keywords=keywords, policy=HOLD)
-        finally:
-            THREAD.manager = outer
 
     def _attempt(self, function: Callable[..., Any], args: Any, keywords: Any) -> Attempt | None:
         """Run a region without making it one; None where it must be one after all."""
@@ -167,19 +164,19 @@ class Adaptive:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Adaptive:
-        self._outer.append(THREAD.manager)
+        self._outer.append(current_runner())
         if self._attachment is not None:
             self._attachment.put_on()
         else:
             if not self._counts.steps:  # by now it is clear where the work is done
                 self._stand_on(device_under(None))
-            THREAD.manager = self
+            enter_runner(self)
         if self._attachment is None:
             self._begin_step(None, None)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        THREAD.manager = self._outer.pop()
+        enter_runner(self._outer.pop())
         now = self._room.now()
         if self._attachment is None:
             self._end_step()
@@ -316,8 +313,9 @@ class Adaptive:
         number, self._number = self._number, self._number + 1
         self._room.position = number
         base = policy if policy.stage >= 0 else HOLD
-        how = {"policy": base, "check": check, "early_stop": early_stop, "kind": kind, "number": number}
-        region, outputs = self._first_run(call, function, arguments, keywords, how)
+        how = {"policy": base, "check": check, "early_stop": early_stop}
+        running, outputs = self._first_run(call, (function, arguments, keywords), kind, number, how)
+        region = managed_by(running)
         self._counts.regions += 1
         region.drop_planned_inputs()
         self._room.live.note(region)
@@ -326,29 +324,33 @@ class Adaptive:
         if self._room.live.evictions:
             self._room.host.send(region)
         if done is not None:
-            done(region)
+            done(running)
             region.settle()
         self._room.enter(Phase.OUTSIDE, kind, number)
         return outputs
 
     def _first_run(
-        self, call: Call, function: Callable[..., Any], arguments: Any, keywords: Any, how: dict[str, Any]
-    ) -> tuple[AdaptiveRegion, Any]:
+        self,
+        call: Call,
+        called: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+        kind: Kind,
+        number: int,
+        how: dict[str, Any],
+    ) -> tuple[Region, Any]:
         """Run it as a region; where the allocator gives up, with less beside it, until it does or nothing is left."""
-        kind: Kind = how["kind"]
         tried = False
         while True:
-            self._room.enter(Phase.FORWARD, kind, how["number"])
+            self._room.enter(Phase.FORWARD, kind, number)
             start, started = self._clock(), process_internals.collectives_started()
-            region: AdaptiveRegion | None = None
+            region: Region | None = None
+            tensors = call.tensors
             try:
                 self._serial += 1
-                region = AdaptiveRegion(
-                    function, arguments, keywords, captured=call, manager=self, serial=self._serial, **how
-                )
-                self._room.live.born(region)
+                managed = ManagedRegion(self, kind, number, self._serial)
+                region = managed.begin(call, *called, **how)
+                self._room.live.born(managed)
                 prints = Footprints(region) if kind.stateless is None else None
-                outputs = region.run(function, arguments, keywords)
+                outputs = region.run(*called)
                 break
             except torch.OutOfMemoryError as error:
                 if THREAD.runs:  # the outermost region is run again as a whole
@@ -356,11 +358,11 @@ class Adaptive:
                 failure = error.with_traceback(None)
             collective = started != process_internals.collectives_started()
             if region is not None and not collective:
-                rewind(region)
-            del region
+                region.snapshot.undo_forward(tensors)
+            del region, managed
             tried = self._room.out_of_memory(kind, failure, tried, collective=collective)
-            call = capture_call(function, arguments, keywords)
-        region.collective = started != process_internals.collectives_started()
+            call = capture_call(*called)
+        managed.collective = started != process_internals.collectives_started()
         if self._clock_is_true() or not kind.runs:
             kind.ran(self._clock() - start)
         if prints is not None:
@@ -378,19 +380,19 @@ class Adaptive:
 
     # --- backward ------------------------------------------------------------------------------------------------
 
-    def turn_to(self, region: AdaptiveRegion) -> None:
+    def turn_to(self, region: ManagedRegion) -> None:
         """Backward has come to a region."""
         self._weigh_until_its_end()
         self._reversal.turn_to(region)
 
-    def refill(self, region: AdaptiveRegion, wanted: Slot) -> Tensor:
+    def refill(self, region: ManagedRegion, wanted: Slot) -> Tensor:
         """Run a region again; where that is out of memory, with less beside it."""
         return self._reversal.refill(region, wanted)
 
-    def make_inputs(self, region: AdaptiveRegion) -> None:
+    def make_inputs(self, region: ManagedRegion) -> None:
         """Run the regions again that made its dropped inputs, and before them those that made theirs."""
         self._reversal.make_inputs(region)
 
-    def learn(self, region: AdaptiveRegion, trace: RegionTrace) -> None:
+    def learn(self, region: ManagedRegion, trace: RegionTrace) -> None:
         """What a region does, op by op."""
         self._menus.teach(region.kind, trace)

@@ -1,19 +1,13 @@
-"""What happens when the allocator has nothing left: a region's first run is undone, so that it can be run again.
+"""Errors and warnings for when the allocator has nothing left.
 
-A re-run undoes itself (`region.py`). Elsewhere, in a backward kernel or an optimizer, there is nothing to run again: the
-error says what to do.
+A region's first run is undone (`Snapshot.undo_forward`), so that it can be run again; a re-run undoes itself. Elsewhere, in a backward
+kernel or an optimizer, there is nothing to run again: the error says what to do.
 """
 
 from __future__ import annotations
 
 from retape.core.errors import BudgetTooSmall
 from retape.core.units import format_bytes
-from retape.torch.adaptive.adaptive_region import AdaptiveRegion
-
-
-def rewind(region: AdaptiveRegion) -> None:
-    """Everything that a first run changed before it failed is put back: random streams, buffers, containers, its arguments."""
-    region.snapshot.undo_forward(region._inputs.load(region, frozenset(), {}))
 
 
 def nothing_left(

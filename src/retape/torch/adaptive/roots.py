@@ -204,13 +204,13 @@ class Footprints:
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self._fields = [(module.__dict__, _seen(module.__dict__)) for module in region._call.modules]
+        self._fields = [(module.__dict__, _seen(module.__dict__)) for module in region.modules]
 
     def stateless(self) -> bool:
         """Whether the region has changed nothing beside its output, and draws from no stream of its own."""
         region = self._region
-        module = isinstance(getattr(region._call.function, "__self__", region._call.function), nn.Module)
-        if not module or region._call.generators or region.snapshot.changed or region.kept:
+        module = isinstance(getattr(region.function, "__self__", region.function), nn.Module)
+        if not module or region.changes_state:
             return False
         return all(_seen(fields) == before for fields, before in self._fields)
 

@@ -54,9 +54,11 @@ def run_call(  # noqa: PLR0917 - by position, see below
         refuse_cached_parametrizations(call)
     if not call.only_parameters and call.is_lazy:
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
-    if THREAD.manager is not None and contexts is None and not policy.moves and not recomputing():
-        how = {"policy": policy, "check": check, "early_stop": early_stop, "done": done}
-        return THREAD.manager.run(call, function, arguments, keywords, **how)
+    runner = THREAD.runner
+    if runner is not None and contexts is None and not policy.moves and not recomputing():
+        return runner.run(
+            call, function, arguments, keywords, policy=policy, check=check, early_stop=early_stop, done=done
+        )
     region = _new(Region)
     region._begin(call, policy, check, early_stop, contexts)  # what `__init__` does, without spelling out keywords
     outputs = region.run(function, arguments, keywords)

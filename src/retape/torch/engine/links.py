@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Made = dict[int, list[Tensor]]  # the tensors of a region's output, by the region's id
 
 
-class Held(Protocol):
-    """A region's tensor arguments, until the re-run."""
+class InputSource(Protocol):
+    """Where a region's tensor arguments are until its re-run."""
 
     holds_here: bool
 
@@ -97,7 +97,14 @@ class Link:
     def load(self, region: Region, made: Made) -> Tensor:
         if self.value is not None:
             return self.value
-        tensor = made[id(self.maker)][self._index].detach()
+        return self._checked(region, made[id(self.maker)][self._index])
+
+    def hold(self, region: Region, output: Tensor) -> None:
+        """Hold from now on what the maker has made again."""
+        self.value = self._checked(region, output)
+
+    def _checked(self, region: Region, output: Tensor) -> Tensor:
+        tensor = output.detach()
         if self._total is not None and self._total(tensor) != self._wanted:
             raise StateChanged(
                 f"Region {region.name}: its input, made again by region {self.maker.name}, has other values than at first."

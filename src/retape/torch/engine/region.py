@@ -18,14 +18,15 @@ Rules (cited as "Rule n"; the design has the whole list)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError
 from retape.torch.capture.call import Call, capture_call
@@ -44,7 +45,7 @@ from retape.torch.engine.mismatch import RerunMismatch, different_number
 from retape.torch.engine.policy import DROP, Check, Inputs, Policy
 from retape.torch.engine.proof import Proof, Standing
 from retape.torch.engine.recipe_mode import Diverged, Replay
-from retape.torch.engine.runs import THREAD, Stop, record
+from retape.torch.engine.runs import THREAD, Running, Stop, record
 from retape.torch.engine.select import Answering, Recipe
 from retape.torch.engine.slots import Filler, Slot, as_it_is, checked, release, wrote_to_held
 from retape.torch.engine.trace import OpStopwatch, Recorder, RegionTrace
@@ -65,21 +66,56 @@ _HeldHere, _MovedSlot = links.HeldHere, offload.MovedSlot
 RERUN = RerunLock()
 
 
+class RegionObserver:
+    """Receives the events of the regions that it was given to. What the methods do here is what a region does without an observer.
+
+    A region holds its observer, so an observer holds the region weakly.
+    """
+
+    sees_slots = False  # True: `on_saved` and `on_backward` are called too, once for each tensor that is saved or used
+
+    def on_saved(self, region: Region, slot: Slot, tensor: Tensor) -> None:
+        """Autograd saved a tensor, which is now `slot`."""
+
+    def on_backward(self, region: Region) -> None:
+        """Backward is about to read a slot of the region."""
+
+    def on_refill(self, region: Region, wanted: Slot) -> Tensor:
+        """Return what a slot without a value held."""
+        return region.recompute(wanted)
+
+    def on_release(self, region: Region, *, all_slots: bool) -> bool:
+        """Release what was brought back for a backward pass; False if some of it has not been used yet."""
+        return True
+
+    def stopwatch(self, region: Region) -> OpStopwatch | None:
+        """Return a stopwatch if the re-run that begins is to be traced, op by op."""
+        return None
+
+    def on_traced(self, region: Region, trace: RegionTrace) -> None:
+        """A re-run was traced because `stopwatch` asked for it."""
+
+
 class Region:
-    """One execution of a function whose saved tensors retape manages."""
+    """One execution of a function whose saved tensors retape manages.
+
+    `inputs` is where its tensor arguments are until a re-run (by default as the policy says), `observer` is told what happens to it.
+    """
 
     # What is as good as always the same at first has its value here: setting fields is much of what making one costs.
     rerun = False  # it stands for its first run
     reruns = 0
     refilling = False  # its inputs are being made again
-    _running = True  # for the first time
-    _backward_inside = False  # the function asks for gradients itself
-    _diverged = False  # from its recipe
+    is_running = True  # for the first time
+    backward_inside = False  # the function asks for gradients itself
+    has_diverged = False  # from its recipe
     _own_ids: set[int] | None = None
     _decisions: Decisions | None = None
     _digests: dict[int, Digest] | None = None  # of dropped slots, where a recipe is to be proven
     kept: list[Any] = ()  # type: ignore[assignment]  # what was given to `retape.keep`: a list from the first on
     _cargo: offload.Cargo | None = None  # where slots or inputs are moved
+    observer: RegionObserver | None = None
+    copies: Mapping[int, offload.MovedSlot] = MappingProxyType({})  # slots that are on the host too, by number
 
     def __init__(
         self,
@@ -92,11 +128,23 @@ class Region:
         early_stop: bool = True,
         contexts: Contexts | None = None,
         captured: Call | None = None,
+        inputs: links.InputSource | None = None,
+        observer: RegionObserver | None = None,
     ) -> None:
         call = captured or capture_call(function, arguments, keywords)
-        self._begin(call, policy, check, early_stop, contexts)
+        if observer is not None:
+            self.observer = observer
+        self._begin(call, policy, check, early_stop, contexts, inputs)
 
-    def _begin(self, call: Call, policy: Policy, check: Check, early_stop: bool, contexts: Contexts | None) -> None:
+    def _begin(  # noqa: PLR0917 - by position: keywords are a part of what a region costs
+        self,
+        call: Call,
+        policy: Policy,
+        check: Check,
+        early_stop: bool,
+        contexts: Contexts | None,
+        inputs: links.InputSource | None = None,
+    ) -> None:
         self.policy = policy
         self.check, self._compares = check, check is not _OFF
         self.early_stop = early_stop
@@ -114,7 +162,9 @@ class Region:
         if not call.only_parameters:
             self._own_ids = set(map(id, call.state))
         self.snapshot = Snapshot(call)
-        self._inputs = self._hold_inputs()
+        if policy.moved or policy.moved_inputs:
+            self._cargo = offload.Cargo()
+        self._inputs = self._hold_inputs() if inputs is None else inputs
 
     @property
     def _own(self) -> set[int]:
@@ -139,11 +189,9 @@ class Region:
 
     # --- the first run -----------------------------------------------------------------------------------------
 
-    def _hold_inputs(self) -> links.Held:
+    def _hold_inputs(self) -> links.InputSource:
         policy, tensors = self.policy, self._call.tensors
         inputs = policy.inputs
-        if policy.moved or policy.moved_inputs:
-            self._cargo = offload.Cargo()
         if _top_hooks(True) is not None:
             return links.SavedInNode(tensors)  # Rule 7
         if inputs is _HOLD:
@@ -157,11 +205,10 @@ class Region:
         call, contexts, cargo = self._call, self._contexts, self._cargo
         tensors, call.tensors = call.tensors, _NO_TENSORS
         running = THREAD.runs
-        if cargo is None:  # hooks first: they may be forbidden
-            pack, unpack_ = self._hooks()
-            _push_hooks(pack, unpack_)
+        if cargo is None and self.observer is None:  # hooks first: they may be forbidden
+            _push_hooks(self.save, unpack)
         else:
-            _push_hooks(partial(offload.pack, self, cargo), _unpack_moved)
+            _push_hooks(*self._hooks(cargo, self.observer))
         running.append(self)
         try:
             if contexts is not None:
@@ -177,7 +224,7 @@ class Region:
             _pop_hooks()
             running.pop()
         self.snapshot.finish_forward(tensors)
-        self._running = False
+        self.is_running = False
         if cargo is not None:
             cargo.close()
         if contexts is not None:  # not repeatable
@@ -200,11 +247,15 @@ class Region:
             "Let the exception through."
         )
 
-    def _hooks(self) -> tuple[Any, Any]:
-        """What packs and unpacks; a region under a live budget does more."""
-        return self._pack, unpack
+    def _hooks(self, cargo: offload.Cargo | None, observer: RegionObserver | None) -> tuple[Any, Any]:
+        """Return what packs and unpacks where slots are moved or observed."""
+        pack, unpack_ = (self.save, unpack) if cargo is None else (partial(offload.pack, self, cargo), _unpack_moved)
+        if observer is None or not observer.sees_slots:
+            return pack, unpack_
+        return partial(_observed_pack, self, observer, pack), _observed_unpack
 
-    def _pack(self, tensor: Tensor) -> Slot:
+    def save(self, tensor: Tensor) -> Slot:
+        """Return the slot of a tensor that autograd saves; it holds the tensor if the policy says so."""
         # Called for every tensor that autograd saves: what can be told without a call is.
         slots, policy = self._slots, self.policy
         slot = _new(Slot)
@@ -243,9 +294,14 @@ class Region:
             slot = reference()
             if slot is not None and slot.value is None and type(slot) is Slot:
                 found[slot.index] = slot
-        return found
+        return found if not self.copies else {index: found[index] for index in found if index not in self.copies}
 
     def refill(self, wanted: Slot) -> Tensor:
+        """Return what `wanted` held: made again, fetched from the host, or what the observer has."""
+        observer = self.observer
+        return self.recompute(wanted) if observer is None else observer.on_refill(self, wanted)
+
+    def recompute(self, wanted: Slot) -> Tensor:
         """Run again and return what `wanted` held; the other missing slots are refilled on the way. One that was moved is fetched."""
         if isinstance(wanted, _MovedSlot):
             return wanted.fetch()
@@ -265,6 +321,12 @@ class Region:
             if handed_over:  # what one slot held is the caller's alone, and consumed by now: nothing to let go of later
                 wanted.value = None
             return value
+
+    def refill_missing(self) -> None:
+        """Run again and refill every missing slot."""
+        with RERUN:
+            links.refilled(self, internals.graph_task())
+            self._rerun(self.missing(), self.early_stop)
 
     @property
     def makers(self) -> list[links.Link]:
@@ -291,11 +353,12 @@ class Region:
             recorder = Recorder(stopwatch)
             held = self._inputs.load(self, self.snapshot.changed, {})
             if self.is_compiled:  # one opaque op, which a mode would silently make eager
-                outputs = self._attempt(Filler(self, {}, False, recorder), held, None)
+                outputs = self._attempt(Filler(self, self._slots, {}, False, recorder), held, None)
                 known = [*held, *self._call.state, *self._call.extras]
                 return recorder.compiled_trace(known, links.tensors_of(outputs))
-            outputs = self._attempt(Filler(self, {}, False, recorder), held, recorder)
-            return recorder.trace(links.tensors_of(outputs), opaque=self.snapshot.drew_outside_torch)
+            return self._trace_of(
+                recorder, self._attempt(Filler(self, self._slots, {}, False, recorder), held, recorder)
+            )
 
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: links.Made | None = None) -> Any:
         inputs, snapshot = self._inputs, self.snapshot
@@ -313,12 +376,43 @@ class Region:
             if self.is_compiled:
                 raise snapshot.suspect_has_changed(suspects[0])
             guard = snapshot.guard(suspects)
-            return self._attempt(Filler(self, targets, early_stop, guard), held, guard)
+            return self._attempt(Filler(self, self._slots, targets, early_stop, guard), held, guard)
         recipe = self.policy.recipe
-        may_select = recipe is not None and early_stop and not self._diverged and not self.is_compiled
+        may_select = recipe is not None and early_stop and not self.has_diverged and not self.is_compiled
         if may_select and self._refilled_in_part(recipe, targets, held):
             return None
-        return self._attempt(Filler(self, targets, early_stop), held, None)
+        stopwatch = None if self.observer is None else self.observer.stopwatch(self)
+        if stopwatch is not None:
+            return self._traced_rerun(targets, held, stopwatch)
+        return self._attempt(Filler(self, self._slots, targets, early_stop), held, None)
+
+    def _traced_rerun(self, targets: dict[int, Slot], held: list[Tensor], stopwatch: OpStopwatch) -> Any:
+        """Refill by a re-run that goes on to the end, and tell the observer what it did op by op."""
+        recorder = Recorder(stopwatch)
+        outputs = self._attempt(Filler(self, self._slots, targets, False, recorder), held, recorder)
+        assert self.observer is not None
+        self.observer.on_traced(self, self._trace_of(recorder, outputs))
+        return outputs
+
+    def _trace_of(self, recorder: Recorder, outputs: Any) -> RegionTrace:
+        return recorder.trace(links.tensors_of(outputs), opaque=self.snapshot.drew_outside_torch)
+
+    def can_follow_recipe(self) -> bool:
+        """True if a re-run now would use the recipe: it is proven, or this re-run can prove it."""
+        proof = self.policy.proof
+        if proof is None or proof.is_rejected or self.has_diverged:
+            return False
+        return not proof.is_pending or (self._digests or {}).keys() >= self.missing().keys()
+
+    @property
+    def takes_digests(self) -> bool:
+        """True if a digest is taken of each slot that is dropped, so that a recipe can be proven."""
+        return self._digests is not None
+
+    def take_digests(self) -> None:
+        """Take a digest of each slot that is dropped from now on."""
+        if self._digests is None:
+            self._digests = {}
 
     def _refilled_in_part(self, recipe: Recipe | None, targets: dict[int, Slot], held: list[Tensor]) -> bool:
         """Refill the slots by the recipe; False where it does not hold here and the region must be run whole."""
@@ -329,16 +423,16 @@ class Region:
             return False
         replay = Replay(recipe, self)
         before = [digest(value) for value in replay.answers()] if proving and recipe.runs_custom_ops else []
-        filler = Filler(self, targets, True, replay=replay)
+        filler = Filler(self, self._slots, targets, True, replay=replay)
         try:
             self._attempt(filler, held, replay)
         except Diverged:
-            self._diverged = True
+            self.has_diverged = True
             proof.diverged()
         if before and not all(map(same_digests, before, map(digest, replay.answers()))):
             proof.diverged()
             raise wrote_to_held(self.name)
-        if self._diverged:
+        if self.has_diverged:
             return False
         return not proving or self._proved(proof, filler, targets, held)
 
@@ -352,8 +446,8 @@ class Region:
                 proof.standing, self._digests = Standing.PROVEN, None
             return True
         filler.undo()
-        self._diverged = True
-        self._attempt(Filler(self, targets, True), held, None)
+        self.has_diverged = True
+        self._attempt(Filler(self, self._slots, targets, True), held, None)
         again = self._differing(targets)
         # Integers that no kernel fills (the seed of an attention without dropout) differ from run to run, and mean nothing.
         drifts = any(targets[index].value.is_floating_point() for index in again)  # type: ignore[union-attr]
@@ -394,7 +488,7 @@ class Region:
         try:
             call, tensors = self._call, restored.arguments
             args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
-            if self._backward_inside:
+            if self.backward_inside:
                 restored.keep_gradients()
             if mode is None and self._contexts is None and self._decisions is None:
                 return self._hooked(filler, args, keywords)
@@ -450,6 +544,8 @@ class Region:
                 found[slot.index] = checked(slot, slot.value)
             elif isinstance(slot, offload.MovedSlot):
                 found[slot.index] = slot.fetch()
+            elif slot is not None and slot.index in self.copies:
+                found[slot.index] = self.copies[slot.index].fetch()
         return found
 
     def _explained(self, error: RerunMismatch) -> RerunMismatch:
@@ -466,24 +562,90 @@ class Region:
 
         Autograd frees what it has consumed itself, unless the graph is retained.
         """
-        return release(self._slots, all_slots=all_slots)
+        none_left = release(self._slots, all_slots=all_slots)
+        if self.observer is not None:
+            none_left = self.observer.on_release(self, all_slots=all_slots) and none_left
+        return none_left
 
-    def evict(self) -> int:
-        """Drop every slot that is held, other than what costs nothing; returns how many."""
-        dropped = 0
-        for reference in self._slots:
-            slot = reference()
-            if slot is not None and slot.value is not None and self.policy.holds(slot.index):
-                slot.value, dropped = None, dropped + 1
-        return dropped
+    def drop(self, slot: Slot) -> None:
+        """Drop what a slot holds; what a re-run is to be compared with is noted before."""
+        if self.check is _VALUES and slot.metadata is not None and len(slot.metadata) == 3:
+            assert slot.value is not None
+            slot.metadata = (*slot.metadata, checksum(slot.value))
+        if self._digests is not None and slot.value is not None:
+            self._digests[slot.index] = digest(slot.value)
+        slot.value = None
+
+    # --- what others ask about it -------------------------------------------------------------------------------
+
+    def slot(self, index: int) -> Slot | None:
+        """Return slot number `index`, or None once autograd has freed it."""
+        return self._slots[index]()
+
+    def live_slots(self) -> list[Slot]:
+        """Return the slots that autograd has not freed, in the order they were saved."""
+        return [slot for slot in [reference() for reference in self._slots] if slot is not None]
+
+    def replace_slot(self, slot: Slot) -> None:
+        """Put a slot of another kind in the place of the one with its number."""
+        self._slots[slot.index] = _weak(slot)
+
+    def slot_metadata(self) -> tuple[Any, ...]:
+        """Return shape, dtype and device of every slot."""
+        return tuple(slot.described for slot in self.live_slots())
+
+    def costs_nothing(self, tensor: Tensor) -> bool:
+        """True if holding a saved tensor takes no memory: it shows a parameter, or a tensor of a module or container."""
+        base = tensor if tensor._base is None else tensor._base
+        return (base.requires_grad and base.is_leaf) or id(base) in self._own
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self._call.function
+
+    @property
+    def modules(self) -> Sequence[torch.nn.Module]:
+        """The modules whose state it reads."""
+        return self._call.modules
+
+    @property
+    def inputs_held_here(self) -> bool:
+        """True if every input is held, none dropped, moved or saved by a node."""
+        return self._inputs.holds_here
+
+    @property
+    def changes_state(self) -> bool:
+        """True if the first run changed a tensor that it read, read a generator of its own, or kept a decision."""
+        return bool(self._call.generators or self.snapshot.changed or self.kept)
+
+    # --- other runs of the function -----------------------------------------------------------------------------
+
+    def run_on(self, tensors: list[Tensor], *, run: Running, pack: Any, unpack: Any) -> list[Any]:
+        """Return the leaves of what the function returns for other tensor arguments, from the state of the first run.
+
+        Nothing outside notices. `run` answers `retape.keep`; `pack` and `unpack` get what autograd saves.
+        """
+        running = THREAD.runs
+        around, running[:] = list(running), [run]
+        try:
+            with RERUN, internals.unobserved(), self.snapshot.restored(tensors) as restored:
+                args, keywords = self._call.rebuild(restored.arguments)
+                _push_hooks(pack, unpack)
+                try:
+                    answer = self._call.function_again()(*args, **keywords)
+                finally:
+                    _pop_hooks()
+                return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(answer)]
+        finally:
+            running[:] = around
 
 
 @compiler_internals.left_alone
 def unpack(slot: Slot) -> Tensor:
     value = slot.value
     region = slot.region
-    if region._running:
-        region._backward_inside = True
+    if region.is_running:
+        region.backward_inside = True
     if value is None:
         value = region.refill(slot)
     if slot.version != (value._version if type(value) is Tensor else version_of(value)):
@@ -493,8 +655,24 @@ def unpack(slot: Slot) -> Tensor:
 
 
 @compiler_internals.left_alone
+def _observed_pack(region: Region, observer: RegionObserver, pack: Callable[[Tensor], Slot], tensor: Tensor) -> Slot:
+    slot = pack(tensor)
+    observer.on_saved(region, slot, tensor)
+    return slot
+
+
+@compiler_internals.left_alone
 def _unpack_moved(slot: Slot) -> Tensor:
     cargo = slot.region._cargo
     assert cargo is not None
     cargo.reached(slot.region.policy.ahead)
     return unpack(slot)
+
+
+@compiler_internals.left_alone
+def _observed_unpack(slot: Slot) -> Tensor:
+    # Autograd keeps this function longer than the slot, so it refers to neither region nor observer.
+    region = slot.region
+    if region.observer is not None and not region.is_running:
+        region.observer.on_backward(region)
+    return unpack(slot) if region._cargo is None else _unpack_moved(slot)

@@ -16,6 +16,10 @@ from retape.torch.capture.mutation import hold, version_of
 from retape.torch.compat import internals
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from retape.torch.capture.call import Call
+    from retape.torch.engine.policy import Check, Policy
     from retape.torch.engine.region import Region
 
 
@@ -95,11 +99,29 @@ class _Kept:
         return self._tensor.detach().requires_grad_(self._needs_grad)
 
 
+class RegionRunner(Protocol):
+    """Runs regions in the place of the engine, in the thread that has entered it: the manager of a live budget."""
+
+    def run(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        *,
+        policy: Policy,
+        check: Check,
+        early_stop: bool,
+        done: Callable[[Region], None] | None,
+    ) -> Any:
+        """Call `function(*arguments, **keywords)` as a region."""
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.runs: list[Running] = []
         self.plain = 0
-        self.manager: Any = None  # who runs regions in this thread under a live budget
+        self.runner: RegionRunner | None = None
 
 
 class _Process:
@@ -121,6 +143,27 @@ def current_runs() -> list[Running]:
 def is_plain() -> bool:
     """Whether regions are switched off here, so that their functions are simply called."""
     return THREAD.plain > 0 or (PROCESS.plain > 0 and not THREAD.runs)
+
+
+def current_runner() -> RegionRunner | None:
+    """Return what runs regions in this thread in the place of the engine, if something was entered."""
+    return THREAD.runner
+
+
+def enter_runner(runner: RegionRunner | None) -> RegionRunner | None:
+    """Let `runner` run the regions of this thread; returns what did so before, which is entered again at the end."""
+    before, THREAD.runner = THREAD.runner, runner
+    return before
+
+
+@contextmanager
+def running_regions(runner: RegionRunner) -> Iterator[None]:
+    """Let `runner` run the regions of this thread."""
+    before = enter_runner(runner)
+    try:
+        yield
+    finally:
+        enter_runner(before)
 
 
 @contextmanager

@@ -106,15 +106,17 @@ class Filler(Run):
     _observer: ReadGuard | Recorder | None = None
     _replay: Replay | None = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - made for every re-run: by position
         self,
         region: Region,
+        slots: list[weakref.ref[Slot]],
         targets: dict[int, Slot],
         early_stop: bool,
         observer: ReadGuard | Recorder | None = None,
         replay: Replay | None = None,
     ) -> None:
         self.region = region
+        self._slots = slots  # of the region; while its first run goes on, there are more and more
         self._targets = targets
         self._last = next(reversed(targets), -1)
         self._early_stop = early_stop
@@ -122,15 +124,14 @@ class Filler(Run):
         self._next = 0
         self.done = self._observed = False
         # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
-        self._for_itself = region._backward_inside
+        self._for_itself = region.backward_inside
         if observer is not None:
             self._observer, self._observed = observer, True
         if replay is not None:
             self._replay, self._observed = replay, True
             self._last = max(self._last, replay.last_checked)
         # Modes of our own need not be told of what the hooks do; those of others may count on it.
-        selective = (region.policy.recipe is not None or region._contexts is not None) and region.is_selective
-        self._detach: Callable[[Tensor], Tensor] = internals.detach_unseen if selective else _detach
+        self._detach: Callable[[Tensor], Tensor] = internals.detach_unseen if region.is_selective else _detach
 
     def pack(self, tensor: Tensor) -> Any:
         if self.done:
@@ -152,7 +153,7 @@ class Filler(Run):
             slot.version = plain._version if type(plain) is Tensor else version_of(plain)
             slot.refilled, slot.consumed = True, False
             self._filled.append(slot)
-        elif index >= len(self.region._slots):
+        elif index >= len(self._slots):
             self._one_too_many(index)
         if index >= self._last and self._early_stop:
             self.done = True
@@ -175,7 +176,7 @@ class Filler(Run):
 
     def _one_too_many(self, index: int) -> None:
         # While the first run has not ended (the function calls backward itself) nobody knows how many there will be.
-        if not self.region._running and self.region.check is not Check.OFF:
+        if not self.region.is_running and self.region.check is not Check.OFF:
             raise different_number(self.region.name, self.region.slot_count, index + 1, "more")
 
     def undo(self) -> None:

@@ -29,7 +29,7 @@ from retape.torch.engine.host import offload
 from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Way
 from retape.torch.engine.proof import Proof, Standing
 from retape.torch.engine.region import Region
-from retape.torch.engine.runs import THREAD, managed_elsewhere
+from retape.torch.engine.runs import current_runner, managed_elsewhere
 from retape.torch.engine.select import Recipe, plan_recipe
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.model_libraries import LIBRARIES
@@ -145,7 +145,7 @@ class Executor:
     def _ran(self, number: int, choice: Choice, call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         if choice.option is not OptionKind.KEEP:
             return self._run(number, choice, call, args, keywords)
-        if THREAD.manager is None:
+        if current_runner() is None:
             return call(*args, **keywords)
         return run_region(call, *args, keywords=keywords, policy=HOLD, check=self._check)
 
@@ -160,7 +160,7 @@ class Executor:
         self.regions_run += 1
         inputs = signature(args, keywords)
         # Under a live budget larger batches are looked after.
-        if choice.elements and THREAD.manager is None:
+        if choice.elements and current_runner() is None:
             self._warn_of_size(choice, inputs)
         held = self._answers.get(number, ()) if choice.held or choice.moved else ()
         if not held or type(plain_call) is CompiledCall:
@@ -240,7 +240,7 @@ class Executor:
 
     def _in_other_mode(self, module: nn.Module, choice: Choice) -> None:
         """Dropout and its like save other slots in training than in evaluation; a region that has none is the same in both."""
-        if choice.name in self._other_modes or THREAD.manager is not None:
+        if choice.name in self._other_modes or current_runner() is not None:
             return
         self._other_modes.add(choice.name)
         if depends_on_mode(module):

@@ -22,8 +22,8 @@ from retape.torch.capture.opaque import CompiledCall
 from retape.torch.capture.signature import Signature, signature, weights_signature
 from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine import links
-from retape.torch.engine.policy import Check, Inputs, Policy
-from retape.torch.engine.region import Region
+from retape.torch.engine.policy import Inputs, Policy
+from retape.torch.engine.region import Region, RegionObserver
 from retape.torch.engine.runs import is_plain, managed_elsewhere
 from retape.torch.engine.slots import Slot
 from retape.torch.engine.trace import RegionTrace
@@ -262,17 +262,15 @@ class ProfileSession:
             return plain_call(*args, **keywords)
         stage, self._stage = self._stage, self._stage + 1
         inputs = list(captured.tensors)
-        region = ProfiledRegion(
-            plain_call, args, keywords, policy=self._policy, check=Check.METADATA, captured=captured
-        )
-        region.session, region.stage = self, stage
+        observer = ProfiledRegion(self, stage)
+        region = Region(plain_call, args, keywords, policy=self._policy, captured=captured, observer=observer)
         outputs = region.run(partial(self._body, stage, plain_call), args, keywords)
         self.mark(Phase.FORWARD_END, stage)
         made = links.tensors_of(outputs)
         self._watch_gradients(made, Phase.BACKWARD, stage)
         self._watch_gradients([t for t in inputs if not t.is_leaf], Phase.BACKWARD_END, stage)
         if self.instrument is None:
-            self._note(region, module, signature(args, keywords), inputs)
+            self._note(region, stage, module, signature(args, keywords), inputs)
             if self._tiles and not is_distributed():
                 self._note_tiles(module, plain_call, args, keywords)
         else:
@@ -290,19 +288,20 @@ class ProfileSession:
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self.mark(phase, stage))
 
-    def _note(self, region: ProfiledRegion, module: nn.Module, inputs: Signature, tensors: list[Tensor]) -> None:
+    def _note(self, region: Region, stage: int, module: nn.Module, inputs: Signature, tensors: list[Tensor]) -> None:
         call = self._counts.get(id(module), 0)
         self._counts[id(module)] = call + 1
         home = self._home(module, tensors)
         kind = (original_class(type(module)), inputs, weights_signature(module), region.slot_metadata())
         if kind not in self.profile.traces:
             self.profile.traces[kind] = self._traced(region, home) if region.slot_count else None
-        makers = [region.maker_stage(tensor) for tensor in tensors]
+        makers = [_maker_stage(tensor) for tensor in tensors]
+        runs_a_form = type(region.function) is CompiledCall  # compiled here, and not eager or compiled by the user
         known = {maker for maker in makers if maker is not None}
         linked = [tensor for tensor, maker in zip(tensors, makers, strict=True) if maker is not None]
         self.profile.calls.append(
             RegionCall(
-                stage=region.stage,
+                stage=stage,
                 name=self._names[id(module)],
                 root_call=max(self._root_call, 0),
                 call=call,
@@ -313,15 +312,13 @@ class ProfileSession:
                 has_tape=region.slot_count > 0,
                 linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
                 device=None if self._homes is None else home,
-                saved_share=self._saved_share if region.runs_a_form else None,
-                tiles=self._tiled.tiles
-                if region.runs_a_form and self._names[id(module)] in self._tiled.of_region
-                else 1,
+                saved_share=self._saved_share if runs_a_form else None,
+                tiles=self._tiled.tiles if runs_a_form and self._names[id(module)] in self._tiled.of_region else 1,
                 training=module.training,
             )
         )
 
-    def _traced(self, region: ProfiledRegion, home: torch.device) -> RegionTrace | None:
+    def _traced(self, region: Region, home: torch.device) -> RegionTrace | None:
         """What a region does op by op, each with the least seconds of a few runs: of more on a CPU, where others may be at work."""
         traces = [region.trace(OpTimer(home)) for _ in range(TRACES)]
         alone = home.type == "cpu" and not is_distributed()  # ranks run a region equally often
@@ -353,36 +350,23 @@ class ProfileSession:
         return self._homes.get(id(module)) or next((tensor.device for tensor in inputs), self._device)
 
 
-class ProfiledRegion(Region):
-    """A region that marks its re-runs."""
+class ProfiledRegion(RegionObserver):
+    """Marks the re-runs of a region, which is number `stage` of a step."""
 
-    __slots__ = ("session", "stage")
+    def __init__(self, session: ProfileSession, stage: int) -> None:
+        self.session, self.stage = session, stage
 
-    session: ProfileSession
-    stage: int
-
-    def refill(self, wanted: Slot) -> Tensor:
-        if wanted.value is not None:
-            return wanted.value
+    def on_refill(self, region: Region, wanted: Slot) -> Tensor:
         self.session.mark(Phase.RERUN, self.stage)
         try:
-            return super().refill(wanted)
+            return region.recompute(wanted)
         finally:
             self.session.mark(Phase.RERUN_END, self.stage)
 
-    @property
-    def runs_a_form(self) -> bool:
-        """Whether it is compiled here, and not eager or compiled by the user."""
-        return type(self._call.function) is CompiledCall
 
-    def slot_metadata(self) -> tuple[Any, ...]:
-        """Shape, dtype and device of every slot: regions with other slots are of another kind."""
-        return tuple(slot.described for slot in (reference() for reference in self._slots) if slot is not None)
-
-    @staticmethod
-    def maker_stage(tensor: Tensor) -> int | None:
-        made = links.maker_of(tensor)
-        return made[0].stage if made is not None and isinstance(made[0], ProfiledRegion) else None
+def _maker_stage(tensor: Tensor) -> int | None:
+    made = links.maker_of(tensor)
+    return made[0].observer.stage if made is not None and isinstance(made[0].observer, ProfiledRegion) else None
 
 
 def quickest(traces: list[RegionTrace]) -> RegionTrace | None:

@@ -10,20 +10,18 @@ When it has to be asked again is in `row_guard.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError
 from retape.torch.capture.aliased_copies import equal_bits
-from retape.torch.compat import internals
 from retape.torch.engine import runs
-from retape.torch.engine.links import Held, Link, Made, SavedInNode
-from retape.torch.engine.region import RERUN, Region
+from retape.torch.engine.links import Link, Made, SavedInNode
+from retape.torch.engine.region import Region
 from retape.torch.slicing.row_guard import Reading, known_of
 
 # How far kernels may round apart, as a share of the largest number.
@@ -89,68 +87,22 @@ class SavedPart:
 
 
 class _Question(runs.Run):
-    """A run that only asks: what it is told to keep is nobody's decision."""
+    """A run that only asks: what it is told to keep is not recorded."""
 
     def keep(self, value: Any) -> Any:
         return value
 
 
-class SliceRegion(Region):
-    """A region that can also be run on other rows; nothing outside notices. `saved` are its inputs where others keep them for it."""
-
-    __slots__ = ("_saved",)
-
-    def __init__(self, *arguments: Any, saved: Held | None = None, **settings: Any) -> None:
-        self._saved = saved
-        super().__init__(*arguments, **settings)
-
-    def _hold_inputs(self) -> Held:
-        return super()._hold_inputs() if self._saved is None else self._saved
-
-    @property
-    def kind(self) -> tuple[Any, Any]:
-        """What tells functions apart: the modules and their switches, or the code."""
-        return self.snapshot.kind
-
-    @property
-    def changes_rows(self) -> bool:
-        return self.snapshot.changes_arguments
-
-    @property
-    def draws(self) -> bool:
-        """Whether the first run, just over, has moved a random stream."""
-        return self.snapshot.drew
-
-    def ask(self, tensors: list[Tensor], *, decided: bool = False) -> list[Any]:
-        """What the function returns for other tensors in the place of its arguments; `decided`: as `retape.keep` decided at first."""
-        try:
-            return self._as_run(tensors, _forget, decided=decided)
-        except _TakesGradients:
-            return self._as_run(tensors, _as_it_is, decided=decided)
-
-    def _as_run(self, tensors: list[Tensor], keep: Callable[[Tensor], Tensor | None], *, decided: bool) -> list[Any]:
-        """Each run begins where the first one did."""
-        running = runs.current_runs()
-        around, running[:] = list(running), [runs.Run(self, rerun=True) if decided else _Question(self, rerun=True)]
-        try:
-            with RERUN, internals.unobserved():
-                return self._asked(tensors, keep)
-        finally:
-            running[:] = around
-
-    def _asked(self, tensors: list[Tensor], keep: Callable[[Tensor], Tensor | None]) -> list[Any]:
-        with self.snapshot.restored(tensors) as restored:
-            args, keywords = self._call.rebuild(restored.arguments)
-            # Hooks around the call must not see what is only asked.
-            internals.push_hooks(keep, _remember if keep is _forget else _as_it_is)
-            try:
-                answer = self._call.function_again()(*args, **keywords)
-            finally:
-                internals.pop_hooks()
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(answer)]
+def _ask(region: Region, tensors: list[Tensor], *, decided: bool = False) -> list[Any]:
+    """Return what a region's function returns for other tensors; `decided`: as `retape.keep` decided at first."""
+    run = runs.Run if decided else _Question
+    try:
+        return region.run_on(tensors, run=run(region, rerun=True), pack=_forget, unpack=_remember)
+    except _TakesGradients:
+        return region.run_on(tensors, run=run(region, rerun=True), pack=_identity, unpack=_identity)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -179,13 +131,13 @@ class Arguments:
 
 
 def assert_rowwise(
-    region: SliceRegion, given: Arguments, outputs: list[Any], slicing: Slicing, reading: Reading, *, may_draw: bool
+    region: Region, given: Arguments, outputs: list[Any], slicing: Slicing, reading: Reading, *, may_draw: bool
 ) -> None:
     """Raise if the function of the first slice mixes rows, unless it has been asked with the same reading before."""
-    known = known_of(region.kind[0])
+    known = known_of(region.snapshot.kind[0])
     if known.has(reading):
         return
-    if region.draws and not may_draw:
+    if region.snapshot.drew and not may_draw:
         raise RegionError(
             f"{region.name} draws random numbers, and did not when the plan was made: in tiles it would draw others than on all of its "
             "rows. Fit the model as it is now, or leave out options=retape.ALL."
@@ -198,7 +150,7 @@ def assert_rowwise(
         outputs = probe.run(probe.first(length))
     if length < 2 or not probe.keeps_ends(length, outputs):
         return
-    if not region.draws and not region.kept:
+    if not region.snapshot.drew and not region.kept:
         probe.assert_any_length(length, outputs)
     known.add(reading)
 
@@ -206,7 +158,7 @@ def assert_rowwise(
 class _Probe:
     """The questions to one region."""
 
-    def __init__(self, region: SliceRegion, given: Arguments, slicing: Slicing) -> None:
+    def __init__(self, region: Region, given: Arguments, slicing: Slicing) -> None:
         self._region = region
         self._tensors = [tensor.detach() for tensor in given.tensors]
         self._places = given.places
@@ -220,7 +172,7 @@ class _Probe:
         tensors = list(self._tensors)
         for place, row in zip(self._places, rows, strict=True):
             tensors[place] = row
-        return self._region.ask(tensors, decided=decided)
+        return _ask(self._region, tensors, decided=decided)
 
     def keeps_ends(self, length: int, outputs: list[Any]) -> bool:
         """Whether the first and the last row were asked about; raises if another row changes what becomes of them."""

@@ -24,11 +24,12 @@ from retape.torch.capture.call import Call, capture_call, name_of
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine.graph_ancestry import computed_from_another
 from retape.torch.engine.policy import Policy
+from retape.torch.engine.region import Region
 from retape.torch.engine.runs import is_plain
 from retape.torch.engine.transforms import refuse_transforms
 from retape.torch.slicing.products import wide
 from retape.torch.slicing.row_guard import read_settings
-from retape.torch.slicing.rowwise import Arguments, SavedPart, SavedRows, SliceRegion, Slicing, assert_rowwise
+from retape.torch.slicing.rowwise import Arguments, SavedPart, SavedRows, Slicing, assert_rowwise
 from retape.torch.slicing.slice_graph import Linear, SliceGraph
 
 _SLICE = Policy(linkable=False)
@@ -243,7 +244,7 @@ class _Slice:
         self._tensors = list(call.tensors)
         self._outside = _with_history(call, self._given)
         saved = None if whole is None else self._part_of(*whole, tape.slicing.dim)
-        self.region = SliceRegion(fn, tuple(self._given), {}, policy=_SLICE, captured=call, saved=saved)
+        self.region = Region(fn, tuple(self._given), {}, policy=_SLICE, captured=call, inputs=saved)
 
     def _part_of(self, saved: SavedRows, rows: tuple[Any, ...], start: int, length: int, dim: int) -> SavedPart | None:
         """Its inputs as a part of rows that are saved whole; None where it has others besides."""
@@ -255,7 +256,7 @@ class _Slice:
     def run(self) -> tuple[list[Any], Any]:
         """The first run; returns the leaves of what the function returns, and their structure."""
         found = self.region.run(self._fn, tuple(self._given), {})
-        if self.region.changes_rows:
+        if self.region.snapshot.changes_arguments:
             raise RegionError(
                 f"{self.region.name} changes its rows in place, which reaches beyond its slice. Change a copy of them (.clone())."
             )

@@ -146,6 +146,16 @@ class Parcel:
         self._lanes.share(copy, self._owner)
         return internals.untyped_storage(copy)
 
+    @property
+    def is_on_device(self) -> bool:
+        """True if the bytes have not left the device yet."""
+        return self._source is not None
+
+    @property
+    def returned(self) -> Tensor | None:
+        """The bytes that were copied back, or are being copied back."""
+        return self._copy
+
     def send_away(self) -> None:
         """Let go of what was copied back; the host still has it."""
         with self._lock:
@@ -407,7 +417,7 @@ _THREAD = _Thread()
 def pack(region: Region, cargo: Cargo, tensor: Tensor) -> Slot:
     """What a region that moves slots does with a tensor that autograd saves."""
     _THREAD.leaving.settle()
-    slot = region._pack(tensor)
+    slot = region.save(tensor)
     with internals.unobserved():
         parcel = cargo.input_shown_by(tensor)
         if parcel is None:
@@ -417,7 +427,7 @@ def pack(region: Region, cargo: Cargo, tensor: Tensor) -> Slot:
                 slot.value, slot.version = hold(tensor), version_of(tensor)
                 return slot
         moved = MovedSlot(slot, tensor)
-    region._slots[slot.index] = weakref.ref(moved)
+    region.replace_slot(moved)
     if parcel is None:
         cargo.add(moved)
     else:
