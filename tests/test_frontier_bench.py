@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from benchmarks.frontier.picture import Family, Measured, best_of, render_beside_svg
 
 import retape
 from retape.core.errors import InvalidInput
-from retape.report.frontier_beside import Family, Measured, best_of, render_beside_svg
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # benchmarks are run from the repository, and are no part of the package

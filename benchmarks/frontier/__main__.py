@@ -21,12 +21,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministi
 
 import torch
 from benchmarks.frontier.models import ALIASES, SIZES, Case, make
+from benchmarks.frontier.picture import render_beside_svg
 from benchmarks.frontier.rows import Run
 from benchmarks.frontier.table import table
 from benchmarks.records import record
 
-from retape.report.frontier_beside import render_beside_svg
-from retape.report.svg_plot import write_picture
+from retape.report.svg import write_file
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -68,7 +68,7 @@ def plot(source: str, out: str | None) -> Path:
     """The picture of a record; beside the other pictures of the documents unless told otherwise."""
     pictures = Path(__file__).parents[2] / "docs" / "pictures"
     path = Path(out) if out else pictures / Path(source).with_suffix(".svg").name
-    write_picture(render_beside_svg(source), path)
+    write_file(render_beside_svg(source), path)
     return path
 
 

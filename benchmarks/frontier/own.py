@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.frontier.models import Case
+from benchmarks.frontier.picture import Family
 from benchmarks.frontier.ways import Skipped, Way, plain_way
 
 import retape
 from retape.core.units import format_bytes
 from retape.errors import BudgetTooSmall, RetapeError
 from retape.integrations.huggingface.fused_loss import fuse_loss_as, unfuse_loss
-from retape.report.frontier_beside import Family
 from retape.torch.planning.fitting import put_on, take_off
 
 A_HAIR = 1.002  # over the floor: it was measured, and moves by as much

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from benchmarks.frontier.models import Case
+from benchmarks.frontier.picture import Family
 from benchmarks.frontier.ways import Skipped, Way, plain_way
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-from retape.report.frontier_beside import Family
 
 BUDGETS = (1.0, 0.5, 0.2, 0.0)  # of activation_memory_budget
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -12,11 +12,11 @@ from benchmarks.frontier.measuring import Laboratory, Measured, Step, in_turns, 
 from benchmarks.frontier.models import Case
 from benchmarks.frontier.own import BelowFloor, Wish, fitted
 from benchmarks.frontier.peers import peers
+from benchmarks.frontier.picture import Family
 from benchmarks.frontier.ways import Skipped, Way
 
 from retape.core.units import format_bytes, format_seconds
 from retape.integrations.huggingface.fused_loss import can_fuse_loss
-from retape.report.frontier_beside import Family
 
 ALIKE = 0.03  # of a peak: for a peer that is above another by no more, the fit inside the other's peak stands as well
 CLOSE = 0.04  # of a budget: a share this near to a peer's peak is not fitted for itself

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.frontier.models import Case
+from benchmarks.frontier.picture import Family
 from torch import Tensor
-
-from retape.report.frontier_beside import Family
 
 Forward = Callable[[], Tensor]
 

@@ -29,10 +29,9 @@ from retape.core import (
 from retape.core.record import MemorySample, Record
 from retape.core.schedules import Schedule
 from retape.core.units import format_bytes, format_seconds
-from retape.report.memory_svg import render_memory_svg
-from retape.report.memory_tracks import Track
-from retape.report.schedule_svg import render_svg
-from retape.report.svg_plot import Axis, Plane, document, legend
+from retape.report.memory import Track, render_memory_svg
+from retape.report.schedule import render_svg
+from retape.report.svg import Axis, Plane, document, legend
 
 MIB = 1 << 20
 BLOCKS, INPUT_BYTES, TAPE_BYTES, FIXED_BYTES = 12, 4 * MIB, 40 * MIB, 64 * MIB

@@ -22,9 +22,9 @@ from retape.core.plan import Frontier, Plan
 from retape.core.problem import ALL, EXACT, Budget, BudgetLike, OptionSet
 from retape.core.record import Record
 from retape.core.units import format_bytes, format_seconds
-from retape.report.fit_html import render_fit_html, write_report
 from retape.report.fit_text import explain
-from retape.report.frontier_file import write_frontier
+from retape.report.frontier import write_frontier
+from retape.report.page.html import render_fit_html, write_report
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import devices_of
 from retape.torch.measure.step_function import StepFunction, rows_of

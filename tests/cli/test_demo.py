@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from retape import demo
-from retape.cli.demo import _as_text, _places, _track
+from retape.cli.demo import as_text, output_files, track_of
 from retape.cli.main import main
 from retape.core.errors import InvalidInput
 
@@ -57,18 +57,18 @@ def test_the_demo_prints_a_table_and_pictures(tmp_path, capsys):
 
 def test_what_nobody_named_goes_to_a_new_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    picture, page = _places(Namespace(svg=None, report=None))
+    picture, page = output_files(Namespace(svg=None, report=None))
     assert picture.parent == page.parent
     assert picture.parent.parent == tmp_path
-    assert _places(Namespace(svg="a.svg", report=None))[0] == Path("a.svg")
-    assert _places(Namespace(svg="a.svg", report="b.html")) == (Path("a.svg"), Path("b.html"))
+    assert output_files(Namespace(svg="a.svg", report=None))[0] == Path("a.svg")
+    assert output_files(Namespace(svg="a.svg", report="b.html")) == (Path("a.svg"), Path("b.html"))
 
 
 def test_a_difference_would_be_seen(shown):
     wrong = replace(shown.results[1], gradients_equal=shown.results[1].gradients_equal - 1)
     broken = replace(shown, results=(shown.results[0], wrong))
     assert not broken.as_promised
-    text = _as_text(broken, [_track(result) for result in broken.results])
+    text = as_text(broken, [track_of(result) for result in broken.results])
     assert "NO: " in text
     assert "NOT AS PROMISED" in text
     other = replace(shown.results[1], losses=(0.0, 0.0))

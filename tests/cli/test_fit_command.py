@@ -86,7 +86,7 @@ def test_the_saved_fit_goes_on_the_model_again(place, tmp_path):
     import torch
 
     import retape
-    from retape.cli.user_file import call, load_function
+    from retape.cli.fit import call, load_function
 
     saved = tmp_path / "fit.json"
     assert main(["fit", place("make"), "--budget", "0.5", "--json", str(saved)]) == 0
@@ -131,8 +131,8 @@ REFUSALS = {
     "not_a_function": (["--budget", "0.5"], r"has no function 'not_a_function'"),
     "number": (["--budget", "0.5"], r"number\(\) returned a int. Give FILE.py:FUNCTION"),
     "four": (["--budget", "0.5"], r"four\(\) returned 4 things. Give"),
-    "broken": (["--budget", "0.5"], r"broken\(\) failed at line \d+: KeyError: 'mine'. Mend the file"),
-    "wrong_shape": (["--budget", "0.5"], r"failed: RuntimeError: .*See that it runs without retape"),
+    "broken": (["--budget", "0.5"], r"broken\(\) failed at line \d+: KeyError: 'mine'. Correct the file"),
+    "wrong_shape": (["--budget", "0.5"], r"failed: RuntimeError: .*Check that it runs without retape"),
     "no_loss": (["--budget", "0.5"], r"not a scalar loss"),
 }
 
@@ -181,7 +181,7 @@ def test_a_place_that_cannot_be_written(place, capsys, tmp_path):
 
 
 def test_a_report_is_written(place, tmp_path):
-    from retape.report.fit_html import render_report
+    from retape.report.page.html import render_report
 
     saved, page = tmp_path / "fit.json", tmp_path / "fit.html"
     assert main(["fit", place("make"), "--budget", "0.5", "--json", str(saved), "--report", str(page)]) == 0

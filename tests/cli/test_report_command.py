@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from retape.cli.main import main
-from retape.report.fit_html import render_report
+from retape.report.page.html import render_report
 from support.report_page import Page, large_fit
 
 

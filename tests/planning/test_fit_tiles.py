@@ -12,8 +12,8 @@ import retape
 from retape.core.actions import Backward, Forward, Load, Tape
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind
-from retape.report.fit_rows import region_rows
 from retape.report.fit_text import why
+from retape.report.region_rows import region_rows
 from retape.torch.engine.policy import Check
 from retape.torch.planning.attach import is_attached
 from retape.torch.planning.executor import Executor

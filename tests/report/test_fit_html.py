@@ -11,13 +11,13 @@ from retape.core.errors import InvalidInput
 from retape.core.problem import Chain, Stage
 from retape.core.record import MemorySample, Record
 from retape.core.solve import frontier, solve
-from retape.report.fit_html import render_report, write_report
-from retape.report.fit_replay import Level, Share, Span, SpanKind, replay
-from retape.report.fit_rows import region_rows
-from retape.report.page_actions import MOST_RUNS, shown_runs
-from retape.report.page_memory import STRIPS, most_in_columns
-from retape.report.page_regions import MOST_ROWS
-from retape.report.peers import Peer, read_peers
+from retape.report.frontier import Peer, read_peers
+from retape.report.page.actions import MOST_RUNS, shown_runs
+from retape.report.page.html import render_report, write_report
+from retape.report.page.memory import STRIPS, most_in_columns
+from retape.report.page.regions import MOST_ROWS
+from retape.report.page.replay import Level, Share, Span, SpanKind, replay
+from retape.report.region_rows import region_rows
 from support.report_page import Page, large_fit
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import subprocess
 import numpy
 import pytest
 
-from retape.report.fit_html import write_report
+from retape.report.page.html import write_report
 from support.report_page import Page, large_fit
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

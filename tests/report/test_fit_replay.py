@@ -7,7 +7,7 @@ import pytest
 from retape.core.actions import Backward, Forward, Load, Save, Tape
 from retape.core.machine import simulate
 from retape.core.problem import Chain, Option, OptionKind, Stage
-from retape.report.fit_replay import Share, SpanKind, groups_of, replay, replay_plain
+from retape.report.page.replay import Share, SpanKind, groups_of, replay, replay_plain
 
 MIB = 1 << 20
 BUDGETS = [1.0, 0.8, 0.6, 0.5, 0.4, "floor"]

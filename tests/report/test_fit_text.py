@@ -7,9 +7,9 @@ import pytest
 from retape.core.machine import simulate
 from retape.core.problem import OptionKind
 from retape.core.record import Record
-from retape.report.fit_html import render_fit_html
-from retape.report.fit_rows import folded, glue_row, region_rows, stage_uses
 from retape.report.fit_text import explain, why
+from retape.report.page.html import render_fit_html
+from retape.report.region_rows import folded, glue_row, region_rows, stage_uses
 
 MIB = 1 << 20
 EVERY = [1.0, 0.8, 0.6, 0.5, 0.4, "floor"]
@@ -52,7 +52,7 @@ def test_a_select_names_what_is_large_and_cheap(fit_in):
     assert (row.held_slots, row.slots, row.held_bytes, row.dropped_bytes) == (2, 5, 4 * MIB, 6 * MIB)
     assert (row.rerun_seconds, row.spared_seconds) == (0.002, 0.008)
     text = " ".join(explain(record, width=400).split())
-    assert "dropped 6.00 MiB: large and cheap, 2 ms to run again; held the rest: small and dear, 8 ms spared" in text
+    assert "dropped 6.00 MiB: large and cheap, 2 ms to run again; held the rest: small and slow, 8 ms spared" in text
     assert "there is room for it; running it again would take 10 ms" in text
 
 
@@ -106,7 +106,7 @@ def test_a_plan_that_is_not_optimal_says_how_far_it_may_be(fit_in):
     record = fit_in(0.5)
     status = type(record.plan.status)("within")
     plan = replace(record.plan, status=status, lower_bound_seconds=record.plan.promised_seconds / 1.05)
-    assert "within 5 % of the fastest there can be" in explain(replace(record, plan=plan))
+    assert "within 5 % of the fastest possible plan" in explain(replace(record, plan=plan))
 
 
 def test_what_a_measured_step_took_more_is_said(fit_in):

@@ -8,9 +8,7 @@ import pytest
 from retape.core.errors import InvalidInput
 from retape.core.plan import Frontier, FrontierPoint
 from retape.core.units import format_bytes
-from retape.report.frontier_file import chosen_point, write_frontier
-from retape.report.frontier_svg import render_frontier_svg
-from retape.report.frontier_text import ASCII, draw_frontier
+from retape.report.frontier import chosen_point, draw_frontier, render_frontier_svg, write_frontier
 
 SVG = "{http://www.w3.org/2000/svg}"
 THREE = Frontier(
@@ -36,7 +34,7 @@ def test_text_is_a_staircase_with_its_marks():
 
 
 def test_text_without_a_plan_and_in_ascii():
-    drawn = draw_frontier(THREE, width=40, marks=ASCII)
+    drawn = draw_frontier(THREE, width=40, ascii_only=True)
     assert drawn.isascii()
     assert "this plan" not in drawn
 
@@ -93,7 +91,7 @@ def test_a_png_without_matplotlib_names_the_extra(fit_in, tmp_path, monkeypatch)
 
 
 def test_another_ending_is_a_clear_error(fit_in, tmp_path):
-    with pytest.raises(InvalidInput, match=r"Cannot tell what picture .* Give a file that ends in \.svg or \.png"):
+    with pytest.raises(InvalidInput, match=r"names no known picture format. Give a file that ends in \.svg or \.png"):
         write_frontier(fit_in(0.5), tmp_path / "frontier.pdf")
 
 

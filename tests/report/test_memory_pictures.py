@@ -6,9 +6,7 @@ import pytest
 
 from retape.core.errors import InvalidInput
 from retape.core.record import MemorySample, Record
-from retape.report.memory_svg import render_memory_svg
-from retape.report.memory_text import ASCII, draw_memory, sparkline
-from retape.report.memory_tracks import Track, spans
+from retape.report.memory import Track, draw_memory, peaks_per_interval, render_memory_svg, sparkline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,20 +26,19 @@ def test_what_lives_stays_until_it_is_said_otherwise():
         seconds=1.0,
         timeline=(MemorySample(seconds=0.0, live_bytes=170), MemorySample(seconds=8.0, live_bytes=100)),
     )
-    assert spans(late, 4, seconds=8.0) == (170, 170, 170, 170)
-    assert spans(late, 4, seconds=16.0) == (170, 170, 170, None)
+    assert peaks_per_interval(late, 4, seconds=8.0) == (170, 170, 170, 170)
+    assert peaks_per_interval(late, 4, seconds=16.0) == (170, 170, 170, None)
 
 
 def test_a_short_peak_is_never_lost():
     sizes = [100] * 5000
     sizes[1234] = 900
-    assert max(spans(record(*sizes), 7, seconds=5000.0)) == 900
+    assert max(peaks_per_interval(record(*sizes), 7, seconds=5000.0)) == 900
 
 
 def test_a_sparkline_goes_from_what_was_there_to_the_peak():
     assert sparkline(UP_AND_DOWN, width=8) == "▁▁▅▅███▃"
-    assert sparkline(UP_AND_DOWN, width=8, top_bytes=800) == "▁▁▂▂▂▂▂▂"
-    assert sparkline(UP_AND_DOWN, width=8, blocks=ASCII) == "__==###:"
+    assert sparkline(UP_AND_DOWN, width=8, ascii_only=True) == "__==###:"
 
 
 def test_a_step_that_takes_nothing_is_flat():
@@ -69,7 +66,7 @@ def test_a_picture_has_one_scale_and_each_budget():
 
 
 def test_a_picture_in_ascii():
-    assert draw_memory([Track(name="keep", record=UP_AND_DOWN, budget_bytes=180)], blocks=ASCII).isascii()
+    assert draw_memory([Track(name="keep", record=UP_AND_DOWN, budget_bytes=180)], ascii_only=True).isascii()
 
 
 def test_svg_has_a_line_a_step_and_its_budget():

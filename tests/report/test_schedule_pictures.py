@@ -6,8 +6,7 @@ import pytest
 
 from retape.core.errors import InvalidInput
 from retape.core.schedules import FAMILIES, Schedule
-from retape.report.schedule_svg import render_svg, write_svg
-from retape.report.schedule_text import ASCII, draw
+from retape.report.schedule import draw, render_svg, write_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -32,7 +31,7 @@ def test_a_slower_tier_has_its_own_marks():
 
 
 def test_ascii_alone():
-    picture = draw(Schedule(family="mixed", steps=9, snapshots=3), glyphs=ASCII)
+    picture = draw(Schedule(family="mixed", steps=9, snapshots=3), ascii_only=True)
     assert picture.isascii()
 
 
@@ -42,7 +41,7 @@ def test_a_long_run_fits_the_width_and_says_so(width):
     drawn = picture.split("\n\n")[0].splitlines()
     assert all(len(row) <= width for row in drawn[:15])
     assert drawn[15] == "… only the first 15 rows are drawn"
-    assert drawn[16].startswith(f"(a column stands for about {5000 / width:.3g} steps")
+    assert drawn[16].startswith(f"(a column is about {5000 / width:.3g} steps")
 
 
 def test_a_narrow_terminal_gets_the_least_width():

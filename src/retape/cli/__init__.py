@@ -1,1 +1,3 @@
-"""The `retape` command, one file a subcommand: parses, calls, prints."""
+"""The `retape` command, one module per subcommand. Start from `main.main`; `terminal` has the width and character set."""
+
+__all__ = ["demo", "fit", "main", "report", "schedule", "terminal"]

@@ -1,4 +1,4 @@
-"""`retape demo`: train a small GPT plainly and inside several budgets, and print what came of it."""
+"""`retape demo`: train a small GPT plainly and inside several budgets, and print the comparison."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 from retape.cli import terminal
 from retape.core.units import format_bytes
-from retape.report import memory_text
-from retape.report.fit_html import write_report
 from retape.report.fit_text import new_table, rendered
-from retape.report.memory_svg import render_memory_svg
-from retape.report.memory_tracks import Track
-from retape.report.svg_plot import write_picture
+from retape.report.memory import Track, draw_memory, render_memory_svg
+from retape.report.page.html import write_report
+from retape.report.svg import write_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +25,9 @@ if TYPE_CHECKING:
 _TABLE_WIDTH = 116
 _SIZES = ("layers", "width", "heads", "tokens", "rows", "steps")
 _COLUMNS = ("budget", "bytes", "promised", "measured", "promised time", "time", "last loss", "gradients equal to plain")
-_STAGES = 11  # that a demonstration of six steps tells of
-_BROKEN = 1
-REPORTED = "25%"  # the tightest of the budgets that are a share
+_STAGES = 5  # progress messages apart from the training steps
+_BROKEN = 1  # exit code
+REPORTED = "25%"  # the smallest budget that is a fraction
 
 
 def add_parser(commands: _Commands) -> None:
@@ -41,12 +39,12 @@ def add_parser(commands: _Commands) -> None:
         "activations and the floor: peaks, times, losses, gradients. Takes a minute or two.",
     )
     parser.add_argument(
-        "--svg", metavar="FILE", help="where the picture of the memory goes (default: a temporary file)"
+        "--svg", metavar="FILE", help="write the picture of the memory to FILE (default: a temporary file)"
     )
     parser.add_argument(
         "--report",
         metavar="FILE",
-        help=f"where the report of the budget of {REPORTED.replace('%', ' %%')} goes (default: a temporary file)",
+        help=f"write the report of the budget of {REPORTED.replace('%', ' %%')} to FILE (default: a temporary file)",
     )
     for name in _SIZES:
         parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
@@ -54,58 +52,57 @@ def add_parser(commands: _Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, compare, print. The exit code is 1 where something does not come out as promised."""
+    """Train, compare and print; return 1 if a peak, a loss or a gradient is not as promised."""
     from retape.demo import DemoConfig
 
     given = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
     shown = _demonstrate(DemoConfig(**given))
-    tracks = [_track(result) for result in shown.results]
-    picture, page = _places(options)
-    write_picture(render_memory_svg(tracks, title="a GPT in several budgets: live bytes over the step"), picture)
+    tracks = [track_of(result) for result in shown.results]
+    picture, page = output_files(options)
+    write_file(render_memory_svg(tracks, title="a GPT in several budgets: live bytes over the step"), picture)
     reported = next(result for result in shown.results if result.name == REPORTED)
     write_report(reported.record, page)
-    print(_as_text(shown, tracks))
+    print(as_text(shown, tracks))
     print(f"\nThe same as a picture: {picture}")
     print(f"A report of the budget of {REPORTED}, for your browser: {page}")
     return 0 if shown.as_promised else _BROKEN
 
 
-def _places(options: argparse.Namespace) -> tuple[Path, Path]:
-    """Where the picture and the report go; one new folder for what nobody named."""
+def output_files(options: argparse.Namespace) -> tuple[Path, Path]:
+    """Return the files of the picture and the report; unnamed ones are in a new temporary folder."""
     if options.svg is not None and options.report is not None:
         return Path(options.svg), Path(options.report)
     folder = Path(tempfile.mkdtemp(prefix="retape-demo-"))
     return Path(options.svg or folder / "memory.svg"), Path(options.report or folder / "report.html")
 
 
-def _demonstrate(sizes: object) -> Demonstration:
+def _demonstrate(config: object) -> Demonstration:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from retape.demo import DemoConfig, demonstrate
 
-    assert isinstance(sizes, DemoConfig)
+    assert isinstance(config, DemoConfig)
     columns = (TextColumn("[bold]demo[/]"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("starting", total=_STAGES - 6 + sizes.steps)
-        return demonstrate(sizes, lambda what: bar.update(task, description=what, advance=1))
+        task = bar.add_task("starting", total=_STAGES + config.steps)
+        return demonstrate(config, lambda what: bar.update(task, description=what, advance=1))
 
 
-def _track(result: Result) -> Track:
+def track_of(result: Result) -> Track:
     record = result.record
     return Track(name=f"budget {result.name}", record=record.measured, budget_bytes=record.budget_bytes)
 
 
-def _as_text(shown: Demonstration, tracks: list[Track]) -> str:
+def as_text(shown: Demonstration, tracks: list[Track]) -> str:
     width, ascii_only = terminal.width(), terminal.ascii_only()
     head = (
         f"A GPT of {shown.parameters / 1e6:.1f} million parameters, {shown.rows} x {shown.tokens} tokens, on the CPU: "
         f"{len(shown.losses)} steps plainly and inside each budget, in turn."
     )
-    # A row that is broken over lines is harder to read than one that the terminal wraps.
+    # Rows that the terminal wraps are easier to read than cells that are broken over lines.
     table = rendered(_table(shown), width=max(width, _TABLE_WIDTH), ascii_only=ascii_only)
-    blocks = memory_text.ASCII if ascii_only else memory_text.UNICODE
-    picture = memory_text.draw_memory(tracks, width=width, height=4, blocks=blocks)
+    picture = draw_memory(tracks, width=width, height=4, ascii_only=ascii_only)
     return "\n\n".join([head, table, _verdict(shown), "Live bytes over the step:", picture])
 
 

@@ -1,4 +1,4 @@
-"""The `retape` command: finds the subcommand, and turns errors into messages and exit codes. Each command has its own file.
+"""The `retape` command: runs a subcommand and turns errors into messages and exit codes. Each command has its own module.
 
 To add a command, write a module with `add_parser(commands)`, which sets `run` as the parser's default, and list it below.
 """
@@ -21,17 +21,17 @@ _BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 where the answer cannot be written, or 2 for bad input."""
+    """Run one command; return 0, 1 if the output cannot be written, or 2 for invalid input."""
     try:
         return _run(arguments)
     except RetapeError as error:
         print(f"retape: {error}", file=sys.stderr)
         return _BAD_INPUT
-    except BrokenPipeError:  # the reader has gone (`retape ... | head`)
-        _forget_output()
+    except BrokenPipeError:  # the reader has exited (`retape ... | head`)
+        _discard_output()
         return 0
     except OSError as error:
-        _forget_output()
+        _discard_output()
         print(f"retape: Cannot write the answer: {error.strerror}. Give another place.", file=sys.stderr)
         return _NOT_WRITTEN
 
@@ -41,14 +41,14 @@ def _run(arguments: Sequence[str] | None) -> int:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
         return code
-    finally:  # argparse, too, prints and leaves
+    finally:  # argparse prints and exits too
         if sys.stdout is None:  # as after `retape ... >&-`
             raise OSError(errno.EBADF, "standard output is closed")
         sys.stdout.flush()
 
 
-def _forget_output() -> None:
-    """Python would complain once more when it flushes at exit."""
+def _discard_output() -> None:
+    """Redirect standard output to the null device, so that Python's flush at exit raises no second error."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Asks for the version only when it is wanted: reading the installed metadata takes longer than the rest."""
+    """Reads the version only if it is asked for: reading the installed metadata takes longer than starting the command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         from importlib.metadata import version

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.report.fit_html import write_report
-from retape.report.peers import read_peers
+from retape.report.frontier import read_peers
+from retape.report.page.html import write_report
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -24,17 +24,17 @@ def add_parser(commands: _Commands) -> None:
     )
     parser.add_argument("record", metavar="RECORD.json", help="the saved fit")
     parser.add_argument(
-        "-o", "--out", metavar="FILE", help="where the page goes (default: RECORD.html, beside the fit)"
+        "-o", "--out", metavar="FILE", help="write the page to FILE (default: RECORD.html, beside the fit)"
     )
     parser.add_argument(
         "--peers", metavar="FILE", help='a benchmark\'s record, whose "results" are drawn beside the frontier'
     )
-    parser.add_argument("--device", help="which device of a fit for several (default: the first)")
+    parser.add_argument("--device", help="the device, for a fit on several (default: the first)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read, draw, write; prints where the page is."""
+    """Read the fit, write the page and print its path."""
     record = _read(options.record)
     peers = read_peers(options.peers) if options.peers is not None else ()
     out = Path(options.out) if options.out is not None else Path(options.record).with_suffix(".html")

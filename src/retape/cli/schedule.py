@@ -1,18 +1,17 @@
-"""`retape schedule`: draw a schedule for a loop, and count what it costs."""
+"""`retape schedule`: draw a schedule for a loop and count its steps, writes and reads."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
-import sys
 from typing import TYPE_CHECKING
 
+from retape.cli import terminal
 from retape.core.errors import InvalidInput
 from retape.core.machine import TierUse
 from retape.core.schedules import FAMILIES, Schedule, ScheduleCounts, count
-from retape.report.schedule_svg import write_svg
-from retape.report.schedule_text import ASCII, UNICODE, draw
+from retape.report.schedule import draw, write_svg
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -72,9 +71,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _schedule(options: argparse.Namespace) -> Schedule:
     if options.family is None:
-        raise InvalidInput(f"Which family? Give one of: {', '.join(FAMILIES)}; --list says what they are.")
+        raise InvalidInput(f"No family given. Give one of: {', '.join(FAMILIES)}; --list says what they are.")
     if options.steps is None:
-        raise InvalidInput("How many steps? Give --steps N, with N >= 1.")
+        raise InvalidInput("No number of steps given. Give --steps N, with N >= 1.")
     if options.rows < 1:
         raise InvalidInput(f"--rows {options.rows} leaves no room for a picture; give a number >= 1.")
     costs = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name, _, _ in _COSTS}
@@ -109,9 +108,8 @@ def _tier(use: TierUse) -> dict[str, object]:
 
 
 def _as_text(schedule: Schedule, counts: ScheduleCounts, rows: int) -> str:
-    encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # there is none where it is closed
-    glyphs = UNICODE if encoding.lower().startswith("utf") else ASCII
-    picture = draw(schedule, width=shutil.get_terminal_size().columns, rows=rows, glyphs=glyphs)
+    width = shutil.get_terminal_size().columns
+    picture = draw(schedule, width=width, rows=rows, ascii_only=terminal.ascii_only())
     return "\n".join([picture, "", *_summary(schedule, counts)])
 
 

@@ -1,4 +1,4 @@
-"""What the terminal can show: how wide it is, and whether it has more than ASCII."""
+"""Width and character set of the terminal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ LEAST_WIDTH = 80
 
 
 def width(most: int = 120) -> int:
-    """The columns to draw in."""
+    """Return the columns to draw in."""
     return max(LEAST_WIDTH, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
 def ascii_only() -> bool:
-    """Whether standard output takes nothing but ASCII."""
-    encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # there is none where it is closed
+    """True if standard output cannot print more than ASCII."""
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # a closed stream has no encoding
     return not encoding.lower().startswith("utf")

@@ -1,4 +1,4 @@
-"""A fit as text for a terminal: what is held, what is recomputed and why, and what came of it. Plain characters, no colours."""
+"""A fit as plain text for a terminal: what is held, what is recomputed and why, and the measurements."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rich.table import Table
 from retape.core.fit_record import FitRecord
 from retape.core.problem import OptionKind
 from retape.core.units import format_bytes, format_seconds
-from retape.report.fit_rows import RegionRow, glue_row, region_rows
-from retape.report.memory_text import sparkline
+from retape.report.memory import sparkline
+from retape.report.region_rows import RegionRow, glue_row, region_rows
 
 WIDTH = 110
 _NUMBERS = ("count", "slots held", "bytes held", "more time")
 
 
 def explain(record: FitRecord, *, width: int = WIDTH, ascii_only: bool = False) -> str:
-    """A table of the regions, those treated alike in one row, and under it the budget, the promise and the measurement.
+    """Return a table of the regions, followed by the budget, the promise and the measurement.
 
-    Of a model on several devices first a row for each of them, and then the same for each.
+    A model on several devices has first a table with a row per device, then the same for each device.
     """
     parts: list[RenderableType] = [_devices(record)] if record.devices else []
     for view in record.views:
@@ -31,7 +31,7 @@ def explain(record: FitRecord, *, width: int = WIDTH, ascii_only: bool = False) 
 
 
 def rendered(*parts: RenderableType, width: int = WIDTH, ascii_only: bool = False) -> str:
-    """Tables and lines of rich as plain text, one under the other."""
+    """Return tables and lines of rich as plain text, one below the other."""
     out = io.StringIO()
     console = Console(
         file=out, width=width, color_system=None, force_terminal=False, highlight=False, legacy_windows=False
@@ -43,12 +43,12 @@ def rendered(*parts: RenderableType, width: int = WIDTH, ascii_only: bool = Fals
     return text.translate(_ASCII).encode("ascii", "replace").decode("ascii") if ascii_only else text
 
 
-# Lines of tables and blocks of sparklines, for terminals that have neither.
+# Replacements of table lines and sparkline blocks for ASCII terminals.
 _ASCII = str.maketrans("─━│┃▁▂▃▄▅▆▇█·●", "-=||_.:-=+*#.o")
 
 
 def new_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """A table in the house's style: one line under the head, numbers to the right."""
+    """Return a table with one line below the head and numbers aligned right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         right = column in numbers
@@ -106,7 +106,7 @@ def _regions(record: FitRecord) -> Table:
 
 
 def why(row: RegionRow, *, everything: bool) -> str:
-    """The reason for what is done with the regions of a row, with its figures."""
+    """Return the reason for the treatment of a row's regions, with its numbers."""
     if everything:
         return "fits, so nothing is dropped"
     dropped = format_bytes(row.dropped_bytes)
@@ -122,7 +122,7 @@ def why(row: RegionRow, *, everything: bool) -> str:
         case OptionKind.SELECT:
             return _why_select(row)
         case OptionKind.RECOMPUTE | OptionKind.TILE:
-            return f"made again from its input: {dropped} less held{_tiles(row)}"
+            return f"recomputed from its input: {dropped} less held{_tiles(row)}"
         case OptionKind.OFFLOAD:
             also = f"; dropped {dropped}, {format_seconds(row.rerun_seconds)} to run again" if row.dropped_bytes else ""
             what = ", its input too" if row.input_moved else ""
@@ -130,15 +130,15 @@ def why(row: RegionRow, *, everything: bool) -> str:
 
 
 def _tiles(row: RegionRow) -> str:
-    return f"; what treats rows by themselves in {row.tiles} tiles" if row.tiles > 1 else ""
+    return f"; row-wise parts in {row.tiles} tiles" if row.tiles > 1 else ""
 
 
 def _why_select(row: RegionRow) -> str:
-    """What is dropped and what is held, called large, cheap, small and dear only where the figures say so."""
+    """Return the dropped and held bytes; "large and cheap", "small and slow" only if the numbers say so."""
     whole = row.rerun_seconds + row.spared_seconds
     large = row.dropped_bytes > row.all_bytes / 2
-    cheap = row.rerun_seconds * row.all_bytes < whole * row.dropped_bytes  # less than its share of the bytes
-    what, rest = ("large and cheap, ", "small and dear, ") if large and cheap else ("", "")
+    cheap = row.rerun_seconds * row.all_bytes < whole * row.dropped_bytes  # fewer seconds than its share of the bytes
+    what, rest = ("large and cheap, ", "small and slow, ") if large and cheap else ("", "")
     return (
         f"dropped {format_bytes(row.dropped_bytes)}: {what}{format_seconds(row.rerun_seconds)} to run again; "
         f"held the rest: {rest}{format_seconds(row.spared_seconds)} spared"
@@ -195,10 +195,11 @@ def _step(record: FitRecord) -> str:
 
 
 def quality(record: FitRecord) -> str:
-    """How good the plan is known to be."""
-    said = {"optimal": "optimal: no plan of its kind is faster within the budget"}
+    """Return the proven quality of the plan."""
     known = record.plan.quality
-    return said.get(known, f"{known} of the fastest there can be" if known.startswith("within") else known)
+    if known == "optimal":
+        return "optimal: no plan of its kind is faster within the budget"
+    return f"{known} of the fastest possible plan" if known.startswith("within") else known
 
 
 def _binding(record: FitRecord) -> str:

@@ -1,6 +1,66 @@
-"""How the report looks: one sheet, light and dark by what the reader's system prefers. No content here."""
+"""Elements that every section of the report uses: values that programs can read back, legends, figures, sections; and the style sheet.
+
+The style follows the light or dark preference of the reader's system.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from retape.core.units import format_bytes, format_seconds
+
+
+def counted(count: int, what: str) -> str:
+    """Return "1 region" or "2 regions"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def bytes_value(name: str, count: int) -> str:
+    """Return a number of bytes for people, with the exact one as an attribute for programs."""
+    return f'<data id="{name}" value="{count}" title="{count:,} bytes">{format_bytes(count)}</data>'
+
+
+def seconds_value(name: str, seconds: float) -> str:
+    """Return seconds for people, with the exact ones as an attribute for programs."""
+    return f'<data id="{name}" value="{seconds!r}" title="{seconds!r} s">{format_seconds(seconds)}</data>'
+
+
+def section(name: str, title: str, text: str, *parts: str) -> str:
+    """Return one section of the page under its heading; `text` is plain text."""
+    body = "\n".join(parts)
+    return f'<section id="{name}">\n<h2>{escape(title)}</h2>\n<p class="soft">{escape(text)}</p>\n{body}\n</section>'
+
+
+def figure(name: str, label: str, parts: Iterable[str], *, width: float, height: float, top: float = 0.0) -> str:
+    """Return a picture inside the page, from `top` down, styled by the page."""
+    body = "\n".join(parts)
+    box = f"0 {top:.0f} {width:.0f} {height - top:.0f}"
+    return f'<svg id="{name}" viewBox="{box}" role="img" aria-label="{escape(label)}">\n{body}\n</svg>'
+
+
+def byte_tick(count: float) -> str:
+    """Return bytes as the label of a tick, without zeros after the point."""
+    return format_bytes(count).replace(".00 ", " ")
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return the meaning of signs, each drawn in a box of 18 by 12."""
+    items = (f'<li><svg viewBox="0 0 18 12">{sign}</svg>{escape(text)}</li>' for sign, text in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def line_sign(kind: str) -> str:
+    return f'<line class="{kind}" x1="0" y1="6" x2="18" y2="6"/>'
+
+
+def area_sign(kind: str) -> str:
+    return f'<rect class="{kind}" x="1" y="1" width="16" height="10" rx="2"/>'
+
+
+def dot_sign(kind: str) -> str:
+    return f'<circle class="{kind}" cx="9" cy="6" r="5"/>'
+
 
 STYLE = """
 :root {

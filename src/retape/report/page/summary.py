@@ -1,4 +1,4 @@
-"""The head of the report: what was promised, what was measured, and what it was measured on."""
+"""The head of the report (promise and measurement) and its last section (conditions of the measurement)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from html import escape
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_text import quality
-from retape.report.page_parts import bytes_value, counted, seconds_value, section
+from retape.report.page.elements import bytes_value, counted, seconds_value, section
 
 
 def head(record: FitRecord) -> str:
-    """Title, verdict, and four cards."""
+    """Return the title, the verdict and four cards."""
     inside = record.measured.peak_bytes <= record.budget_bytes
     verdict = "Inside the budget" if inside else "ABOVE the budget"
     share = record.measured.peak_bytes / record.budget_bytes if record.budget_bytes else 0.0
@@ -77,7 +77,7 @@ def _plan(record: FitRecord) -> str:
 
 
 def facts(record: FitRecord) -> str:
-    """All the rest that was found, as a list."""
+    """Return a list of the other facts."""
     more = record.chain.fixed_bytes - record.measured.base_bytes
     found = f" (and {format_bytes(more)} found by measuring)" if more > 0 else ""
     binding = f", bound by {escape(record.frontier.binding)}" if record.frontier.binding else ""
@@ -100,5 +100,5 @@ def facts(record: FitRecord) -> str:
         )
     rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in entries if text)
     return section(
-        "facts", "What it was measured on", "One real step, after the plan was put on the model.", f"<dl>{rows}</dl>"
+        "facts", "What it was measured on", "One real step, with the plan attached to the model.", f"<dl>{rows}</dl>"
     )

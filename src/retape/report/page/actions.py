@@ -1,7 +1,7 @@
-"""What the plan does, as a part of the report: stages down, time across, re-runs in their own colour.
+"""The actions section of the report: stages down, time across, re-runs in their own colour.
 
-A long plan has thousands of runs. Runs of one kind over neighbouring stages are then drawn as one slanted line, so that the page
-stays quick.
+A long plan has thousands of runs. Runs of one kind over neighbouring stages are then drawn as one slanted line, which keeps
+the page small.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from html import escape
 
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_seconds
-from retape.report.fit_replay import Replay, Span, SpanKind
-from retape.report.page_parts import area_sign, counted, figure, legend, section
-from retape.report.svg_plot import Axis
+from retape.report.page.elements import area_sign, counted, figure, legend, section
+from retape.report.page.replay import Span, SpanKind, StepReplay
+from retape.report.svg import Axis
 
 MOST_RUNS = 900
-_LONG_PAUSE = 3.0  # times a run of one stage: between two backwards there may be a re-run
+_LONG_PAUSE = 3.0  # longest pause inside a joined run, in runs of one stage: a re-run may be between two backwards
 _WIDTH, _LEFT, _RIGHT, _TOP, _AXIS = 900.0, 170.0, 20.0, 8.0, 26.0
 _LEAST_HEIGHT, _MOST_HEIGHT, _ROW = 90.0, 460.0, 22.0
-_NAMED_ROWS, _NAME = 26, 24  # how many names stand at the side, and how long one may be
+_NAMED_ROWS, _NAME_LENGTH = 26, 24  # names at the side, and characters of a name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One or more neighbouring stages at work on the same thing; `busy_seconds` is what they take without what is between."""
+class StageRun:
+    """One or more neighbouring stages that run in the same way; `busy_seconds` excludes the pauses between them."""
 
     kind: SpanKind
     first: int
@@ -36,7 +36,7 @@ class Run:
     busy_seconds: float
 
     @classmethod
-    def of(cls, span: Span) -> Run:
+    def of(cls, span: Span) -> StageRun:
         return cls(
             kind=span.kind,
             first=span.stage,
@@ -50,15 +50,15 @@ class Run:
     def stages(self) -> int:
         return abs(self.last - self.first) + 1
 
-    def goes_on_with(self, span: Span) -> bool:
-        """Whether a span is the next one on the same way, with no long pause before it."""
-        ahead, way = span.stage - self.last, self.last - self.first
+    def continues_with(self, span: Span) -> bool:
+        """True if a span is the next stage in the same direction, without a long pause before it."""
+        ahead, direction = span.stage - self.last, self.last - self.first
         longest = max(self.busy_seconds / self.stages, span.end_seconds - span.begin_seconds)
         pause = span.begin_seconds - self.end_seconds
-        return abs(ahead) == 1 and ahead * way >= 0 and pause <= _LONG_PAUSE * longest
+        return abs(ahead) == 1 and ahead * direction >= 0 and pause <= _LONG_PAUSE * longest
 
-    def joined(self, span: Span) -> Run:
-        return Run(
+    def joined(self, span: Span) -> StageRun:
+        return StageRun(
             kind=self.kind,
             first=self.first,
             last=span.stage,
@@ -68,8 +68,8 @@ class Run:
         )
 
 
-def actions_section(record: FitRecord, plan: Replay) -> str:
-    """Every stage's forward, re-runs and backward."""
+def actions_section(record: FitRecord, plan: StepReplay) -> str:
+    """Return the forward, re-runs and backward of every stage."""
     length = record.chain.length
     height = min(_MOST_HEIGHT, max(_LEAST_HEIGHT, _ROW * length))
     runs, left_out = shown_runs(plan.spans)
@@ -88,33 +88,33 @@ def actions_section(record: FitRecord, plan: Replay) -> str:
     )
 
 
-def shown_runs(spans: Sequence[Span], most: int = MOST_RUNS) -> tuple[tuple[Run, ...], int]:
-    """What is drawn, at most so many, and how many had to be left out: the shortest ones."""
+def shown_runs(spans: Sequence[Span], most: int = MOST_RUNS) -> tuple[tuple[StageRun, ...], int]:
+    """Return at most `most` runs to draw, and the number of shorter ones that are left out."""
     size = math.ceil(len(spans) / most)
-    runs = [Run.of(span) for span in spans] if size <= 1 else _joined(spans, 2 * size)
+    runs = [StageRun.of(span) for span in spans] if size <= 1 else _joined(spans, 2 * size)
     kept = sorted(runs, key=lambda run: run.busy_seconds, reverse=True)[:most]
     return tuple(sorted(kept, key=lambda run: run.begin_seconds)), len(runs) - len(kept)
 
 
-def _joined(spans: Sequence[Span], size: int) -> list[Run]:
-    """Neighbouring stages of one kind, up or down the chain, `size` of them at most in one run."""
-    done: list[Run] = []
-    open_runs: dict[SpanKind, Run] = {}
+def _joined(spans: Sequence[Span], size: int) -> list[StageRun]:
+    """Join neighbouring stages of one kind, up or down the chain, at most `size` in a run."""
+    done: list[StageRun] = []
+    open_runs: dict[SpanKind, StageRun] = {}
     for span in spans:
         run = open_runs.get(span.kind)
-        if run is not None and run.stages < size and run.goes_on_with(span):
+        if run is not None and run.stages < size and run.continues_with(span):
             open_runs[span.kind] = run.joined(span)
             continue
         if run is not None:
             done.append(run)
-        open_runs[span.kind] = Run.of(span)
+        open_runs[span.kind] = StageRun.of(span)
     return [*done, *open_runs.values()]
 
 
-def _element(record: FitRecord, run: Run, height: float, seconds: float) -> str:
+def _element(record: FitRecord, run: StageRun, height: float, seconds: float) -> str:
     row = height / record.chain.length
     x1, x2 = (_across(at, seconds) for at in (run.begin_seconds, run.end_seconds))
-    title = f"<title>{escape(_told(record, run))}</title>"
+    title = f"<title>{escape(_tooltip(record, run))}</title>"
     kind = f"span b-{run.kind.name.lower()}"
     if run.first == run.last:
         gap = min(1.0, row / 8)
@@ -126,7 +126,7 @@ def _element(record: FitRecord, run: Run, height: float, seconds: float) -> str:
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}">{title}</line>'
 
 
-def _told(record: FitRecord, run: Run) -> str:
+def _tooltip(record: FitRecord, run: StageRun) -> str:
     name = record.chain.stage_name
     if run.first == run.last:
         return f"{name(run.first)}: {run.kind.value}, {format_seconds(run.busy_seconds)} from {format_seconds(run.begin_seconds)}"
@@ -138,14 +138,14 @@ def _across(at: float, seconds: float) -> float:
 
 
 def _side(record: FitRecord, height: float) -> list[str]:
-    """The names of the stages, every so many of them where there are too many."""
+    """Return the names of the stages; if there are too many, of equally spaced ones."""
     length = record.chain.length
     row, every = height / length, math.ceil(length / _NAMED_ROWS)
     found = []
     for stage in range(0, length, every):
         y = _TOP + (stage + 0.5) * row
         name = record.chain.stage_name(stage)
-        short = name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
+        short = name if len(name) <= _NAME_LENGTH else f"…{name[1 - _NAME_LENGTH :]}"
         found.append(
             f'<line class="row" x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}"/>'
             f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(short)}</text>'

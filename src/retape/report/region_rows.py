@@ -1,7 +1,6 @@
-"""What a fit does, in rows: regions that are treated alike together, what they hold and what they run again. No drawing here.
+"""The plan of a fit as rows, one for regions that are treated alike: what they hold and what they run again. Draws nothing.
 
-The seconds are those of the plan's own actions, so that the rows add up to what the plan promises above a step that keeps
-everything.
+The seconds are those of the plan's actions, so that the rows sum to the promised seconds above a step that keeps everything.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from retape.core.problem import Chain, OptionKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageUse:
-    """What a plan does with one stage: bytes held when the backward pass begins, and seconds that it takes more than plain.
+    """One stage under a plan: bytes held when the backward pass begins, and seconds above keeping everything.
 
-    `runs` counts how often its forward is run by the chain; a re-run inside its own backward is not among them.
+    `runs` counts the forwards that the chain's actions run; a re-run inside the stage's own backward is not among them.
     """
 
     held_bytes: int
@@ -31,12 +30,11 @@ class StageUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionRow:
-    """Regions of one kind that are treated alike. Bytes and seconds are of each; seconds are the mean where they differ.
+    """Regions of one kind that are treated alike. Bytes and seconds are per region; seconds are the mean.
 
-    `rerun_seconds` is what refilling the dropped slots takes, `spared_seconds` what the held ones spare beside recomputing all.
-    `moved_bytes` are on the host between forward and backward, the input's among them where it is moved. `start` names where
-    a segment begins whose regions drop their inputs as well. `saved_share` names the compiled form that they run in; None is
-    eager.
+    `rerun_seconds` refill the dropped slots, `spared_seconds` are saved by the held ones compared to recomputing all.
+    `moved_bytes` are on the host between forward and backward, a moved input included. `start` is the first region of
+    a segment whose regions drop their inputs as well. `saved_share` identifies the compiled form; None is eager.
     """
 
     names: tuple[str, ...]
@@ -56,7 +54,7 @@ class RegionRow:
 
     @property
     def plan(self) -> str:
-        """What is done, in a word or three."""
+        """The treatment in one to three words."""
         word = "segment" if self.start else self.option.value
         return word if self.saved_share is None else f"{word}, compiled {self.saved_share:g}"
 
@@ -70,20 +68,20 @@ class RegionRow:
 
     @property
     def label(self) -> str:
-        """The names of the regions, numbers as ranges."""
+        """The names of the regions, with numbers as ranges."""
         return folded(self.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlueRow:
-    """All that stands outside the regions: how many places, and the bytes that they always hold."""
+    """Everything outside the regions: the number of stages, and the bytes that they always hold."""
 
     places: int
     held_bytes: int
 
 
 def stage_uses(chain: Chain, plan_actions: Iterable[object]) -> tuple[StageUse, ...]:
-    """Count what the actions of a chain's plan do with each stage."""
+    """Return the held bytes, extra seconds and runs of each stage under the actions of a plan."""
     count = chain.length
     held, seconds, runs, option = [0] * count, [0.0] * count, [0] * count, [0] * count
     first = True
@@ -110,7 +108,7 @@ def stage_uses(chain: Chain, plan_actions: Iterable[object]) -> tuple[StageUse, 
 
 
 def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
-    """One row per kind of region and way to treat it, in the order in which the model first calls them."""
+    """Return one row per kind of region and treatment, in the order of their first call."""
     found: dict[tuple[object, ...], list[tuple[Choice, int]]] = {}
     stages = [number for number, stage in enumerate(record.chain.stages) if not stage.pinned]
     starts = _segment_starts(record.assignment.choices)
@@ -123,7 +121,7 @@ def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
 
 
 def _segment_starts(choices: tuple[Choice, ...]) -> list[str]:
-    """For each region of a segment the name of its first one; empty where an input is kept and nothing after it is dropped."""
+    """Return for each region the first region of its segment; empty for a region outside a segment."""
     starts = [""] * len(choices)
     for place, choice in enumerate(choices):
         if choice.drop_input and place:
@@ -136,7 +134,7 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
     choice, number = members[0]
     stage = record.chain.stages[number]
     chosen = stage.choices[record.plan.choices[number]]
-    whole = next((way.rerun_seconds for way in stage.options if way.kind is OptionKind.RECOMPUTE), 0.0)
+    whole = next((option.rerun_seconds for option in stage.options if option.kind is OptionKind.RECOMPUTE), 0.0)
     keeps = choice.option is OptionKind.KEEP
     return RegionRow(
         names=tuple(member.name for member, _ in members),
@@ -157,13 +155,13 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
 
 
 def glue_row(record: FitRecord) -> GlueRow:
-    """All glue together."""
+    """Return the glue stages as one row."""
     glue = [stage for stage in record.chain.stages if stage.pinned]
     return GlueRow(places=len(glue), held_bytes=sum(stage.tape_bytes for stage in glue))
 
 
 def folded(names: Iterable[str]) -> str:
-    """Names that differ in their last number only as one: blocks.0, blocks.1, blocks.2, head -> blocks.0-2, head."""
+    """Join names that differ in their last number only: blocks.0, blocks.1, blocks.2, head -> blocks.0-2, head."""
     return ", ".join(_folded(list(dict.fromkeys(names))))
 
 
@@ -177,6 +175,6 @@ def _folded(names: list[str]) -> Iterator[str]:
 
 
 def _split(name: str) -> tuple[str, int, str]:
-    """Around the last number of a name; -1 where it has none."""
+    """Split a name around its last number, which is -1 if there is none."""
     match = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
     return (match[1], int(match[2]), match[3]) if match else (name, -1, "")

@@ -1,4 +1,4 @@
-"""Memory over the step as a part of the report: the plan's bytes by class, what was measured, plain's outline, the budget."""
+"""The memory section of the report: bytes of the replayed plan by purpose, the measured bytes, keeping everything, the budget."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from itertools import accumulate
 
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
-from retape.report.fit_replay import Level, Replay, Share, Span, groups_of
-from retape.report.fit_rows import folded
-from retape.report.memory_tracks import spans
-from retape.report.page_parts import area_sign, byte_tick, figure, legend, line_sign, section
-from retape.report.svg_plot import BOTTOM, HEIGHT, TOP, WIDTH, Axis, Plane
+from retape.report.memory import peaks_per_interval
+from retape.report.page.elements import area_sign, byte_tick, figure, legend, line_sign, section
+from retape.report.page.replay import Level, Share, Span, StepReplay, groups_of
+from retape.report.region_rows import folded
+from retape.report.svg import BOTTOM, HEIGHT, TOP, WIDTH, Axis, Plane
 
-COLUMNS, STRIPS = 600, 150  # how finely a picture is cut, and how many places of it say their values
+COLUMNS, STRIPS = 600, 150  # columns of a picture, and columns with a tooltip
 _HEADROOM = 1.04
 _CLASSES = tuple(f"a-{share.name.lower()}" for share in Share)
 
 
-def memory_section(record: FitRecord, plan: Replay, plain: Replay) -> str:
-    """The stack of the plan's replay, the measured line on top of it, and the outline of keeping everything."""
+def memory_section(record: FitRecord, plan: StepReplay, plain: StepReplay) -> str:
+    """Return the stacked replay of the plan, the measured line, and the outline of keeping everything."""
     seconds = max(plan.seconds, plain.seconds) or 1.0
     highest = max(plan.peak_bytes, plain.peak_bytes, record.measured.peak_bytes, record.budget_bytes)
     plane = Plane(
@@ -44,8 +44,8 @@ def memory_section(record: FitRecord, plan: Replay, plain: Replay) -> str:
     return section(
         "memory",
         "Memory over the step",
-        "The plan as the abstract machine replays it, by class; over it what a real step was measured to hold, on a clock "
-        "stretched to the plan's (measuring takes time itself). Point at it for values.",
+        "The plan as the abstract machine replays it, by purpose, and the measured bytes of a real step, with its time scaled to the "
+        "plan's, because measuring slows the step down. Point at it for values.",
         figure("memory-picture", "live bytes over the step", parts, width=WIDTH, height=HEIGHT - 45, top=TOP - 22),
         _legend(record, plain),
         _by_region(record, plane, columns, plan.seconds),
@@ -53,7 +53,7 @@ def memory_section(record: FitRecord, plan: Replay, plain: Replay) -> str:
 
 
 def _by_region(record: FitRecord, plane: Plane, columns: Sequence[Level], seconds: float) -> str:
-    """The same stack by who holds it, behind a summary that opens."""
+    """Return the same stack by region, folded behind a summary."""
     rows = [
         (level.parts[0], *level.groups, level.total_bytes - level.parts[0] - sum(level.groups)) for level in columns
     ]
@@ -67,7 +67,7 @@ def _by_region(record: FitRecord, plane: Plane, columns: Sequence[Level], second
 
 
 def most_in_columns(levels: Sequence[Level], seconds: float, width: int) -> tuple[Level, ...]:
-    """For each of `width` equal spans of time the level with the most bytes in it."""
+    """Return the level with the most bytes in each of `width` equal parts of the time."""
     found: list[Level | None] = [None] * width
     scale = width / seconds if seconds else 0.0
     ends = [*(level.seconds for level in levels[1:]), seconds]
@@ -77,12 +77,12 @@ def most_in_columns(levels: Sequence[Level], seconds: float, width: int) -> tupl
         for place in range(first, last + 1):
             now = found[place]
             found[place] = level if now is None or level.total_bytes > now.total_bytes else now
-    # Only where time stands still is a column empty: it goes on with what was held before.
+    # A column is empty only if the clock does not advance: it repeats the one before.
     return tuple(accumulate(found, lambda before, now: now or before))
 
 
 def _stack(plane: Plane, rows: Sequence[tuple[int, ...]], kinds: Sequence[str], seconds: float) -> list[str]:
-    """One area a kind, each from the top of the one below it; `rows` are the columns of the picture."""
+    """Return one area per kind, each above the one before; `rows` are the columns of the picture."""
     tops = [tuple(accumulate(row)) for row in rows]
     found = []
     for number, kind in enumerate(kinds):
@@ -94,7 +94,7 @@ def _stack(plane: Plane, rows: Sequence[tuple[int, ...]], kinds: Sequence[str], 
 
 
 def _steps(plane: Plane, upper: Sequence[int], lower: Sequence[int], seconds: float) -> str:
-    """There along the upper edge and back along the lower one."""
+    """Return a path along the upper edge and back along the lower one."""
     width = len(upper)
     there, back = [], []
     for place, (high, low) in enumerate(zip(upper, lower, strict=True)):
@@ -129,7 +129,7 @@ def _path(plane: Plane, heights: Sequence[int], seconds: float, kind: str) -> st
 
 def _measured(record: FitRecord) -> tuple[int | None, ...]:
     timeline = record.measured.timeline
-    return spans(record.measured, COLUMNS, seconds=timeline[-1].seconds or 1.0) if timeline else ()
+    return peaks_per_interval(record.measured, COLUMNS, seconds=timeline[-1].seconds or 1.0) if timeline else ()
 
 
 def _turn(plane: Plane, seconds: float) -> str:
@@ -142,15 +142,15 @@ def _turn(plane: Plane, seconds: float) -> str:
     )
 
 
-def _strips(record: FitRecord, plane: Plane, plan: Replay, measured: Sequence[int | None]) -> list[str]:
-    """Invisible columns that say what is held where one points."""
+def _strips(record: FitRecord, plane: Plane, plan: StepReplay, measured: Sequence[int | None]) -> list[str]:
+    """Return invisible columns with tooltips that list the held bytes."""
     starts = [span.begin_seconds for span in plan.spans]
     found = []
     for place, level in enumerate(most_in_columns(plan.levels, plan.seconds, STRIPS)):
         x1, x2 = (plane.point(plan.seconds * at / STRIPS, 0)[0] for at in (place, place + 1))
         at = max(0, bisect_right(starts, level.seconds) - 1)
         around = [count for count in measured[place * COLUMNS // STRIPS : (place + 1) * COLUMNS // STRIPS] if count]
-        title = _told(record, level, plan.spans[at] if plan.spans else None, max(around, default=0))
+        title = _tooltip(record, level, plan.spans[at] if plan.spans else None, max(around, default=0))
         found.append(
             f'<rect class="strip" x="{x1:.1f}" y="{TOP:.0f}" width="{x2 - x1:.2f}" height="{HEIGHT - TOP - BOTTOM:.0f}">'
             f"<title>{escape(title)}</title></rect>"
@@ -158,7 +158,7 @@ def _strips(record: FitRecord, plane: Plane, plan: Replay, measured: Sequence[in
     return found
 
 
-def _told(record: FitRecord, level: Level, span: Span | None, measured: int) -> str:
+def _tooltip(record: FitRecord, level: Level, span: Span | None, measured: int) -> str:
     lines = [f"at {format_seconds(level.seconds)}: {format_bytes(level.total_bytes)} by the plan"]
     if span is not None:
         lines[0] += f", {span.kind.value} ({record.chain.stage_name(span.stage)})"
@@ -168,7 +168,7 @@ def _told(record: FitRecord, level: Level, span: Span | None, measured: int) -> 
     return "\n".join(lines)
 
 
-def _legend(record: FitRecord, plain: Replay) -> str:
+def _legend(record: FitRecord, plain: StepReplay) -> str:
     entries = [(area_sign(kind), share.value) for kind, share in zip(_CLASSES, Share, strict=True)]
     if record.measured.timeline:
         entries.append((line_sign("line measured"), f"measured, peak {format_bytes(record.measured.peak_bytes)}"))

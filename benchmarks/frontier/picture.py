@@ -14,9 +14,9 @@ from typing import Any
 
 from retape.core.errors import InvalidInput
 from retape.core.units import format_bytes, format_seconds
-from retape.report.page_parts import byte_tick
-from retape.report.peers import peers_of, read_benchmark
-from retape.report.svg_plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Plane, document, legend
+from retape.report.frontier import peers_of, read_benchmark
+from retape.report.page.elements import byte_tick
+from retape.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Plane, document, legend
 
 
 class Family(Enum):

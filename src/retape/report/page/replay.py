@@ -1,6 +1,6 @@
-"""A plan replayed on the abstract machine: what runs when, and what the device holds meanwhile, by class. No drawing here.
+"""A plan replayed on the abstract machine: what runs when, and the purpose of every byte on the device. Draws nothing.
 
-The totals and the clock are the machine's own (`core/machine.py`); this room only says what they are made of.
+The totals and the clock are those of the machine (`core/machine.py`); this module splits them by purpose and by stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_GROUPS = 8
 
 
 class Share(Enum):
-    """What bytes are held for, from the bottom of a stack to its top; the value is what people read."""
+    """The purpose of held bytes, from the bottom of a stack to its top; the value is its label."""
 
     FIXED = "fixed: weights, gradients, optimizer, batch"
     GLUE = "saved outside the regions"
@@ -30,7 +30,7 @@ class Share(Enum):
 
 
 class SpanKind(Enum):
-    """What runs; the value is what people read."""
+    """The kind of a run; the value is its label."""
 
     FORWARD = "forward, slots held"
     DROPPED = "forward, slots dropped"
@@ -40,7 +40,7 @@ class SpanKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One stage at work."""
+    """One run of one stage."""
 
     kind: SpanKind
     stage: int
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """What the device holds from this moment on: `parts` in the order of `Share`, `groups` of it for each group of stages."""
+    """The device's bytes from `seconds` on: `parts` in the order of `Share`, `groups` of it per group of stages."""
 
     seconds: float
     parts: tuple[int, ...]
@@ -62,8 +62,8 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """A whole step. `turn_seconds` is when its first backward begins."""
+class StepReplay:
+    """A replayed step. `turn_seconds` is the start of its first backward."""
 
     spans: tuple[Span, ...]
     levels: tuple[Level, ...]
@@ -75,8 +75,8 @@ class Replay:
         return max(level.total_bytes for level in self.levels)
 
 
-def replay(chain: Chain, actions: Iterable[Action]) -> Replay:
-    """Run the actions and say what each moment consists of."""
+def replay(chain: Chain, actions: Iterable[Action]) -> StepReplay:
+    """Run the actions and split the device's bytes at each point in time."""
     done = list(actions)
     machine = Machine(chain, timeline=True)
     clock = [machine.seconds]
@@ -87,7 +87,7 @@ def replay(chain: Chain, actions: Iterable[Action]) -> Replay:
     for number, action in enumerate(done):
         reading.read(action, clock[number], clock[number + 1])
     backwards = (at for at, action in zip(clock, done, strict=False) if isinstance(action, Backward))
-    return Replay(
+    return StepReplay(
         spans=tuple(reading.spans),
         levels=tuple(reading.levels),
         seconds=machine.seconds,
@@ -96,14 +96,14 @@ def replay(chain: Chain, actions: Iterable[Action]) -> Replay:
 
 
 def groups_of(length: int) -> tuple[range, ...]:
-    """The stages of a chain in a few groups of neighbours, about equally many in each."""
+    """Return the stages of a chain in at most `MOST_GROUPS` groups of neighbours of about equal size."""
     count = min(MOST_GROUPS, length)
     edges = [-(-length * number // count) for number in range(count + 1)]
     return tuple(range(low, high) for low, high in pairwise(edges))
 
 
-def replay_plain(chain: Chain) -> Replay:
-    """The same chain with everything kept."""
+def replay_plain(chain: Chain) -> StepReplay:
+    """Replay the chain with everything kept."""
     return replay(chain, _keep_all(chain.length))
 
 
@@ -116,7 +116,7 @@ def _keep_all(length: int) -> Iterator[Action]:
 
 
 class _Reading:
-    """Goes through the machine's timeline beside the actions that made it: marks while one runs, and one entry after it."""
+    """Reads the machine's timeline along with its actions: entries while an action runs, and one after it."""
 
     def __init__(self, chain: Chain, timeline: Iterator[tuple[float, int]]) -> None:
         self.spans: list[Span] = []
@@ -153,7 +153,7 @@ class _Reading:
                 if item is Item.TAPE:
                     self._stored.discard(step)
                     self._forget(step)
-            case _:  # copies to slower tiers are no part of a plan for a chain
+            case _:  # plans for a chain have no explicit copies to slower tiers
                 pass
         self._level()
 
@@ -185,7 +185,7 @@ class _Reading:
         if middle > begin:
             self._span(SpanKind.RERUN, step, begin, middle)
         self._span(SpanKind.BACKWARD, step, middle, end)
-        # What the backward of a kept region needs is its own, what comes back from the host is in flight; the rest was made again.
+        # The backward of a kept region needs its own transients, and bytes from the host are in flight; the rest was recomputed.
         needed, own = choice.backward_transient_bytes, self._chain.stages[step].backward_transient_bytes
         again = max(0, needed - own - choice.moved_bytes)
         self._level(step, needed - again, again)
@@ -197,7 +197,7 @@ class _Reading:
     def _span(self, kind: SpanKind, stage: int, begin: float, end: float) -> None:
         self.spans.append(Span(kind=kind, stage=stage, begin_seconds=begin, end_seconds=end))
 
-    # --- what is held ------------------------------------------------------------------------------------------
+    # --- held bytes --------------------------------------------------------------------------------------------
 
     def _work_on(self, step: int | None) -> None:
         before, self._working = self._working, step
@@ -222,7 +222,7 @@ class _Reading:
         self._held[Share.RERUN if again else Share.SLOTS] += sign * (choice.held_bytes - output)
 
     def _level(self, step: int = 0, working: int = 0, again: int = 0) -> None:
-        """The next entry of the timeline; what is in no tape and not needed by `step` at work is a state, the input of a region."""
+        """Read the next entry of the timeline. Bytes that are in no tape and not transients of `step` are states: inputs of regions."""
         seconds, total = next(self._timeline)
         parts, groups = dict(self._held), list(self._grouped)
         parts[Share.WORKING] += working
@@ -233,5 +233,5 @@ class _Reading:
 
 
 def _whole(transient: int, again: bool) -> tuple[int, int]:
-    """A transient as in flight, or as run again."""
+    """Return a transient as (in flight, run again)."""
     return (0, transient) if again else (transient, 0)

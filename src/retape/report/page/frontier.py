@@ -1,4 +1,4 @@
-"""The frontier of a fit as a part of the report: every budget's best seconds, and where plan, measurement and peers stand."""
+"""The frontier section of the report: best seconds at every budget, with the plan, the measurement and peers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from html import escape
 from retape.core.fit_record import FitRecord
 from retape.core.plan import FrontierPoint
 from retape.core.units import format_bytes, format_seconds
-from retape.report.frontier_file import chosen_point
-from retape.report.frontier_points import marked_points
-from retape.report.page_parts import byte_tick, dot_sign, figure, legend, line_sign, section
-from retape.report.peers import Peer
-from retape.report.svg_plot import HEIGHT, TOP, WIDTH, Axis, Plane
+from retape.report.frontier import Peer, chosen_point, marked_points, point_text
+from retape.report.page.elements import byte_tick, dot_sign, figure, legend, line_sign, section
+from retape.report.svg import HEIGHT, TOP, WIDTH, Axis, Plane
 
-MOST_STEPS, MOST_POINTS = 800, 80  # corners of the curve, and those of them that say their values
-STEEP = 32.0  # slowest over fastest from which on seconds are drawn by their logarithm: the rest would lie on the axis
-_ROOM = 0.06
+MOST_STEPS, MOST_POINTS = 800, 80  # corners of the curve, and corners with a tooltip
+STEEP = 32.0  # slowest over fastest above which the seconds are logarithmic: else most points would be on the axis
+_ROOM = 0.06  # fraction of the data range, on each side
 _SIGNS = {
     "floor": dot_sign("floor"),
     "keep all": dot_sign("keep-all"),
@@ -29,7 +27,7 @@ _Named = list[tuple[str, FrontierPoint]]
 
 
 def frontier_section(record: FitRecord, peers: Sequence[Peer] = ()) -> str:
-    """The curve, with the floor, keeping everything, the plan's promise, what was measured, and the peers."""
+    """Return the curve with the floor, keeping everything, the promise, the measurement and the peers."""
     frontier = record.frontier
     measured = FrontierPoint(bytes=record.measured.peak_bytes, seconds=record.measured.seconds)
     named = [*marked_points(frontier, chosen_point(record)), ("measured", measured)]
@@ -41,11 +39,11 @@ def frontier_section(record: FitRecord, peers: Sequence[Peer] = ()) -> str:
     kinds = {"floor": "floor mark", "keep all": "keep-all mark", "this plan": "plan mark", "measured": "ring"}
     parts += [chart.dot(name, point, kinds[name], 7) for name, point in named]
     bound = f" The floor is bound by {frontier.binding}." if frontier.binding else ""
-    said = " The scale of the seconds is logarithmic." if chart.logarithmic else ""
+    scale = " The scale of the seconds is logarithmic." if chart.logarithmic else ""
     return section(
         "frontier",
         "Every budget",
-        f"The best seconds of a step (up) within each number of bytes (across).{bound}{said}",
+        f"The best seconds of a step (up) within each number of bytes (across).{bound}{scale}",
         figure("frontier-picture", "seconds over bytes", parts, width=WIDTH, height=HEIGHT - 45, top=TOP - 10),
         _legend(record, named, others),
     )
@@ -56,13 +54,13 @@ def _legend(record: FitRecord, named: _Named, others: _Named) -> str:
         (line_sign("line c0"), "best seconds"),
         (line_sign("budget"), f"budget {format_bytes(record.budget_bytes)}"),
     ]
-    own = [(_SIGNS[name], f"{name}: {_said(point)}") for name, point in named]
-    return legend([*lines, *own, *((dot_sign("peer"), f"{name}: {_said(point)}") for name, point in others)])
+    own = [(_SIGNS[name], f"{name}: {point_text(point)}") for name, point in named]
+    return legend([*lines, *own, *((dot_sign("peer"), f"{name}: {point_text(point)}") for name, point in others)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chart:
-    """The plane, and how seconds stand on it: as they are, or by their logarithm over plain's."""
+    """The plane, with seconds as they are or as logarithm of the ratio to keeping everything."""
 
     plane: Plane
     plain_seconds: float
@@ -79,7 +77,7 @@ class _Chart:
             ends = math.log2(low / plain) - 0.3, math.log2(high / plain) + 0.3
             up = Axis(low=ends[0], high=ends[1], write=lambda at: format_seconds(plain * 2.0**at), binary=True)
         else:
-            # The axis begins near the fastest step: from zero, most frontiers would be flat.
+            # The axis starts near the fastest step: from zero, most frontiers would look flat.
             above = (high - low) * 2 * _ROOM or high * _ROOM or 1.0
             up = Axis(low=max(0.0, low - above), high=high + above, write=format_seconds)
         return cls(plane=Plane(across=across, up=up), plain_seconds=plain, logarithmic=logarithmic)
@@ -93,24 +91,17 @@ class _Chart:
         return self.plane.path([*corners, (end, corners[-1][1])], "c0")
 
     def budget(self, count: int) -> str:
-        up = self.plane.up
-        (x, y1), (_, y2) = self.plane.point(count, up.low), self.plane.point(count, up.high)
-        title = f"<title>budget {format_bytes(count)}</title>"
-        return f'<line class="budget" x1="{x:.1f}" y1="{y1:.1f}" x2="{x:.1f}" y2="{y2:.1f}">{title}</line>'
+        return self.plane.vertical(count, "budget", f"<title>budget {format_bytes(count)}</title>")
 
     def dot(self, name: str, point: FrontierPoint, kind: str, radius: int) -> str:
         x, y = self.plane.point(point.bytes, self.rise(point.seconds))
         ratio = f", {point.seconds / self.plain_seconds:.2f}x keeping all" if self.plain_seconds else ""
-        title = escape(f"{name}: {_said(point)}{ratio}" if name else f"{_said(point)}{ratio}")
+        title = escape(f"{name}: {point_text(point)}{ratio}" if name else f"{point_text(point)}{ratio}")
         return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{title}</title></circle>'
 
 
-def _said(point: FrontierPoint) -> str:
-    return f"{format_bytes(point.bytes)}, {format_seconds(point.seconds)}"
-
-
 def _thinned(points: tuple[FrontierPoint, ...], most: int) -> tuple[FrontierPoint, ...]:
-    """At most so many points, evenly chosen, the first and the last among them."""
+    """Return at most `most` evenly chosen points, the first and the last among them."""
     if len(points) <= most:
         return points
     return tuple(points[number * (len(points) - 1) // (most - 1)] for number in range(most))

@@ -1,7 +1,4 @@
-"""A fit as HTML: the report, one page that opens from disk and needs no network, and the fragment that notebooks show.
-
-A report is made from the record alone; nothing is measured here. The parts of the page are in the rooms `page_*.py`.
-"""
+"""A fit as HTML: the report page, and the fragment that notebooks show. Both are made from the record alone."""
 
 from __future__ import annotations
 
@@ -10,29 +7,28 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes
-from retape.report.fit_replay import replay, replay_plain
 from retape.report.fit_text import explain
-from retape.report.frontier_file import frontier_svg
-from retape.report.page_actions import actions_section
-from retape.report.page_frontier import frontier_section
-from retape.report.page_memory import memory_section
-from retape.report.page_regions import regions_section
-from retape.report.page_style import STYLE
-from retape.report.page_summary import facts, head
-from retape.report.peers import Peer
+from retape.report.frontier import Peer, frontier_svg
+from retape.report.page.actions import actions_section
+from retape.report.page.elements import STYLE
+from retape.report.page.frontier import frontier_section
+from retape.report.page.memory import memory_section
+from retape.report.page.regions import regions_section
+from retape.report.page.replay import replay, replay_plain
+from retape.report.page.summary import facts, head
+from retape.report.svg import write_file
 
 
 def render_fit_html(record: FitRecord) -> str:
-    """The explanation of a fit and its frontier. The picture is an image, so that its style stays its own."""
+    """Return the explanation of a fit and its frontier. The picture is an image, so that its style applies to it alone."""
     picture = b64encode(frontier_svg(record.view()).encode()).decode()
     return f'<pre>{escape(explain(record))}</pre>\n<img alt="frontier" src="data:image/svg+xml;base64,{picture}"/>'
 
 
 def render_report(record: FitRecord, *, peers: Sequence[Peer] = ()) -> str:
-    """The whole page. It is well-formed as XML too, so that programs can read it."""
+    """Return the whole page. It is well-formed XML too, so that programs can read it."""
     plan, plain = replay(record.chain, record.plan.actions()), replay_plain(record.chain)
     title = f"retape: {record.model} in {format_bytes(record.budget_bytes)}"
     body = "\n".join(
@@ -54,10 +50,5 @@ def render_report(record: FitRecord, *, peers: Sequence[Peer] = ()) -> str:
 
 
 def write_report(record: FitRecord, path: str | Path, *, peers: Sequence[Peer] = ()) -> None:
-    """Write the page, or say why it cannot be written."""
-    text = render_report(record, peers=peers)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:  # a name with a null in it is a ValueError
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidInput(f"Cannot write the report to {str(path)!r}: {reason}. Give another file.") from error
+    """Write the page; raise InvalidInput with the reason if that fails."""
+    write_file(render_report(record, peers=peers), path, "report")

@@ -1,4 +1,4 @@
-"""What becomes of the regions, as a part of the report: a table, those that are treated alike in one row."""
+"""The regions section of the report: a table with one row for regions that are treated alike."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from html import escape
 
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
-from retape.report.fit_rows import RegionRow, glue_row, region_rows
 from retape.report.fit_text import why
-from retape.report.page_parts import counted, section
+from retape.report.page.elements import counted, section
+from retape.report.region_rows import RegionRow, glue_row, region_rows
 
 MOST_ROWS, _LONGEST_NAME = 100, 160
 _HEADS = (
@@ -27,7 +27,7 @@ _HEADS = (
 
 
 def regions_section(record: FitRecord) -> str:
-    """The table; bytes and seconds are of each region."""
+    """Return the table; bytes and seconds are per region."""
     rows = region_rows(record)
     everything = record.assignment.keeps_everything
     lines = [_line(row, everything=everything) for row in rows[:MOST_ROWS]]
@@ -38,7 +38,7 @@ def regions_section(record: FitRecord) -> str:
     return section(
         "regions",
         counted(count, "region"),
-        "Those that are treated alike share a row. Bytes and time are of each of them.",
+        "Regions that are treated alike share a row. Bytes and time are per region.",
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n'
         + "\n".join(lines)
         + "\n</tbody></table></div>",
@@ -72,7 +72,7 @@ def _input(row: RegionRow) -> str:
 
 
 def _rest(rows: Sequence[RegionRow]) -> str:
-    """What does not fit on a page that people read, in one row: sums."""
+    """Return one row with the sums of the rows that are left out."""
     held = sum(row.count * row.held_bytes for row in rows)
     return _cells(
         f"{len(rows)} more rows",
@@ -84,7 +84,7 @@ def _rest(rows: Sequence[RegionRow]) -> str:
         format_bytes(sum(row.count * row.moved_bytes for row in rows)),
         "",
         format_seconds(sum(row.count * row.extra_seconds for row in rows)),
-        "sums of all of them; the saved fit has each",
+        "sums over these rows; the saved fit has each",
         exact=held,
     )
 
@@ -93,13 +93,13 @@ def _glue(record: FitRecord) -> list[str]:
     glue = glue_row(record)
     if not glue.places:
         return []
-    said = "outside every region: always held (in all)"
+    why_held = "outside every region: always held (in all)"
     held = format_bytes(glue.held_bytes)
-    return [_cells("glue", glue.places, "keep", "", held, "", "", "", "0", said, exact=glue.held_bytes)]
+    return [_cells("glue", glue.places, "keep", "", held, "", "", "", "0", why_held, exact=glue.held_bytes)]
 
 
-def _cells(name: str, count: int, way: str, *texts: str, exact: int) -> str:
-    shown = f'<span class="way">{escape(way)}</span>' if way else ""
+def _cells(name: str, count: int, plan: str, *texts: str, exact: int) -> str:
+    shown = f'<span class="way">{escape(plan)}</span>' if plan else ""
     parts: Iterable[str] = (
         f'<td class="n">{escape(text)}</td>' if number else f"<td>{escape(text)}</td>"
         for text, (_, number) in zip(texts, _HEADS[3:], strict=True)

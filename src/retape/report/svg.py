@@ -1,7 +1,4 @@
-"""A plane with axes as SVG, for pictures of bytes and seconds: where a point lands, ticks, texts, and writing the file.
-
-What is drawn on it is for `frontier_svg.py` and `memory_svg.py`. Self-contained files, light and dark.
-"""
+"""SVG files that need nothing else, light and dark: a plane with axes for bytes and seconds, a legend, and writing the file."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from retape.core.errors import InvalidInput
 
 WIDTH, HEIGHT = 900.0, 480.0
 LEFT, RIGHT, TOP, BOTTOM = 90.0, 30.0, 50.0, 80.0
-_ENTRY, _CHARACTER = 24.0, 7.0  # the sign of an entry, and each character beside it
+_ENTRY, _CHARACTER = 24.0, 7.0  # widths of a legend entry's sign, and of a character beside it
 _STYLE = """
 svg { background: #ffffff; font: 13px system-ui, sans-serif; }
 text { fill: #222222; }
@@ -38,7 +35,7 @@ COLOURS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One direction of the plane: what it spans, how a value is written, and whether its ticks are powers of two."""
+    """One axis of a plane: its range, the text of a value, and ticks at powers of two (`binary`) or ten."""
 
     low: float
     high: float
@@ -49,7 +46,7 @@ class Axis:
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low))) if self.high > self.low else 0.0
 
     def ticks(self, about: int = 5) -> tuple[float, ...]:
-        """Round values inside the axis: 1, 2 or 5 times a power of ten, or powers of two."""
+        """Return round values inside the axis: 1, 2 or 5 times a power of ten, or powers of two."""
         rough = (self.high - self.low) / about
         if rough <= 0:
             return (self.low,)
@@ -74,7 +71,7 @@ class Plane:
         return x, HEIGHT - BOTTOM - self.up.share(up) * (HEIGHT - TOP - BOTTOM)
 
     def path(self, points: Iterable[tuple[float, float]], kind: str) -> str:
-        """A line of steps: across at the old height, then up or down to the new one."""
+        """Return a staircase: across at the old height, then up or down to the new one."""
         parts: list[str] = []
         for across, up in points:
             x, y = self.point(across, up)
@@ -82,12 +79,18 @@ class Plane:
         return f'<path class="line {kind}" d="{"".join(parts)}"/>'
 
     def level(self, up: float, kind: str) -> str:
-        """A line across the whole picture."""
+        """Return a horizontal line across the plane."""
         (x1, y), (x2, _) = self.point(self.across.low, up), self.point(self.across.high, up)
         return f'<line class="{kind}" x1="{x1:.1f}" y1="{y:.1f}" x2="{x2:.1f}" y2="{y:.1f}"/>'
 
+    def vertical(self, across: float, kind: str, inner: str = "") -> str:
+        """Return a vertical line from the bottom of the plane to its top."""
+        (x, y1), (_, y2) = self.point(across, self.up.low), self.point(across, self.up.high)
+        end = f">{inner}</line>" if inner else "/>"
+        return f'<line class="{kind}" x1="{x:.1f}" y1="{y1:.1f}" x2="{x:.1f}" y2="{y2:.1f}"{end}'
+
     def frame(self) -> str:
-        """Grid, axes and what stands beside them."""
+        """Return the grid, the axes and their labels."""
         found = []
         for value in self.up.ticks():
             y = self.point(self.across.low, value)[1]
@@ -106,7 +109,7 @@ class Plane:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Kinds of lines with their names, along the bottom, in two rows where one is too short."""
+    """Return signs with their names along the bottom, in two rows if one is too short."""
     x, y, found = LEFT, HEIGHT - 36.0, []
     for kind, name in entries:
         wide = _ENTRY + _CHARACTER * len(name)
@@ -119,7 +122,7 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def document(title: str, *parts: str) -> str:
-    """The whole file."""
+    """Return the whole file."""
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img">\n'
@@ -128,14 +131,14 @@ def document(title: str, *parts: str) -> str:
     )
 
 
-def write_picture(text: str, path: str | Path) -> None:
-    """Write a picture, or say why it cannot be written."""
+def write_file(text: str, path: str | Path, what: str = "picture") -> None:
+    """Write text to a file; raise InvalidInput with the reason if that fails."""
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:  # a name with a null in it is a ValueError
-        raise not_written(path, error) from error
+    except (OSError, ValueError) as error:  # a name that contains a null is a ValueError
+        raise not_written(path, error, what) from error
 
 
-def not_written(path: str | Path, error: Exception) -> InvalidInput:
+def not_written(path: str | Path, error: Exception, what: str = "picture") -> InvalidInput:
     reason = getattr(error, "strerror", None) or error
-    return InvalidInput(f"Cannot write the picture to {str(path)!r}: {reason}. Give another file.")
+    return InvalidInput(f"Cannot write the {what} to {str(path)!r}: {reason}. Give another file.")
