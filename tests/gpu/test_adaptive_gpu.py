@@ -12,11 +12,9 @@ from retape.torch.adaptive import host as adaptive_host
 from retape.torch.adaptive.accounting import Needs
 from retape.torch.compat import internals
 from retape.torch.engine.host.copy_streams import lanes_of
+from support.blocks import MlpBlock, mean_square
+from support.comparing import assert_equal, parameter_gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CUDA = torch.device("cuda", 0)
 
 
@@ -51,70 +49,46 @@ def fetches(monkeypatch):
     return found
 
 
-class Block(nn.Module):
-    """Large and cheap tensors beside dear ones, and a mask."""
-
-    def __init__(self, width=512, wider=4):
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, wider * width),
-            nn.Linear(wider * width, width),
-        )
-
-    def forward(self, x):
-        y = nn.functional.dropout(nn.functional.gelu(self.up(self.norm(x))), 0.1)
-        return x + self.down(y)
-
-
-def build(**how):
+def eight_blocks(width=512, wider=4):
     torch.manual_seed(0)
     with CUDA:
-        return nn.Sequential(*[Block(**how) for _ in range(8)])
+        return nn.Sequential(*[MlpBlock(width, wider, dropout=0.1) for _ in range(8)])
 
 
-def rows(count, width=512):
+def rows_on_gpu(count, width=512):
     return torch.randn(count, width, device=CUDA, generator=torch.Generator(CUDA).manual_seed(count))
 
 
-def step(model, x, seed=1):
+def seeded_step(model, x):
     model.zero_grad(set_to_none=False)
-    torch.cuda.manual_seed(seed)
-    model(x).square().mean().backward()
-
-
-def gradients(model):
-    return [parameter.grad.clone() for parameter in model.parameters()]
+    torch.cuda.manual_seed(1)
+    mean_square(model(x)).backward()
 
 
 def peak_bytes(model, x):
     torch.cuda.reset_peak_memory_stats()
-    step(model, x)
+    seeded_step(model, x)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()
 
 
-def assert_same(found, wanted):
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-
-
 @pytest.mark.parametrize("share", [1.5, 0.7, 0.5, 0.35])
 def test_a_live_budget_holds_and_has_the_same_bits(share, adaptive):
-    model, x = build(), rows(8192)
+    model, x = eight_blocks(), rows_on_gpu(8192)
     for _ in range(2):
-        step(model, x)
-    wanted = gradients(model)
+        seeded_step(model, x)
+    wanted = parameter_gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
     before = internals.memory_fraction(CUDA)
     live = adaptive(model, budget=retape.Budget.activations(int(share * above)))
     for _ in range(3):
-        step(model, x)
-        assert_same(gradients(model), wanted)
+        seeded_step(model, x)
+        assert_equal(parameter_gradients(model), wanted)
     warm = live.stats()
     for _ in range(2):
         assert peak_bytes(model, x) <= live.stats().budget_bytes
-        assert_same(gradients(model), wanted)
+        assert_equal(parameter_gradients(model), wanted)
     after = live.stats()
     assert (after.reruns > warm.reruns) == (share < 1)
     assert (after.plain_steps > warm.plain_steps) == (share > 1)
@@ -126,16 +100,16 @@ def test_a_live_budget_holds_and_has_the_same_bits(share, adaptive):
 def settled(adaptive, model, x, share, **how):
     """A live budget after a few steps, every one of them with the bits of plain autograd; a step with it stays inside."""
     for _ in range(2):
-        step(model, x)
-    wanted = gradients(model)
+        seeded_step(model, x)
+    wanted = parameter_gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
     live = adaptive(model, budget=retape.Budget.activations(int(share * above)), **how)
     for _ in range(6):
-        step(model, x)
-        assert_same(gradients(model), wanted)
+        seeded_step(model, x)
+        assert_equal(parameter_gradients(model), wanted)
     assert peak_bytes(model, x) <= live.stats().budget_bytes
-    assert_same(gradients(model), wanted)
+    assert_equal(parameter_gradients(model), wanted)
     return live
 
 
@@ -144,17 +118,17 @@ def settled(adaptive, model, x, share, **how):
 def test_with_and_without_the_host(share, host, adaptive, fetches, monkeypatch):
     """With copies that are said to cost nothing, so that the host is used whatever the clock says."""
     monkeypatch.setattr(adaptive_host, "host_tier", lambda device: None)
-    live = settled(adaptive, build(), rows(8192), share, host=host)
+    live = settled(adaptive, eight_blocks(), rows_on_gpu(8192), share, host=host)
     assert (live.stats().moved_bytes > 0) == host
     assert bool(fetches) == host
 
 
 def test_the_host_has_what_takes_longer_to_make_again_than_to_copy(adaptive, fetches):
     """Products of 4096 terms in float32 (no TF32, as by default) take twice as long as copying what they make."""
-    model, x = build(width=4096, wider=1), rows(8192, 4096)
+    model, x = eight_blocks(width=4096, wider=1), rows_on_gpu(8192, 4096)
     live = settled(adaptive, model, x, 0.4)
     before = live.stats()
-    step(model, x)
+    seeded_step(model, x)
     after = live.stats()
     assert after.moved_bytes - before.moved_bytes >= 4 * x.nbytes, "not only the first block finds the lane free"
     assert fetches
@@ -165,27 +139,27 @@ def test_what_is_made_again_sooner_than_copied_stays_away_from_the_host(adaptive
     torch.manual_seed(0)
     with CUDA:
         model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(4096), nn.GELU(), nn.LayerNorm(4096)) for _ in range(8)])
-    live = settled(adaptive, model, rows(32768, 4096), 0.6)
+    live = settled(adaptive, model, rows_on_gpu(32768, 4096), 0.6)
     assert live.stats().reruns > 0
     assert live.stats().moved_bytes == 0
 
 
 def test_lengths_that_change(adaptive):
-    model = build()
+    model = eight_blocks()
     sizes = (1024, 8192, 2048, 4096, 8192, 1024)
     wanted = {}
     for size in sizes:
-        step(model, rows(size))
-        wanted[size] = gradients(model)
+        seeded_step(model, rows_on_gpu(size))
+        wanted[size] = parameter_gradients(model)
     base = torch.cuda.memory_allocated()
-    above = peak_bytes(model, rows(8192)) - base
+    above = peak_bytes(model, rows_on_gpu(8192)) - base
     live = adaptive(model, budget=retape.Budget.activations(above // 2))
     for _ in range(2):
         for size in sizes:
-            step(model, rows(size))
-            assert_same(gradients(model), wanted[size])
+            seeded_step(model, rows_on_gpu(size))
+            assert_equal(parameter_gradients(model), wanted[size])
     for size in sizes:
-        assert peak_bytes(model, rows(size)) <= live.stats().budget_bytes
+        assert peak_bytes(model, rows_on_gpu(size)) <= live.stats().budget_bytes
     assert live.stats().plain_steps > 0
     live.remove()
 
@@ -200,10 +174,10 @@ def checkpointed(model, x):
 
 def test_the_allocator_runs_out_in_regions_and_every_step_ends_right(adaptive):
     """Nothing is known of what regions need, so that the hard limit is met again and again."""
-    model, x = build(), rows(8192)
+    model, x = eight_blocks(), rows_on_gpu(8192)
     for _ in range(2):
-        step(model, x)
-    wanted = gradients(model)
+        seeded_step(model, x)
+    wanted = parameter_gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
     before = internals.memory_fraction(CUDA)
@@ -211,12 +185,12 @@ def test_the_allocator_runs_out_in_regions_and_every_step_ends_right(adaptive):
     for _ in range(3):
         with live:
             checkpointed(model, x)
-    assert_same(gradients(model), wanted)
+    assert_equal(parameter_gradients(model), wanted)
     live._room.needs = Needs()
     live._room.met_unknown = False
     with live:
         checkpointed(model, x)
-    assert_same(gradients(model), wanted)
+    assert_equal(parameter_gradients(model), wanted)
     assert live.stats().out_of_memory_events > 0
     assert internals.memory_fraction(CUDA) == before
 
@@ -227,7 +201,7 @@ def backward_and_too_much(model, x):
 
 
 def test_elsewhere_it_is_a_clear_error_and_the_limit_is_gone(adaptive):
-    model, x = build(), rows(2048)
+    model, x = eight_blocks(), rows_on_gpu(2048)
     before = internals.memory_fraction(CUDA)
     live = adaptive(budget=retape.Budget.activations("256MiB"))
     for _ in range(2):

@@ -7,24 +7,11 @@ from torch import nn
 import retape
 from retape.core.fit_record import FitRecord
 from retape.core.problem import Budget, OptionKind
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from support.blocks import MlpBlock, mean_square
 
 DEVICE = torch.device("cuda", 0)
 NEAR = {"cpu": 0.1, "cuda:0": 0.05}
 BLOCKS, BORDER = 8, 4
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Spread(nn.Module):
@@ -32,27 +19,18 @@ class Spread(nn.Module):
 
     def __init__(self, width=256):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(MlpBlock(width) for _ in range(BLOCKS))
         for block in self.blocks[BORDER:]:
             block.to(DEVICE)
 
     def forward(self, x):
         for number, block in enumerate(self.blocks):
             x = block(x.to(DEVICE) if number == BORDER else x)
-        return x.square().mean()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def deterministic():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        yield
-        torch.use_deterministic_algorithms(False)
+        return mean_square(x)
 
 
 @pytest.fixture
-def spread(deterministic):
+def spread(deterministic_module):
     torch.manual_seed(0)
     return Spread(), torch.randn(2048, 256)
 
@@ -61,7 +39,7 @@ def fit(model, batch, budget):
     return retape.fit(model, batch, budget=budget, progress=False)
 
 
-def check(model, batch, made):
+def check_devices(model, batch, made):
     devices = made.record.devices
     assert [each.device for each in devices] == ["cpu", "cuda:0"]
     assert [each.regions for each in devices] == [tuple(range(BORDER)), tuple(range(BORDER, BLOCKS))]
@@ -80,7 +58,7 @@ def test_all_is_kept_where_there_is_room(spread):
     model, batch = spread
     made = fit(model, batch, {"cpu": 1.0, "cuda:0": 1.0})
     assert made.record.assignment.keeps_everything
-    check(model, batch, made)
+    check_devices(model, batch, made)
 
 
 @pytest.mark.parametrize("tight", ["cpu", "cuda:0"])
@@ -90,7 +68,7 @@ def test_only_the_tight_device_runs_again(spread, tight):
     made = fit(model, batch, {tight: 0.4, roomy: "4GiB"})
     assert options(made, roomy) == {OptionKind.KEEP}
     assert options(made, tight) != {OptionKind.KEEP}
-    check(model, batch, made)
+    check_devices(model, batch, made)
     made.remove()
 
 
@@ -99,7 +77,7 @@ def test_both_are_tight(spread, share, tmp_path):
     model, batch = spread
     made = fit(model, batch, share)
     assert options(made, "cpu") != {OptionKind.KEEP} != options(made, "cuda:0")
-    check(model, batch, made)
+    check_devices(model, batch, made)
     made.save(tmp_path / "plan.json")
     made.remove()
     assert FitRecord.from_json((tmp_path / "plan.json").read_text()) == made.record
@@ -114,7 +92,7 @@ def test_at_the_floors(spread):
     whole.remove()
     floors = {each.device: each.frontier.floor_bytes for each in whole.record.devices}
     made = fit(model, batch, floors)
-    check(model, batch, made)
+    check_devices(model, batch, made)
     made.remove()
 
 
@@ -125,5 +103,5 @@ def test_microbatches_in_flight_share_each_device(spread):
         fixed = each.measured.base_bytes
         whole = each.frontier.store_all_bytes - each.frontier.fixed_bytes
         assert each.measured.peak_bytes - fixed <= 0.46 * whole
-    check(model, batch, made)
+    check_devices(model, batch, made)
     made.remove()

@@ -5,28 +5,15 @@ import torch
 import transformers as hf
 
 import retape
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from support.comparing import assert_equal, loss_and_gradients
 
 DEVICE = torch.device("cuda", 0)
 NEAR = 0.05
 
 
-@pytest.fixture(autouse=True, scope="module")
-def deterministic():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        yield
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="module")
-def llama(deterministic):
-    """Eight layers whose activations are some times their weights, as in training; and what it comes to when all is kept."""
+def whole_llama(deterministic_module):
+    """Eight layers whose activations are several times their weights, as in training; and a fit that keeps everything."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         vocab_size=2048,
@@ -44,17 +31,16 @@ def llama(deterministic):
     return model, batch, whole
 
 
-def gradients(model, batch):
-    torch.manual_seed(1)
-    model.zero_grad()
-    model(**batch).loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+def step_gradients(model, batch):
+    found = loss_and_gradients(model, lambda: model(**batch).loss)
+    del found["loss"]
+    return found
 
 
-def check(model, batch, fitted):
+def check_fit(model, batch, fitted):
     assert fitted.measured.peak_bytes <= fitted.record.budget_bytes
     assert fitted.plan.promised_peak_bytes == pytest.approx(fitted.measured.peak_bytes, rel=NEAR)
-    own = gradients(model, batch)
+    own = step_gradients(model, batch)
     torch.cuda.reset_peak_memory_stats(DEVICE)
     held = sum(gradient.numel() * gradient.element_size() for gradient in own.values())  # these copies are the test's
     model.zero_grad(set_to_none=False)
@@ -62,20 +48,19 @@ def check(model, batch, fitted):
     torch.cuda.synchronize(DEVICE)
     assert torch.cuda.max_memory_allocated(DEVICE) - held <= fitted.record.budget_bytes
     fitted.remove()
-    plain = gradients(model, batch)
-    assert own.keys() == plain.keys()
-    assert all(torch.equal(own[name], plain[name]) for name in plain)
+    plain = step_gradients(model, batch)
+    assert_equal(own, plain)
 
 
-def test_all_is_kept_where_there_is_room(llama):
-    _, _, whole = llama
+def test_all_is_kept_where_there_is_room(whole_llama):
+    _, _, whole = whole_llama
     assert whole.record.assignment.keeps_everything
     assert whole.promised.peak_bytes == pytest.approx(whole.measured.peak_bytes, rel=NEAR)
 
 
 @pytest.mark.parametrize("share", [0.7, 0.4, 0.2])
-def test_inside_a_share_of_the_activations(llama, share):
-    model, batch, whole = llama
+def test_inside_a_share_of_the_activations(whole_llama, share):
+    model, batch, whole = whole_llama
     model.zero_grad()
     try:
         fitted = retape.fit(model, batch, budget=share, progress=False)
@@ -83,17 +68,17 @@ def test_inside_a_share_of_the_activations(llama, share):
         # The logits alone may be more than a fifth: it says from where on there is a plan, and there is one.
         fitted = retape.fit(model, batch, budget=error.floor_bytes, progress=False)
     assert fitted.measured.peak_bytes < whole.measured.peak_bytes
-    check(model, batch, fitted)
+    check_fit(model, batch, fitted)
 
 
-def test_at_the_floor(llama):
-    model, batch, whole = llama
+def test_at_the_floor(whole_llama):
+    model, batch, whole = whole_llama
     model.zero_grad()
-    check(model, batch, retape.fit(model, batch, budget=whole.frontier.floor_bytes, progress=False))
+    check_fit(model, batch, retape.fit(model, batch, budget=whole.frontier.floor_bytes, progress=False))
 
 
-def test_a_smaller_budget_never_has_a_larger_peak(llama):
-    model, batch, _ = llama
+def test_a_smaller_budget_never_has_a_larger_peak(whole_llama):
+    model, batch, _ = whole_llama
     peaks = []
     for share in (0.9, 0.6, 0.3):
         model.zero_grad()

@@ -7,16 +7,13 @@ from torch.nn import functional as F
 
 from retape import scan, while_loop
 from retape.core import Tier
-from support.loops import same, unrolled
+from support.comparing import equal
+from support.loops import unrolled
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 STEPS = 24
 
 
-def gradients(run, tensors):
+def loop_gradients(run, tensors):
     torch.manual_seed(3)
     carry, ys = run()
     after = torch.rand(2, device="cuda")
@@ -50,8 +47,8 @@ def recurrent():
 def test_as_plain(options):
     step, start, xs, tensors = recurrent()
     snapshots = {} if "budget" in options else {"snapshots": 4}
-    plain = gradients(lambda: unrolled(step, start, xs), tensors)
-    assert same(plain, gradients(lambda: scan(step, start, xs, **snapshots, **options), tensors))
+    plain = loop_gradients(lambda: unrolled(step, start, xs), tensors)
+    assert equal(plain, loop_gradients(lambda: scan(step, start, xs, **snapshots, **options), tensors))
 
 
 def test_step_that_takes_gradients_itself():
@@ -70,7 +67,7 @@ def test_step_that_takes_gradients_itself():
         return torch.autograd.grad(q.sum() + ys.sum(), [matrix, start[0]])
 
     plain = run(lambda: unrolled(step, start, length=STEPS))
-    assert same(list(plain), list(run(lambda: scan(step, start, length=STEPS, snapshots=3))))
+    assert equal(list(plain), list(run(lambda: scan(step, start, length=STEPS, snapshots=3))))
 
 
 def test_while_loop():

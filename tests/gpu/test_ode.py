@@ -7,11 +7,6 @@ import retape
 from retape.torch.ode.odeint import in_a_loop, integrate
 from support.ode_cases import METHODS, Net, gradients, solve_plainly
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=lambda v: v if isinstance(v, str) else "")

@@ -16,25 +16,13 @@ from retape.torch.engine.host import copy_streams as lanes
 from retape.torch.engine.host import offload
 from retape.torch.engine.policy import Policy
 from retape.torch.planning import fitting
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from support.comparing import plainly
 
 EVERYTHING = Policy(moved=frozenset(range(100)))
 DEVICE = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-class Block(nn.Module):
+class LinearsBlock(nn.Module):
     def __init__(self, width, linears):
         super().__init__()
         self.linears = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(linears))
@@ -48,7 +36,7 @@ class Block(nn.Module):
 
 def blocks(count=6, width=1024, linears=3, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    return nn.ModuleList(Block(width, linears) for _ in range(count)).to(DEVICE, dtype)
+    return nn.ModuleList(LinearsBlock(width, linears) for _ in range(count)).to(DEVICE, dtype)
 
 
 def forward(model, x, call):
@@ -61,17 +49,13 @@ def moved(policy=EVERYTHING):
     return lambda block, x: run_region(block, x, policy=policy)
 
 
-def plainly(block, x):
-    return block(x)
-
-
-def gradients(model, x, call):
+def leaf_gradients(model, x, call):
     leaf = x.clone().requires_grad_()
     loss = forward(model, leaf, call).float().square().mean()
     return torch.autograd.grad(loss, [leaf, *model.parameters()])
 
 
-def rows(count=4096, width=1024, dtype=torch.bfloat16):
+def bf16_rows(count=4096, width=1024, dtype=torch.bfloat16):
     torch.manual_seed(1)
     return torch.randn(count, width, device=DEVICE, dtype=dtype)
 
@@ -87,26 +71,26 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_gradients_are_those_of_plain_autograd(deterministic, policy):
-    model, x = blocks(), rows()
-    wanted = gradients(model, x, plainly)
+    model, x = blocks(), bf16_rows()
+    wanted = leaf_gradients(model, x, plainly)
     for _ in range(4):
-        assert all(map(torch.equal, gradients(model, x, moved(policy)), wanted))
+        assert all(map(torch.equal, leaf_gradients(model, x, moved(policy)), wanted))
 
 
 def test_on_a_side_stream(deterministic):
-    model, x = blocks(), rows()
-    wanted = gradients(model, x, plainly)
+    model, x = blocks(), bf16_rows()
+    wanted = leaf_gradients(model, x, plainly)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     for _ in range(3):
         with torch.cuda.stream(stream):
-            got = gradients(model, x, moved())
+            got = leaf_gradients(model, x, moved())
         torch.cuda.current_stream().wait_stream(stream)
         assert all(map(torch.equal, got, wanted))
 
 
 def test_with_the_graph_retained(deterministic):
-    model, x = blocks(count=3), rows()
+    model, x = blocks(count=3), bf16_rows()
     leaf = x.clone().requires_grad_()
     wanted = torch.autograd.grad(forward(model, leaf, plainly).float().square().mean(), leaf)
     loss = forward(model, leaf, moved()).float().square().mean()
@@ -124,11 +108,11 @@ def peak_bytes(run):
 
 
 def test_the_peak_is_lower_though_the_host_runs_ahead():
-    model, x = blocks(count=12), rows(16384)
+    model, x = blocks(count=12), bf16_rows(16384)
     slot = x.nbytes
-    gradients(model, x, moved())
-    plain_peak = peak_bytes(lambda: gradients(model, x, plainly))
-    moved_peak = peak_bytes(lambda: gradients(model, x, moved()))
+    leaf_gradients(model, x, moved())
+    plain_peak = peak_bytes(lambda: leaf_gradients(model, x, plainly))
+    moved_peak = peak_bytes(lambda: leaf_gradients(model, x, moved()))
     # 5 tensors a block are saved beside its input; of those of 12 blocks at most three blocks' are here at once.
     assert plain_peak > 11 * 6 * slot
     assert moved_peak < plain_peak - 7 * 5 * slot, (moved_peak / slot, plain_peak / slot)
@@ -136,19 +120,19 @@ def test_the_peak_is_lower_though_the_host_runs_ahead():
 
 def test_inputs_that_are_moved_leave_the_device():
     """Of 12 blocks that are recomputed what is left is one input; backward has its own, and the next on its way."""
-    model, x = blocks(count=12), rows(16384)
+    model, x = blocks(count=12), bf16_rows(16384)
     size = x.nbytes
     inputs = Policy(moved_inputs=frozenset({0}))
-    gradients(model, x, moved(inputs))
-    held_peak = peak_bytes(lambda: gradients(model, x, moved(Policy())))
-    moved_peak = peak_bytes(lambda: gradients(model, x, moved(inputs)))
+    leaf_gradients(model, x, moved(inputs))
+    held_peak = peak_bytes(lambda: leaf_gradients(model, x, moved(Policy())))
+    moved_peak = peak_bytes(lambda: leaf_gradients(model, x, moved(inputs)))
     assert moved_peak < held_peak - 8 * size, (moved_peak / size, held_peak / size)
 
 
 def test_the_host_never_waits_and_no_memory_is_pinned_after_the_first_step():
-    model, x = blocks(), rows()
+    model, x = blocks(), bf16_rows()
     for _ in range(2):
-        gradients(model, x, moved())
+        leaf_gradients(model, x, moved())
     torch.cuda.synchronize()
     pool = lanes.lanes_of(DEVICE).pool
     assert pool.pinned
@@ -156,7 +140,7 @@ def test_the_host_never_waits_and_no_memory_is_pinned_after_the_first_step():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            gradients(model, x, moved())
+            leaf_gradients(model, x, moved())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert pool.allocations == before
@@ -166,7 +150,7 @@ def test_the_host_never_waits_and_no_memory_is_pinned_after_the_first_step():
 
 def test_copies_run_beside_the_computation(monkeypatch):
     """Of the time that the copies out take, the device computes during most of it."""
-    model, x = blocks(count=8, width=4096, linears=8), rows(8192, 4096)
+    model, x = blocks(count=8, width=4096, linears=8), bf16_rows(8192, 4096)
     policy = Policy(moved=frozenset({2}))  # the first matmul's result, which gelu saves
     found = lanes.lanes_of(DEVICE)
     copies, computed = [], []
@@ -195,12 +179,12 @@ def test_copies_run_beside_the_computation(monkeypatch):
         computed.append((begin, end))
         return out
 
-    gradients(model, x, moved(policy))
+    leaf_gradients(model, x, moved(policy))
     monkeypatch.setattr(offload, "lanes_of", lambda device: Timed)
     torch.cuda.synchronize()
     zero = torch.cuda.Event(enable_timing=True)
     zero.record()
-    gradients(model, x, timed)
+    leaf_gradients(model, x, timed)
     torch.cuda.synchronize()
     intervals = [[(zero.elapsed_time(b), zero.elapsed_time(e)) for b, e in each] for each in (copies, computed)]
     beside = sum(max(0.0, min(e, f) - max(b, s)) for b, e in intervals[0][:-1] for s, f in intervals[1])
@@ -210,8 +194,8 @@ def test_copies_run_beside_the_computation(monkeypatch):
 
 
 def test_a_failed_copy_leaves_the_pool_and_the_streams_in_order(deterministic, monkeypatch):
-    model, x = blocks(), rows()
-    wanted = gradients(model, x, plainly)
+    model, x = blocks(), bf16_rows()
+    wanted = leaf_gradients(model, x, plainly)
     found = lanes.lanes_of(DEVICE)
     for name in ("send", "fetch"):
         real, calls = getattr(found, name), []
@@ -224,10 +208,10 @@ def test_a_failed_copy_leaves_the_pool_and_the_streams_in_order(deterministic, m
 
         monkeypatch.setattr(found, name, failing)
         with pytest.raises(OffloadError, match="the plug was pulled"):
-            gradients(model, x, moved())
+            leaf_gradients(model, x, moved())
         monkeypatch.undo()
         torch.use_deterministic_algorithms(True)
-        assert all(map(torch.equal, gradients(model, x, moved()), wanted))
+        assert all(map(torch.equal, leaf_gradients(model, x, moved()), wanted))
         gc.collect()
         assert found.pool.free_bytes == found.pool.allocated_bytes
 
@@ -235,9 +219,9 @@ def test_a_failed_copy_leaves_the_pool_and_the_streams_in_order(deterministic, m
 @pytest.mark.parametrize("name", ["send", "fetch"])
 def test_a_copy_that_breaks_off_half_way_leaves_the_streams_idle(deterministic, monkeypatch, name):
     """The first chunk is on its way when the second one fails."""
-    model, x = blocks(), rows()
+    model, x = blocks(), bf16_rows()
     inputs = Policy(moved_inputs=frozenset({0}), moved=frozenset(range(1, 99, 3)))
-    wanted = gradients(model, x, plainly)
+    wanted = leaf_gradients(model, x, plainly)
     found = lanes.lanes_of(DEVICE)
     real, calls = getattr(found, name), []
 
@@ -248,13 +232,13 @@ def test_a_copy_that_breaks_off_half_way_leaves_the_streams_idle(deterministic, 
 
     monkeypatch.setattr(found, name, failing)
     with pytest.raises(OffloadError, match="failed"):
-        gradients(model, x, moved(inputs))
+        leaf_gradients(model, x, moved(inputs))
     monkeypatch.undo()
     torch.cuda.synchronize()
     assert found._out.query()
     assert found._back.query()
     torch.use_deterministic_algorithms(True)
-    assert all(map(torch.equal, gradients(model, x, moved(inputs)), wanted))
+    assert all(map(torch.equal, leaf_gradients(model, x, moved(inputs)), wanted))
     gc.collect()
     assert found.pool.free_bytes == found.pool.allocated_bytes
 
@@ -289,7 +273,7 @@ def test_fit_moves_slots_inside_a_budget(deterministic, monkeypatch):
     monkeypatch.setattr(fitting, "turns_within", lambda seconds: 0)
     torch.manual_seed(0)
     model = nn.Sequential(*blocks(count=8, width=2048, linears=6))
-    batch = rows(8192, 2048)
+    batch = bf16_rows(8192, 2048)
 
     def step(model, batch):
         return model(batch).float().square().mean()
@@ -311,7 +295,7 @@ def test_the_lanes_that_are_played_agree_with_the_clock():
     """Seconds within a tenth of what a step takes that moves slots and inputs at the speed that the host really has."""
     torch.manual_seed(0)
     model = nn.Sequential(*blocks(count=12, width=4096, linears=6))
-    batch = rows(16384, 4096)
+    batch = bf16_rows(16384, 4096)
 
     def step(model, batch):
         return model(batch).float().square().mean()

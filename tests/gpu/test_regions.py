@@ -1,6 +1,5 @@
 """Regions on a GPU: random masks, autocast, statistics, side streams, held slots; each equal to plain autograd bit for bit."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -12,15 +11,11 @@ from retape.torch.engine.proof import Proof, Standing
 from retape.torch.engine.region import Region
 from retape.torch.engine.runs import plain
 from retape.torch.engine.select import plan_recipe
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from support.comparing import plainly
 
 
-def outcome(model, x, call):
-    """Gradients, buffers and where the GPU's generator stands after one step from the same start."""
+def step_on_gpu(model, x, call):
+    """Gradients, buffers and the state of the GPU's generator after one step from the same start."""
     torch.manual_seed(3)
     torch.cuda.manual_seed(3)
     model.zero_grad()
@@ -34,13 +29,13 @@ def outcome(model, x, call):
     ]
 
 
-def same(make, shape, call, dtype=torch.float32):
+def assert_same_on_gpu(make, shape, call, dtype=torch.float32):
     torch.manual_seed(0)
     one, other = make().cuda().to(dtype), make().cuda().to(dtype)
     other.load_state_dict(one.state_dict())
     x = torch.randn(shape, device="cuda", dtype=dtype)
     for _ in range(2):
-        wanted, got = outcome(one, x, lambda model, leaf: model(leaf)), outcome(other, x, call)
+        wanted, got = step_on_gpu(one, x, plainly), step_on_gpu(other, x, call)
         assert all(map(torch.equal, wanted, got))
 
 
@@ -49,7 +44,7 @@ def as_region(model, leaf):
 
 
 def test_masks_are_replayed():
-    same(
+    assert_same_on_gpu(
         lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.GELU(), nn.Linear(64, 64), nn.Dropout(0.1)),
         (32, 64),
         as_region,
@@ -57,7 +52,7 @@ def test_masks_are_replayed():
 
 
 def test_statistics_are_updated_once():
-    same(
+    assert_same_on_gpu(
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.2)),
         (4, 3, 16, 16),
         as_region,
@@ -65,7 +60,7 @@ def test_statistics_are_updated_once():
 
 
 def test_attention_in_half_precision():
-    same(
+    assert_same_on_gpu(
         lambda: nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True),
         (4, 32, 64),
         as_region,
@@ -85,8 +80,8 @@ def test_autocast_outside_backward():
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
     x = torch.randn(16, 64, device="cuda")
     twice = lambda model, leaf: as_region(model, as_region(model, leaf))  # noqa: E731 - the same weights in two regions
-    wanted = outcome(model, x, under_autocast(lambda model, leaf: model(model(leaf))))
-    assert all(map(torch.equal, wanted, outcome(model, x, under_autocast(twice))))
+    wanted = step_on_gpu(model, x, under_autocast(lambda model, leaf: model(model(leaf))))
+    assert all(map(torch.equal, wanted, step_on_gpu(model, x, under_autocast(twice))))
 
 
 def test_a_side_stream():
@@ -98,7 +93,7 @@ def test_a_side_stream():
         torch.cuda.current_stream().wait_stream(stream)
         return out
 
-    same(lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.GELU()), (32, 64), on_a_stream)
+    assert_same_on_gpu(lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.GELU()), (32, 64), on_a_stream)
 
 
 def test_planned_select_with_a_held_mask():
@@ -114,11 +109,11 @@ def test_planned_select_with_a_held_mask():
     region = Region(function, (probe,), {})
     kept = region.run(function, (probe,), {})
     trace = region.trace()
-    wanted = outcome(model, x, lambda model, leaf: function(leaf))
+    wanted = step_on_gpu(model, x, lambda model, leaf: function(leaf))
     for slot in range(len(trace.slots)):
         held = frozenset({slot})
         policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
-        got = outcome(model, x, lambda model, leaf, policy=policy: run_region(function, leaf, policy=policy))
+        got = step_on_gpu(model, x, lambda model, leaf, policy=policy: run_region(function, leaf, policy=policy))
         assert all(map(torch.equal, wanted, got)), slot
     assert kept is not None
 
@@ -142,5 +137,5 @@ def test_a_region_frees_its_activations():
         return torch.cuda.max_memory_allocated() - before
 
     with plain():
-        store_all = peak(lambda block, out: block(out))
+        store_all = peak(plainly)
     assert peak(lambda block, out: retape.checkpoint(block, out, use_reentrant=False)) < 0.5 * store_all

@@ -11,11 +11,8 @@ from torch.nn import functional as F
 import retape
 from retape.torch.slicing import products
 from retape.torch.slicing.loss_kernels import may_compile
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from support.blocks import TiledMlpBlock
+from support.comparing import plainly
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -24,12 +21,12 @@ def in_a_loop(fn, rows, *, tiles):
     return torch.cat([fn(part) for part in rows.tensor_split(tiles)])
 
 
-def mlp(dropout=0.0, width=64, dtype=torch.float32):
+def gpu_mlp(dropout=0.0, width=64, dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, 256), nn.GELU(), nn.Dropout(dropout), nn.Linear(256, width)).cuda().to(dtype)
 
 
-def step(call, model, x):
+def tiled_step(call, model, x):
     torch.manual_seed(3)
     model.zero_grad()
     leaf = x.clone().requires_grad_()
@@ -39,10 +36,10 @@ def step(call, model, x):
 
 
 def test_masks_are_replayed_slice_by_slice():
-    model, x = mlp(0.3), torch.randn(130, 64, device="cuda")
-    wanted, gradients = step(in_a_loop, model, x)
+    model, x = gpu_mlp(0.3), torch.randn(130, 64, device="cuda")
+    wanted, gradients = tiled_step(in_a_loop, model, x)
     for _ in range(2):
-        found, ours = step(retape.tile, model, x)
+        found, ours = tiled_step(retape.tile, model, x)
         assert all(map(torch.equal, found, wanted))
         torch.testing.assert_close(ours, gradients, rtol=1e-4, atol=1e-4)
 
@@ -62,7 +59,7 @@ def test_products_of_16_bit_operands_are_summed_in_float32(dtype, fused, monkeyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_err_no_more_than_plain(dtype):
-    model, exact = mlp(dtype=dtype), mlp(dtype=torch.float64)
+    model, exact = gpu_mlp(dtype=dtype), gpu_mlp(dtype=torch.float64)
     exact.load_state_dict(model.state_dict())
     x, upstream = torch.randn(2, 1024, 64, device="cuda").to(dtype)
 
@@ -70,15 +67,15 @@ def test_tiles_err_no_more_than_plain(dtype):
         leaf = x.clone().requires_grad_()
         return [g.double() for g in torch.autograd.grad(call(model, leaf), [leaf, *model.parameters()], upstream)]
 
-    truth = gradients(lambda m, r: m(r), exact, x.double(), upstream.double())
+    truth = gradients(plainly, exact, x.double(), upstream.double())
     ours = gradients(functools.partial(retape.tile, tiles=8), model, x, upstream)
-    others = gradients(lambda m, r: m(r), model, x, upstream)
+    others = gradients(plainly, model, x, upstream)
     for wanted, mine, other in zip(truth, ours, others, strict=True):
         assert float((mine - wanted).norm()) <= 1.1 * float((other - wanted).norm())
 
 
 def test_autocast_outside_backward():
-    model, x = mlp(), torch.randn(64, 64, device="cuda")
+    model, x = gpu_mlp(), torch.randn(64, 64, device="cuda")
 
     def under_autocast(call):
         def run(model, leaf, tiles):
@@ -87,8 +84,8 @@ def test_autocast_outside_backward():
 
         return run
 
-    wanted, gradients = step(under_autocast(in_a_loop), model, x)
-    found, ours = step(under_autocast(retape.tile), model, x)
+    wanted, gradients = tiled_step(under_autocast(in_a_loop), model, x)
+    found, ours = tiled_step(under_autocast(retape.tile), model, x)
     assert all(map(torch.equal, found, wanted))
     torch.testing.assert_close(ours, gradients, rtol=2e-2, atol=2e-2)
 
@@ -103,7 +100,7 @@ def peak(run):
 
 
 def test_the_peak_is_that_of_a_slice():
-    model, x = mlp(width=16), torch.randn(65536, 16, device="cuda", requires_grad=True)
+    model, x = gpu_mlp(width=16), torch.randn(65536, 16, device="cuda", requires_grad=True)
     whole = peak(lambda: torch.autograd.grad(model(x).sum(), [x, *model.parameters()]))
     tiled = peak(lambda: torch.autograd.grad(retape.tile(model, x, tiles=16).sum(), [x, *model.parameters()]))
     assert tiled < whole / 4
@@ -112,7 +109,7 @@ def test_the_peak_is_that_of_a_slice():
 # --- the loss -------------------------------------------------------------------------------------------------------
 
 
-def plain(hidden, weight, labels, reduction="mean"):
+def whole_loss(hidden, weight, labels, reduction="mean"):
     logits = F.linear(hidden, weight)
     return F.cross_entropy(logits if logits.dtype is torch.float64 else logits.float(), labels, reduction=reduction)
 
@@ -136,10 +133,10 @@ def test_the_loss_errs_no_more_than_plain(dtype, reduction, compiled):
         loss = function(hidden, weight, labels, reduction=reduction)
         return [g.double() for g in torch.autograd.grad(loss.sum(), [hidden, weight])]
 
-    truth = run(plain, hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
+    truth = run(whole_loss, hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
     with may_compile(compiled):
         ours = run(functools.partial(retape.linear_cross_entropy, chunk_rows=256), hidden, weight)
-    others = run(plain, hidden, weight)
+    others = run(whole_loss, hidden, weight)
     for wanted, mine, other in zip(truth, ours, others, strict=True):
         assert float((mine - wanted).norm()) <= 1.1 * float((other - wanted).norm())
 
@@ -148,13 +145,13 @@ def test_the_logits_are_never_whole():
     rows, classes = 65536, 8000
     hidden, weight, labels = head(torch.bfloat16, rows=rows, classes=classes)
     run = lambda function: torch.autograd.grad(function(hidden, weight, labels), [hidden, weight])  # noqa: E731
-    assert peak(lambda: run(retape.linear_cross_entropy)) < rows * classes * 2 < peak(lambda: run(plain))
+    assert peak(lambda: run(retape.linear_cross_entropy)) < rows * classes * 2 < peak(lambda: run(whole_loss))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_waits_for_the_device(reduction):
     hidden, weight, labels = head(torch.bfloat16)
-    model, x = mlp(0.1, dtype=torch.bfloat16), torch.randn(64, 64, device="cuda").bfloat16().requires_grad_()
+    model, x = gpu_mlp(0.1, dtype=torch.bfloat16), torch.randn(64, 64, device="cuda").bfloat16().requires_grad_()
 
     def run():
         loss = retape.linear_cross_entropy(
@@ -171,20 +168,10 @@ def test_nothing_waits_for_the_device(reduction):
         torch.cuda.set_sync_debug_mode("default")
 
 
-class Block(nn.Module):
-    def __init__(self, width, wide):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
 def test_fit_runs_the_mlp_of_a_block_in_tiles():
     """In a budget that one block by itself would pass; gradients as near to float64's as plain's are."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(512, 8192) for _ in range(4)]).to("cuda", torch.bfloat16)
+    model = nn.Sequential(*[TiledMlpBlock(512, 16) for _ in range(4)]).to("cuda", torch.bfloat16)
     batch = torch.randn(1, 16384, 512, device="cuda", dtype=torch.bfloat16)
 
     def step(model, batch):
