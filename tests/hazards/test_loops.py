@@ -228,7 +228,7 @@ def test_state_that_no_walk_reaches_is_noticed(snapshots):
         return h, h
 
     h, _ = scan(step, number(4), number(STEPS, 4), snapshots=snapshots, block=1)
-    with pytest.raises(RecomputeMismatch, match=r"running the steps before step \d+ again came to another state"):
+    with pytest.raises(RecomputeMismatch, match=r"running the steps before step \d+ again gave another state"):
         h.sum().backward()
 
 

@@ -2,8 +2,9 @@
 
 import errno
 import os
+import re
+import shutil
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ import torch
 from retape import scan
 from retape.core import Tier
 from retape.errors import InvalidInput, RegionError
-from retape.torch.loops import disk
-from retape.torch.loops.disk import SnapshotLost, read_file, write_file
+from retape.torch.loops.snapshots import SnapshotLost, cannot_write, read_file, write_file
 from support.loops import gradients, same, unrolled
 
 TENSORS = {
@@ -119,70 +119,54 @@ def test_a_damaged_snapshot_is_computed_again(temp, damage):
     assert same(plain[1:], gradients(lambda: result, [weight])[1:])
 
 
-def test_a_full_disk(temp, monkeypatch):
+def remove_folders(temp):
+    for folder in temp.glob("retape-*"):
+        shutil.rmtree(folder)
+
+
+def test_a_disk_that_fails_in_the_forward(temp):
     step, _, start, xs = make()
-    written = []
 
-    def full(file, data):
-        written.append(len(data))
-        if len(written) > 7:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        file.write(data)
+    def failing(h, x):
+        if torch.equal(x, xs[-1]):
+            remove_folders(temp)
+        return step(h, x)
 
-    monkeypatch.setattr(disk, "write_bytes", full)
-    with pytest.raises(
-        RegionError, match=r"could not be written to .*: No space left on device\. .* are free there\. Give the loop"
-    ):
-        scan(step, start, xs, snapshots=5, block=1, tiers=[Tier(name="disk")])
+    disk = [Tier(name="disk")]
+    with pytest.raises(RegionError, match=r"could not be written to .*: No such file or directory\. Give the loop"):
+        scan(failing, start, xs.flip(0)[:9].flip(0).repeat(3, 1), snapshots=9, block=1, tiers=disk)
     assert os.listdir(temp) == []
 
 
-def test_a_disk_that_fills_up_in_the_backward_pass(temp, monkeypatch):
-    step, _, start, xs = make()
-    h, _ = scan(step, start, xs, snapshots=5, block=1, tiers=[Tier(name="disk")])
-
-    def full(file, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(disk, "write_bytes", full)
-    with pytest.raises(RegionError, match="No space left on device"):
-        h.sum().backward()
-    del h
-    assert os.listdir(temp) == []
-
-
-def test_a_disk_that_turns_read_only(temp, monkeypatch):
+def test_a_disk_that_fails_in_the_backward_pass(temp):
     step, weight, start, xs = make()
     plain = gradients(lambda: unrolled(step, start, xs), [weight])
-    tiers = [Tier(name="disk")]
-    result = scan(step, start, xs, snapshots=5, block=1, tiers=tiers)
-    opened = Path.open
 
-    def read_only(path, mode="r", **named):
-        if "w" in mode:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return opened(path, mode, **named)
+    def looped():
+        return scan(step, start, xs, snapshots=5, block=1, tiers=[Tier(name="disk")])
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", read_only)
-        with pytest.raises(RegionError, match=r"could not be written to .*: Read-only file system\. Give the loop"):
-            result[0].sum().backward()
+    result = looped()
+    remove_folders(temp)
+    with pytest.raises(RegionError, match=r"could not be written to .*: No such file or directory\. Give the loop"):
+        result[0].sum().backward()
     del result
     assert os.listdir(temp) == []
-    assert same(plain, gradients(lambda: scan(step, start, xs, snapshots=5, block=1, tiers=tiers), [weight]))
+    assert same(plain, gradients(looped, [weight]))
 
 
-def test_a_folder_that_is_read_only(tmp_path, monkeypatch):
-    def refused(**named):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, r"No space left on device\. .* are free there\. Give the loop another directory .*TMPDIR"),
+        (errno.EROFS, r"Read-only file system\. Give the loop another directory"),
+    ],
+)
+def test_errors_of_the_disk_say_what_to_do(code, words, tmp_path):
+    error = cannot_write(tmp_path / "a.tensors", OSError(code, os.strerror(code)))
+    assert re.search(f"could not be written to .*a.tensors: {words}", str(error))
 
-    monkeypatch.setattr(tempfile, "mkdtemp", refused)
-    step, _, start, xs = make()
-    with pytest.raises(RegionError, match=r"could not be written to .*: Permission denied\. .*TMPDIR"):
-        scan(step, start, xs, tiers=[Tier(name="disk")])
 
-
-def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
+def test_a_folder_that_cannot_be_made(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     step, _, start, xs = make()
     with pytest.raises(RegionError, match="could not be written"):

@@ -16,17 +16,15 @@ from torch import nn
 
 from retape import keep, scan, while_loop
 from retape.errors import InvalidInput, RegionError
-from retape.torch.loops import resume as loop_resume
-from retape.torch.loops.journal import decode, encode
+from retape.torch.loops.resume import JournalFolder, decode, encode
 from support.loops import same
 
 STEPS = 40
 
 
-@pytest.fixture(autouse=True)
-def often(monkeypatch):
-    """Progress is written after every step, not every few seconds."""
-    monkeypatch.setattr(loop_resume, "PROGRESS_SECONDS", 0.0)
+def journal(folder):
+    """A folder to which progress is written after every step, not every few seconds."""
+    return None if folder is None else JournalFolder(folder, progress_seconds=0.0)
 
 
 class Stopped(BaseException):
@@ -67,10 +65,10 @@ def run_scan(folder=None, *, fuse=None, scale=1.0, reduce=None, **options):
     torch.manual_seed(7)
     options = {"snapshots": 4, "block": 1, **options}
     if reduce is not None:
-        (h, n), total = scan(step, (start, 0), xs, resume=folder, reduce=reduce, **options)
+        (h, n), total = scan(step, (start, 0), xs, resume=journal(folder), reduce=reduce, **options)
         ys = total["h"]
     else:
-        (h, n), out = scan(step, (start, 0), xs, resume=folder, **options)
+        (h, n), out = scan(step, (start, 0), xs, resume=journal(folder), **options)
         ys = out["h"]
         assert out["n"] == list(range(STEPS))
     drawn = torch.rand(2)
@@ -220,7 +218,9 @@ def run_while(folder=None, *, fuse=None, snapshots=4):
         return torch.tanh(nn.functional.dropout(h @ weight, 0.2)), n + 1
 
     torch.manual_seed(7)
-    (h, n), steps = while_loop(lambda carry: carry[1] < 50, step, (start, 0), snapshots=snapshots, resume=folder)
+    (h, n), steps = while_loop(
+        lambda carry: carry[1] < 50, step, (start, 0), snapshots=snapshots, resume=journal(folder)
+    )
     drawn = torch.rand(2)
     return [*torch.autograd.grad(h.sum(), [weight, start]), drawn, h.detach(), torch.tensor([n, steps])]
 
@@ -278,8 +278,6 @@ KILLED = """
 import os, signal, sys, torch
 sys.path.insert(0, {tests!r})
 from loops import test_resume
-from retape.torch.loops import resume as loop_resume
-loop_resume.PROGRESS_SECONDS = 0.0
 def burn():
     test_resume.counts().runs += 1
     if test_resume.counts().runs == int(os.environ["KILLED_AT"]):

@@ -16,19 +16,22 @@ from retape.core.actions import Backward, Forward, Free, Item, Save
 from retape.core.schedules import Schedule, count
 from retape.core.solvers.loop_planner import LoopPlanner
 from retape.errors import BudgetTooSmall, InvalidInput
-from retape.torch.loops import plan as loop_plan
-from retape.torch.loops.body import Body, Xs
 from retape.torch.loops.plan import (
     LoopPlan,
+    LoopsTuning,
+    StepCost,
     TapeSteps,
     default_block,
     default_snapshots,
     plan_in_tiers,
+    plan_within,
     reversal,
     tier_slots,
 )
-from retape.torch.loops.snapshots import DeviceShelf, DiskShelf, HostShelf
+from retape.torch.loops.side_state import NOTHING_SAVED
+from retape.torch.loops.snapshots import DeviceTier, DiskTier, HostTier, LoopSnapshot, TierStore
 from retape.torch.loops.state import State
+from retape.torch.loops.step import Body, Xs
 from support.ledger import Ledger
 from support.loops import Counted, assert_scan_as_plain, gradients, same, taylor_order, unrolled
 
@@ -94,7 +97,7 @@ def fewest_steps(length, room, states):
 def test_no_schedule_with_as_many_states_and_bytes_runs_fewer_steps_than_blocks(steps, snapshots):
     for block in (1, 2, 3, 4, 5, 6):
         plan = LoopPlan(steps=steps, snapshots=snapshots, block=block)
-        counted = sum(a.stop - a.start for a in plan.actions() if isinstance(a, (Forward, loop_plan.TapeSteps)))
+        counted = sum(a.stop - a.start for a in plan.actions() if isinstance(a, (Forward, TapeSteps)))
         best = fewest_steps(steps, 2 * (snapshots - 1) + 7 * block, snapshots - 1)
         assert counted == best if steps % block == 0 else best <= counted <= 1.06 * best
 
@@ -115,6 +118,7 @@ def test_a_last_block_that_is_shorter():
         ([0, 2, 4, 6, 12], 14, 8, [(6, 14), (0, 6)]),
         ([0, 2, 4, 6, 12], 14, 7, [(12, 14), (6, 12), (0, 6)]),
         ([0, 1, 2, 3], 4, 100, [(0, 4)]),
+        (list(range(39)), 39, 8, [(31, 39), (23, 31), (15, 23), (7, 15), (0, 7)]),
         ([0, 9, 10], 11, 4, [(9, 11), (8, 9), (4, 8), (0, 4)]),
     ],
 )
@@ -151,7 +155,7 @@ def held_bytes(plan, sizes):
     """The most bytes of states and tapes that a plan's actions hold at once, the working ones among them."""
     tapes, states, most = {}, set(), 0
     for action in plan.actions():
-        if isinstance(action, loop_plan.TapeSteps):
+        if isinstance(action, TapeSteps):
             tapes[action.start] = action.stop - action.start
         elif isinstance(action, Save) and action.item is Item.STATE:
             states.add(action.step)
@@ -165,11 +169,11 @@ def held_bytes(plan, sizes):
 
 
 def test_a_plan_stays_inside_its_budget():
-    sizes = loop_plan.Sizes(100, 700, 1.0)
+    cost = StepCost(100, 700, 1.0)
     families = set()
     for budget in (1_000, 2_500, 5_000, 10_000, 40_000, 100_000, 150_000):
-        plan = loop_plan.plan_within(200, budget, sizes, snapshots=None, block=None)
-        assert held_bytes(plan, sizes) <= budget
+        plan = plan_within(200, budget, cost, snapshots=None, block=None)
+        assert held_bytes(plan, cost) <= budget
         families.add(plan.mixed)
     assert families == {False, True}
 
@@ -181,34 +185,33 @@ def test_a_budget_takes_the_family_that_runs_the_fewest_steps(steps, state, tape
     span = planner.store_all_bytes - planner.floor_bytes
     for share in (0, 0.05, 0.2, 0.5, 0.8, 1):
         budget = planner.floor_bytes + int(span * share)
-        plan = loop_plan.plan_within(steps, budget, loop_plan.Sizes(state, tape, 1.0), snapshots=None, block=None)
+        plan = plan_within(steps, budget, StepCost(state, tape, 1.0), snapshots=None, block=None)
         assert plan.forward_steps <= count(planner.best(budget).schedule).forward_steps
 
 
-@pytest.fixture
-def plans(monkeypatch):
-    """The plans that loops were run by."""
-    found, kept = [], LoopPlan.actions
-    monkeypatch.setattr(LoopPlan, "actions", lambda plan: (found.append(plan), kept(plan))[1])
-    return found
+def planned(budget, cost, steps=60, **options):
+    return plan_within(steps, budget, cost, snapshots=None, block=None, **options)
 
 
-@pytest.mark.parametrize("budget", [2_000, 3_000, 4_000])
-def test_slots_that_hold_tapes(budget, plans):
+COST = StepCost(32, 32, 1.0)  # of the step that `make` returns
+
+
+@pytest.mark.parametrize("budget", [1_000, 1_500, 2_000])
+def test_slots_that_hold_tapes(budget):
     step, weight, start = make()
     xs = torch.randn(60, 4, dtype=DTYPE)
     assert_scan_as_plain(step, start, xs, [weight], budget=budget)
-    assert plans[0].mixed
-    assert runs(step, start, 60, budget=budget) == plans[0].forward_steps + 1  # and the one that is measured
+    plan = planned(budget, COST)
+    assert plan.mixed
+    assert runs(step, start, 60, budget=budget) == plan.forward_steps + 1  # and the one that is measured
     loss = scan(step, start, xs, budget=budget)[0].sum()
     first, again = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, again)
-    assert not loop_plan.plan_within(
-        60, budget, loop_plan.Sizes(32, 96, 1.0), snapshots=None, block=None, tapes=False
-    ).mixed
+    assert not planned(budget, COST, tapes=False).mixed
+    assert not planned(budget, COST, tuning=LoopsTuning(mixed_table_cells=0)).mixed
 
 
-def test_hidden_state_where_slots_hold_tapes(plans):
+def test_side_state_where_slots_hold_tapes():
     norm = nn.BatchNorm1d(4, dtype=DTYPE)
     weight, xs, start = (
         torch.randn(4, dtype=DTYPE, requires_grad=True),
@@ -225,7 +228,6 @@ def test_hidden_state_where_slots_hold_tapes(plans):
         norm.reset_running_stats()
         found.append([*gradients(lambda: loop(step, start, xs), [weight, norm.weight]), norm.running_mean.clone()])  # noqa: B023
     assert same(*found)
-    assert plans[0].mixed
 
 
 def test_a_budget_that_is_too_small():
@@ -289,31 +291,28 @@ def test_retained_graph_with_tiers():
             assert torch.equal(ours, plain)
 
 
-def test_old_snapshots_give_way_to_the_next_tier(monkeypatch):
-    held = {kind: [] for kind in (DeviceShelf, HostShelf, DiskShelf)}
-    for kind, seen in held.items():
-        put = kind.put
-
-        def noted(self, step, snapshot, put=put, seen=seen):
-            put(self, step, snapshot)
-            seen.append(len(list(self.steps())))
-
-        monkeypatch.setattr(kind, "put", noted)
-    monkeypatch.setattr(loop_plan, "_TABLE", 0)  # no table: Revolve over all slots together
-    step, weight, start = make()
-    assert_scan_as_plain(
-        step, start, torch.randn(31, 4, dtype=DTYPE), [weight], snapshots=6, block=1, tiers=TIERS["three"]
-    )
-    # One more than a tier holds, for the moment in which its oldest moves on.
-    assert [max(seen) for seen in held.values()] == [2, 3, 3]
+def test_old_snapshots_move_to_the_next_tier():
+    tiers = [DeviceTier(), HostTier(), DiskTier()]
+    store = TierStore(tiers, [1, 2, 3])
+    for step in range(6):
+        store.put(step, LoopSnapshot(State.of(torch.full((2,), float(step))), [], NOTHING_SAVED))
+        assert [len(list(tier.steps())) for tier in tiers] == [1, min(step, 2), max(0, step - 2)]
+    assert [sorted(tier.steps()) for tier in tiers] == [[5], [3, 4], [0, 1, 2]]
+    assert all(store.get(step).state.leaves[0][0] == step for step in range(6))
+    store.drop(1)
+    assert store.steps() == [0, 2, 3, 4, 5]
+    store.close()
+    assert store.steps() == []
 
 
 def test_slots_of_tiers():
     tiers = [Tier(name="device", capacity_bytes=250), Tier(name="host", capacity_bytes=99), Tier(name="disk")]
     assert tier_slots(tiers, 100, 7) == (2, 0, 5)
     assert tier_slots(tiers, 0, 7) == (7, 0, 0)
-    plan = plan_in_tiers(1_000, tiers, loop_plan.Sizes(100, 0, 1.0), snapshots=7, block=1)
-    assert (plan.slots, plan.snapshots) == (None, 7) or plan.slots == (2, 0, 5)
+    for operations, slots in ((10**12, (2, 0, 5)), (0, None)):
+        tuning = LoopsTuning(tier_table_operations=operations)
+        plan = plan_in_tiers(1_000, tiers, StepCost(100, 0, 1.0), snapshots=7, block=1, tuning=tuning)
+        assert (plan.slots, plan.snapshots) == (slots, 7)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
-"""Which tensors outside a step its graph reaches: parameters, and tensors with a history that the step reads from its closure.
+"""Tensors outside a step that its graph reaches: parameters, and tensors with history that the step reads from its closure.
 
-The graph of every step is walked once, in the forward, so that no tensor that needs a gradient is missed. A closure's tensor
-with a history must be known beforehand (found by walking closures and modules, or given as `params`); one that is not is an error.
+The graph of every step is walked once, in the forward, so that no tensor that needs a gradient is missed. A closure's tensor with a
+history must be known in advance (found by walking closures and modules, or given as `params`); an unknown one is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,44 +16,47 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput, RegionError
 from retape.torch.compat import internals
 from retape.torch.engine.graph_ancestry import LEAF_NODE, computed_from_another
-from retape.torch.loops.tape import Tape
+
+if TYPE_CHECKING:
+    from retape.torch.loops.step import TapedSteps
 
 
-class Reached:
-    """The tensors outside the loop that its steps have used so far, in the order they were met."""
+class CapturedTensors:
+    """The tensors outside the loop that its steps have used so far, in order of first use."""
 
     def __init__(self, name: str, candidates: Iterable[Tensor]) -> None:
         self._name = name
-        self._edges: dict[tuple[Any, int], Tensor] = {}
         self.tensors: list[Tensor] = []
-        self._indices: dict[int, int] = {}
-        self._known: set[Any] = set()  # nodes of leaves that were noted; while they are held, a leaf keeps its node
+        self._ids: set[int] = set()
+        self._walked_leaves: set[Any] = (
+            set()
+        )  # nodes of recorded leaves; a leaf keeps its node while that is referenced
         self._candidates = list(candidates)
         self._closed = False
-        self._checked = 0  # so many of them
+        self._checked = 0  # the number of tensors whose histories are checked
+        self._edges: dict[tuple[Any, int], Tensor] = {}
         for tensor in self._candidates:
             if tensor.grad_fn is not None:
                 self._edges.setdefault((tensor.grad_fn, tensor.output_nr), tensor)
 
     def close(self) -> None:
-        """From now on nothing is added: all tensors that were found beforehand count, and another one is an error."""
+        """Record all candidates now; another tensor found later is an error."""
         for tensor in self._candidates:
             if tensor.requires_grad:
-                self._note(tensor)
+                self._record(tensor)
         self._closed = True
 
-    def walk(self, tape: Tape, since: int) -> None:
-        """Note what a graph that was begun at sequence number `since` reaches, beside its own leaves.
-
-        This runs once a step, over every node of its graph: plain code, no calls where none are needed.
-        """
-        own = tape.own_leaves()
+    def walk(self, tape: TapedSteps, since: int) -> None:
+        """Record what a graph begun at sequence number `since` reaches, apart from the leaves of its own carry and xs."""
+        own = set(map(id, chain(tape.carry_in, *[step.xs for step in tape.steps])))
         edges: list[tuple[Any, int]] = []
-        for root in tape.roots():
+        for root in chain(tape.carry_out, *[step.ys for step in tape.steps]):
+            if not isinstance(root, Tensor) or not root.requires_grad:
+                continue
             if root.grad_fn is not None:
                 edges.append((root.grad_fn, root.output_nr))
             elif id(root) not in own:
-                self._note(root)
+                self._record(root)
         if self._edges:
             self._walk_edges(edges, own, since)
             if len(self.tensors) > self._checked:
@@ -61,10 +65,10 @@ class Reached:
             self._walk_nodes([node for node, _ in edges], own, since)
 
     def _walk_nodes(self, nodes: list[Any], own: set[int], since: int) -> None:
-        """Where no tensor with a history is known, by which of its outputs a node is reached makes no difference."""
-        accumulate, made_at, known = LEAF_NODE, internals.sequence_number, self._known
-        seen = {None, *nodes}  # None: where an edge leads nowhere
-        for node in nodes:  # which grow on the way
+        """Walk where no candidate has a history, so that the output by which a node is reached makes no difference."""
+        accumulate, made_at, known = LEAF_NODE, internals.sequence_number, self._walked_leaves
+        seen = {None, *nodes}  # None: an edge that leads nowhere
+        for node in nodes:  # grows during the walk
             if made_at(node) < since and not _made_elsewhere(node, own):
                 raise self._unknown(node)
             for following, _ in node.next_functions:
@@ -74,7 +78,7 @@ class Reached:
                 if type(following) is not accumulate:
                     nodes.append(following)
                 elif id(following.variable) not in own:
-                    self._note(following.variable)
+                    self._record(following.variable)
                     known.add(following)
 
     def _walk_edges(self, stack: list[tuple[Any, int]], own: set[int], since: int) -> None:
@@ -84,32 +88,31 @@ class Reached:
             node = edge[0]
             if node in seen or node is None:
                 continue
-            if type(node) is LEAF_NODE:  # a leaf stands behind it
-                leaf = node.variable
-                if id(leaf) not in own and id(leaf) not in self._indices:
-                    self._note(leaf)
+            if type(node) is LEAF_NODE:
+                if id(node.variable) not in own:
+                    self._record(node.variable)
             elif edge in edges:
-                self._note(edges[edge])
-                continue  # another output of this node may be one that is not known
+                self._record(edges[edge])
+                continue  # the node is not marked as seen: another of its outputs may be unknown
             else:
                 if made_at(node) < since and not _made_elsewhere(node, own):
                     raise self._unknown(node)
                 stack.extend(node.next_functions)
             seen.add(node)
 
-    def settle(self) -> None:
-        """The last graph has been walked."""
-        self._known.clear()
+    def finish(self) -> None:
+        """Release the graph nodes, after the last walk."""
+        self._walked_leaves.clear()
 
     def _check_histories(self) -> None:
-        """None of the tensors may come from another; asked when a step has used one for the first time."""
+        """Raise RegionError if one tensor was computed from another."""
         self._checked = len(self.tensors)
         related = computed_from_another(self.tensors)
         if related is not None:
             also = ", or could (with resume= all that it reaches counts)," if self._closed else ""
             raise RegionError(
                 f"{self._name}: the step reads{also} a tensor that was computed before the loop, and also one that it was computed from "
-                f"({related}). Gradients of the two cannot be told apart. Put the computed one into the carry (of odeint: into y0), or "
+                f"({related}). Gradients of the two cannot be separated. Put the computed one into the carry (of odeint: into y0), or "
                 "compute it in the step."
             )
 
@@ -120,43 +123,38 @@ class Reached:
             "Put it into the carry, give it as params=[...], or detach it."
         )
 
-    def _note(self, tensor: Tensor) -> None:
-        if id(tensor) not in self._indices:
-            if self._closed:
-                raise RegionError(
-                    f"{self._name}: the step uses a parameter of shape {tuple(tensor.shape)} that was found neither in its closure nor "
-                    "in its modules, so that a run that is resumed could not tell which one it is. Give it as params=[...]."
-                )
-            self._indices[id(tensor)] = len(self.tensors)
-            self.tensors.append(tensor)
+    def _record(self, tensor: Tensor) -> None:
+        if id(tensor) in self._ids:
+            return
+        if self._closed:
+            raise RegionError(
+                f"{self._name}: the step uses a parameter of shape {tuple(tensor.shape)} that was found neither in its closure nor "
+                "in its modules, so that a resumed run could not identify it. Give it as params=[...]."
+            )
+        self._ids.add(id(tensor))
+        self.tensors.append(tensor)
 
 
 def _made_elsewhere(node: Any, own: set[int]) -> bool:
-    """Whether the step at hand may have made a node in another thread, which counts for itself: on a GPU, a gradient of its own.
+    """True if the current step may have made a node in another thread, which numbers its nodes separately (CUDA backward).
 
-    Such a graph leads to the leaves of the step, or to nothing but leaves (the transpose of a weight). The latter may also be the
-    history of a tensor from outside; gradients go through it then as PyTorch has it, which refuses a second time itself.
+    Such a graph leads to the leaves of the step, or to leaves only (the transpose of a weight). The latter may also be the history
+    of a tensor from outside; gradients then pass through it as in plain PyTorch, which itself refuses a second pass.
     """
-    leaves = _leaves(node)
-    return any(id(leaf) in own for leaf in leaves) or (torch.cuda.is_initialized() and bool(leaves))
-
-
-def _leaves(node: Any) -> list[Tensor]:
-    """The leaves that a graph reaches."""
-    stack, seen, found = [node], {node}, []
+    stack, seen, leaves = [node], {node}, []
     while stack:
         for following, _ in stack.pop().next_functions:
             if following is None or following in seen:
                 continue
             seen.add(following)
             if type(following) is LEAF_NODE:
-                found.append(following.variable)
+                leaves.append(following.variable)
             stack.append(following)
-    return found
+    return any(id(leaf) in own for leaf in leaves) or (torch.cuda.is_initialized() and bool(leaves))
 
 
 def tensors_of_params(params: Any) -> list[Tensor]:
-    """The tensors that `params` names: a module's parameters, one tensor, or any iterable of those."""
+    """Return the tensors that `params` names: a module's parameters, one tensor, or an iterable of those."""
     if params is None:
         return []
     if isinstance(params, nn.Module):

@@ -1,6 +1,7 @@
-"""How a loop will be run: how many snapshots, in which tiers, and how many steps are taped together.
+"""The plan of a loop: the number of snapshots, their tiers, and the number of steps taped together.
 
-The schedules are those of `core`; here blocks of steps become their units, and budgets and tiers become slots. No tensor is touched.
+The schedules are those of `core`. Here blocks of steps become their units, and budgets and tiers become snapshot slots. No tensor is
+touched.
 """
 
 from __future__ import annotations
@@ -20,13 +21,24 @@ from retape.core.schedules.online import reverse_phase
 from retape.core.schedules.revolve import binomial, extra_steps, reverse_segment, revolve
 from retape.core.solve import solve
 
-BLOCK = 24  # steps taped together at most, where nobody says how many: the peak must not grow with the length
-_FEW_UNITS = (
-    64  # up to so many blocks a state for each is worth its bytes, where nobody says how many snapshots to keep
-)
-_TABLE = 2 * 10**8  # operations that the table of a tiered schedule may take: seconds
-_MIXED_CELLS = 10_000  # of the table of a schedule that stores tapes too: some ten milliseconds
-KINDS = ("device", "host", "disk")
+TIER_NAMES = ("device", "host", "disk")  # fastest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopsTuning:
+    """Thresholds of loops."""
+
+    max_default_block: int = 24  # steps taped together if the caller gives no block: the peak must not grow with length
+    units_stored_whole: int = 64  # blocks; up to this many, one snapshot for each costs little memory
+    tier_table_operations: int = 200_000_000  # of the table of a tiered schedule: a few seconds
+    mixed_table_cells: int = 10_000  # of the table of a schedule that also stores tapes: about ten milliseconds
+    first_step_copy_bytes: int = 256 * 2**20  # larger tensors are not copied in advance: the copy may not fit
+    later_step_copy_bytes: int = 64 * 2**10  # copies that stay after the first step, in case a later one writes
+    long_list_items: int = 256  # longer lists are assumed to be appended to only
+    function_depth: int = 4  # calls deep to look for variables of functions that a step calls
+
+
+TUNING = LoopsTuning()
 
 
 class TapeSteps(NamedTuple):
@@ -39,8 +51,8 @@ class TapeSteps(NamedTuple):
 StepAction: TypeAlias = Forward | TapeSteps | Save | Load | Free | Backward
 
 
-class Sizes(NamedTuple):
-    """What one step was measured to take."""
+class StepCost(NamedTuple):
+    """The measured cost of one step."""
 
     state_bytes: int
     tape_bytes: int
@@ -49,7 +61,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPlan:
-    """The schedule of a loop of known length. `slots` of None: everything stays on the device. `mixed`: a slot may hold a block's tape."""
+    """The schedule of a loop of known length. `slots` of None: all on the device. `mixed`: a slot may hold a block's tape."""
 
     steps: int
     snapshots: int
@@ -64,53 +76,51 @@ class LoopPlan:
 
     @property
     def forward_steps(self) -> int:
-        """The steps that will run forward in all, taping ones among them, where every block is whole and all slots are equal."""
+        """The number of steps run forward, taped ones included, if every block is whole and all slots are equal."""
         if self.mixed:
             return self.steps + (total_steps(self.units, self.snapshots) - self.units) * self.block
         return self.steps + extra_steps(self.units, self.snapshots) * self.block
 
     def actions(self) -> Iterator[StepAction]:
-        """The whole schedule, in steps."""
-        return in_steps(self._over_blocks(), 0, self.steps, self.block)
-
-    def _over_blocks(self) -> Iterator[Action]:
+        """Return the whole schedule, in steps."""
         if self.slots is not None and self.costs is not None:
-            return multistage(self.units, self.slots, self.costs)
-        return mixed(self.units, self.snapshots) if self.mixed else revolve(self.units, self.snapshots)
+            blocks = multistage(self.units, self.slots, self.costs)
+        elif self.mixed:
+            blocks = mixed(self.units, self.snapshots)
+        else:
+            blocks = revolve(self.units, self.snapshots)
+        return in_steps(blocks, 0, self.steps, self.block)
 
 
 def in_steps(actions: Iterator[Action], first: int, end: int, block: int) -> Iterator[StepAction]:
-    """Actions over blocks as actions over steps: unit 0 starts at step `first`, the last one stops at `end`."""
+    """Translate actions over blocks to steps: unit 0 starts at step `first`, the last one stops at `end`."""
 
     def step_of(unit: int) -> int:
         return min(first + unit * block, end)
 
     for action in actions:
-        if isinstance(action, Forward):
-            yield Forward(step_of(action.start), step_of(action.stop))
-        elif isinstance(action, TapeAction):
-            yield TapeSteps(step_of(action.step), step_of(action.step + 1))
-        elif isinstance(action, Save):
-            yield Save(step_of(action.step), action.tier, action.item)
-        elif isinstance(action, Load):
-            yield Load(step_of(action.step), action.tier, action.item)
-        elif isinstance(action, Free):
-            yield Free(step_of(action.step), action.tier, action.item)
-        elif isinstance(action, Backward):
-            yield Backward(step_of(action.step))
-        else:
-            raise AssertionError(f"no schedule of a loop asks for {action}")
+        match action:
+            case Forward():
+                yield Forward(step_of(action.start), step_of(action.stop))
+            case TapeAction():
+                yield TapeSteps(step_of(action.step), step_of(action.step + 1))
+            case Save() | Load() | Free():
+                yield type(action)(step_of(action.step), action.tier, action.item)
+            case Backward():
+                yield Backward(step_of(action.step))
+            case _:
+                raise AssertionError(f"{action} is not an action of a loop's schedule")
 
 
 def reversal(stored: Sequence[int], end: int, snapshots: int, block: int) -> Iterator[StepAction]:
-    """Reverse the steps before `end` from the states that are stored, as the online schedules do, in blocks."""
+    """Reverse the steps before `end` from the stored states, as the online schedules do, in blocks."""
     if block == 1:
         yield from in_steps(reverse_phase(list(stored), end, snapshots), 0, end, 1)
         return
     index = len(stored) - 1
     while index >= 0:
         last = index
-        while index and end - stored[index - 1] <= block:  # one tape passes over states that lie close
+        while index and end - stored[index - 1] <= block:  # one tape covers snapshots closer than a block
             index -= 1
         yield from map(Free, stored[index + 1 : last + 1])
         start = stored[index]
@@ -122,21 +132,21 @@ def reversal(stored: Sequence[int], end: int, snapshots: int, block: int) -> Ite
         end, index = start, index - 1
 
 
-def default_block(steps: int, snapshots: int | None = None) -> int:
-    """About three quarters of the square root, so that a block weighs less than a segment of sqrt(n) steps; never more than `BLOCK`.
+def default_block(steps: int, snapshots: int | None = None, tuning: LoopsTuning = TUNING) -> int:
+    """Return about 3/4 sqrt(steps), so that a block takes less memory than a segment of sqrt(n) steps, up to a maximum.
 
-    Who gives a number of snapshots wants little memory: about the cube root, so that a block and a few states weigh less than two levels
-    of segments.
+    If the number of snapshots is given, memory matters more: about the cube root, so that a block and a few states take less
+    memory than two levels of segments.
     """
     size = 3 * math.isqrt(steps) // 4
     if snapshots is not None:
         size = min(size, round(1.1 * steps ** (1 / 3)))
-    return max(1, min(BLOCK, size))
+    return max(1, min(tuning.max_default_block, size))
 
 
-def default_snapshots(units: int) -> int:
-    """The fewest with which no step runs again more than once; twice in a long loop, where they are about sqrt(2 * units)."""
-    if units <= _FEW_UNITS:
+def default_snapshots(units: int, tuning: LoopsTuning = TUNING) -> int:
+    """Return the fewest with which no step is re-run more than once; in a long loop twice: about sqrt(2 * units)."""
+    if units <= tuning.units_stored_whole:
         return max(1, units - 1)
     count = 1
     while binomial(count, 2) < units:
@@ -145,40 +155,45 @@ def default_snapshots(units: int) -> int:
 
 
 def plan_within(
-    steps: int, budget: BudgetLike, sizes: Sizes, *, snapshots: int | None, block: int | None, tapes: bool = True
+    steps: int,
+    budget: BudgetLike,
+    cost: StepCost,
+    *,
+    snapshots: int | None,
+    block: int | None,
+    tapes: bool = True,
+    tuning: LoopsTuning = TUNING,
 ) -> LoopPlan:
-    """The plan with the fewest forward steps whose snapshots and tapes stay inside the budget; without `tapes` none is ever stored."""
-    loop = Loop(steps=steps, state_bytes=sizes.state_bytes, tape_bytes=sizes.tape_bytes, name="the loop's step")
+    """Return the plan with the fewest forward steps whose snapshots and tapes fit the budget; without `tapes` none is stored."""
+    loop = Loop(steps=steps, state_bytes=cost.state_bytes, tape_bytes=cost.tape_bytes, name="the loop's step")
     limit = solve(loop, budget).budget_bytes
     found = [
         (plan.forward_steps, taken, plan)
         for size in (_block_sizes(steps) if block is None else (block,))
-        for taken, plan in _plans_of(steps, size, limit, sizes, snapshots, tapes=tapes)
+        for taken, plan in _plans_of_block(steps, size, limit, cost, snapshots)
+        if not plan.mixed or (tapes and plan.units * plan.snapshots <= tuning.mixed_table_cells)
     ]
     if not found:
         raise InvalidInput(
-            f"block = {block} steps of {sizes.tape_bytes} bytes do not fit in a budget of {limit} bytes. Give a smaller block, or none."
+            f"block = {block} steps of {cost.tape_bytes} bytes do not fit in a budget of {limit} bytes. Give a smaller block, or none."
         )
     return min(found, key=lambda entry: entry[:2])[2]
 
 
-def _plans_of(
-    steps: int, size: int, limit: int, sizes: Sizes, snapshots: int | None, *, tapes: bool
+def _plans_of_block(
+    steps: int, size: int, limit: int, cost: StepCost, snapshots: int | None
 ) -> Iterator[tuple[int, LoopPlan]]:
-    """What can be done with blocks of one size: with slots for states, and with slots for states or tapes; each with its bytes."""
+    """Yield the plans with blocks of one size, each with its bytes: slots for states, and slots for states or tapes."""
     units = -(-steps // size)
-    tape = size * sizes.tape_bytes
-    room = limit - sizes.state_bytes - tape
+    tape = size * cost.tape_bytes
+    room = limit - cost.state_bytes - tape
     if room < 0:
         return
-    for of_tapes, each in ((False, sizes.state_bytes), (True, max(sizes.state_bytes, tape))):
+    for of_tapes, each in ((False, cost.state_bytes), (True, max(cost.state_bytes, tape))):
         fitting = min(units, room // each) if each else units
-        slots = min(fitting, snapshots or fitting)
-        if units == 1:
-            slots = 1
-        if slots < 1 or (of_tapes and (not tapes or units == 1 or units * slots > _MIXED_CELLS)):
-            continue
-        yield tape + slots * each, LoopPlan(steps=steps, snapshots=slots, block=size, mixed=of_tapes)
+        slots = 1 if units == 1 else min(fitting, snapshots or fitting)
+        if slots >= 1 and not (of_tapes and units == 1):
+            yield tape + slots * each, LoopPlan(steps=steps, snapshots=slots, block=size, mixed=of_tapes)
 
 
 def _block_sizes(steps: int) -> list[int]:
@@ -191,44 +206,50 @@ def _block_sizes(steps: int) -> list[int]:
 
 
 def plan_in_tiers(
-    steps: int, tiers: Sequence[Tier], sizes: Sizes, *, snapshots: int | None, block: int | None
+    steps: int,
+    tiers: Sequence[Tier],
+    cost: StepCost,
+    *,
+    snapshots: int | None,
+    block: int | None,
+    tuning: LoopsTuning = TUNING,
 ) -> LoopPlan:
-    """The plan for slots in several tiers: the cheapest one where its table is small, else Revolve over all slots together."""
-    size = block or default_block(steps, snapshots)
+    """Return the cheapest plan for slots in several tiers; if its table is too large, Revolve over all slots together."""
+    size = block or default_block(steps, snapshots, tuning)
     units = -(-steps // size)
-    slots = tier_slots(tiers, sizes.state_bytes, snapshots or default_snapshots(units))
+    slots = tier_slots(tiers, cost.state_bytes, snapshots or default_snapshots(units, tuning))
     total = sum(slots)
-    if total < 1:
-        raise InvalidInput(
-            f"No tier has room for a snapshot of {sizes.state_bytes} bytes; give a tier a larger capacity_bytes."
-        )
     useful = tuple(min(count, max(1, units - 1)) for count in slots)
     work = units**2 * math.prod(count + 1 for count in useful) * (2 * len(useful) + 1)
-    if len(tiers) == 1 or work > _TABLE:
+    if len(tiers) == 1 or work > tuning.tier_table_operations:
         return LoopPlan(steps=steps, snapshots=total, block=size)
-    seconds = max(sizes.seconds, 1e-9) * size
+    seconds = max(cost.seconds, 1e-9) * size
     costs = Costs(
         forward=seconds,
         backward=3 * seconds,
-        write=tuple(tier.write_seconds(sizes.state_bytes) for tier in tiers),
-        read=tuple(tier.read_seconds(sizes.state_bytes) for tier in tiers),
+        write=tuple(tier.write_seconds(cost.state_bytes) for tier in tiers),
+        read=tuple(tier.read_seconds(cost.state_bytes) for tier in tiers),
     )
     return LoopPlan(steps=steps, snapshots=total, block=size, slots=slots, costs=costs)
 
 
 def tier_slots(tiers: Sequence[Tier], state_bytes: int, snapshots: int) -> tuple[int, ...]:
-    """How many of `snapshots` each tier takes: the first ones as many as their capacity holds, in order."""
+    """Distribute `snapshots` over tiers in order, each up to its capacity; InvalidInput if none fits anywhere."""
     left = snapshots
     slots = []
     for tier in tiers:
         fits = left if tier.capacity_bytes is None or not state_bytes else tier.capacity_bytes // state_bytes
         slots.append(min(left, fits))
         left -= slots[-1]
+    if tiers and not sum(slots):
+        raise InvalidInput(
+            f"No tier has room for a snapshot of {state_bytes} bytes; give a tier a larger capacity_bytes."
+        )
     return tuple(slots)
 
 
 def check_tiers(tiers: Sequence[Tier] | None) -> tuple[Tier, ...]:
-    """Tiers by name, fastest first."""
+    """Return the tiers, fastest first; InvalidInput if a name is unknown or given twice."""
     if tiers is None:
         return ()
     given = tuple(tiers) if isinstance(tiers, Sequence) else (tiers,)
@@ -237,6 +258,6 @@ def check_tiers(tiers: Sequence[Tier] | None) -> tuple[Tier, ...]:
             "tiers must be a list of retape.core.Tier values, such as [Tier(name='device'), Tier(name='disk')]."
         )
     names = [tier.name for tier in given]
-    if any(name not in KINDS for name in names) or len(set(names)) != len(names):
-        raise InvalidInput(f"tiers are named {names}; each is one of {', '.join(KINDS)}, at most once.")
-    return tuple(sorted(given, key=lambda tier: KINDS.index(tier.name)))
+    if any(name not in TIER_NAMES for name in names) or len(set(names)) != len(names):
+        raise InvalidInput(f"tiers are named {names}; each is one of {', '.join(TIER_NAMES)}, at most once.")
+    return tuple(sorted(given, key=lambda tier: TIER_NAMES.index(tier.name)))

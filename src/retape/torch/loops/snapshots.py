@@ -1,51 +1,165 @@
-"""Where snapshots are kept: on the device, in host memory, or in files; one shelf for each tier.
+"""Snapshots of a loop and the tiers that store them: device memory, host memory, files.
 
-A store is told where by tiered schedules. By others it is not: then a new snapshot takes the fastest tier, and the oldest one there,
-which is needed last, gives way to the next tier.
+A tiered schedule says in which tier each snapshot goes. Otherwise a new snapshot takes the fastest tier, and the oldest one there,
+which is needed last, moves to the next tier.
+
+A file is a magic line, the length of a header, the header (JSON: a description, and dtype and shape of each tensor), a checksum of
+all of it, and the tensors' bytes. Reading executes nothing. A file appears under its name only when it is complete, and one that
+does not match its checksum is treated as lost.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from retape.core.errors import RegionError
-from retape.torch.loops.disk import Scratch, SnapshotLost
-from retape.torch.loops.side_state import Saved
-from retape.torch.loops.state import State
+from retape.core.errors import InvalidInput, RegionError
+from retape.core.units import format_bytes
+from retape.torch.loops.side_state import SavedSideState
+from retape.torch.loops.state import State, byte_view
+
+# --- files of tensors ----------------------------------------------------------------------------------------------
+
+_MAGIC = b"retape tensors 1\n"
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+}
 
 
-class Snapshot(NamedTuple):
-    """Everything that a run needs to start at a step: the carry, the random streams, the state that steps hide."""
+class SnapshotLost(Exception):
+    """A snapshot that is missing or damaged; its state can be computed again."""
+
+
+def write_file(path: Path, about: dict[str, Any], tensors: Sequence[Tensor], *, durable: bool) -> None:
+    """Write tensors to a file that appears only when it is complete; `durable` waits for the disk itself."""
+    parts = [_bytes_of(tensor) for tensor in tensors]
+    kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    header = json.dumps({"about": about, "tensors": kinds}).encode()
+    front = _MAGIC + struct.pack("<Q", len(header)) + header
+    digest = _digest()
+    for part in (front, *parts):
+        digest.update(part)
+    draft = path.with_suffix(".part")
+    try:
+        with draft.open("wb") as file:
+            for part in (front, digest.digest(), *parts):
+                file.write(part)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        draft.replace(path)
+        if durable:
+            _sync_folder(path.parent)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return a file's description and its tensors, on the CPU; SnapshotLost if it is missing or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SnapshotLost(f"{path.name} cannot be read: {error.strerror}") from error
+    start = len(_MAGIC) + 8
+    if data[: len(_MAGIC)] != _MAGIC or len(data) < start:
+        raise SnapshotLost(f"{path.name} is not a file of tensors, or is truncated")
+    digest = _digest()
+    end = start + struct.unpack("<Q", data[len(_MAGIC) : start])[0]
+    body = end + digest.digest_size
+    digest.update(data[:end])
+    digest.update(memoryview(data)[body:])
+    if len(data) < body or digest.digest() != data[end:body]:
+        raise SnapshotLost(f"{path.name} does not match its checksum")
+    header = json.loads(data[start:end])
+    tensors = []
+    for name, shape in header["tensors"]:
+        tensor = torch.empty(shape, dtype=_DTYPES[name])
+        size = tensor.numel() * tensor.element_size()
+        if size:
+            byte_view(tensor).copy_(torch.frombuffer(bytearray(data[body : body + size]), dtype=torch.uint8))
+        tensors.append(tensor)
+        body += size
+    return header["about"], tensors
+
+
+def _digest() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    if tensor.layout is not torch.strided or tensor.is_quantized or str(tensor.dtype)[6:] not in _DTYPES:
+        raise InvalidInput(
+            f"A carry holds a tensor of layout {tensor.layout} and dtype {tensor.dtype}, which cannot be stored in a file. "
+            "Keep its snapshots on the device, or carry a plain tensor."
+        )
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return byte_view(plain).numpy().tobytes()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def cannot_write(path: Path, error: OSError) -> RegionError:
+    """Return the error for a file that cannot be written."""
+    room = ""
+    if error.errno == errno.ENOSPC:
+        room = f" {format_bytes(shutil.disk_usage(path.parent).free)} are free there."
+    return RegionError(
+        f"A snapshot could not be written to {path}: {error.strerror}.{room} "
+        "Give the loop another directory (resume=, or TMPDIR for a disk tier), fewer snapshots, or a tier in memory."
+    )
+
+
+# --- tiers ---------------------------------------------------------------------------------------------------------
+
+
+class LoopSnapshot(NamedTuple):
+    """All that a run needs to start at a step: the carry, the states of random streams, the side state."""
 
     state: State
     tokens: list[Any]
-    hidden: Saved
+    side_state: SavedSideState
+
+    def with_leaves(self, leaves: list[Any]) -> LoopSnapshot:
+        return self._replace(state=self.state.with_leaves(leaves))
+
+    def devices(self) -> list[torch.device | None]:
+        """Return the device of each leaf of the carry, None for a leaf that is not a tensor."""
+        return [leaf.device if isinstance(leaf, Tensor) else None for leaf in self.state.leaves]
 
 
-class Shelf(Protocol):
-    """One tier's snapshots, by step."""
-
-    def put(self, step: int, snapshot: Snapshot) -> None: ...
-    def get(self, step: int) -> Snapshot: ...
-    def drop(self, step: int) -> None: ...
-    def steps(self) -> Iterable[int]: ...
-
-
-class DeviceShelf:
-    """Snapshots as they are."""
+class DeviceTier:
+    """Snapshots by step, as they are. Other tiers store something else in their place."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Snapshot] = {}
+        self._held: dict[int, Any] = {}
 
-    def put(self, step: int, snapshot: Snapshot) -> None:
+    def put(self, step: int, snapshot: LoopSnapshot) -> None:
         self._held[step] = snapshot
 
-    def get(self, step: int) -> Snapshot:
-        return self._held[step]
+    def get(self, step: int) -> LoopSnapshot:
+        found: LoopSnapshot = self._held[step]
+        return found
 
     def drop(self, step: int) -> None:
         del self._held[step]
@@ -53,197 +167,172 @@ class DeviceShelf:
     def steps(self) -> Iterable[int]:
         return self._held.keys()
 
+    def close(self) -> None:
+        """Drop everything."""
+        for step in list(self._held):
+            self.drop(step)
 
-class HostShelf:
-    """Tensors of CUDA devices in pinned memory, copied on a stream of their own; those of the CPU as they are."""
+
+class HostTier(DeviceTier):
+    """CUDA tensors in pinned memory, copied on a separate stream; CPU tensors as they are."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Snapshot, list[Any], torch.cuda.Event | None]] = {}
-        self._lanes: dict[torch.device, torch.cuda.Stream] = {}
+        super().__init__()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def put(self, step: int, snapshot: Snapshot) -> None:
-        devices = {leaf.device for leaf in snapshot.state.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
-        if not devices:
-            self._held[step] = (snapshot, [], None)
+    def put(self, step: int, snapshot: LoopSnapshot) -> None:
+        devices = snapshot.devices()
+        cuda = next((device for device in devices if device is not None and device.type == "cuda"), None)
+        if cuda is None:
+            self._held[step] = (snapshot, devices, None)
             return
-        device = devices.pop()
-        lane = self._lanes.get(device)
-        if lane is None:
-            lane = self._lanes[device] = torch.cuda.Stream(device)
-        lane.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(lane):
-            copies = [_to_host(leaf, lane) for leaf in snapshot.state.leaves]
+        stream = self._streams.get(cuda)
+        if stream is None:
+            stream = self._streams[cuda] = torch.cuda.Stream(cuda)
+        stream.wait_stream(torch.cuda.current_stream(cuda))
+        with torch.cuda.stream(stream):
+            copies = [_to_host(leaf, stream) for leaf in snapshot.state.leaves]
             done = torch.cuda.Event()
-            done.record(lane)
-        places = [leaf.device if isinstance(leaf, Tensor) else None for leaf in snapshot.state.leaves]
-        moved = snapshot._replace(state=State(copies, snapshot.state.spec, snapshot.state.needs_grad))
-        self._held[step] = (moved, places, done)
+            done.record(stream)
+        self._held[step] = (snapshot.with_leaves(copies), devices, done)
 
-    def get(self, step: int) -> Snapshot:
-        snapshot, places, done = self._held[step]
+    def get(self, step: int) -> LoopSnapshot:
+        snapshot, devices, done = self._held[step]
         if done is None:
-            return snapshot
+            return snapshot  # type: ignore[no-any-return]
         done.synchronize()
-        leaves = [
-            leaf if place is None else leaf.to(place, non_blocking=True)
-            for leaf, place in zip(snapshot.state.leaves, places, strict=True)
-        ]
-        return snapshot._replace(state=State(leaves, snapshot.state.spec, snapshot.state.needs_grad))
-
-    def drop(self, step: int) -> None:
-        del self._held[step]
-
-    def steps(self) -> Iterable[int]:
-        return self._held.keys()
+        pairs = zip(snapshot.state.leaves, devices, strict=True)
+        return snapshot.with_leaves([leaf if d is None else leaf.to(d, non_blocking=True) for leaf, d in pairs])  # type: ignore[no-any-return]
 
 
-def _to_host(leaf: Any, lane: torch.cuda.Stream) -> Any:
+def _to_host(leaf: Any, stream: torch.cuda.Stream) -> Any:
     if not isinstance(leaf, Tensor) or not leaf.is_cuda:
         return leaf
     buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu", pin_memory=True)
-    if leaf.device != lane.device:  # a second GPU's; the lane does not wait for that one
+    if leaf.device != stream.device:  # on a second GPU, for which the stream does not wait
         return buffer.copy_(leaf)
     buffer.copy_(leaf, non_blocking=True)
-    leaf.record_stream(lane)  # its memory must not be given away before the copy is done
+    leaf.record_stream(stream)  # its memory must not be reused before the copy is done
     return buffer
 
 
-class DiskShelf:
-    """Tensors in files, each with a checksum; the rest of a snapshot stays in memory."""
+class DiskTier(DeviceTier):
+    """Tensors in files with checksums, in a temporary folder; the rest of a snapshot stays in memory."""
 
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
-        self._rest: dict[int, tuple[Snapshot, list[Any]]] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="retape-"))
+        except OSError as error:
+            raise cannot_write(Path(tempfile.gettempdir()) / "retape", error) from error
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, True)
 
-    def put(self, step: int, snapshot: Snapshot) -> None:
+    def _path(self, step: int) -> Path:
+        return self._folder / f"{step}.tensors"
+
+    def put(self, step: int, snapshot: LoopSnapshot) -> None:
         leaves = snapshot.state.leaves
-        self._scratch.write(step, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        places = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        write_file(self._path(step), {"step": step}, tensors, durable=False)
         plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        kept = snapshot._replace(state=State(plain, snapshot.state.spec, snapshot.state.needs_grad))
-        self._rest[step] = (kept, places)
+        self._held[step] = (snapshot.with_leaves(plain), snapshot.devices())
 
-    def get(self, step: int) -> Snapshot:
-        snapshot, places = self._rest[step]
-        read = iter(self._scratch.read(step))
-        leaves = [
-            leaf if place is None else next(read).to(place)
-            for leaf, place in zip(snapshot.state.leaves, places, strict=True)
-        ]
-        return snapshot._replace(state=State(leaves, snapshot.state.spec, snapshot.state.needs_grad))
+    def get(self, step: int) -> LoopSnapshot:
+        snapshot, devices = self._held[step]
+        about, tensors = read_file(self._path(step))
+        if about.get("step") != step:
+            raise SnapshotLost(f"{self._path(step).name} is the snapshot of step {about.get('step')}")
+        read = iter(tensors)
+        pairs = zip(snapshot.state.leaves, devices, strict=True)
+        return snapshot.with_leaves([leaf if d is None else next(read).to(d) for leaf, d in pairs])  # type: ignore[no-any-return]
 
     def drop(self, step: int) -> None:
-        del self._rest[step]
-        self._scratch.remove(step)
-
-    def steps(self) -> Iterable[int]:
-        return self._rest.keys()
+        super().drop(step)
+        self._path(step).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._scratch.close()
+        super().close()
+        self._remove_folder()
 
 
-class Store:
-    """All snapshots of a loop, by step and tier. `slots` are how many each shelf takes where the schedule does not say."""
+TIERS = {"device": DeviceTier, "host": HostTier, "disk": DiskTier}
 
-    def __init__(self, shelves: Sequence[Shelf], slots: Sequence[int] | None = None) -> None:
-        self._shelves = list(shelves)
+
+class TierStore:
+    """All snapshots of a loop, by step and tier. `slots`: the capacity of each tier if the schedule does not choose tiers."""
+
+    def __init__(self, tiers: Sequence[DeviceTier], slots: Sequence[int] | None = None) -> None:
+        self._tiers = list(tiers)
         self._slots = list(slots) if slots is not None else None
 
+    @classmethod
+    def named(cls, names: Sequence[str], slots: Sequence[int] | None) -> TierStore:
+        """Return a store with a tier for each name; one device tier if there are none."""
+        return cls([TIERS[name]() for name in names], slots) if names else cls([DeviceTier()])
+
     @property
-    def tiers(self) -> int:
-        return len(self._shelves)
+    def slowest(self) -> int:
+        return len(self._tiers) - 1
 
-    def put(self, step: int, snapshot: Snapshot, tier: int = 0) -> None:
-        self._shelves[tier].put(step, snapshot)
-        if self._slots is not None:
-            self._make_room(0)
+    def put(self, step: int, snapshot: LoopSnapshot, tier: int = 0) -> None:
+        self._tiers[tier].put(step, snapshot)
+        if self._slots is None:
+            return
+        for number, (slots, held) in enumerate(zip(self._slots, self._tiers, strict=True)):
+            while len(list(held.steps())) > slots and number < self.slowest:
+                oldest = min(held.steps())
+                self._tiers[number + 1].put(oldest, held.get(oldest))
+                held.drop(oldest)
 
-    def _make_room(self, tier: int) -> None:
-        """Move the oldest snapshots of a shelf that holds too many to the next one, and so on."""
-        assert self._slots is not None
-        shelf = self._shelves[tier]
-        while len(list(shelf.steps())) > self._slots[tier] and tier + 1 < len(self._shelves):
-            oldest = min(shelf.steps())
-            self._shelves[tier + 1].put(oldest, shelf.get(oldest))
-            shelf.drop(oldest)
-            self._make_room(tier + 1)
-
-    def get(self, step: int) -> Snapshot:
-        """The snapshot of a step, from the fastest tier that has it; SnapshotLost if none has, or its file is damaged."""
-        for shelf in self._shelves:
-            if step in shelf.steps():
-                return shelf.get(step)
+    def get(self, step: int) -> LoopSnapshot:
+        """Return the snapshot of a step from the fastest tier that has it; SnapshotLost if none has or it is damaged."""
+        for tier in self._tiers:
+            if step in tier.steps():
+                return tier.get(step)
         raise SnapshotLost(f"there is no snapshot of step {step}")
 
     def drop(self, step: int, tier: int = 0) -> None:
-        shelves = self._shelves if self._slots is not None else [self._shelves[tier]]
-        for shelf in shelves:
-            if step in shelf.steps():
-                shelf.drop(step)
+        for held in self._tiers if self._slots is not None else [self._tiers[tier]]:
+            if step in held.steps():
+                held.drop(step)
 
     def steps(self) -> list[int]:
-        return sorted({step for shelf in self._shelves for step in shelf.steps()})
-
-    def clear(self) -> None:
-        for shelf in self._shelves:
-            for step in list(shelf.steps()):
-                shelf.drop(step)
+        return sorted({step for tier in self._tiers for step in tier.steps()})
 
     def close(self) -> None:
-        """Drop everything, and the folder of a disk tier with it."""
-        self.clear()
-        for shelf in self._shelves:
-            if isinstance(shelf, DiskShelf):
-                shelf.close()
+        """Drop everything, and the folder of a disk tier."""
+        for tier in self._tiers:
+            tier.close()
 
-    def fork(self) -> Store:
-        """A second view of what is held, for a backward pass that leaves this one as it is."""
-        return _Fork(self)
+    def fork(self) -> TierStore:
+        """Return a view for a backward pass that must leave this store unchanged."""
+        return _ForkedStore(self)
 
 
-class _Fork(Store):
-    """What it drops stays with the store it was forked from; its own snapshots stay on the device."""
+class _ForkedStore(TierStore):
+    """A store whose drops do not reach the original; new snapshots stay on the device."""
 
-    def __init__(self, origin: Store) -> None:
-        super().__init__([DeviceShelf()])
+    def __init__(self, origin: TierStore) -> None:
+        super().__init__([DeviceTier()])
         self._origin = origin
         self._borrowed = set(origin.steps())
         self._moving: set[int] = set()  # saved in another tier, not yet freed in the one before
 
-    def put(self, step: int, snapshot: Snapshot, tier: int = 0) -> None:
+    def put(self, step: int, snapshot: LoopSnapshot, tier: int = 0) -> None:
         if step in self.steps():
             self._moving.add(step)
         else:
             super().put(step, snapshot, 0)
 
-    def get(self, step: int) -> Snapshot:
+    def get(self, step: int) -> LoopSnapshot:
         return self._origin.get(step) if step in self._borrowed else super().get(step)
 
     def drop(self, step: int, tier: int = 0) -> None:
-        if step in self._moving:
-            self._moving.discard(step)
-        elif step in self._borrowed:
-            self._borrowed.discard(step)
-        else:
-            super().drop(step, 0)
+        for borrowed in (self._moving, self._borrowed):
+            if step in borrowed:
+                borrowed.discard(step)
+                return
+        super().drop(step, 0)
 
     def steps(self) -> list[int]:
         return sorted({*super().steps(), *self._borrowed})
-
-
-def store_for(names: Sequence[str], slots: Sequence[int] | None, scratch: Scratch | None) -> Store:
-    """A store with a shelf for each tier."""
-    if not names:
-        return Store([DeviceShelf()])
-    shelves: list[Shelf] = []
-    for name in names:
-        if name == "device":
-            shelves.append(DeviceShelf())
-        elif name == "host":
-            shelves.append(HostShelf())
-        elif scratch is None:
-            raise RegionError("A disk tier needs a directory: a bug in retape.")
-        else:
-            shelves.append(DiskShelf(scratch))
-    return Store(shelves, slots)

@@ -1,7 +1,7 @@
-"""States of a loop: the leaves of a carry without their history, and how to put the carry together again.
+"""The carry of a loop without its autograd history: flat leaves, and the structure to rebuild the carry from them.
 
-Containers are PyTorch's trees (tuples, lists, dicts, named tuples, deques, at any depth) and dataclasses. A leaf that is no tensor is
-passed through as it is. No running and no storing here.
+Containers are PyTorch's trees (tuples, lists, dicts, named tuples, deques, at any depth) and dataclasses. A leaf that is not a
+tensor is passed through unchanged. Running steps is in `step.py`, storing states in `snapshots.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from retape.torch.capture.mutation import versions_of
 
 
 class _Dataclass(NamedTuple):
-    """Where a dataclass stands among the leaves of a tree: its fields are flattened in its place."""
+    """A dataclass among the leaves of a tree; its fields are flattened in its place."""
 
     kind: type
     names: tuple[str, ...]
@@ -31,9 +31,12 @@ class _Dataclass(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """How leaves make up a tree; equal for equal structures."""
+    """The structure that leaves make up; equal for equal structures.
 
-    tree: pytree.TreeSpec | int | None  # an int: a plain tuple of so many leaves; None: the one leaf itself
+    `tree` is None for a single leaf and an int for a plain tuple of that many leaves: both are faster to rebuild than a TreeSpec.
+    """
+
+    tree: pytree.TreeSpec | int | None
     classes: tuple[tuple[int, _Dataclass], ...] = ()
 
 
@@ -43,7 +46,7 @@ _TUPLES = [Spec(count) for count in range(16)]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """The leaves of a tree, and how to put them back."""
+    """Return the leaves of a tree and its structure."""
     if type(tree) in _SIMPLE or isinstance(tree, Tensor):
         return [tree], _LEAF
     if type(tree) is tuple and _SIMPLE.issuperset(map(type, tree)):
@@ -67,7 +70,7 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
 
 
 def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
-    """The tree whose leaves these are, in containers of its own."""
+    """Rebuild a tree from its leaves, in new containers."""
     if spec.tree is None:
         return leaves[0]
     if isinstance(spec.tree, int):
@@ -83,7 +86,10 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
             continue
         kind, names, inner, used = classes[index]
         fields, rest = unflatten(rest[:used], inner), rest[used:]
-        whole.append(_rebuilt(kind, names, fields))
+        made: Any = object.__new__(kind)  # not its constructor, which may take other arguments
+        for name, value in zip(names, fields, strict=True):
+            object.__setattr__(made, name, value)
+        whole.append(made)
     return pytree.tree_unflatten(whole, spec.tree)
 
 
@@ -91,16 +97,8 @@ def _is_dataclass(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
 
-def _rebuilt(kind: type, names: tuple[str, ...], fields: list[Any]) -> Any:
-    """A dataclass with these fields, made without its constructor, which may ask for something else."""
-    made: Any = object.__new__(kind)
-    for name, value in zip(names, fields, strict=True):
-        object.__setattr__(made, name, value)
-    return made
-
-
 class State:
-    """The carry before a step, without its history. `needs_grad` says which leaves would require gradients in the plain loop."""
+    """The carry before a step, detached. `needs_grad`: the leaves that would require gradients in the plain loop."""
 
     __slots__ = ("_versions", "leaves", "needs_grad", "spec")
 
@@ -116,23 +114,31 @@ class State:
     def of(cls, tree: Any) -> State:
         return cls(*flatten(tree))
 
+    def with_leaves(self, leaves: Sequence[Any]) -> State:
+        """Return a state of the same structure with other leaves."""
+        return State(leaves, self.spec, self.needs_grad)
+
+    def emptied(self) -> State:
+        """Return a state of the same structure that holds nothing."""
+        return State([], self.spec, ())
+
     def fresh(self) -> list[Any]:
-        """The leaves, fit to be the inputs of a graph of their own."""
+        """Return the leaves as new autograd leaves."""
         return [
             leaf.detach().requires_grad_() if needed else leaf
             for leaf, needed in zip(self.leaves, self.needs_grad, strict=True)
         ]
 
-    def written_to(self) -> int | None:
-        """The first leaf that has been changed in place since this state was made, if any."""
+    def modified_leaf(self) -> int | None:
+        """Return the index of the first leaf that was modified in place since this state was made, if any."""
         now = versions_of(self.leaves)
         if now == self._versions:
             return None
-        return next(i for i, (then, new) in enumerate(zip(self._versions, now, strict=True)) if then != new)
+        return next(i for i, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new)
 
     def check(self, name: str, step: int) -> None:
-        """Nobody may have written to a state that the backward pass starts from."""
-        leaf = self.written_to()
+        """Raise StateChanged if a leaf was modified in place: the backward pass starts from this state."""
+        leaf = self.modified_leaf()
         if leaf is not None:
             raise StateChanged(
                 f"{name}: leaf {leaf} of the carry before step {step} has been modified by an inplace operation after the loop, so that "
@@ -141,12 +147,12 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its tensors, each storage once."""
+        """The bytes of its tensors, each storage counted once."""
         return storage_bytes([leaf for leaf in self.leaves if isinstance(leaf, Tensor)])
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """What tensors weigh, each storage counted once."""
+    """Return the bytes of tensors, each storage counted once."""
     found = {}
     for tensor in tensors:
         if tensor.layout is not torch.strided:
@@ -157,8 +163,8 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(found.values())
 
 
-def mark_of(leaves: Sequence[Any]) -> int | None:
-    """A checksum of what a state holds; None where looking would wait for a device, or where kernels may differ from run to run."""
+def checksum_of(leaves: Sequence[Any]) -> int | None:
+    """Return a CRC of the tensors, or None if reading would wait for a device or kernels may be nondeterministic."""
     total = 0
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -167,31 +173,31 @@ def mark_of(leaves: Sequence[Any]) -> int | None:
             return None
         plain = leaf.detach().contiguous()
         if plain.numel():
-            total = zlib.crc32(octets_of(plain).numpy().data, total)
+            total = zlib.crc32(byte_view(plain).numpy().data, total)
     return total
 
 
-def octets_of(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, sharing its memory."""
+def byte_view(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as uint8, sharing its memory."""
     count = tensor.numel() * tensor.element_size()
     start = int(tensor.storage_offset()) * tensor.element_size()
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (count,), (1,))
 
 
-def check_same(name: str, step: int, before: State, leaves: Sequence[Any], spec: Spec) -> None:
-    """A carry keeps its structure, shapes, dtypes and devices from step to step."""
+def check_same_kind(name: str, step: int, before: State, leaves: Sequence[Any], spec: Spec) -> None:
+    """Raise InvalidInput if a step changed the structure, a shape, a dtype or a device of its carry."""
     if spec is not before.spec and spec != before.spec:
         raise InvalidInput(
             f"{name}: step {step} returned a carry of another structure than it was given ({_shown(spec)}, not {_shown(before.spec)}). "
             "Return the same containers in every step."
         )
     for index, (old, new) in enumerate(zip(before.leaves, leaves, strict=True)):
-        if type(old) is Tensor is type(new) and _alike_on_the_cpu(old, new):
+        if type(old) is Tensor is type(new) and _same_kind_on_cpu(old, new):
             continue
         if isinstance(old, Tensor) != isinstance(new, Tensor):
             raise InvalidInput(
                 f"{name}: step {step} returned a {type(new).__name__} for leaf {index} of the carry, which was a {type(old).__name__}. "
-                "Return what was given: a tensor for a tensor."
+                "Return a tensor where a tensor was given, and a plain value where a plain value was."
             )
         if isinstance(old, Tensor) and (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
             raise InvalidInput(
@@ -200,8 +206,7 @@ def check_same(name: str, step: int, before: State, leaves: Sequence[Any], spec:
             )
 
 
-def _alike_on_the_cpu(one: Tensor, other: Tensor) -> bool:
-    """What most leaves are; quicker to ask than what they are exactly."""
+def _same_kind_on_cpu(one: Tensor, other: Tensor) -> bool:
     return one.is_cpu and other.is_cpu and one.dtype is other.dtype and one.shape == other.shape
 
 
