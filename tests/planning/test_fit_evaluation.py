@@ -217,7 +217,7 @@ def test_a_plan_of_no_known_mode_is_not_spoken_of():
     made = retape.apply(model.eval(), record)
     gradients(model, square, batch)
     made.remove()
-    with pytest.raises(PlanFormatError, match="true or false, or nothing"):
+    with pytest.raises(PlanFormatError, match="give True or False"):
         FitRecord.from_json(made.record.to_json().replace('"training": null', '"training": 3'))
 
 
