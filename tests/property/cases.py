@@ -7,8 +7,6 @@ that fails too, and `describe(case)` prints it.
 from __future__ import annotations
 
 import random
-import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -19,7 +17,8 @@ from retape.core.errors import StateChanged
 
 from . import ways
 from .ops import SHAPE
-from .regions import Block, Spec, draw, smaller, text
+from .regions import Spec, SpecBlock, draw, smaller, text
+from .subjects import Refused, blocks_of, differences, seed_streams, strict
 from .ways import Kind, Mode
 
 
@@ -45,10 +44,6 @@ class Case:
     leaves: bool = False
     frozen_inputs: bool = False
     eval_between: bool = False
-
-
-class Refused(Exception):
-    """Plain autograd itself refuses the case, so there is nothing to compare."""
 
 
 def case_of(seed: int) -> Case:
@@ -86,7 +81,7 @@ class _Model:
         torch.manual_seed(case.seed)
         rng = random.Random(case.seed)
         self.case = case
-        self.block = Block(case.spec, rng, torch.nn.Linear(SHAPE[2], SHAPE[2]))
+        self.block = SpecBlock(case.spec, rng, torch.nn.Linear(SHAPE[2], SHAPE[2]))
         self.inputs = [torch.randn(SHAPE).requires_grad_(not case.frozen_inputs) for _ in range(case.spec.inputs)]
         self.start = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
 
@@ -97,12 +92,10 @@ class _Model:
         self.block.zero_grad(set_to_none=True)
         for value in self.inputs:
             value.grad = None
-        for number, block in enumerate(module for module in self.block.modules() if isinstance(module, Block)):
+        for number, block in enumerate(blocks_of(self.block)):
             block.generator.manual_seed(self.case.seed + number)
             block.last = torch.zeros(())
-        torch.manual_seed(self.case.seed)
-        random.seed(self.case.seed)
-        np.random.seed(self.case.seed % 2**32)
+        seed_streams(self.case.seed)
 
     def forward(self) -> list[torch.Tensor]:
         given = self.inputs if self.case.leaves else [value * 1 for value in self.inputs]
@@ -128,7 +121,7 @@ def results(case: Case, model: _Model, mode: Mode, recipes: dict | None = None) 
     found |= {f"gradient of input {i}": value.grad for i, value in enumerate(model.inputs)}
     found |= {f"gradient of {name}": value.grad for name, value in model.block.named_parameters()}
     found |= {f"buffer {name}": value.clone() for name, value in model.block.named_buffers()}
-    for number, block in enumerate(module for module in model.block.modules() if isinstance(module, Block)):
+    for number, block in enumerate(blocks_of(model.block)):
         found[f"generator {number}"] = block.generator.get_state()
         found[f"last {number}"] = block.last
     return found | {
@@ -161,21 +154,9 @@ def _differentiate(case, model, losses):
     return {}
 
 
-@contextmanager
-def _strict():
-    """Memory that nobody filled is NaN, so that reading it shows; torch's warnings are the same in every run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-
 def failure(case: Case) -> str | None:
     """What differs between plain autograd and the managed run; None where nothing does. Refused if plain raises."""
-    with _strict():
+    with strict():
         model = _Model(case)
         try:
             plain = results(case, model, Mode.PLAIN)
@@ -192,7 +173,7 @@ def failure(case: Case) -> str | None:
             return f"{type(error).__name__}: {error}"
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-    different = [name for name in dict.fromkeys([*plain, *managed]) if not _equal(plain.get(name), managed.get(name))]
+    different = differences(plain, managed)
     return f"{len(different)} differ: {', '.join(different[:6])}" if different else None
 
 
@@ -203,14 +184,6 @@ def _recipes(case, model):
         model.forward()
         session.plan()
         return session.recipes
-
-
-def _equal(one, other) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and (
-            torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
-        )
-    return type(one) is type(other) and one == other
 
 
 # --- reporting one ---------------------------------------------------------------------------------------------------

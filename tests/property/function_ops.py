@@ -187,7 +187,7 @@ class Marked(Tensor):
     """A plain subclass: every op on it gives one again."""
 
 
-class Scaled(Tensor):
+class ScaledTensor(Tensor):
     """A subclass with a __torch_function__ of its own that adds an op to each product."""
 
     @classmethod
@@ -198,7 +198,7 @@ class Scaled(Tensor):
 
 @wide()
 def subclass(block, number, a, b):
-    kind = (Marked, Scaled)[number % 2]
+    kind = (Marked, ScaledTensor)[number % 2]
     t = a.as_subclass(kind)
     return pick(
         number // 2,

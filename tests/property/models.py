@@ -26,7 +26,7 @@ from retape.torch.planning.attach import is_attached
 
 from .cases import without_selective
 from .ops import ROWS, WIDTH
-from .regions import LEAF_OPS, STYLES, WIDE_OPS, Block, Spec, Style, draw, give, tensors_in, text
+from .regions import LEAF_OPS, STYLES, WIDE_OPS, Spec, SpecBlock, Style, draw, give, tensors_in, text
 from .selections import GIVES
 from .subjects import (
     PLAIN_ERRORS,
@@ -109,14 +109,14 @@ def describe(case: ModelCase) -> str:
 # --- the model ---------------------------------------------------------------------------------------------------------
 
 
-class Layer(Block):
+class Layer(SpecBlock):
     """A block that is called with its values packed in the style of its specification, and packs what it returns."""
 
     def forward(self, packed):
         return give(self.spec.gives, super().forward(tensors_in(self.spec.takes, packed)))
 
 
-class Model(nn.Module):
+class SpecModel(nn.Module):
     """Layers in a row; each takes what the one before gave. Returns the loss."""
 
     def __init__(self, case: ModelCase) -> None:
@@ -138,9 +138,9 @@ class Model(nn.Module):
         return total + sum(side.square().mean() for side in sides)
 
 
-def build(case: ModelCase) -> Model:
+def build_model(case: ModelCase) -> SpecModel:
     seed_streams(case.seed)
-    model = Model(case)
+    model = SpecModel(case)
     for number, parameter in enumerate(model.parameters()):
         if case.frozen and number % case.frozen == 0:
             parameter.requires_grad_(False)
@@ -156,11 +156,9 @@ def batch_of(case: ModelCase, number: int = 0, rows: int | None = None) -> torch
     return torch.randn(rows or case.batch, ROWS, WIDTH, generator=generator)
 
 
-def call(model, batch):
-    return model(batch)
-
-
-def steps(case: ModelCase, model: Model, *, mode: Mode = Mode.PLAIN, sizes: tuple[int, ...] = (), count: int = STEPS):
+def model_steps(
+    case: ModelCase, model: SpecModel, *, mode: Mode = Mode.PLAIN, sizes: tuple[int, ...] = (), count: int = STEPS
+):
     """Yield what each step leaves behind, `.grad`s by identity too; in a MANAGED session regions inside blocks are regions."""
     seed_streams(case.seed + 5)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or [torch.zeros(1)], lr=0.05)
@@ -257,7 +255,7 @@ class ModelFuzzer:
 
     def _plain(self) -> list[dict] | None:
         try:
-            return list(steps(self._case, build(self._case)))
+            return list(model_steps(self._case, build_model(self._case)))
         except PLAIN_ERRORS as error:
             self.tally.skipped[type(error).__name__] += 1
             return None
@@ -272,7 +270,7 @@ class ModelFuzzer:
             self._fail(kind, f"raw {type(error).__name__}: {str(error)[:300]}")
 
     def _fit(self, wanted: list[dict]) -> None:
-        model = build(self._case)
+        model = build_model(self._case)
         before, shape = left_by(model, []), footprint(model)
         made = self._fitted(model)
         self._same("fit changed the model", before, left_by(model, []))
@@ -284,9 +282,9 @@ class ModelFuzzer:
         for number in range(self._plans):
             self._apply("forced", _forced(made.record, random.Random(self._case.seed + number)), wanted, shape)
 
-    def _fitted(self, model: Model):
+    def _fitted(self, model: SpecModel):
         case = self._case
-        options = {"step": call, "check": case.check, "progress": False}
+        options = {"step": lambda model, batch: model(batch), "check": case.check, "progress": False}
         with running(Mode.MANAGED):
             try:
                 return retape.fit(model, batch_of(case), budget=case.share, **options)
@@ -294,14 +292,14 @@ class ModelFuzzer:
                 self._same_streams_after_refusal(model)
                 return retape.fit(model, batch_of(case), budget=int(error.floor_bytes * 1.02) + 1, **options)
 
-    def _same_streams_after_refusal(self, model: Model) -> None:
-        fresh = build(self._case)
+    def _same_streams_after_refusal(self, model: SpecModel) -> None:
+        fresh = build_model(self._case)
         self._same("a refused fit left something", footprint(fresh), footprint(model))
         self._same("a refused fit changed the model", left_by(fresh, []), left_by(model, []))
 
     def _apply(self, kind: str, plan, wanted: list[dict], shape: dict) -> None:
         """Put a plan on a fresh model, that of a fit through a file."""
-        model = build(self._case)
+        model = build_model(self._case)
         with tempfile.TemporaryDirectory() as folder:
             if kind == "apply":
                 plan.save(Path(folder) / "plan.json")
@@ -315,9 +313,9 @@ class ModelFuzzer:
         """Several steps, of other sizes too, under a share of what a plain step takes."""
         case, rng = self._case, random.Random(self._case.seed)
         sizes = tuple(rng.choice((case.batch, case.batch, case.batch // 2, case.batch * 2)) for _ in range(3))
-        twin = build(case)
+        twin = build_model(case)
         with track_memory(device_of(twin)) as scale:
-            wanted = list(steps(case, twin, sizes=sizes, count=5))
+            wanted = list(model_steps(case, twin, sizes=sizes, count=5))
         whole = max(reading.peak_bytes for reading in scale.readings)
         try:
             self._live(case.share * whole, wanted, sizes)
@@ -326,7 +324,7 @@ class ModelFuzzer:
             self._live(1.3 * whole, wanted, sizes)
 
     def _live(self, budget: float, wanted: list[dict], sizes: tuple[int, ...]) -> None:
-        model = build(self._case)
+        model = build_model(self._case)
         shape = footprint(model)
         live = retape.adaptive(model, budget=retape.Budget.activations(max(1, int(budget))))
         try:
@@ -335,12 +333,12 @@ class ModelFuzzer:
             live.remove()
             self._same("adaptive left something", shape, footprint(model))
 
-    def _follow(self, kind: str, model: Model, wanted: list[dict], **how) -> None:
+    def _follow(self, kind: str, model: SpecModel, wanted: list[dict], **how) -> None:
         for number, (one, other) in enumerate(
-            zip(wanted, steps(self._case, model, mode=Mode.MANAGED, **how), strict=True)
+            zip(wanted, model_steps(self._case, model, mode=Mode.MANAGED, **how), strict=True)
         ):
             wrong = differences(one, other)
-            if wrong and any(map(differences, wanted, steps(self._case, build(self._case), **how))):
+            if wrong and any(map(differences, wanted, model_steps(self._case, build_model(self._case), **how))):
                 self.tally.skipped["plain autograd does not repeat itself"] += 1
                 return
             if wrong:

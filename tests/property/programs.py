@@ -125,7 +125,7 @@ def draw(seed: int) -> list[tuple[str, int, int, int]]:
     return [(kind, rng.randrange(1000), rng.randrange(1000), rng.randrange(1000)) for kind in kinds]
 
 
-def run(program: list[tuple[str, int, int, int]], x: Tensor) -> Tensor:
+def run_program(program: list[tuple[str, int, int, int]], x: Tensor) -> Tensor:
     """Execute a program on `x`; every value that it has made and that has the shape goes into the result."""
     values = [x * 1, x.detach() * 0.5]
     for kind, first, second, number in program:

@@ -139,7 +139,7 @@ def mesh():
     return _MESHES[0]
 
 
-class Block(nn.Module):
+class RankBlock(nn.Module):
     def __init__(self, program):
         super().__init__()
         self.program = program
@@ -152,11 +152,11 @@ class Block(nn.Module):
         return x.tanh()
 
 
-class Model(nn.Module):
+class RankModel(nn.Module):
     def __init__(self, programs):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(program) for program in programs)
+        self.blocks = nn.ModuleList(RankBlock(program) for program in programs)
         self.managed = False
 
     def forward(self, x):
@@ -166,16 +166,16 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def build(seed: int) -> tuple[Model, str, float]:
+def build_ranks(seed: int) -> tuple[RankModel, str, float]:
     rng = random.Random(seed)
     kinds = [[rng.choice((*COLLECTIVES, _local, _local, _norm)) for _ in range(rng.randint(1, 3))] for _ in range(2)]
     programs = [rng.choice(kinds) for _ in range(rng.randint(2, 4))]
     torch.manual_seed(seed)
     text = "; ".join(" ".join(op.__name__ for op in program) for program in programs)
-    return Model(programs), text, rng.choice((0.3, 0.5, 0.7, 0.9))
+    return RankModel(programs), text, rng.choice((0.3, 0.5, 0.7, 0.9))
 
 
-def steps(model: Model, seed: int, count: int = 3) -> list[dict]:
+def rank_steps(model: RankModel, seed: int, count: int = 3) -> list[dict]:
     found = []
     torch.manual_seed(seed + 100 * dist.get_rank())
     for _ in range(count):
@@ -196,29 +196,29 @@ def differing(wanted: list[dict], got: list[dict]) -> list[str]:
 
 
 def _by_checkpoint(seed: int) -> list[dict]:
-    model, _, _ = build(seed)
+    model, _, _ = build_ranks(seed)
     model.managed = True
-    return steps(model, seed)
+    return rank_steps(model, seed)
 
 
 def _by_fit(seed: int) -> list[dict]:
-    model, _, share = build(seed)
+    model, _, share = build_ranks(seed)
     torch.manual_seed(seed)
     batch, options = torch.randn(64, WIDTH), {"step": lambda m, b: m(b), "progress": False}
     try:
         made = retape.fit(model, batch, budget=share, **options)
     except BudgetTooSmall as error:
         made = retape.fit(model, batch, budget=int(error.floor_bytes * 1.05), **options)
-    found = steps(model, seed)
+    found = rank_steps(model, seed)
     made.remove()
     return found
 
 
 def _by_adaptive(seed: int) -> list[dict]:
-    model, _, _ = build(seed)
+    model, _, _ = build_ranks(seed)
     live = retape.adaptive(model, budget=retape.Budget.activations("40KiB"))
     try:
-        return steps(model, seed)
+        return rank_steps(model, seed)
     finally:
         live.remove()
 
@@ -245,12 +245,12 @@ def limited(seconds: int):
 def _plainly(seed: int) -> list[dict] | None:
     try:
         with plain():
-            return steps(build(seed)[0], seed)
+            return rank_steps(build_ranks(seed)[0], seed)
     except RuntimeError:
         return None
 
 
-def outcome(way: str, seed: int) -> str:
+def case_outcome(way: str, seed: int) -> str:
     """Run one case in one way: "equal", "refused: ..." or what is wrong. Ranks meet before and after."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -275,7 +275,7 @@ def rank_main(rank: int, meeting: str, first: int, count: int, ways: tuple[str, 
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=LIMIT_S)
     )
-    found = {f"{way} {seed}": outcome(way, seed) for seed in range(first, first + count) for way in ways}
+    found = {f"{way} {seed}": case_outcome(way, seed) for seed in range(first, first + count) for way in ways}
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()
 
@@ -314,7 +314,7 @@ def _counted(said: list[tuple[str, str]]) -> tuple[Counter, list[str]]:
         way, seed = name.split()
         bad = [what for what in outcomes if not what.startswith(("equal", "refused", "skipped"))]
         if bad:
-            text = build(int(seed))[1]
+            text = build_ranks(int(seed))[1]
             wrong.append(f"--- FAILED {name}: {bad[0]}\n{text}\npython -m benchmarks.fuzz ranks --case {seed}")
         else:
             counts[f"{way}: {max(outcomes)}"] += 1

@@ -1,6 +1,6 @@
 """Random regions: a specification drawn from a seed, the module that executes it, and the ways to run a part as a region.
 
-A specification is a tree of frozen values. `Block` executes one; where it comes to a child it calls `ways.call`, which runs
+A specification is a tree of frozen values. `SpecBlock` executes one; where it comes to a child it calls `ways.call`, which runs
 it plainly or as a region, as the session says. Nothing here compares; that is in `cases.py`.
 """
 
@@ -134,13 +134,13 @@ def draw_child(rng: random.Random, depth: int, pool: tuple[str, ...] = LEAF_OPS)
 # --- executing one ---------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
+class SpecBlock(nn.Module):
     """Executes a specification; holds the parameters, buffers and generator that its ops use."""
 
     def __init__(self, spec: Spec, rng: random.Random, shared: nn.Linear) -> None:
         super().__init__()
         self.spec = spec
-        self.children_blocks = nn.ModuleList(Block(child, rng, shared) for child in spec.children)
+        self.children_blocks = nn.ModuleList(SpecBlock(child, rng, shared) for child in spec.children)
         self.linear = shared if spec.shares else nn.Linear(WIDTH, WIDTH)
         self.wide = nn.Linear(WIDTH, 2 * WIDTH)
         self.conv = nn.Conv1d(ROWS, ROWS, 3, padding=1)

@@ -24,7 +24,7 @@ from retape.torch.engine.runs import THREAD, current_runner, plain
 from . import ways
 from .function_ops import LYING
 from .ops import ROWS, WIDTH
-from .regions import Block, Spec, call_of, tensors_in
+from .regions import Spec, SpecBlock, call_of, tensors_in
 from .ways import Mode
 
 LAYOUTS = ("plain", "plain", "plain", "turned", "sliced", "offset")
@@ -71,7 +71,7 @@ class Subject:
     def __init__(self, seed: int, spec: Spec, setting: Setting) -> None:
         torch.manual_seed(seed)
         self.seed, self.spec, self.setting = seed, spec, setting
-        self.block = Block(spec, random.Random(seed), nn.Linear(WIDTH, WIDTH))
+        self.block = SpecBlock(spec, random.Random(seed), nn.Linear(WIDTH, WIDTH))
         for number, parameter in enumerate(self.block.parameters()):
             if setting.frozen and number % setting.frozen == 0:
                 parameter.requires_grad_(False)
@@ -173,8 +173,8 @@ def laid_out(value: Tensor, layout: str) -> Tensor:
     return value * 1
 
 
-def blocks_of(module: nn.Module) -> list[Block]:
-    return [part for part in module.modules() if isinstance(part, Block)]
+def blocks_of(module: nn.Module) -> list[SpecBlock]:
+    return [part for part in module.modules() if isinstance(part, SpecBlock)]
 
 
 def sides(module: nn.Module) -> list[Tensor]:

@@ -6,12 +6,13 @@ from hypothesis import strategies as st
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch.measure.memory_meter import track_memory
+from support.comparing import equal, plainly
+from support.memory import step_peak_bytes
 
 ROWS = 64
 
 
-def join(weight, *inputs):
+def joined(weight, *inputs):
     total = inputs[0]
     for other in inputs[1:]:
         total = torch.maximum(total, other * weight.cos())
@@ -28,21 +29,17 @@ def graphs(draw):
     ]
 
 
-def step(graph, weights, x, call):
+def graph_step(graph, weights, x, call):
     for weight in weights:
         weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.zero_()
     values = [x]
     for takes, weight in zip(graph, weights, strict=True):
-        values.append(call(join, weight, *[values[i] for i in takes]))
+        values.append(call(joined, weight, *[values[i] for i in takes]))
     used = {i for takes in graph for i in takes}
     ends = [value for i, value in enumerate(values) if i not in used and i > 0]
     del values
     torch.stack([end.square().mean() for end in ends]).sum().backward()
     return [weight.grad.clone() for weight in weights]
-
-
-def plainly(function, *arguments):
-    return function(*arguments)
 
 
 @settings(max_examples=6, deadline=None)
@@ -51,20 +48,18 @@ def test_random_graphs(graph, share):
     torch.manual_seed(len(graph))
     weights = [torch.rand(ROWS, requires_grad=True) for _ in graph]
     x = torch.randn(ROWS)
-    step(graph, weights, x, plainly)
-    with track_memory(torch.device("cpu")) as scale:
-        wanted = step(graph, weights, x, plainly)
-    whole = max(reading.peak_bytes for reading in scale.readings)
+    wanted = graph_step(graph, weights, x, plainly)
+    whole = step_peak_bytes(lambda: graph_step(graph, weights, x, plainly))
     live = retape.adaptive(budget=retape.Budget.activations(max(1, int(share * whole))))
     for _ in range(3):
         before = live.stats().reruns
         try:
             with live:
-                found = step(graph, weights, x, retape.checkpoint)
+                found = graph_step(graph, weights, x, retape.checkpoint)
         except BudgetTooSmall as error:
             assert error.floor_bytes > error.budget_bytes  # noqa: PT017 - either outcome is right
             return
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert equal(found, wanted)
         # Near the floor even the best schedule runs most of it again for every region.
         assert live.stats().reruns - before <= (2 * len(graph) if share > 0.7 else len(graph) ** 2)
     assert not live._room.live

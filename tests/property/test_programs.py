@@ -9,31 +9,22 @@ import torch
 from retape.torch.engine.entrance import run_region
 from retape.torch.engine.policy import Check, Policy
 from retape.torch.engine.proof import Proof, Standing
-from retape.torch.engine.region import Region
 from retape.torch.engine.select import Step, plan_recipe
+from support.regions import trace_region
 
-from .programs import SHAPE, draw, run
+from .programs import SHAPE, draw, run_program
 
 PROGRAMS, CHUNK, HOLDINGS = 100, 25, 10
 
 
 @pytest.fixture(autouse=True)
 def uninitialised_memory_is_nan():
-    """What a recipe leaves blank must show if anybody reads it."""
+    """Memory that a recipe leaves uninitialised must show when it is read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
         yield
         torch.use_deterministic_algorithms(False)
-
-
-def traced(function, seed):
-    """The trace of a step on another batch, as a fit has it."""
-    torch.manual_seed(seed + 1)
-    x = torch.randn(SHAPE, requires_grad=True)
-    region = Region(function, (x,), {})
-    region.run(function, (x,), {})
-    return region.trace()
 
 
 def gradient(function, seed, policy=None, check=Check.METADATA):
@@ -62,13 +53,14 @@ def compare(seed, steps):
     program = draw(seed)
 
     def function(x):
-        return run(program, x)
+        return run_program(program, x)
 
     try:
         plain = gradient(function, seed)
     except RuntimeError:  # plain autograd refuses it: something saved was written to
         return 0
-    trace, rng = traced(function, seed), random.Random(seed)
+    torch.manual_seed(seed + 1)  # traced on another batch, as in a fit
+    trace, rng = trace_region(function, torch.randn(SHAPE, requires_grad=True)), random.Random(seed)
     compared = 0
     for held in holdings(trace, rng):
         recipe = plan_recipe(trace, held)
