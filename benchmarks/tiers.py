@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from dataclasses import replace
 
 import torch
 from benchmarks.blocks import SIZES, build
@@ -61,7 +62,7 @@ def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> 
     stages = record_of_fit.chain.stages
     chosen = [stage.choices[choice] for stage, choice in zip(stages, fitted.plan.choices, strict=True)]
     kinds = kinds_of(fitted)
-    played = simulate(record_of_fit.chain, fitted.plan.actions(), host=fitting.host_tier(device))
+    played = simulate(replace(record_of_fit.chain, host=fitting.host_tier(device)), fitted.plan.actions())
     fitted.remove()
     ms = 1e3 * statistics.median(times)
     return {

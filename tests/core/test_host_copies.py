@@ -4,9 +4,13 @@ import math
 
 import pytest
 
+from retape.core import codec
 from retape.core.actions import Backward, Forward, Free, Item, Load, Save, Tape
+from retape.core.errors import BudgetTooSmall
 from retape.core.machine import simulate
+from retape.core.plan import Status
 from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
+from retape.core.solve import frontier, solve
 
 FORWARD, BACKWARD, RERUN, MOVED = 1.0, 2.0, 0.5, 10
 
@@ -42,7 +46,7 @@ def played(stages, choices, tier):
     actions = []
     for step, choice in enumerate(choices):
         actions += [Tape(step, option=choice), Save(step, 0, Item.TAPE)]
-    return simulate(Chain(stages=tuple(stages)), [*actions, *backward], host=tier, timeline=True)
+    return simulate(Chain(stages=tuple(stages), host=tier), [*actions, *backward], timeline=True)
 
 
 def test_copies_that_cost_nothing_take_nothing():
@@ -139,7 +143,7 @@ def test_what_a_re_run_tapes_stays():
         Backward(0),
         Free(0, 0, Item.STATE),
     ]
-    outcome = simulate(Chain(stages=tuple(stages)), actions, host=host(1e-3))
+    outcome = simulate(Chain(stages=tuple(stages), host=host(1e-3)), actions)
     assert outcome.stall_seconds == 0.0
     assert outcome.seconds == pytest.approx(2 * FORWARD + 3 * FORWARD + 3 * BACKWARD)
 
@@ -149,3 +153,55 @@ def test_chains_that_move_nothing_keep_their_digest():
     plain = Option(kind=OptionKind.SELECT, held_bytes=1, forward_seconds=1.0, backward_seconds=1.0)
     one = Stage(forward_seconds=1.0, backward_seconds=1.0, state_bytes=1, tape_bytes=2, options=(plain,))
     assert Chain(stages=(one,)).digest() == "8d8e38b7700055b6"
+
+
+def offloadable(*, estimate):
+    """Six stages that can move 10 of their 11 tape bytes; the option estimates `estimate` seconds of waiting each way."""
+    option = Option(
+        kind=OptionKind.OFFLOAD,
+        held_bytes=1,
+        forward_seconds=FORWARD + estimate,
+        backward_seconds=BACKWARD + estimate,
+        forward_stall_seconds=estimate,
+        backward_stall_seconds=estimate,
+        moved_bytes=MOVED,
+        forward_transient_bytes=2 * MOVED,
+        backward_transient_bytes=2 * MOVED,
+        forward_flight_bytes=MOVED,
+        backward_flight_bytes=MOVED,
+    )
+    kept = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "state_bytes": 1, "tape_bytes": 11}
+    return (Stage(**kept, options=(option,)),) * 6
+
+
+@pytest.mark.parametrize("speed", [1.0, 5.0, 10.0, 1e6])
+@pytest.mark.parametrize("estimate", [0.0, 0.5, 3.0])
+def test_a_plan_for_a_chain_with_a_host_promises_what_its_copies_take(speed, estimate):
+    chain = Chain(stages=offloadable(estimate=estimate), host=host(speed))
+    known = frontier(chain)
+    assert [p.bytes for p in known.points] == sorted({p.bytes for p in known.points})
+    for budget in sorted({known.floor_bytes, *(point.bytes for point in known.points), known.store_all_bytes}):
+        plan = solve(chain, budget)
+        outcome = simulate(chain, plan.actions())
+        assert (plan.promised_peak_bytes, plan.promised_seconds) == (outcome.peak_bytes, outcome.seconds)
+        assert plan.promised_peak_bytes <= budget
+        assert plan.lower_bound_seconds <= plan.promised_seconds
+        plan.check(chain)
+    with pytest.raises(BudgetTooSmall):
+        solve(chain, known.floor_bytes - 1)
+
+
+def test_the_bound_of_a_chain_with_a_host_excludes_waiting_that_may_not_happen():
+    """Copies are free, but the options estimate three seconds, so the planner recomputes: that is not called optimal."""
+    plan = solve(Chain(stages=offloadable(estimate=3.0), host=host(1e30)), 45)
+    assert plan.promised_seconds > 6 * (FORWARD + BACKWARD)
+    assert plan.lower_bound_seconds == pytest.approx(6 * (FORWARD + BACKWARD))
+    assert plan.status is Status.WITHIN
+
+
+def test_the_host_of_a_chain_is_saved_and_is_part_of_its_digest():
+    chain = Chain(stages=offloadable(estimate=0.5))
+    moved = Chain(stages=chain.stages, host=host(5.0))
+    assert chain.digest() != moved.digest()
+    assert "host" not in codec.to_data(chain)
+    assert codec.from_data(Chain, codec.to_data(moved)) == moved

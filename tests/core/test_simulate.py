@@ -39,7 +39,7 @@ def loop(steps=3, **sizes):
 @pytest.mark.parametrize(
     ("actions", "reason"),
     [
-        ([Forward(0, 0)], "it must advance, and at most to 3, where the adjoint stands"),
+        ([Forward(0, 0)], "it must advance, and at most to 3, the steps that are not reversed"),
         ([Forward(0, 4)], "it must advance, and at most to 3"),
         ([Forward(1, 2)], "it starts from state 1, but the working state is 0"),
         ([Forward(0, 2), Tape(2), Backward(2), Forward(0, 1)], "it starts from state 0, but the working state is None"),
@@ -48,7 +48,7 @@ def loop(steps=3, **sizes):
         ([Save(0), Forward(0, 2), Tape(2), Backward(2), Load(0), Tape(2)], "step 2 has been reversed already"),
         ([Tape(0, option=1)], "step 0 has 1 options"),
         ([Backward(2)], "there is no tape of step 2 on the device"),
-        ([Tape(0), Backward(0)], "the adjoint stands at 3: only step 2 can be reversed"),
+        ([Tape(0), Backward(0)], "3 steps are left: only step 2 can be reversed"),
         ([Save(1)], "the working state is 0"),
         ([Save(0, item=Item.TAPE)], "the working tape is None"),
         ([Save(0), Save(0)], "device stores state 0 already"),

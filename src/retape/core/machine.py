@@ -8,8 +8,8 @@ Time: computation is sequential. `Save` and `Load` of a slower tier block until 
 on two copy streams, one per direction, beside the computation. Offloaded bytes leave the device at the first action that starts
 after their copy is done; the machine never waits for that. Prefetched bytes are waited for by the first action that needs them.
 
-Host copies of a chain's options (`Option.moved_bytes`): `simulate(chain, actions, host=tier)` plays them on the copy streams of the
-host (`HostCopies`) and returns the peak and the seconds that result. Without `host` the estimates inside the options are used.
+Host copies of a chain's options (`Option.moved_bytes`): for a chain with a `host`, `simulate(chain, actions)` plays them on the copy
+streams of the host (`HostCopies`) and returns the resulting peak and seconds. Without one, the options' own estimates are used.
 """
 
 from __future__ import annotations
@@ -23,87 +23,6 @@ from retape.core.ledger import ChainLedger, Ledger, LoopLedger
 from retape.core.problem import Chain, Loop, Option, Tier
 from retape.core.units import is_whole, shown
 
-
-@dataclass(slots=True)
-class _Out:
-    """Bytes on their way out."""
-
-    step: int
-    bytes: int
-    done_seconds: float
-
-
-class HostCopies:
-    """Two lanes of a host. `device_bytes` is what is on the device of copies that are not the running stage's own."""
-
-    def __init__(self, host: Tier) -> None:
-        self._host = host
-        self._out_free = self._back_free = 0.0
-        self._leaving: list[_Out] = []
-        self._moved: dict[int, int] = {}  # of stages not yet reversed, in their order
-        self._there: dict[int, float] = {}  # what has started back, and when it is there
-        self._announced: dict[
-            int, int
-        ] = {}  # by the first stage after it that moves nothing: who starts back with that one
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(out.bytes for out in self._leaving) + sum(self._moved[step] for step in self._there)
-
-    def begin(self, now: float) -> None:
-        """A stage's forward begins: what has left is off the device."""
-        self._leaving = [out for out in self._leaving if out.done_seconds > now]
-
-    def end(self, step: int, option: Option, begin: float, now: float) -> float:
-        """A stage's forward, which began at `begin`, has been computed; returns when the next one may begin."""
-        ready = max([now, *(out.done_seconds for out in self._leaving)])
-        self._leaving.clear()
-        if option.input_bytes:
-            self._leaving.append(_Out(step, option.input_bytes, self._send(option.input_bytes, begin)))
-        slots = option.moved_bytes - option.input_bytes
-        if slots:
-            self._leaving.append(_Out(step, slots, self._send(slots, now)))
-        if option.moved_bytes:
-            self._moved[step] = option.moved_bytes
-        elif self._moved and max(self._moved) not in self._announced.values():
-            self._announced[step] = max(self._moved)
-        return ready
-
-    def stay(self, step: int, option: Option, now: float) -> None:
-        """A re-run has taped a stage: it is needed soon, so nothing of it is moved."""
-        if option.moved_bytes:
-            self._moved[step] = option.moved_bytes
-            self._there[step] = now
-
-    def reach(self, step: int, now: float) -> float:
-        """Backward reaches a stage; returns when its own bytes are there."""
-        if step in self._moved:
-            self._start(step, now)
-            nearest = max((other for other in self._moved if other < step), default=None)
-        else:
-            nearest = self._announced.get(step)
-        if nearest in self._moved:
-            self._start(nearest, now)
-        ready = max(now, self._there.pop(step, now))
-        self._moved.pop(step, None)
-        return ready
-
-    def _start(self, step: int, now: float) -> None:
-        if step in self._there:
-            return
-        here = [out for out in self._leaving if out.step == step]  # which never left
-        self._leaving = [out for out in self._leaving if out.step != step]
-        missing = self._moved[step] - sum(out.bytes for out in here)
-        self._there[step] = now
-        if missing:
-            start = max(now, self._back_free)
-            self._back_free = self._there[step] = start + self._host.read_seconds(missing)
-
-    def _send(self, count: int, now: float) -> float:
-        self._out_free = max(now, self._out_free) + self._host.write_seconds(count)
-        return self._out_free
-
-
 DEVICE = Tier(name="device")
 _Key = tuple[Item, int]
 _Copying = Save | Load | Free | Offload | Prefetch
@@ -111,7 +30,7 @@ _Copying = Save | Load | Free | Offload | Prefetch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierUse:
-    """What happened in one tier: copies in and out, the peak, and what was still there at the end."""
+    """The use of one tier: copies in and out, the peak, and the items left at the end."""
 
     name: str
     writes: int
@@ -123,7 +42,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a schedule costs. `peak_step` is the step at which the device stood highest, during action `peak_position`."""
+    """The cost of a schedule. The device's peak is at step `peak_step`, during action number `peak_position`."""
 
     actions: int
     forward_steps: int
@@ -151,7 +70,7 @@ class Outcome:
 
     @property
     def peak_items(self) -> int:
-        """The sum of each tier's own peak of stored snapshots and tapes; the tiers need not stand there at the same time."""
+        """The sum of the tiers' peaks of stored snapshots and tapes, which need not be simultaneous."""
         return sum(tier.peak_items for tier in self.tiers)
 
 
@@ -161,10 +80,9 @@ def simulate(
     *,
     tiers: tuple[Tier, ...] = (DEVICE,),
     timeline: bool = False,
-    host: Tier | None = None,
 ) -> Outcome:
-    """Run `actions` on the abstract machine; raise IllegalAction at the first one that cannot be done."""
-    machine = Machine(problem, tiers=tiers, timeline=timeline, host=host)
+    """Run `actions` on the abstract machine; raise IllegalAction at the first illegal one."""
+    machine = Machine(problem, tiers=tiers, timeline=timeline)
     if not isinstance(actions, Iterable):
         raise InvalidInput(f"{shown(actions)} are no actions; give an iterable of the actions of retape.core.")
     for action in actions:
@@ -173,25 +91,19 @@ def simulate(
 
 
 class Machine:
-    """Runs one action at a time; `finish` says what it all came to."""
+    """Runs one action at a time; `finish` returns the outcome."""
 
-    def __init__(
-        self,
-        problem: Chain | Loop,
-        *,
-        tiers: tuple[Tier, ...] = (DEVICE,),
-        timeline: bool = False,
-        host: Tier | None = None,
-    ) -> None:
+    def __init__(self, problem: Chain | Loop, *, tiers: tuple[Tier, ...] = (DEVICE,), timeline: bool = False) -> None:
         if not isinstance(tiers, tuple) or not tiers or not all(isinstance(tier, Tier) for tier in tiers):
             raise InvalidInput(f"tiers = {shown(tiers)}; give a tuple of Tier values, the device first.")
         self._ledger = _ledger_of(problem)
-        self._lanes = HostCopies(host) if host is not None else None
+        host = problem.host if isinstance(problem, Chain) else None
+        self._copies = HostCopies(host) if host is not None else None
         self._tiers = tiers
-        self._stored: list[dict[_Key, float]] = [{} for _ in tiers]  # key -> when it is complete
+        self._stored: list[dict[_Key, float]] = [{} for _ in tiers]  # key -> seconds at which the copy is done
         self._stored_bytes = [0] * len(tiers)
         self._leaving: dict[_Key, float] = {}
-        self._lane_free = {Offload: 0.0, Prefetch: 0.0}
+        self._stream_free = {Offload: 0.0, Prefetch: 0.0}
         self.working: int | None = 0
         self.working_tape: int | None = None
         self.remaining = self._ledger.length
@@ -218,7 +130,7 @@ class Machine:
         self._ledger.hold_state(0)
 
     def run(self, action: Action) -> None:
-        """Do one action, or raise IllegalAction and leave the rest undone."""
+        """Run one action; raise IllegalAction if it is not legal."""
         self._action = action
         if self._leaving:
             self._release()
@@ -230,12 +142,12 @@ class Machine:
         except (AttributeError, KeyError, TypeError) as error:
             if _well_formed(action):
                 raise
-            # Looked at only where it failed: millions of actions pass through here.
+            # Checked only after a failure: schedules have millions of actions.
             raise self._illegal("its steps, tiers and options must be whole numbers, and its item an Item") from error
         self._position += 1
 
     def finish(self) -> Outcome:
-        """The outcome; illegal while a step has not been reversed."""
+        """Return the outcome; raise IllegalAction if a step has not been reversed."""
         self._action = None
         if self.remaining:
             raise self._illegal(f"the schedule ends with {self.remaining} steps not reversed")
@@ -267,7 +179,7 @@ class Machine:
 
     def _forward(self, action: Forward) -> None:
         if not action.start < action.stop <= self.remaining:
-            raise self._illegal(f"it must advance, and at most to {self.remaining}, where the adjoint stands")
+            raise self._illegal(f"it must advance, and at most to {self.remaining}, the steps that are not reversed")
         self._need_state(action.start)
         pinned = self._ledger.pinned_within(action.start, action.stop)
         if pinned is not None:
@@ -307,9 +219,7 @@ class Machine:
     def _backward(self, action: Backward) -> None:
         step = action.step
         if step != self.remaining - 1:
-            raise self._illegal(
-                f"the adjoint stands at {self.remaining}: only step {self.remaining - 1} can be reversed"
-            )
+            raise self._illegal(f"{self.remaining} steps are left: only step {self.remaining - 1} can be reversed")
         stored = self._stored[0].pop((Item.TAPE, step), None)
         if stored is None and self.working_tape != step:
             raise self._illegal(f"there is no tape of step {step} on the device")
@@ -329,31 +239,31 @@ class Machine:
         self.remaining = step
         self._record()
 
-    # --- what options move, where a host is given: else their own seconds and bytes allow for it ------------------------
+    # --- host copies of options, if the chain has a host: else the options' estimates include them ----------------
 
     def _begin_copies(self, step: int) -> tuple[int, float]:
-        """A stage is being taped; returns the bytes and the seconds that its option allows for, and that are played here."""
+        """Begin the forward of a stage; return the estimated bytes and seconds of its option that the copies replace."""
         option = self._ledger.option_of(step)
-        if self._lanes is None or option is None:
+        if self._copies is None or option is None:
             return 0, 0.0
-        self._lanes.begin(self.seconds)
+        self._copies.begin_forward(self.seconds)
         return option.forward_flight_bytes, option.forward_stall_seconds
 
     def _end_copies(self, step: int, begin: float, rerun: bool) -> None:
         option = self._ledger.option_of(step)
-        if self._lanes is None or option is None or self._ledger.is_pinned(step):
+        if self._copies is None or option is None or self._ledger.is_pinned(step):
             return
         if rerun:
-            self._lanes.stay(step, option, self.seconds)
+            self._copies.keep(step, option, self.seconds)
         else:
-            self._wait(self._lanes.end(step, option, begin, self.seconds))
+            self._wait(self._copies.end_forward(step, option, begin, self.seconds))
 
     def _fetch_copies(self, step: int) -> tuple[int, float]:
-        """Backward has reached a stage; returns the bytes and the seconds that its option allows for, and that are played here."""
+        """Begin the backward of a stage; return the estimated bytes and seconds of its option that the copies replace."""
         option = self._ledger.option_of(step)
-        if self._lanes is None or option is None or self._ledger.is_pinned(step):
+        if self._copies is None or option is None or self._ledger.is_pinned(step):
             return 0, 0.0
-        self._wait(self._lanes.reach(step, self.seconds))
+        self._wait(self._copies.begin_backward(step, self.seconds))
         return option.backward_flight_bytes, option.backward_stall_seconds
 
     def _ran(self, start: int, stop: int) -> None:
@@ -370,14 +280,14 @@ class Machine:
             self._ledger.drop_tape(self.working_tape)
             self.working_tape = None
 
-    # --- copies ------------------------------------------------------------------------------------------------
+    # --- copies between tiers ------------------------------------------------------------------------------------
 
     def _save(self, action: Save) -> None:
         key = self._key(action)
         at_hand = self.working if action.item is Item.STATE else self.working_tape
         if at_hand != action.step:
             raise self._illegal(f"the working {action.item.value} is {at_hand}")
-        self._wait(self._lane_free[Offload] if action.tier else 0.0)
+        self._wait(self._stream_free[Offload] if action.tier else 0.0)
         self.seconds += self._tiers[action.tier].write_seconds(self._ledger.bytes_of(*key))
         self._put(action.tier, key, self.seconds)
         self._writes[action.tier] += 1
@@ -389,7 +299,7 @@ class Machine:
         if not (action.tier == 0 and self._ledger.within_tape(key)):
             self._wait(self._find(action.tier, key))
             if action.tier:
-                self._wait(self._lane_free[Prefetch])
+                self._wait(self._stream_free[Prefetch])
             self.seconds += self._tiers[action.tier].read_seconds(self._ledger.bytes_of(*key))
             self._reads[action.tier] += 1
         if action.item is Item.STATE:
@@ -418,8 +328,8 @@ class Machine:
         ready = self._find(0, key)
         tier = self._tiers[action.tier]
         size = self._ledger.bytes_of(*key)
-        done = max(self.seconds, ready, self._lane_free[Offload]) + tier.write_seconds(size)
-        self._lane_free[Offload] = done
+        done = max(self.seconds, ready, self._stream_free[Offload]) + tier.write_seconds(size)
+        self._stream_free[Offload] = done
         self._put(action.tier, key, done)
         self._writes[action.tier] += 1
         del self._stored[0][key]
@@ -433,9 +343,9 @@ class Machine:
         if key in self._leaving:
             raise self._illegal(f"{_name(key)} has not left the device yet")
         size = self._ledger.bytes_of(*key)
-        start = max(self.seconds, ready, self._lane_free[Prefetch])
+        start = max(self.seconds, ready, self._stream_free[Prefetch])
         done = start + self._tiers[action.tier].read_seconds(size)
-        self._lane_free[Prefetch] = done
+        self._stream_free[Prefetch] = done
         self._reads[action.tier] += 1
         self._put(0, key, done)
         self._mark(action.step, 0)
@@ -476,7 +386,7 @@ class Machine:
     # --- accounting --------------------------------------------------------------------------------------------
 
     def _mark(self, step: int, transient: int) -> None:
-        """Note what the device holds right now, with what the action needs only while it runs."""
+        """Record the device's bytes now, with the transient bytes of the running action."""
         count = self._device_bytes() + transient
         if count > self._peak_bytes[0]:
             self._peak_step, self._peak_position = step, self._position
@@ -495,8 +405,8 @@ class Machine:
             self._timeline.append((self.seconds, self._device_bytes()))
 
     def _device_bytes(self) -> int:
-        flight = self._lanes.device_bytes if self._lanes is not None else 0
-        return self._ledger.device_bytes(self._stored_bytes[0]) + flight
+        copies = self._copies.device_bytes if self._copies is not None else 0
+        return self._ledger.device_bytes(self._stored_bytes[0]) + copies
 
     def _illegal(self, reason: str) -> IllegalAction:
         held = "; ".join(
@@ -510,6 +420,87 @@ class Machine:
             reason=reason,
             held=held,
         )
+
+
+@dataclass(slots=True)
+class _CopyOut:
+    """Bytes of a stage that are being copied to the host."""
+
+    step: int
+    bytes: int
+    done_seconds: float
+
+
+class HostCopies:
+    """The copies of options that move bytes to the host, on one stream per direction, by the rules of the engine.
+
+    Out: the copy of an input starts with its stage's forward, that of slots at its end. Copied bytes leave the device when the next
+    stage begins after the copy is done; the end of a stage waits for the copies of the stages before it. Back: when backward reaches
+    a stage that moved bytes, its copy starts and is waited for, and that of the nearest moved stage before it starts too. The
+    first stage after a moved one that moves nothing itself starts the copy of that one.
+    `device_bytes` are the bytes of other stages' copies; those of the running stage are in its option's transient bytes.
+    """
+
+    def __init__(self, host: Tier) -> None:
+        self._host = host
+        self._out_free = self._back_free = 0.0  # seconds at which each stream is free
+        self._leaving: list[_CopyOut] = []
+        self._moved: dict[int, int] = {}  # bytes of stages that are not yet reversed, in their order
+        self._arrival: dict[int, float] = {}  # copies back that have started: when each is done
+        self._prefetch_at: dict[int, int] = {}  # stage that moves nothing -> moved stage whose copy it starts
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(copy.bytes for copy in self._leaving) + sum(self._moved[step] for step in self._arrival)
+
+    def begin_forward(self, now: float) -> None:
+        """Release the bytes whose copies are done."""
+        self._leaving = [copy for copy in self._leaving if copy.done_seconds > now]
+
+    def end_forward(self, step: int, option: Option, begin: float, now: float) -> float:
+        """Start the copies of a stage whose forward began at `begin`; return when the next stage may begin."""
+        ready = max([now, *(copy.done_seconds for copy in self._leaving)])
+        self._leaving.clear()
+        slots = option.moved_bytes - option.input_bytes
+        for size, start in ((option.input_bytes, begin), (slots, now)):
+            if size:
+                self._out_free = max(start, self._out_free) + self._host.write_seconds(size)
+                self._leaving.append(_CopyOut(step, size, self._out_free))
+        if option.moved_bytes:
+            self._moved[step] = option.moved_bytes
+        elif self._moved and max(self._moved) not in self._prefetch_at.values():
+            self._prefetch_at[step] = max(self._moved)
+        return ready
+
+    def keep(self, step: int, option: Option, now: float) -> None:
+        """Keep the bytes of a stage that a re-run has taped: its backward follows soon, so nothing is copied."""
+        if option.moved_bytes:
+            self._moved[step] = option.moved_bytes
+            self._arrival[step] = now
+
+    def begin_backward(self, step: int, now: float) -> float:
+        """Start the copies back for a stage's backward; return when its own bytes are on the device."""
+        if step in self._moved:
+            self._fetch(step, now)
+            nearest = max((other for other in self._moved if other < step), default=None)
+        else:
+            nearest = self._prefetch_at.get(step)
+        if nearest in self._moved:
+            self._fetch(nearest, now)
+        ready = max(now, self._arrival.pop(step, now))
+        self._moved.pop(step, None)
+        return ready
+
+    def _fetch(self, step: int, now: float) -> None:
+        if step in self._arrival:
+            return
+        never_left = sum(copy.bytes for copy in self._leaving if copy.step == step)
+        self._leaving = [copy for copy in self._leaving if copy.step != step]
+        missing = self._moved[step] - never_left
+        self._arrival[step] = now
+        if missing:
+            self._back_free = max(now, self._back_free) + self._host.read_seconds(missing)
+            self._arrival[step] = self._back_free
 
 
 def _well_formed(action: Action) -> bool:

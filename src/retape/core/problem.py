@@ -48,13 +48,12 @@ ALL = OptionSet.ALL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One way to tape a stage: what it holds from its forward to its backward, and what both cost.
+    """One treatment of a stage: the bytes that it holds from its forward to its backward, and the cost of both.
 
-    `held_bytes` contains the stage's output, as a tape does; `moved_bytes` go to the host tier meanwhile, `input_bytes` of
-    them being the stage's input. `rerun_seconds` is what backward pays to refill what was not held. Bytes and seconds allow for
-    copies as if every stage were alike: `*_flight_bytes` of the transient ones are the neighbours', `*_stall_seconds` are
-    waiting. A machine that plays the copies (`simulate(host=...)`)
-    puts what it finds in their place.
+    `held_bytes` contains the stage's output, as a tape does; `moved_bytes` are on the host tier between forward and backward,
+    `input_bytes` of them being the stage's input. `rerun_seconds` refill in backward what was not held. Bytes and seconds estimate
+    the host copies as if every stage were alike: `*_flight_bytes` of the transient bytes are those of neighbouring stages,
+    `*_stall_seconds` are waiting. For a chain with a `host` the abstract machine replaces them by what it finds.
     """
 
     kind: OptionKind
@@ -159,11 +158,18 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Stages in a row, each fed by the one before; `fixed_bytes` (weights, gradients, glue) are always there."""
+    """Stages in a row, each with the output of the one before as input; `fixed_bytes` (weights, gradients, glue) are always held.
+
+    `host` is the tier to which options move bytes. With it the abstract machine plays their copies one by one; without it, it
+    uses the options' estimates.
+    """
 
     stages: tuple[Stage, ...]
     fixed_bytes: int = 0
     name: str = ""
+    host: Tier | None = None
+
+    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("host",))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -402,6 +408,7 @@ def _plain(value: object) -> object:
 _CAME_LATER = frozenset(
     {
         "pinned",
+        "host",
         "untaped_transient_bytes",
         "input_bytes",
         "forward_stall_seconds",

@@ -107,13 +107,16 @@ class ChainPlanner:
         self._chain = chain
         self._costs = ChainCosts.of(chain)
         self.fixed_bytes = chain.fixed_bytes
-        self._held = HeldTapesBound.of(self._costs)
+        # Waiting for host copies may take less than the options estimate: a bound for a chain with a host excludes it.
+        self._held = HeldTapesBound.of(self._costs if chain.host is None else ChainCosts.of(_without_stalls(chain)))
         self._bounds: tuple[ChainPlans, ...] = ()
         self._plain = self._measured((Take(0),) * chain.length)
         self.store_all_bytes = self._plain.peak_bytes
         self._menu = _undominated([self._plain, *self._candidates()])
-        self.floor_bytes = self._menu[0].peak_bytes
-        self.points = tuple((candidate.peak_bytes, candidate.seconds) for candidate in self._menu)
+        floor = self._menu[0] if chain.host is None else self._replayed(self._menu[0])[1]
+        self.floor_bytes = floor.peak_bytes
+        rest = (c for c in self._menu[1:] if c.peak_bytes > floor.peak_bytes and c.seconds < floor.seconds)
+        self.points = tuple((point.peak_bytes, point.seconds) for point in (floor, *rest))
 
     @property
     def binding(self) -> str:
@@ -128,7 +131,7 @@ class ChainPlanner:
             problem=ProblemKind.CHAIN,
             digest=self._chain.digest(),
             budget_bytes=budget_bytes,
-            floor_bytes=self.floor_bytes,
+            floor_bytes=min(self.floor_bytes, outcome.peak_bytes),
             promised_peak_bytes=outcome.peak_bytes,
             promised_seconds=outcome.seconds,
             lower_bound_seconds=min(bound, outcome.seconds),
@@ -138,9 +141,15 @@ class ChainPlanner:
         )
 
     def _fastest(self, budget_bytes: int) -> tuple[tuple[Move, ...], Outcome]:
-        """Plain where it fits and is no slower, to the last bit of the machine's sum; else the last of the menu that fits."""
-        chosen = [candidate for candidate in self._menu if candidate.peak_bytes <= budget_bytes][-1]
-        moves, outcome = self._replayed(chosen)
+        """Return the plain plan if it fits and is no slower, to the last bit of the machine's sum; else the fastest that fits."""
+        fitting = [candidate for candidate in self._menu if candidate.peak_bytes <= budget_bytes]
+        for chosen in reversed(fitting or self._menu[:1]):
+            moves, outcome = self._replayed(chosen)
+            if outcome.peak_bytes <= budget_bytes:  # host copies may need more than the options estimate
+                break
+        else:
+            chosen = self._menu[0]
+            moves, outcome = self._replayed(chosen)
         if self.store_all_bytes <= budget_bytes and self._plain.seconds <= chosen.seconds * (1 + EQUAL):
             plain = self._replayed(self._plain)
             if plain[1].seconds <= outcome.seconds:
@@ -150,7 +159,7 @@ class ChainPlanner:
     def _replayed(self, chosen: PlanCandidate) -> tuple[tuple[Move, ...], Outcome]:
         moves = chosen.moves()
         outcome = simulate(self._chain, chain_actions(self._chain.length, moves))
-        if outcome.peak_bytes > chosen.peak_bytes:
+        if outcome.peak_bytes > chosen.peak_bytes and self._chain.host is None:
             raise RetapeError(
                 f"A plan of {outcome.peak_bytes} bytes was promised {chosen.peak_bytes}: a bug in retape."
             )
@@ -158,7 +167,8 @@ class ChainPlanner:
 
     def _bound_seconds(self, budget_bytes: int) -> float:
         held = self._held.bound_seconds(budget_bytes)
-        return max([held, *(plans.bound_seconds(budget_bytes) for plans in self._bounds)])
+        tables = self._bounds if self._chain.host is None else ()
+        return max([held, *(plans.bound_seconds(budget_bytes) for plans in tables)])
 
     def _measured(self, moves: tuple[Move, ...]) -> PlanCandidate:
         total = self._costs.come_to(moves)
@@ -211,6 +221,25 @@ class ChainPlanner:
         ratio = (self.store_all_bytes / floor.floor_bytes) ** (1 / BISECTIONS) if floor.floor_bytes else 1.0
         for power in range(BISECTIONS):
             yield self._measured(floor.moves(int(floor.floor_bytes * ratio**power)))
+
+
+def _without_stalls(chain: Chain) -> Chain:
+    """Return the chain with options that never wait for a host copy."""
+    stages = (
+        replace(
+            stage,
+            options=tuple(
+                replace(
+                    option,
+                    forward_seconds=max(0.0, option.forward_seconds - option.forward_stall_seconds),
+                    backward_seconds=max(0.0, option.backward_seconds - option.backward_stall_seconds),
+                )
+                for option in stage.options
+            ),
+        )
+        for stage in chain.stages
+    )
+    return replace(chain, stages=tuple(stages))
 
 
 def _affordable(costs: ChainCosts, intervals: Intervals) -> bool:

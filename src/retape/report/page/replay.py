@@ -227,8 +227,14 @@ class _Reading:
         parts, groups = dict(self._held), list(self._grouped)
         parts[Share.WORKING] += working
         parts[Share.RERUN] += again
-        parts[Share.SNAPSHOTS] += total - sum(parts.values())
-        groups[self._group[step]] += working + again
+        rest = total - sum(parts.values())
+        parts[Share.SNAPSHOTS] += max(rest, 0)
+        # For a chain with a host the machine replaces an option's estimate of copies in flight, which may be larger.
+        excess = max(0, -rest)
+        in_flight = min(excess, parts[Share.WORKING])
+        parts[Share.WORKING] -= in_flight
+        parts[Share.RERUN] -= excess - in_flight
+        groups[self._group[step]] += working + again - excess
         self.levels.append(Level(seconds=seconds, parts=tuple(parts[share] for share in Share), groups=tuple(groups)))
 
 
