@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from retape.core.actions import Backward, Forward, Load, Save, Tape
+from retape.core.actions import Backward, Forward, Item, Load, Save, Tape
 from retape.core.machine import simulate
-from retape.core.problem import Chain, Option, OptionKind, Stage
+from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
 from retape.report.page.replay import Share, SpanKind, groups_of, replay, replay_plain
 
 MIB = 1 << 20
@@ -129,3 +129,20 @@ def test_classes_of_a_small_chain_by_hand():
         (6, 0, 9, 0),
     ) in found  # stage 0 again: its input and output, the rest of its tape, the re-run's transient
     assert (5.0, (6, 0, 7, 5)) in found
+
+
+@pytest.mark.parametrize("speed", [1.0, 1e9])
+@pytest.mark.parametrize("actions", [(Tape(0, 1), Save(0, item=Item.TAPE), Tape(1), Backward(1), Backward(0)),
+                                     (Save(0), Forward(0, 1), Tape(1), Backward(1), Load(0), Tape(0, 1), Backward(0))])  # fmt: skip
+def test_copies_to_a_host_are_in_the_totals_and_no_class_is_negative(actions, speed):
+    moved = Option(kind=OptionKind.OFFLOAD, held_bytes=3, moved_bytes=7, forward_seconds=2.0, backward_seconds=3.0,
+                   forward_stall_seconds=1.0, backward_stall_seconds=1.0, forward_transient_bytes=9, backward_transient_bytes=12,
+                   forward_flight_bytes=7, backward_flight_bytes=7)  # fmt: skip
+    stage = Stage(forward_seconds=1.0, backward_seconds=2.0, state_bytes=3, tape_bytes=10, options=(moved,))
+    host = Tier(name="host", write_bytes_per_second=speed, read_bytes_per_second=speed)
+    chain = Chain(stages=(stage, stage), host=host)
+    levels = replay(chain, actions).levels
+    assert [(level.seconds, level.total_bytes) for level in levels] == list(
+        simulate(chain, actions, timeline=True).timeline
+    )
+    assert all(min(level.parts) >= 0 for level in levels)
