@@ -218,7 +218,7 @@ def decay(t, y):
         ({"y0": 1.0}, "y0 is float; give a tensor or a tuple of tensors"),
         ({"y0": ()}, "y0 is empty; give a tensor"),
         ({"y0": [torch.ones(2)]}, "y0 is list; give a tensor"),
-        ({"y0": torch.ones(2, dtype=torch.int64)}, "y0 holds torch.int64; a state is of floating-point"),
+        ({"y0": torch.ones(2, dtype=torch.int64)}, "y0 holds torch.int64; a state is floating-point or complex"),
         (
             {"y0": (torch.ones(2), torch.ones(2, dtype=F64))},
             "torch.float32 on cpu and torch.float64 on cpu; give all of them one dtype",
@@ -281,7 +281,7 @@ def test_what_cannot_be_meant_is_refused(changed, words):
 
 
 def test_a_start_that_is_not_finite():
-    with pytest.raises(IntegrationFailed, match="not finite at t = 0, so that no step can start; mend y0 or f"):
+    with pytest.raises(IntegrationFailed, match="not finite at t = 0, so that no step can start; correct y0 or f"):
         retape.odeint(decay, torch.tensor([math.nan]), T)
     with pytest.raises(IntegrationFailed, match="not finite at t = 0"):
         retape.odeint(lambda t, y: y / 0, Y0, T)

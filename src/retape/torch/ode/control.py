@@ -1,4 +1,4 @@
-"""How large the steps of an adaptive solver are: options, error norm, first size, next size. Decides in numbers, never in a graph.
+"""Step sizes of an adaptive solver: options, error norm, first size, next size; numbers only, never part of a graph.
 
 The rules are those of Hairer, Nørsett and Wanner, Solving Ordinary Differential Equations I (2nd edition, 1993), section II.4, with
 torchdiffeq's constants and option names, so that the same problem takes the same steps. One number is read from the device for each
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import IntegrationFailed, InvalidInput
-from retape.torch.ode.steps import Slope
 
+Slope = Callable[[Tensor, Tensor], Tensor]
 Norm = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveOptions:
-    """What an adaptive method may be told; the names are torchdiffeq's."""
+    """Options of an adaptive method; the names are torchdiffeq's."""
 
     first_step: float | None = None
     min_step: float = 0.0
@@ -45,7 +45,7 @@ class AdaptiveOptions:
         if not (0 < self.safety <= 1 and 0 < self.dfactor < 1 <= self.ifactor):
             raise InvalidInput(
                 f"safety, dfactor and ifactor are {self.safety}, {self.dfactor} and {self.ifactor}; "
-                "the first lies in (0, 1], the second in (0, 1), the last is at least 1"
+                "the first is in (0, 1], the second in (0, 1), the last is at least 1"
             )
         if self.max_num_steps < 1:
             raise InvalidInput(f"max_num_steps is {self.max_num_steps}; give at least 1")
@@ -53,7 +53,7 @@ class AdaptiveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridOptions:
-    """What a method on a given grid may be told; the names are torchdiffeq's."""
+    """Options of a method on a given grid; the names are torchdiffeq's."""
 
     step_size: float | None = None
     grid_constructor: Callable[..., Tensor] | None = None
@@ -69,7 +69,7 @@ class GridOptions:
 
 
 def read_adaptive(options: Mapping[str, Any], method: str) -> AdaptiveOptions:
-    """The options of an adaptive method, as numbers."""
+    """Return the options of an adaptive method, as numbers."""
     given = dict(_known(options, AdaptiveOptions, method))
     for name in given.keys() - {"norm", "step_t", "max_num_steps"}:
         given[name] = None if given[name] is None else float(given[name])
@@ -78,7 +78,7 @@ def read_adaptive(options: Mapping[str, Any], method: str) -> AdaptiveOptions:
 
 
 def read_grid(options: Mapping[str, Any], method: str) -> GridOptions:
-    """The options of a method on a grid."""
+    """Return the options of a method on a grid."""
     given = dict(_known(options, GridOptions, method))
     if given.get("step_size") is not None:
         given["step_size"] = float(given["step_size"])
@@ -97,12 +97,12 @@ def _known(options: Mapping[str, Any], kind: type, method: str) -> Mapping[str, 
 
 
 def rms_norm(state: Tensor) -> Tensor:
-    """The root of the mean square of all components, batch and all."""
+    """Return the root mean square of all components, the batch included."""
     return state.abs().pow(2).mean().sqrt()
 
 
 def largest_rms_norm(shapes: Sequence[torch.Size]) -> Norm:
-    """For a tuple of states: the largest of their norms."""
+    """Return a norm for a tuple of states: the largest of theirs."""
     sizes = [shape.numel() for shape in shapes]
 
     def norm(state: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def largest_rms_norm(shapes: Sequence[torch.Size]) -> Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """Decides about the steps of one integration; `rtol` and `atol` are numbers, or tensors like the state."""
+    """The step sizes of one integration; `rtol` and `atol` are numbers, or tensors like the state."""
 
     rtol: float | Tensor
     atol: float | Tensor
@@ -122,13 +122,13 @@ class Control:
     options: AdaptiveOptions
 
     def error_ratio(self, error: Tensor, start: Tensor, end: Tensor) -> float:
-        """The error over what is allowed: a step is good up to 1."""
+        """Return the error over the allowed error; a step is accepted up to 1."""
         with torch.no_grad():
             allowed = self.atol + self.rtol * torch.max(start.detach().abs(), end.detach().abs())
             return abs(float(self.norm(error.detach() / allowed)))
 
     def first_size(self, f: Slope, t: Tensor, y: Tensor, slope: Tensor, direction: float) -> float:
-        """The size of the first attempt (algorithm of section II.4), which costs one evaluation of f."""
+        """Return the size of the first attempt (algorithm of section II.4), which costs one evaluation of f."""
         with torch.no_grad():
             t, y, slope = t.detach(), y.detach(), slope.detach()
             scale = self.atol + y.abs() * self.rtol
@@ -136,7 +136,7 @@ class Control:
             if not (math.isfinite(of_state) and math.isfinite(of_slope)):
                 raise IntegrationFailed(
                     f"The first state or f(t, y), over its tolerance, is not finite at t = {float(t):.6g}, so that no step can start; "
-                    "mend y0 or f, or give an atol above 0 where y is 0",
+                    "correct y0 or f, or give an atol above 0 where y is 0",
                     t=float(t),
                 )
             if self.options.first_step is not None:
@@ -149,7 +149,7 @@ class Control:
         return min(100 * trial, size if math.isfinite(size) else math.inf)
 
     def next_size(self, size: float, ratio: float) -> float:
-        """The size after an attempt of one size with this error ratio."""
+        """Return the next size after an attempt with this error ratio."""
         options = self.options
         if ratio == 0:
             factor = options.ifactor

@@ -1,7 +1,7 @@
-"""One step of an explicit Runge-Kutta method, and its solution inside the step. No loop, no choice of step sizes, no memory.
+"""One step of an explicit Runge-Kutta method, and the solution inside the step. Loops and step sizes are elsewhere.
 
 An adaptive step takes its size as a number: the controller carries no gradient. A step on a given grid takes both its ends as tensors, so
-that gradients reach them. Sums over stages are chains of additions, never matrix products: autocast and TF32 leave them alone.
+that gradients reach them. Sums over stages are chains of additions, never matrix products, so autocast and TF32 do not change them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Point(NamedTuple):
-    """Where a step begins: the time (in float64), the state, and the slope there."""
+    """The start of a step: the time (in float64), the state, and the slope there."""
 
     time: Tensor
     state: Tensor
@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 class CheckedSlope:
-    """The right-hand side f(t, y) that also says what is wrong with what it returns."""
+    """The right-hand side f(t, y), with checks of what it returns."""
 
     __slots__ = ("function",)
 
@@ -54,12 +54,12 @@ def _kind(tensor: Tensor) -> str:
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of times that go with states of this dtype."""
+    """Return the dtype of times for states of this dtype."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
 def weighted(y: Tensor, slopes: Sequence[Tensor], weights: Sequence[float], size: float) -> Tensor:
-    """Y + size * sum(weights * slopes)."""
+    """Return y + size * sum(weights * slopes)."""
     for slope, weight in zip(slopes, weights, strict=True):
         if weight:
             y = torch.add(y, slope, alpha=size * weight)
@@ -67,7 +67,7 @@ def weighted(y: Tensor, slopes: Sequence[Tensor], weights: Sequence[float], size
 
 
 def adaptive_stages(tableau: Tableau, f: Slope, start: Point, size: float) -> tuple[list[Tensor], Tensor]:
-    """All slopes of a step, and the state at its end; the first slope is known, the last is that of the end."""
+    """Return all slopes of a step and the state at its end; the first slope is given, the last is that of the end."""
     time = start.time.to(real_dtype(start.state.dtype))
     slopes, stage, at = [start.slope], start.state, time
     for i in range(1, len(tableau.b)):
@@ -79,12 +79,12 @@ def adaptive_stages(tableau: Tableau, f: Slope, start: Point, size: float) -> tu
 
 
 def error_estimate(tableau: Tableau, slopes: Sequence[Tensor], size: float) -> Tensor:
-    """The difference between the method's solution and its embedded one's."""
+    """Return the difference between the method's solution and that of its embedded method."""
     return weighted(torch.zeros_like(slopes[0]), slopes, tableau.error, size)
 
 
 def dense_output(table: Tensor, start: Point, slopes: Sequence[Tensor], size: float, times: Tensor) -> Tensor:
-    """The solution at several times inside a step, stacked; `table` is the tableau's `dense` beside the state."""
+    """Return the solution at several times inside a step, stacked; `table` is the tableau's `dense` as a tensor."""
     theta = ((times - start.time) / size).to(table.dtype)
     powers = torch.stack([theta, theta**2, theta**3, theta**4], dim=-1)
     weights = (powers.unsqueeze(1) * table).sum(-1).reshape(len(times), len(slopes), *[1] * start.state.dim())
@@ -95,7 +95,7 @@ def dense_output(table: Tensor, start: Point, slopes: Sequence[Tensor], size: fl
 
 
 def grid_step(tableau: Tableau, f: Slope, t0: Tensor, t1: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The state at t1 and the slope at t0, for a step from (t0, y) whose size is a tensor."""
+    """Return the state at t1 and the slope at t0, for a step from (t0, y) whose size is a tensor."""
     time, size = t0.to(real_dtype(y.dtype)), (t1 - t0).to(real_dtype(y.dtype))
     slopes: list[Tensor] = [f(time, y)]
     for i in range(1, len(tableau.b)):
@@ -114,13 +114,13 @@ def _summed(slopes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def linear_output(span: Pair, ends: Pair, time: Tensor) -> Tensor:
-    """On the line between both ends of a step, and exactly its end at the end."""
+    """Interpolate linearly between both ends of a step; exact at its end."""
     beyond = ((time - span[1]) / (span[1] - span[0])).to(real_dtype(ends[0].dtype))
     return ends[1] + beyond * (ends[1] - ends[0])
 
 
 def cubic_output(span: Pair, ends: Pair, slopes: Pair, time: Tensor) -> Tensor:
-    """On the cubic through both ends of a step with their slopes (Hermite)."""
+    """Interpolate by the cubic through both ends of a step with their slopes (Hermite)."""
     dtype = real_dtype(ends[0].dtype)
     h, size = ((time - span[0]) / (span[1] - span[0])).to(dtype), (span[1] - span[0]).to(dtype)
     at_start, at_end = (1 + 2 * h) * (1 - h) ** 2, h * h * (3 - 2 * h)
