@@ -1,7 +1,7 @@
 """The README's table, row by row: where torch.utils.checkpoint gives a wrong number without a word, and what retape does.
 
-The hazards themselves are tested at length in `hazards/`. Here stands one small case a row, run on both. Where PyTorch mends
-a case, its test fails: then the row has to go.
+The hazards themselves are tested at length in `hazards/`. Here is one small case per row, run on both. If PyTorch fixes a case,
+its test fails: then the row has to go.
 """
 
 import random
@@ -16,11 +16,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import retape
 from retape.errors import StateChanged
+from support.comparing import leaf, seed
 
 README = Path(__file__).parent.parent / "README.md"
 
 
-def plainly(function, *args, context_fn=None, **kwargs):
+def without_checkpoint(function, *args, context_fn=None, **kwargs):
     return function(*args, **kwargs)
 
 
@@ -28,15 +29,9 @@ def by_torch(function, *args, **kwargs):
     return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-def outcome(case, call):
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+def seeded_gradient(case, call):
+    seed()
     return case(call).clone()
-
-
-def leaf():
-    return torch.randn(4, 4, requires_grad=True)
 
 
 def drawing(draw):
@@ -125,9 +120,9 @@ RIGHT = {
 
 @pytest.mark.parametrize("case", RIGHT.values(), ids=RIGHT)
 def test_torch_is_silently_wrong_and_retape_is_right(case):
-    wanted = outcome(case, plainly)
-    assert not torch.equal(outcome(case, by_torch), wanted)
-    assert torch.equal(outcome(case, retape.checkpoint), wanted)
+    wanted = seeded_gradient(case, without_checkpoint)
+    assert not torch.equal(seeded_gradient(case, by_torch), wanted)
+    assert torch.equal(seeded_gradient(case, retape.checkpoint), wanted)
 
 
 def changed(use):
@@ -150,9 +145,9 @@ CHANGED = {
 
 @pytest.mark.parametrize("case", CHANGED.values(), ids=CHANGED)
 def test_torch_is_silently_wrong_and_retape_says_what_changed(case):
-    assert not torch.equal(outcome(case, by_torch), outcome(case, plainly))
+    assert not torch.equal(seeded_gradient(case, by_torch), seeded_gradient(case, without_checkpoint))
     with pytest.raises(StateChanged, match="has been modified by an inplace operation"):
-        outcome(case, retape.checkpoint)
+        seeded_gradient(case, retape.checkpoint)
 
 
 def weights_changed(call):
@@ -166,10 +161,10 @@ def weights_changed(call):
 
 def test_weights_changed_before_backward():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        outcome(weights_changed, plainly)
-    assert outcome(weights_changed, by_torch).isfinite().all()  # a number, of other weights than the forward's
+        seeded_gradient(weights_changed, without_checkpoint)
+    assert seeded_gradient(weights_changed, by_torch).isfinite().all()  # a number, of other weights than the forward's
     with pytest.raises(StateChanged, match=r"parameter '0\.weight'"):
-        outcome(weights_changed, retape.checkpoint)
+        seeded_gradient(weights_changed, retape.checkpoint)
 
 
 def test_every_row_of_the_table_has_its_case():

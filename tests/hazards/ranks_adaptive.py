@@ -81,7 +81,7 @@ def blocks(between):
     )
 
 
-def step_gradients(blocks, x, *, regions):
+def block_gradients(blocks, x, *, regions):
     for parameter in blocks.parameters():
         parameter.grad = None
     for block in blocks:
@@ -99,14 +99,14 @@ def right_beside(between):
     model = blocks(between)
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     before = started()
-    wanted = step_gradients(model, x, regions=False)
+    wanted = block_gradients(model, x, regions=False)
     count = started() - before
     assert count >= len(model)
     live = retape.adaptive(budget=retape.Budget.activations("750KiB" if dist.get_rank() else "650KiB"))
     for _ in range(4):
         before = started()
         with live:
-            got = step_gradients(model, x, regions=True)
+            got = block_gradients(model, x, regions=True)
         assert started() - before == count, "a collective ran again"
         assert all(map(torch.equal, got, wanted))
     assert live.stats().reruns, "regions without collectives are dropped"
@@ -120,7 +120,7 @@ def too_small():
     try:
         for _ in range(4):
             with live:
-                step_gradients(model, torch.ones(ROWS, WIDTH), regions=True)
+                block_gradients(model, torch.ones(ROWS, WIDTH), regions=True)
     except BudgetTooSmall as error:
         said = str(error)
     assert "Regions that run a collective hold" in said, said

@@ -14,23 +14,30 @@ import torch.nn.functional as F
 from torch import nn
 
 import retape
-from planning.test_fit_odd import Body, Chain, assert_same, call, fit, rows, tightest, trained
 from retape.core.problem import OptionKind
 from retape.errors import InvalidInput
-from support.comparing import seed
+from support.blocks import MlpBlock, Stack, mean_square
+from support.comparing import assert_equal, loss_and_gradients, seed
+from support.fits import fit, model_of, regions_run, tightest, trained
 
-BATCH = rows(64)
+
+def numbers(count):
+    return torch.randn(count, 16, generator=torch.Generator().manual_seed(5))
 
 
-def chain(block=Body, count=4):
+BATCH = numbers(64)
+dropping_block = partial(MlpBlock, 16, norm=False, dropout=0.1)
+
+
+def blocks_in_a_row(block=dropping_block, count=4):
     seed(1)
-    return Chain(block, count).train()
+    return Stack((block() for _ in range(count)), mean_square).train()
 
 
 @pytest.fixture
 def pair():
     """A fitted model and its plain twin."""
-    model = chain()
+    model = blocks_in_a_row()
     plain = copy.deepcopy(model)
     made = tightest(model, BATCH, 0.5)
     assert not made.record.assignment.keeps_everything
@@ -38,12 +45,9 @@ def pair():
     made.remove()
 
 
-def step(model, batch=BATCH, number=2):
+def seeded_step(model, batch=BATCH, number=2):
     seed(number)
-    model.zero_grad()
-    loss = model(batch)
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss_and_gradients(model, lambda: model(batch), number=number)
 
 
 # --- interruptions --------------------------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ class Bomb:
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_an_interruption_leaves_the_model_as_it_was(error, at, late):
-    model = chain()
+    model = blocks_in_a_row()
     plain = copy.deepcopy(model)
     model.blocks[0].up.weight.grad = torch.ones_like(model.blocks[0].up.weight)
     seed(4)
@@ -85,16 +89,16 @@ def test_an_interruption_leaves_the_model_as_it_was(error, at, late):
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
     assert model.blocks[0].up.weight.grad.eq(1).all()
     assert model.blocks[1].up.weight.grad is None
-    assert_same(step(model), step(plain))
+    assert_equal(seeded_step(model), seeded_step(plain))
     tightest(model, BATCH, 0.6).remove()  # nothing is left that would hinder another fit
 
 
 def test_a_profiler_that_runs_already_is_refused():
-    model = chain()
+    model = blocks_in_a_row()
     with torch.profiler.profile(), pytest.raises(InvalidInput, match="profiler"):
         fit(model, BATCH, budget=0.6)
     assert all(p.grad is None for p in model.parameters())
-    assert [type(m) for m in model.modules()] == [type(m) for m in chain().modules()]
+    assert [type(m) for m in model.modules()] == [type(m) for m in blocks_in_a_row().modules()]
 
 
 # --- again, twice, elsewhere -----------------------------------------------------------------------------------------------
@@ -107,11 +111,11 @@ def test_remove_twice_and_fit_again(pair):
     again = tightest(model, BATCH, 0.6)
     made.remove()  # the old one has nothing to do with the new one
     assert not again.record.assignment.keeps_everything
-    before = again._executor.regions_run
-    managed = step(model)
-    assert again._executor.regions_run > before
+    before = regions_run(again)
+    managed = seeded_step(model)
+    assert regions_run(again) > before
     again.remove()
-    assert_same(managed, step(plain))
+    assert_equal(managed, seeded_step(plain))
 
 
 def test_a_copy_of_a_fitted_model_can_be_fitted_and_applied_to(pair):
@@ -119,62 +123,62 @@ def test_a_copy_of_a_fitted_model_can_be_fitted_and_applied_to(pair):
     copied = copy.deepcopy(model)
     assert [type(m) for m in copied.modules()] == [type(m) for m in plain.modules()]
     applied = retape.apply(copied, made)
-    assert_same(step(copied), step(plain))
-    assert applied._executor.regions_run > 0
+    assert_equal(seeded_step(copied), seeded_step(plain))
+    assert regions_run(applied) > 0
     applied.remove()
     own = tightest(copied, BATCH, 0.6)
-    assert_same(step(copied), step(model))
+    assert_equal(seeded_step(copied), seeded_step(model))
     own.remove()
-    assert_same(step(model), step(plain))
+    assert_equal(seeded_step(model), seeded_step(plain))
 
 
 def test_apply_to_a_fitted_model_is_refused(pair):
     model, plain, made = pair
     with pytest.raises(InvalidInput, match="managed by a fit already"):
         retape.apply(model, made)
-    assert_same(step(model), step(plain))
+    assert_equal(seeded_step(model), seeded_step(plain))
 
 
 def test_a_pickled_fit_has_the_record_and_a_plain_model(pair):
     model, plain, made = pair
     loaded = pickle.loads(pickle.dumps(made))
     assert loaded.record == pickle.loads(pickle.dumps(made.record)) == made.record
-    assert [type(m) for m in loaded._model.modules()] == [type(m) for m in plain.modules()]
+    assert [type(m) for m in model_of(loaded).modules()] == [type(m) for m in plain.modules()]
     loaded.remove()
-    assert_same(step(loaded._model), step(plain))
-    assert_same(step(model), step(plain))
+    assert_equal(seeded_step(model_of(loaded)), seeded_step(plain))
+    assert_equal(seeded_step(model), seeded_step(plain))
 
 
 def test_a_fit_is_pickled_after_steps_that_held_a_part_of_a_region(pair):
-    """Whoever holds a part has seen the ops of a whole region, and an op cannot be pickled."""
+    """A fit that holds a part of a region has recorded its ops, and an op cannot be pickled."""
     model, plain, made = pair
     made.remove()
     choices = made.record.assignment.choices
     held = tuple(replace(choice, option=OptionKind.SELECT, held=(0,)) for choice in choices)
     applied = retape.apply(model, replace(made.record, assignment=replace(made.record.assignment, choices=held)))
-    assert_same(step(model), step(plain))
+    assert_equal(seeded_step(model), seeded_step(plain))
     assert applied._executor._recipes
     loaded = pickle.loads(pickle.dumps(applied))
     assert loaded.record == applied.record
-    assert_same(step(loaded._model), step(plain))
+    assert_equal(seeded_step(model_of(loaded)), seeded_step(plain))
     applied.remove()
 
 
 def test_weights_loaded_while_fitted(pair):
     model, plain, _ = pair
-    other = Chain().state_dict()
+    other = Stack(dropping_block() for _ in range(4)).state_dict()
     model.load_state_dict(other)
     plain.load_state_dict(other)
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert_same(step(model), step(plain))
+    assert_equal(seeded_step(model), seeded_step(plain))
     model.load_state_dict(copy.deepcopy(other), assign=True)
-    assert_same(step(model), step(plain))
+    assert_equal(seeded_step(model), seeded_step(plain))
 
 
 def test_five_clipped_steps(pair):
     model, plain, _ = pair
-    run = partial(trained, step=call, batch=BATCH, steps=5, clip=True)
-    assert_same(run(model), run(plain))
+    run = partial(trained, batch=BATCH, steps=5, clip=True)
+    assert_equal(run(model), run(plain))
 
 
 def test_weights_changed_between_forward_and_backward(pair):
@@ -201,7 +205,7 @@ def test_a_retained_graph_and_a_second_derivative(pair):
         first.square().sum().backward()
         return x.grad, {name: p.grad for name, p in model.named_parameters()}
 
-    assert_same(twice(model), twice(plain))
+    assert_equal(twice(model), twice(plain))
 
 
 @pytest.mark.filterwarnings("ignore:Region .* runs in evaluation mode:UserWarning")
@@ -212,7 +216,7 @@ def test_training_in_several_threads(pair):
     found = {}
 
     def work(number):
-        x = rows(16 + number).requires_grad_()
+        x = numbers(16 + number).requires_grad_()
         for _ in range(3):
             found[number] = torch.autograd.grad(model(x), [x, *model.parameters()])
 
@@ -222,8 +226,8 @@ def test_training_in_several_threads(pair):
     for thread in threads:
         thread.join()
     for number in range(3):
-        x = rows(16 + number).requires_grad_()
-        assert_same(found[number], torch.autograd.grad(plain(x), [x, *plain.parameters()]))
+        x = numbers(16 + number).requires_grad_()
+        assert_equal(found[number], torch.autograd.grad(plain(x), [x, *plain.parameters()]))
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------------
@@ -249,24 +253,24 @@ def hooked(model):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks(when):
     batch = BATCH.clone().requires_grad_()  # a full backward hook wants to see a gradient of its input
-    model, plain = chain(), hooked(chain())
+    model, plain = blocks_in_a_row(), hooked(blocks_in_a_row())
     if when == "before":
         hooked(model)
     made = tightest(model, batch, 0.5)
     assert not made.record.assignment.keeps_everything
     if when == "after":
         hooked(model)
-    assert_same(step(model, batch), step(plain, batch))
-    assert_same(step(model, batch), step(plain, batch))
+    assert_equal(seeded_step(model, batch), seeded_step(plain, batch))
+    assert_equal(seeded_step(model, batch), seeded_step(plain, batch))
     made.remove()
-    assert_same(step(model, batch), step(plain, batch))
+    assert_equal(seeded_step(model, batch), seeded_step(plain, batch))
 
 
 # --- budgets ------------------------------------------------------------------------------------------------------------------
 
 
 def test_spellings_of_one_budget():
-    model = chain()
+    model = blocks_in_a_row()
     whole = fit(model, BATCH, budget=1.0)
     peak = whole.measured.peak_bytes
     spelled = (peak, int(np.int64(peak)), f" {peak} B ", f"{peak}B", retape.Budget.of(peak), {"cpu": peak})
@@ -280,8 +284,8 @@ def test_spellings_of_one_budget():
 @pytest.mark.parametrize(
     "budget", [0, -1, -0.5, 1.5, True, None, "", "much", "-3GiB", [1], float("inf"), {}, np.int64(10**6)]
 )
-def test_budgets_that_cannot_be_meant(budget):
-    model = chain()
+def test_invalid_budgets_are_refused(budget):
+    model = blocks_in_a_row()
     with pytest.raises(InvalidInput):
         fit(model, BATCH, budget=budget)
     assert all(p.grad is None for p in model.parameters())
@@ -290,12 +294,12 @@ def test_budgets_that_cannot_be_meant(budget):
 # --- what is not the same in every step ----------------------------------------------------------------------------------------
 
 
-class Swapping(Body):
+class Swapping(nn.Module):
     """The same ops in every step, on other operands: which of two branches goes where is drawn by Python, or alternates."""
 
     def __init__(self, by_chance):
         super().__init__()
-        self.other = nn.Linear(16, 64)
+        self.up, self.down, self.other = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 64)
         self.by_chance, self.calls = by_chance, 0
 
     def forward(self, x):
@@ -308,7 +312,7 @@ class Swapping(Body):
 
 @pytest.mark.parametrize("by_chance", [True, False], ids=["by chance", "in turn"])
 def test_branches_that_are_swapped(by_chance):
-    model = chain(partial(Swapping, by_chance))
+    model = blocks_in_a_row(partial(Swapping, by_chance))
     plain = copy.deepcopy(model)
     for budget in (0.85, 0.7, 0.5, 0.4):
         for number, block in enumerate((*model.blocks, *plain.blocks)):
@@ -318,7 +322,7 @@ def test_branches_that_are_swapped(by_chance):
         for number, block in enumerate((*model.blocks, *plain.blocks)):
             block.calls = number % len(plain.blocks)
         for number in range(4):
-            assert_same(step(model, number=number), step(plain, number=number))
+            assert_equal(seeded_step(model, number=number), seeded_step(plain, number=number))
         made.remove()
 
 
@@ -334,15 +338,12 @@ def test_fewer_but_longer_rows_than_were_profiled_are_warned_of():
             query, key, value = self.project(x).chunk(3, -1)
             return x + torch.softmax(query @ key.transpose(1, 2), -1) @ value
 
-    def step(model, batch):
-        return model(batch).square().mean()
-
     torch.manual_seed(0)
-    model = nn.Sequential(*(Attention() for _ in range(4)))
-    fitted = retape.fit(model, torch.randn(16, 16, 16), budget=0.6, step=step, progress=False)
-    step(model, torch.randn(16, 16, 16)).backward()
+    model = Stack((Attention() for _ in range(4)), mean_square)
+    fitted = fit(model, torch.randn(16, 16, 16), budget=0.6)
+    model(torch.randn(16, 16, 16)).backward()
     with pytest.warns(
         UserWarning, match=r"was given a tensor of shape \(1, 256, 16\), and one of shape \(16, 16, 16\)"
     ):
-        step(model, torch.randn(1, 256, 16)).backward()
+        model(torch.randn(1, 256, 16)).backward()
     fitted.remove()

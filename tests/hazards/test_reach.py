@@ -9,10 +9,7 @@ from torch import nn
 
 import retape
 from retape.errors import StateChanged
-
-
-def plain(function, *arguments):
-    return function(*arguments)
+from support.comparing import plainly
 
 
 class History(nn.Module):
@@ -42,7 +39,7 @@ def test_a_container_of_any_length_is_put_back(make, count):
     first = History(make, count)
     second, x = copy.deepcopy(first), torch.randn(8, 4)
     for _ in range(3):
-        for model, call in ((first, plain), (second, retape.checkpoint)):
+        for model, call in ((first, plainly), (second, retape.checkpoint)):
             model.zero_grad()
             call(model, x.clone().requires_grad_()).square().sum().backward()
         assert torch.equal(first.layer.weight.grad, second.layer.weight.grad)
@@ -194,7 +191,7 @@ def test_another_view_of_the_same_memory_is_not_what_was_held(w, change):
         y.abs().sum().backward()
         return x.grad
 
-    assert torch.equal(gradient(plain), gradient(retape.checkpoint))
+    assert torch.equal(gradient(plainly), gradient(retape.checkpoint))
 
 
 def test_a_parameter_replaced_by_its_transpose():
@@ -207,7 +204,7 @@ def test_a_parameter_replaced_by_its_transpose():
         y.sum().backward()
         return x.grad
 
-    assert torch.equal(gradient(plain), gradient(retape.checkpoint))
+    assert torch.equal(gradient(plainly), gradient(retape.checkpoint))
 
 
 # --- subclasses and sparse tensors --------------------------------------------------------------------------------

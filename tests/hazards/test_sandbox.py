@@ -19,7 +19,7 @@ def loss_of(model, batch):
     return model(batch).square().mean()
 
 
-def fitted(model, batch, step=loss_of, **options):
+def in_fit(model, batch, step=loss_of, **options):
     retape.fit(model, batch, budget=0.7, step=step, progress=False, **options).remove()
 
 
@@ -27,10 +27,10 @@ def verified(model, batch, step=loss_of):
     assert retape.verify(model, batch, step=step).plain_repeats
 
 
-BOTH = pytest.mark.parametrize("run", [fitted, verified])
+BOTH = pytest.mark.parametrize("run", [in_fit, verified])
 
 
-class Block(nn.Module):
+class EffectBlock(nn.Module):
     """Does something on the way, which `effect` says."""
 
     def __init__(self, effect=None):
@@ -45,10 +45,10 @@ class Block(nn.Module):
 
 def blocks(effect=None):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(effect) for _ in range(4)))
+    return nn.Sequential(*(EffectBlock(effect) for _ in range(4)))
 
 
-def rows(*, needs_grad=False):
+def batch_rows(*, needs_grad=False):
     return torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).requires_grad_(needs_grad)
 
 
@@ -85,7 +85,7 @@ def test_generators(run, kind, place):
     for block in model:
         PLACES[place](block, generator)
     before = state(generator)
-    run(model, rows())
+    run(model, batch_rows())
     assert state(generator) == before
 
 
@@ -103,7 +103,7 @@ def test_a_generator_of_the_step(run):
 
         return loss_of(model, batch + noise())
 
-    run(blocks(), rows(), step)
+    run(blocks(), batch_rows(), step)
     assert torch.equal(own.get_state(), state)
     assert torch.equal(GLOBAL.get_state(), before)
 
@@ -121,7 +121,7 @@ class Own(UserDict):
     pass
 
 
-class Slotted:
+class CountsInSlots:
     __slots__ = ("__hidden", "calls")
 
     def __init__(self):
@@ -154,7 +154,7 @@ def count(block, x):
     block.array.append(2)
     block.numpy += 1
     block.slotted.calls += 1
-    block.slotted._Slotted__hidden.append(1)
+    block.slotted._CountsInSlots__hidden.append(1)
     block.plain.calls += 1
     block.plain.seen[block.calls] = x
     block.tensor.add_(1)
@@ -177,7 +177,7 @@ def counting():
         block.set, block.deque, block.ordered = {0}, deque([0], maxlen=3), OrderedDict(a=1, b=2)
         block.default, block.counter, block.own = defaultdict(list), Counter("a"), Own(calls=0)
         block.bytes, block.array, block.numpy = bytearray(b"a"), array("d", [1.0]), np.zeros(3)
-        block.slotted, block.plain = Slotted(), Plain()
+        block.slotted, block.plain = CountsInSlots(), Plain()
         block.tensor, block.large, block.bound = torch.zeros(3), torch.zeros(600_000), torch.zeros(3)
         block.held = [nn.BatchNorm1d(16)]
         block.register_buffer("statistics", torch.ones(3))
@@ -192,7 +192,12 @@ def described(model):
     for block in model:
         fields = {name: value for name, value in vars(block).items() if not name.startswith("_")}
         numbers = (block.large.sum(), block.statistics, block.position, dict(block.held[0].named_buffers()))
-        slots = (block.slotted.calls, block.slotted._Slotted__hidden, vars(block.plain), block.up.bias.requires_grad)
+        slots = (
+            block.slotted.calls,
+            block.slotted._CountsInSlots__hidden,
+            vars(block.plain),
+            block.up.bias.requires_grad,
+        )
         found.append((repr(fields), repr(numbers), repr(slots), [id(value) for value in fields.values()]))
     return found
 
@@ -201,7 +206,7 @@ def described(model):
 def test_fields_and_containers(run):
     model = counting()
     before = described(model)
-    run(model, rows())
+    run(model, batch_rows())
     assert described(model) == before
 
 
@@ -224,10 +229,10 @@ def test_optimizers_in_backward_do_not_run(run):
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(descent)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    run(model, rows())
+    run(model, batch_rows())
     assert descent.steps == 0
     assert all(torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True))
-    loss_of(model, rows()).backward()
+    loss_of(model, batch_rows()).backward()
     assert descent.steps == len(before)  # they are back
 
 
@@ -238,11 +243,11 @@ def test_pytorch_s_optimizers_in_backward_do_not_run():
     model = blocks()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    fitted(model, rows())
+    in_fit(model, batch_rows())
     with pytest.raises(InvalidInput, match=r"No leaf has a gradient after the step.*no hook removes \.grad"):
-        verified(model, rows())
+        verified(model, batch_rows())
     assert all(torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True))
-    loss_of(model, rows()).backward()
+    loss_of(model, batch_rows()).backward()
     assert not torch.equal(model[0].up.weight, before[0])
 
 
@@ -268,7 +273,7 @@ def test_hooks_that_write_to_weights(run, put):
     model = blocks()
     put(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    run(model, rows())
+    run(model, batch_rows())
     assert all(torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True))
 
 
@@ -290,11 +295,11 @@ def test_a_step_that_trains_is_refused_by_the_name_of_the_weight(run):
         return loss_of(model, batch)
 
     with pytest.raises(InvalidInput, match=r"The step changed 0\.0\.weight and 3 more, of which no copy was kept"):
-        run(model, rows(), step)
+        run(model, batch_rows(), step)
 
 
 def test_an_optimizer_that_was_given_is_as_before():
-    model, batch = blocks(), rows()
+    model, batch = blocks(), batch_rows()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     loss_of(model, batch).backward()
     optimizer.step()
@@ -304,7 +309,7 @@ def test_an_optimizer_that_was_given_is_as_before():
         optimizer.param_groups[0]["lr"] /= 2  # a schedule
         return loss_of(model, batch)
 
-    fitted(model, batch, step, optimizer=optimizer)
+    in_fit(model, batch, step, optimizer=optimizer)
     assert repr(optimizer.state_dict()) == before
 
 
@@ -314,7 +319,7 @@ OUTSIDE = nn.Parameter(torch.ones(16))
 @BOTH
 @pytest.mark.parametrize("found", [None, 2.0])
 def test_gradients_of_leaves_that_are_no_weights(run, found):
-    inside, batch, hidden = nn.Parameter(torch.ones(16)), rows(needs_grad=True), {}
+    inside, batch, hidden = nn.Parameter(torch.ones(16)), batch_rows(needs_grad=True), {}
     hidden["leaf"] = torch.ones(16, requires_grad=True)
     leaves = [OUTSIDE, inside, batch, hidden["leaf"]]
     for leaf in leaves:
@@ -342,7 +347,7 @@ def test_a_leaf_that_only_the_graph_leads_to(run):
     class Scaled(torch.autograd.Function):
         leaf = table[0]
 
-    run(model, rows(), lambda model, batch: loss_of(model, batch * Scaled.leaf))
+    run(model, batch_rows(), lambda model, batch: loss_of(model, batch * Scaled.leaf))
     assert table[0].grad is None
 
 
@@ -356,14 +361,14 @@ def test_a_leaf_that_the_step_makes_is_not_kept(run):
             made.append(weakref.ref(leaf))
             return leaf
 
-    run(nn.Sequential(Own(), *blocks()), rows())
+    run(nn.Sequential(Own(), *blocks()), batch_rows())
     assert made
     assert not any(leaf() is not None for leaf in made)
 
 
 @BOTH
 def test_a_step_that_takes_the_batch_apart(run):
-    batch = {"x": rows(), "scale": torch.ones(16)}
+    batch = {"x": batch_rows(), "scale": torch.ones(16)}
 
     def step(model, batch):
         batch["scale"].mul_(2)
@@ -391,7 +396,7 @@ def test_an_average_of_weights_that_a_forward_updates(run):
 
     model = Averaged()
     before = model.average.weight.clone()
-    run(model, rows())
+    run(model, batch_rows())
     assert torch.equal(model.average.weight, before)
 
 
@@ -408,10 +413,10 @@ def test_the_state_of_a_communication_hook(run):
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         draws = twister(state.rng)
-        run(model, rows())
+        run(model, batch_rows())
         assert (state.iter, len(state.error_dict), len(state.q_memory_dict)) == (0, 0, 0)
         assert twister(state.rng) == draws
-        loss_of(model, rows()).backward()
+        loss_of(model, batch_rows()).backward()
         assert state.iter == 1
     finally:
         dist.destroy_process_group()

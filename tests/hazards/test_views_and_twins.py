@@ -50,7 +50,7 @@ def test_statistics_that_the_first_batch_leaves_alone(call, momentum):
     return x.grad, model.running_mean, model.running_var
 
 
-class Seen(nn.Module):
+class RowsSeen(nn.Module):
     def __init__(self):
         super().__init__()
         self.seen = 0
@@ -62,7 +62,7 @@ class Seen(nn.Module):
 
 @equals_plain
 def test_a_number_that_is_assigned_is_no_counter(call):
-    model, x = Seen(), leaf()
+    model, x = RowsSeen(), leaf()
     call(model, x).sum().backward()
     return x.grad, model.seen
 
@@ -105,7 +105,7 @@ def test_a_packed_sequence(call):
 
 
 @dataclasses.dataclass
-class Scaled:
+class ScaledByNumber:
     """Compares by value, so it cannot be hashed."""
 
     factor: float
@@ -117,7 +117,7 @@ class Scaled:
 @equals_plain
 def test_a_callable_that_cannot_be_hashed(call):
     x = leaf()
-    call(Scaled(2.0), x).sum().backward()
+    call(ScaledByNumber(2.0), x).sum().backward()
     return x.grad
 
 

@@ -1,6 +1,7 @@
 """Hugging Face models made from small configurations: switched on, they equal plain bit for bit."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,36 +9,17 @@ import torch
 import retape
 from retape.errors import InvalidInput
 from retape.integrations.huggingface import checkpointable_layers, disable, enable
-from support.comparing import Notes, assert_equal, seed, streams
+from support.comparing import Notes, assert_equal, loss_and_gradients, parameter_gradients, seed, streams
+from support.models import small_bert, small_gpt2, small_llama
 
-transformers = pytest.importorskip("transformers")
-
-SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-
-
-def llama(**options):
-    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, attention_dropout=0.2, **options)
-    return transformers.LlamaForCausalLM(config)
+dropping_llama = partial(small_llama, attention_dropout=0.2)
+MODELS = pytest.mark.parametrize("make", [dropping_llama, small_gpt2, small_bert], ids=["llama", "gpt2", "bert"])
 
 
-def gpt2(**options):
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, **options)
-    )
-
-
-def bert(**options):
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **options))
-
-
-MODELS = pytest.mark.parametrize("make", [llama, gpt2, bert], ids=lambda make: make.__name__)
-
-
-def made(make, *, use_cache=False, **options):
-    """By default without a cache, as Hugging Face trains with checkpointing: with one, keys and values lie otherwise in memory, and on
-    some processors products of them have other last bits, with no region anywhere."""
-    seed()
-    model = make(**options).train()
+def with_cache(make, *, use_cache=False):
+    """By default without a cache, as Hugging Face trains with checkpointing: a cache changes the strides of keys and values, and on
+    some processors the last bits of their products, with no region anywhere."""
+    model = make()
     model.config.use_cache = use_cache
     return model
 
@@ -49,13 +31,9 @@ def batch():
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-def step(model):
+def seeded_step(model):
     seed()
-    model.zero_grad()
-    output = model(**batch())
-    output.loss.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    return gradients, output.loss.detach(), streams()
+    return loss_and_gradients(model, lambda: model(**batch()).loss), streams()
 
 
 def count_layer_calls(model):
@@ -71,33 +49,33 @@ def count_layer_calls(model):
 @MODELS
 @pytest.mark.parametrize("check", ["metadata", "values"])
 def test_enabled_equals_plain(make, check):
-    model = made(make)
-    wanted = step(model)
-    assert_equal(step(enable(model, check=check)), wanted)
+    model = with_cache(make)
+    wanted = seeded_step(model)
+    assert_equal(seeded_step(enable(model, check=check)), wanted)
 
 
 @MODELS
 def test_layers_really_run_again(make):
-    model = made(make)
+    model = with_cache(make)
     calls = count_layer_calls(model)
-    step(model)
+    seeded_step(model)
     assert len(calls.all) == 3
-    step(enable(model))
+    seeded_step(enable(model))
     assert len(calls.all) == 3 + 6
 
 
 @MODELS
 def test_disabled_layers_run_once(make):
-    model = enable(made(make))
-    wanted = step(model)
+    model = enable(with_cache(make))
+    wanted = seeded_step(model)
     calls = count_layer_calls(model)
-    assert_equal(step(disable(model)), wanted)
+    assert_equal(seeded_step(disable(model)), wanted)
     assert len(calls.all) == 3
 
 
 @MODELS
 def test_evaluation_is_left_alone(make):
-    model = enable(made(make)).eval()
+    model = enable(with_cache(make)).eval()
     calls = count_layer_calls(model)
     with torch.no_grad():
         model(**batch())
@@ -106,31 +84,31 @@ def test_evaluation_is_left_alone(make):
 
 @MODELS
 def test_verify_agrees(make):
-    model = enable(made(make))
+    model = enable(with_cache(make))
     found = retape.verify(model, batch())
     assert found.equal, str(found)
 
 
 @MODELS
 def test_a_deep_copy_of_an_enabled_model_uses_its_own_weights(make):
-    model = enable(made(make))
+    model = enable(with_cache(make))
     twin = copy.deepcopy(model)
-    wanted = step(model)
+    wanted = seeded_step(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert_equal(step(twin), wanted)
+    assert_equal(seeded_step(twin), wanted)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [dropping_llama, small_gpt2], ids=["llama", "gpt2"])
 def test_a_key_value_cache_built_in_training(make):
     """Hugging Face leaves it out under checkpointing: what counts is the model without one."""
-    wanted = step(made(make))
-    assert_equal(step(enable(made(make, use_cache=True))), wanted)
+    wanted = seeded_step(with_cache(make))
+    assert_equal(seeded_step(enable(with_cache(make, use_cache=True))), wanted)
 
 
 def test_several_steps_with_an_optimizer():
-    model = made(llama)
+    model = with_cache(dropping_llama)
     twin = enable(copy.deepcopy(model))
     for trained in (model, twin):
         seed()
@@ -143,14 +121,14 @@ def test_several_steps_with_an_optimizer():
 
 
 def test_outputs_of_all_layers():
-    model = made(llama)
+    model = with_cache(dropping_llama)
 
     def hidden():
         seed()
         model.zero_grad()
         output = model(**batch(), output_hidden_states=True)
         sum(state.square().mean() for state in output.hidden_states).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return parameter_gradients(model)
 
     wanted = hidden()
     enable(model)

@@ -7,13 +7,13 @@ import pickle
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import InvalidInput
 from retape.integrations.huggingface import fused_loss
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
+from support.comparing import parameter_gradients
+from support.ops import LargestTensor
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,7 +43,7 @@ MODELS = {
 }
 
 
-def make(name="Llama", **changes):
+def small_model(name="Llama", **changes):
     model, config, sizes = MODELS[name]
     torch.manual_seed(0)
     return getattr(transformers, model)(getattr(transformers, config)(**{**sizes, **changes})).train()
@@ -57,37 +57,22 @@ def batch(rows=3, length=7):
     return {"input_ids": tokens, "labels": labels}
 
 
-def step(model, **given):
+def seeded_step(model, **given):
     """Loss, gradients and outputs of one step from the same random state."""
     torch.manual_seed(2)
     model.zero_grad()
     out = model(**given)
     out.loss.backward()
-    return out, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-class Seen(TorchDispatchMode):
-    """Notes the most rows of logits that an op returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[-1] == VOCAB:
-                self.found = max(self.found, leaf.numel() // VOCAB)
-        return out
+    return out, parameter_gradients(model)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_gradients_and_outputs_are_the_models_own(name):
-    model = make(name)
+    model = small_model(name)
     given = {**batch(), "output_hidden_states": True}
-    wanted, gradients = step(model, **given)
+    wanted, gradients = seeded_step(model, **given)
     assert fuse_loss(model) is model
-    out, found = step(model, **given)
+    out, found = seeded_step(model, **given)
     assert type(out) is type(wanted)
     assert out.logits is None
     assert set(out.keys()) == set(wanted.keys()) - {"logits"}
@@ -99,53 +84,53 @@ def test_loss_gradients_and_outputs_are_the_models_own(name):
     if "past_key_values" in wanted:
         assert out.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
     unfuse_loss(model)
-    again, gradients_again = step(model, **given)
+    again, gradients_again = seeded_step(model, **given)
     assert torch.equal(again.logits, wanted.logits)
     torch.testing.assert_close(gradients_again, gradients, rtol=0, atol=0)
 
 
 def most_rows(model, given):
     """The most rows of logits that existed at once in a step."""
-    with Seen() as seen:
-        step(model, **given)
-    return seen.found
+    with LargestTensor(last=VOCAB) as largest:
+        seeded_step(model, **given)
+    return largest.elements // VOCAB
 
 
 def test_the_logits_are_never_whole():
-    model, given = make(), batch(length=100)
+    model, given = small_model(), batch(length=100)
     assert most_rows(model, given) == 300
     assert most_rows(fuse_loss(model, chunk_bytes=1), given) <= 64
 
 
 @pytest.mark.parametrize("items", [5, torch.tensor(5)])
 def test_the_trainers_way_of_counting(items):
-    model, given = make(), {**batch(), "num_items_in_batch": items}
-    wanted, gradients = step(model, **given)
-    out, found = step(fuse_loss(model), **given)
+    model, given = small_model(), {**batch(), "num_items_in_batch": items}
+    wanted, gradients = seeded_step(model, **given)
+    out, found = seeded_step(fuse_loss(model), **given)
     torch.testing.assert_close(out.loss, wanted.loss)
     torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_in_float64():
-    model, given = make().double(), batch()
-    wanted, gradients = step(model, **given)
-    out, found = step(fuse_loss(model), **given)
+    model, given = small_model().double(), batch()
+    wanted, gradients = seeded_step(model, **given)
+    out, found = seeded_step(fuse_loss(model), **given)
     assert out.loss.dtype is wanted.loss.dtype
     torch.testing.assert_close(out.loss, wanted.loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-7)
 
 
 def test_labels_shifted_by_the_caller():
-    model, given = make(), batch()
+    model, given = small_model(), batch()
     given["shift_labels"] = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)
-    wanted, gradients = step(model, **given)
-    out, found = step(fuse_loss(model), **given)
+    wanted, gradients = seeded_step(model, **given)
+    out, found = seeded_step(fuse_loss(model), **given)
     torch.testing.assert_close(out.loss, wanted.loss)
     torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-6)
 
 
 def test_tuples():
-    model, given = make(), {**batch(), "return_dict": False}
+    model, given = small_model(), {**batch(), "return_dict": False}
     wanted = model(**given)
     out = fuse_loss(model)(**given)
     assert isinstance(out, tuple)
@@ -155,7 +140,7 @@ def test_tuples():
 
 
 def test_evaluation_generation_and_no_labels_are_unchanged():
-    model, given = make(), batch()
+    model, given = small_model(), batch()
     wanted = model(**given).logits
     fuse_loss(model)
     assert torch.equal(model(input_ids=given["input_ids"]).logits, wanted)
@@ -169,19 +154,19 @@ def test_evaluation_generation_and_no_labels_are_unchanged():
 
 
 def test_names_copies_and_pickles():
-    model = make()
+    model = small_model()
     keys, kind = list(model.state_dict()), type(model)
     fuse_loss(fuse_loss(model))  # twice is once
     assert list(model.state_dict()) == keys
     assert type(model) is kind
-    wanted = step(model, **batch())[1]
+    wanted = seeded_step(model, **batch())[1]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             twin.lm_head.weight.mul_(2)
-        out, found = step(twin, **batch())
+        out, found = seeded_step(twin, **batch())
         assert out.logits is None
         assert not torch.equal(found["lm_head.weight"], wanted["lm_head.weight"])  # of its own weights
-    torch.testing.assert_close(step(model, **batch())[1], wanted)
+    torch.testing.assert_close(seeded_step(model, **batch())[1], wanted)
     unfuse_loss(model)
     assert not model._forward_hooks
     assert not model.lm_head._forward_pre_hooks
@@ -189,7 +174,7 @@ def test_names_copies_and_pickles():
 
 
 def test_a_forward_that_fails_leaves_nothing_behind():
-    model, given = fuse_loss(make()), batch()
+    model, given = fuse_loss(small_model()), batch()
     with pytest.raises(InvalidInput, match="labels have shape"):
         model(input_ids=given["input_ids"], labels=given["labels"][:, :5])
     with pytest.raises(Exception, match=r".+"):
@@ -200,7 +185,7 @@ def test_a_forward_that_fails_leaves_nothing_behind():
 
 def test_it_is_said_once(caplog):
     fused_loss.log_fused_once.cache_clear()
-    model = fuse_loss(make())
+    model = fuse_loss(small_model())
     with caplog.at_level(logging.WARNING, logger="retape"):
         model(**batch())
         model(**batch())
@@ -234,7 +219,7 @@ def test_what_a_stand_in_cannot_do_is_refused(use, words):
 def test_models_that_cannot_be_fused():
     with pytest.raises(InvalidInput, match="Linear has no plain linear head"):
         fuse_loss(torch.nn.Linear(2, 2))
-    model = make()
+    model = small_model()
     model.loss_function = lambda *args, **kwargs: None
     with pytest.raises(InvalidInput, match="has a loss function of its own"):
         fuse_loss(model)
@@ -244,7 +229,7 @@ def test_models_that_cannot_be_fused():
 
 
 def test_a_chunk_of_the_loss_takes_no_more_than_it_may():
-    model, given = fuse_loss(make()), batch(2, 300)
+    model, given = fuse_loss(small_model()), batch(2, 300)
     assert most_rows(model, given) == 600, "64 MiB hold all of them"
     fuse_loss(model, chunk_bytes=10 * VOCAB * 200)
     assert most_rows(model, given) == 200, "three equal chunks"
@@ -263,7 +248,7 @@ def test_a_budget_says_how_large_a_chunk_may_be():
 
 
 def test_a_fit_and_its_saved_plan_bound_the_chunks_alike():
-    model, given = make(vocab_size=4096), batch(length=200)
+    model, given = small_model(vocab_size=4096), batch(length=200)
     fitted = retape.fit(
         model,
         given,
@@ -281,7 +266,7 @@ def test_a_fit_and_its_saved_plan_bound_the_chunks_alike():
 
 
 def test_a_plan_that_is_refused_leaves_the_loss_of_the_fit_that_is_there():
-    model = make()
+    model = small_model()
     fitted = retape.fit(model, batch(), budget=0.5, options=retape.ALL, progress=False)
     there = model.loss_function
     with pytest.raises(InvalidInput, match="managed by a fit already"):
@@ -291,7 +276,7 @@ def test_a_plan_that_is_refused_leaves_the_loss_of_the_fit_that_is_there():
 
 
 def test_a_live_budget_fuses_the_loss_where_all_is_allowed():
-    model, given = make(), batch()
+    model, given = small_model(), batch()
     plain = model(**given)
     for options, fused in ((retape.EXACT, False), (retape.ALL, True)):
         live = retape.adaptive(model, budget="1GiB", options=options)

@@ -7,6 +7,8 @@ import torch
 
 import retape
 from retape.integrations.huggingface import disable, enable
+from support.comparing import equal, loss_and_gradients
+from support.models import small_llama
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,17 +26,19 @@ SIZES = {
 EXPERTS = {"num_experts": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
 
-def llama():
-    config = transformers.LlamaConfig(**SIZES, attn_implementation="eager", attention_dropout=0.1)
-    return transformers.LlamaForCausalLM(config)
+def eager_llama():
+    return small_llama(use_cache=False, attn_implementation="eager", attention_dropout=0.1)
 
 
-def mixtral():
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=3))
+def small_mixtral():
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=3)).train()
 
 
 def qwen2_moe():
-    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, num_experts_per_tok=2))
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, num_experts_per_tok=2)
+    return transformers.Qwen2MoeForCausalLM(config).train()
 
 
 def on_hidden_states(model, batch):
@@ -55,64 +59,56 @@ def on_router_logits(model, batch):
     return out.loss + sum(logits.logsumexp(-1).square().mean() for logits in out.router_logits)
 
 
-def gradients(model, step):
-    torch.manual_seed(1)
-    model.zero_grad()
-    loss = step(model, BATCH)
-    loss.backward()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-
-def equal(found, wanted):
-    return all(map(torch.equal, found, wanted))
+def batch_gradients(model, step):
+    return loss_and_gradients(model, lambda: step(model, BATCH))
 
 
 CASES = pytest.mark.parametrize(
     ("make", "step"),
-    [(llama, on_hidden_states), (llama, on_attentions), (mixtral, on_router_logits), (qwen2_moe, on_router_logits)],
+    [
+        (eager_llama, on_hidden_states),
+        (eager_llama, on_attentions),
+        (small_mixtral, on_router_logits),
+        (qwen2_moe, on_router_logits),
+    ],
 )
-
-
-def made(make):
-    torch.manual_seed(0)
-    return make().train()
 
 
 @CASES
 @pytest.mark.parametrize("budget", [0.8, 0.6])
 def test_fit(make, step, budget):
-    model = made(make)
-    wanted = gradients(model, step)
+    model = make()
+    wanted = batch_gradients(model, step)
     fitted = retape.fit(model, BATCH, budget=budget, step=step, progress=False)
     assert not fitted.record.assignment.keeps_everything
     for _ in range(2):
-        assert equal(gradients(model, step), wanted)
+        assert equal(batch_gradients(model, step), wanted)
     fitted.remove()
 
 
 @CASES
 def test_a_live_budget(make, step):
-    model = made(make)
-    wanted = gradients(model, step)
-    share = 0.8 if make is llama else 0.88  # experts are mostly weights, which stay
-    live = retape.adaptive(model, budget=int(share * retape.measure(lambda: gradients(model, step)).peak_bytes))
+    model = make()
+    wanted = batch_gradients(model, step)
+    share = 0.8 if make is eager_llama else 0.88  # experts are mostly weights, which stay
+    live = retape.adaptive(model, budget=int(share * retape.measure(lambda: batch_gradients(model, step)).peak_bytes))
     for _ in range(3):
-        assert equal(gradients(model, step), wanted)
+        assert equal(batch_gradients(model, step), wanted)
     assert live.stats().reruns
     live.remove()
 
 
 @CASES
 def test_regions_behind_transformers_switch(make, step):
-    model = made(make)
-    wanted = gradients(model, step)
-    assert equal(gradients(enable(model), step), wanted)
-    assert equal(gradients(disable(model), step), wanted)
+    model = make()
+    wanted = batch_gradients(model, step)
+    assert equal(batch_gradients(enable(model), step), wanted)
+    assert equal(batch_gradients(disable(model), step), wanted)
 
 
 def test_the_outputs_are_those_of_the_plain_model():
     """A new shape is traced within the forward, while Transformers collects."""
-    model = made(mixtral)
+    model = small_mixtral()
     twin = copy.deepcopy(model)
     fitted = retape.fit(model, BATCH, budget=0.6, progress=False)
     for rows in (1, 2):

@@ -7,41 +7,29 @@ import retape
 from retape.integrations.huggingface.fused_loss import is_fused
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.planning.attach import is_attached
+from support.comparing import assert_equal, loss_and_gradients
+from support.models import small_llama
 
-transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 TOKENS = torch.randint(0, 1024, (2, 64), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 
 
-def made(**lora):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=1024,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
+def adapted_llama(**lora):
     settings = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **lora})
-    return peft.get_peft_model(transformers.LlamaForCausalLM(config), settings).train()
+    return peft.get_peft_model(small_llama(vocab_size=1024, num_hidden_layers=2, use_cache=False), settings).train()
 
 
 @pytest.fixture(params=[None, "CAUSAL_LM"])
 def model(request):
     """PEFT has a class for each task, and one for none."""
-    return made(task_type=request.param)
+    return adapted_llama(task_type=request.param)
 
 
-def gradients(model):
-    torch.manual_seed(1)
-    model.zero_grad()
-    loss = model(**BATCH).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+def adapter_gradients(model):
+    found = loss_and_gradients(model, lambda: model(**BATCH).loss)
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
 def traces_on(model):
@@ -58,27 +46,27 @@ def traces_on(model):
 
 def assert_as_before(model, wanted):
     assert traces_on(model) == []
-    found = gradients(model)
-    assert all(map(torch.equal, found, wanted))
+    found = adapter_gradients(model)
+    assert_equal(found, wanted)
     assert model(**BATCH).logits is not None
 
 
 def test_the_loss_of_the_model_inside_is_fused(model):
-    wanted = gradients(model)
+    wanted = adapter_gradients(model)
     fuse_loss(model)
     assert model(**BATCH).logits is None
-    torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(adapter_gradients(model), wanted, rtol=1e-4, atol=1e-6)
     unfuse_loss(model)
     assert_as_before(model, wanted)
 
 
 def test_fit_with_all_options():
-    model = made(task_type="CAUSAL_LM")
-    wanted = gradients(model)
+    model = adapted_llama(task_type="CAUSAL_LM")
+    wanted = adapter_gradients(model)
     fitted = retape.fit(model, BATCH, budget=0.4, options=retape.ALL, progress=False)
     assert fitted.record.fused_loss
     assert model(**BATCH).logits is None
-    torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(adapter_gradients(model), wanted, rtol=1e-4, atol=1e-6)
     fitted.remove()
     assert_as_before(model, wanted)
     again = retape.apply(model, fitted.record)
@@ -88,7 +76,7 @@ def test_fit_with_all_options():
 
 
 def test_a_live_budget_with_all_options(model):
-    wanted = gradients(model)
+    wanted = adapter_gradients(model)
     live = retape.adaptive(model, budget="1GiB", options=retape.ALL)
     assert model(**BATCH).logits is None
     live.remove()
@@ -96,7 +84,7 @@ def test_a_live_budget_with_all_options(model):
 
 
 def test_a_head_with_an_adapter_is_not_fused():
-    model = made(target_modules=["q_proj", "lm_head"])
+    model = adapted_llama(target_modules=["q_proj", "lm_head"])
     fitted = retape.fit(model, BATCH, budget=0.95, options=retape.ALL, progress=False)
     assert not fitted.record.fused_loss
     fitted.remove()
@@ -115,8 +103,8 @@ class Interrupted(Exception):
     ],
 )
 def test_an_exception_in_a_step_of_a_fit_leaves_the_model_as_it_was(options, budget, is_time):
-    model = made()
-    wanted, steps = gradients(model), 0
+    model = adapted_llama()
+    wanted, steps = adapter_gradients(model), 0
 
     def step(model, batch):
         nonlocal steps
@@ -132,7 +120,7 @@ def test_an_exception_in_a_step_of_a_fit_leaves_the_model_as_it_was(options, bud
 
 
 def test_a_refused_fit_leaves_the_one_that_is_there():
-    model = made()
+    model = adapted_llama()
     fitted = retape.fit(model, BATCH, budget=0.95, progress=False)
     there = traces_on(model)
     with pytest.raises(retape.RetapeError, match="managed by a fit already"):

@@ -9,6 +9,7 @@ from torch import nn
 import retape
 from retape.errors import InvalidInput
 from retape.integrations.huggingface import FitCallback
+from support.models import small_gpt2
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -34,10 +35,8 @@ class Losses(transformers.TrainerCallback):
         self.seen += [logs["loss"]] if "loss" in logs else []
 
 
-def made():
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
-    return transformers.GPT2LMHeadModel(config)
+def trained_gpt2():
+    return small_gpt2(n_embd=32, n_layer=4)
 
 
 def trainer_of(folder, *callbacks, model=None, steps=5, optimizers=(None, None), compute_loss_func=None, **more):
@@ -54,7 +53,7 @@ def trainer_of(folder, *callbacks, model=None, steps=5, optimizers=(None, None),
         **more,
     )
     return transformers.Trainer(
-        made() if model is None else model,
+        trained_gpt2() if model is None else model,
         arguments,
         train_dataset=Rows(),
         callbacks=list(callbacks),
@@ -123,7 +122,7 @@ def test_training_begins_again_after_an_exception(tmp_path):
     assert type(trainer.model) is not transformers.GPT2LMHeadModel
     trainer.train()
     assert callback.fitted is not first
-    assert classes_of(trainer.model) == classes_of(made())
+    assert classes_of(trainer.model) == classes_of(trained_gpt2())
 
 
 @pytest.mark.parametrize("at", [1, 0])
@@ -131,7 +130,7 @@ def test_training_begins_again_after_an_exception(tmp_path):
 @pytest.mark.parametrize("options", [retape.EXACT, retape.ALL])
 def test_another_callback_takes_off_what_an_interrupted_run_has_left(tmp_path, at, gone, options):
     """A notebook's cell that was stopped and is run again: a new Trainer and a new callback, on the same model."""
-    model = made()
+    model = trained_gpt2()
     first = FitCallback(budget=0.5, progress=False, options=options)
     with pytest.raises(RuntimeError):
         train(tmp_path, first, Fails(1) if at else FailsAtOnce(), model=model, steps=2)
@@ -150,8 +149,8 @@ def test_another_callback_takes_off_what_an_interrupted_run_has_left(tmp_path, a
         old.remove()
         assert type(model) is not transformers.GPT2LMHeadModel, "the new one is not taken off with the old one"
     second.fitted.remove()
-    assert classes_of(model) == classes_of(made())
-    assert model.loss_function is made().loss_function
+    assert classes_of(model) == classes_of(trained_gpt2())
+    assert model.loss_function is trained_gpt2().loss_function
 
 
 def assert_a_fit_of_ones_own_stays(folder, model):
@@ -166,7 +165,7 @@ def assert_a_fit_of_ones_own_stays(folder, model):
 
 def test_a_run_that_ended_is_nobodys(tmp_path):
     """A fit of the user's own is not taken for what a callback has left."""
-    model = made()
+    model = trained_gpt2()
     train(tmp_path, FitCallback(budget=0.5, progress=False), model=model, steps=1)
     gc.collect()
     assert_a_fit_of_ones_own_stays(tmp_path, model)
@@ -174,16 +173,16 @@ def test_a_run_that_ended_is_nobodys(tmp_path):
 
 def test_an_interrupted_run_that_left_nothing_is_nobodys(tmp_path):
     """All of the activations fitted, so that nothing was put on the model: a fit that came later is the user's own."""
-    model = made()
+    model = trained_gpt2()
     with pytest.raises(RuntimeError, match="out of memory"):
         train(tmp_path, FitCallback(budget=1.0, progress=False), Fails(1), model=model, steps=2)
     gc.collect()
-    assert classes_of(model) == classes_of(made())
+    assert classes_of(model) == classes_of(trained_gpt2())
     assert_a_fit_of_ones_own_stays(tmp_path, model)
 
 
 def test_a_model_that_was_fitted_before_training_says_so(tmp_path):
-    assert_a_fit_of_ones_own_stays(tmp_path, made())
+    assert_a_fit_of_ones_own_stays(tmp_path, trained_gpt2())
 
 
 class FailsAtOnce(transformers.TrainerCallback):
@@ -199,7 +198,7 @@ def test_training_begins_again_where_there_was_no_first_batch(tmp_path):
     trainer.remove_callback(fails)
     trainer.train()
     assert callback.fitted is not None
-    assert classes_of(trainer.model) == classes_of(made())
+    assert classes_of(trainer.model) == classes_of(trained_gpt2())
 
 
 def test_a_batch_size_that_is_found_by_trying(tmp_path):
@@ -207,7 +206,7 @@ def test_a_batch_size_that_is_found_by_trying(tmp_path):
     trainer = trainer_of(tmp_path, callback, Fails(1), steps=2, auto_find_batch_size=True)
     trainer.train()
     assert callback.fitted.record.rows < 8
-    assert classes_of(trainer.model) == classes_of(made())
+    assert classes_of(trainer.model) == classes_of(trained_gpt2())
 
 
 def cross_entropy(outputs, labels, num_items_in_batch=None):
@@ -221,7 +220,7 @@ def test_a_loss_that_the_trainer_computes_is_fitted_before_training(tmp_path, mo
     with pytest.raises(InvalidInput, match=r"called GPT2LMHeadModel with input_ids.*returned no loss.*Call retape.fit"):
         trainer.train()
     assert callback.fitted is None
-    assert classes_of(trainer.model) == classes_of(made())
+    assert classes_of(trainer.model) == classes_of(trained_gpt2())
 
     _, weights, _ = train(tmp_path, **more)
     trainer = trainer_of(tmp_path, **more)  # as the message says
@@ -253,7 +252,7 @@ class Strange(torch.optim.SGD):
 
 def test_an_optimizer_whose_state_cannot_be_told(tmp_path):
     def training(**options):
-        model, callback = made(), FitCallback(budget=0.5, progress=False, **options)
+        model, callback = trained_gpt2(), FitCallback(budget=0.5, progress=False, **options)
         optimizer = Strange(model.parameters(), lr=0.1)
         train(tmp_path, callback, model=model, optimizers=(optimizer, None), steps=1)
         return callback.fitted
@@ -269,4 +268,4 @@ def test_data_parallel_is_refused(tmp_path):
     trainer.args._n_gpu = 2
     with pytest.raises(InvalidInput, match=r"GPT2LMHeadModel is copied to several GPUs by nn.DataParallel"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    assert classes_of(trainer.model) == classes_of(made())
+    assert classes_of(trainer.model) == classes_of(trained_gpt2())

@@ -13,7 +13,7 @@ from retape.torch.engine.runs import plain
 from support.comparing import Notes, assert_equal, results, seed, streams
 
 
-class Model(nn.Module):
+class InRegion(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh())
@@ -24,7 +24,7 @@ class Model(nn.Module):
 
 def test_a_managed_model_is_equal():
     seed()
-    found = retape.verify(Model(), torch.randn(8, 4))
+    found = retape.verify(InRegion(), torch.randn(8, 4))
     assert found.equal
     assert found.plain_repeats
     assert found.worst is None
@@ -36,11 +36,11 @@ def test_a_managed_model_is_equal():
 def test_forms_of_a_batch(form):
     batch = torch.randn(8, 4)
     batches = {"tensor": batch, "tuple": (batch,), "dict": {"a": batch}}
-    assert retape.verify(Model(), batches[form]).equal
+    assert retape.verify(InRegion(), batches[form]).equal
 
 
 def test_a_step_of_ones_own():
-    model = Model()
+    model = InRegion()
     seen = Notes()
 
     def step(model, batch):
@@ -53,7 +53,7 @@ def test_a_step_of_ones_own():
 
 def test_everything_is_left_as_it_was():
     seed()
-    model, batch = Model(), torch.randn(8, 4)
+    model, batch = InRegion(), torch.randn(8, 4)
     model(batch).backward()
     before = copy.deepcopy(results(model)), streams()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -136,7 +136,7 @@ def test_a_step_without_a_scalar_is_refused():
     with pytest.raises(InvalidInput, match=r"a tensor of shape \(8, 4\), not a scalar loss"):
         retape.verify(nn.Linear(4, 4), torch.ones(8, 4))
     with pytest.raises(InvalidInput, match="does not depend on anything that requires gradients"):
-        retape.verify(Model().requires_grad_(False), torch.ones(8, 4))
+        retape.verify(InRegion().requires_grad_(False), torch.ones(8, 4))
 
 
 def test_a_model_without_shapes_is_refused():
@@ -245,7 +245,7 @@ def test_a_step_after_which_no_leaf_has_a_gradient_is_refused():
         retape.verify(Linear(), torch.randn(8, 4), step=lambda model, a: Nothing.apply(model(a)))
 
 
-class Counting(Linear):
+class CountingRegion(Linear):
     """Counts in a way that a re-run repeats, or does not."""
 
     def __init__(self, note):
@@ -261,13 +261,13 @@ class Counting(Linear):
 
 
 def test_what_a_rerun_does_twice_is_found():
-    outcome = retape.verify(Counting(lambda model: model.log.append(1.0)), torch.randn(8, 4))
+    outcome = retape.verify(CountingRegion(lambda model: model.log.append(1.0)), torch.randn(8, 4))
     assert named(outcome) == ["field log"]
 
 
 @pytest.mark.parametrize("note", [lambda model: None, lambda model: setattr(model, "calls", model.calls + 1)])
 def test_what_a_rerun_does_once_is_equal(note):
-    model = Counting(note)
+    model = CountingRegion(note)
     assert retape.verify(model, torch.randn(8, 4)).equal
     assert (model.calls, model.log) == (0, [])
 

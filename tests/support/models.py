@@ -40,6 +40,19 @@ def small_llama(**settings):
     return hf.LlamaForCausalLM(hf.LlamaConfig(**{**sizes, **heads, **settings})).train()
 
 
+def small_bert(**settings):
+    """BERT of width 16 with 3 layers, seeded and in training mode."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
+    return hf.BertForMaskedLM(hf.BertConfig(**{**sizes, **settings})).train()
+
+
 def small_mistral(**settings):
     """Mistral of width 16 with 3 layers and a sliding window of 6, seeded and in training mode."""
     torch.manual_seed(0)
