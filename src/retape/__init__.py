@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from retape.api import Fit as Fit
     from retape.api import apply as apply
     from retape.api import fit as fit
-    from retape.torch.adaptive.budget import adaptive as adaptive
+    from retape.torch.adaptive.manager import adaptive as adaptive
     from retape.torch.engine.checkpoint import checkpoint as checkpoint
     from retape.torch.engine.checkpoint import checkpoint_sequential as checkpoint_sequential
     from retape.torch.engine.runs import keep as keep
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Names that need PyTorch are imported when they are first used: the planner and its command start without it.
 _LAZY = {
     "Fit": "retape.api",
-    "adaptive": "retape.torch.adaptive.budget",
+    "adaptive": "retape.torch.adaptive.manager",
     "apply": "retape.api",
     "fit": "retape.api",
     "measure": "retape.torch.measure.memory_meter",

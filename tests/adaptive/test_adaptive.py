@@ -2,20 +2,23 @@
 
 import copy
 import dataclasses
+from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import BudgetTooSmall, InvalidInput, StateChanged
-from retape.torch.adaptive import governor as adaptive_room
-from retape.torch.adaptive import step_scale
-from retape.torch.adaptive.accounting import Account, Phase
+from retape.torch.adaptive.accounting import StorageAccount
+from retape.torch.adaptive.manager import Adaptive
+from retape.torch.adaptive.tuning import DeviceMemory, Instruments
 from retape.torch.measure.memory_meter import track_memory
 from support.changing import Language, gradients, step
-from support.comparing import assert_equal
+from support.comparing import assert_equal, plainly
+from support.memory import CPU, step_peak_bytes
+from support.ops import OpLog
 
 
 class Unit(nn.Module):
@@ -69,37 +72,25 @@ def plain_gradients(model):
 
 def whole_bytes(model):
     run(model)
-    with track_memory(torch.device("cpu")) as scale:
-        run(model)
-    return max(reading.peak_bytes for reading in scale.readings)
+    return step_peak_bytes(lambda: run(model))
 
 
 # --- a batch that fits ---------------------------------------------------------------------------------------------
 
 
-class CountOps(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.ops = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if str(func) != "aten.detach.default":
-            self.ops[str(func)] = self.ops.get(str(func), 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_batch_that_fits_runs_nothing_again_and_copies_nothing():
     model = chain(8)
-    with CountOps() as plain:
-        run(model)
-    with CountOps() as plain:
+    run(model)
+    with OpLog() as plain:
         run(model)
     live = retape.adaptive(model, budget="1GiB")
     for _ in range(3):
         run(model)
-    with CountOps() as counted:
+    with OpLog() as counted:
         run(model)
-    assert counted.ops == plain.ops
+    assert Counter(counted.names) - Counter(detach=len(counted.names)) == Counter(plain.names) - Counter(
+        detach=len(plain.names)
+    )
     stats = live.stats()
     assert (stats.reruns, stats.evictions, stats.rerun_seconds, stats.over_budget) == (0, 0, 0.0, 0)
     assert stats.steps == 4
@@ -159,41 +150,63 @@ def test_checkpoint_regions_are_held_while_they_fit():
 # --- the account ---------------------------------------------------------------------------------------------------
 
 
+class NotingTracker:
+    """A memory tracker that notes the counted bytes at each mark."""
+
+    def __init__(self):
+        self.governor, self.trackers = None, []
+
+    @contextmanager
+    def track(self, device):
+        with track_memory(device) as tracker:
+            self.tracker, self.counted = tracker, {}
+            self.trackers.append((tracker, self.counted))
+            yield self
+
+    def mark(self, label):
+        self.counted[label] = self.governor.account.held_bytes()
+        self.tracker.mark(label)
+
+    @property
+    def readings(self):
+        return self.tracker.readings
+
+    def uncounted_bytes(self):
+        """The live bytes that were not counted, at every mark."""
+        return [
+            reading.live_bytes - counted[reading.label]
+            for tracker, counted in self.trackers
+            for reading in tracker.readings
+            if isinstance(reading.label, int)
+        ]
+
+
 @pytest.mark.parametrize("share", [2.0, 0.5, 0.25])
-def test_the_account_is_what_the_scale_shows(share, monkeypatch):
+def test_the_account_is_what_the_tracker_shows(share):
     """Everything is in regions here, so that the account must explain every live byte at every mark."""
-    model = chain(12)
-    whole = whole_bytes(model)
-    apart = []
-    end = step_scale.StepScale.end
-
-    def noting(self, needs):
-        above = end(self, needs)
-        marks = {reading.label: reading for reading in self._scale.readings if isinstance(reading.label, int)}
-        for number, mark in enumerate(self._marks):
-            apart.append((mark.phase, marks[number].live_bytes - mark.held_bytes - mark.gradient_bytes))
-        return above
-
-    monkeypatch.setattr(step_scale.StepScale, "end", noting)
-    live = retape.adaptive(model, budget=retape.Budget.activations(int(share * whole)))
+    model, tracker = chain(12), NotingTracker()
+    budget = retape.Budget.activations(int(share * whole_bytes(model)))
+    live = Adaptive(model, budget, instruments=Instruments(track_memory=tracker.track))
+    tracker.governor = live.governor
     for _ in range(2):
         run(model)
         live.stats()
     live.remove()
-    assert {phase for phase, _ in apart} >= {Phase.FORWARD, Phase.OUTSIDE, Phase.BACKWARD}
+    uncounted = tracker.uncounted_bytes()
+    assert len(uncounted) >= 2 * (2 * 12 + 12), "forward, outside and backward of every region, twice"
     # Beside regions there are the loss, and a gradient on its way.
-    assert not [both for both in apart if not 0 <= both[1] <= UNIT_BYTES + 64]
-    assert live.account.held_bytes() == 0
+    assert not [size for size in uncounted if not 0 <= size <= UNIT_BYTES + 64]
+    assert live.governor.account.held_bytes() == 0
 
 
 def test_views_are_counted_once_and_what_somebody_else_holds_stays_counted():
-    account = Account(torch.device("cpu"))
+    account = StorageAccount(CPU)
     whole = torch.randn(100)
     keys = [account.hold(part) for part in (whole, whole[:10], whole.view(10, 10))]
     assert account.held_bytes() == whole.nbytes == account.own_bytes(keys)
     assert account.own_bytes(keys[:2]) == 0
     for key in keys:
-        account.let_go(key)
+        account.release(key)
     assert account.held_bytes() == whole.nbytes, "it is not gone yet"
     del whole
     assert account.held_bytes() == 0
@@ -210,7 +223,7 @@ def test_outputs_that_the_user_holds_are_not_counted_as_gone():
             for unit in model:
                 x = retape.checkpoint(unit, x)
                 outputs.append(x)
-            held = live.account.held_bytes()
+            held = live.governor.account.held_bytes()
             x.sum().backward()
         assert held >= 9 * UNIT_BYTES
     assert live.stats().evictions > 0
@@ -222,12 +235,12 @@ def test_nothing_is_left_behind():
     live = retape.adaptive(model, budget=retape.Budget.activations(whole // 2))
     for _ in range(3):
         run(model)
-        assert live.account.held_bytes() == 0
-        assert not live._room.live
+        assert live.governor.account.held_bytes() == 0
+        assert not live.governor.regions
     loss = model(X).sum()
-    assert live.account.held_bytes() > 0
+    assert live.governor.account.held_bytes() > 0
     del loss
-    assert live.account.held_bytes() == 0
+    assert live.governor.account.held_bytes() == 0
     live.remove()
 
 
@@ -286,13 +299,22 @@ def test_below_the_floor_the_numbers_are_said():
     live.remove()
 
 
-def test_an_allocator_with_a_limit_of_its_own_has_the_last_word(monkeypatch, caplog):
-    """As on CUDA: it is said once, counted, and the step goes on."""
-    monkeypatch.setattr(adaptive_room, "WITH_A_LIMIT", frozenset({"cpu"}))
+class RefusingMemory(DeviceMemory):
+    """The CPU's memory, as if its allocator refused what passes a limit."""
+
+    enforces_limit = True
+
+    def total_bytes(self):
+        return 1 << 40
+
+
+def test_an_allocator_with_a_limit_of_its_own_decides(caplog):
+    """As on CUDA: a warning once, a count, and the step goes on."""
     model = chain(8)
     run(model)
     wanted = gradients(model)
-    live = retape.adaptive(model, budget=retape.Budget.activations(2 * UNIT_BYTES))
+    budget = retape.Budget.activations(2 * UNIT_BYTES)
+    live = Adaptive(model, budget, instruments=Instruments(memory=RefusingMemory))
     for _ in range(4):
         run(model)
         assert_equal(gradients(model), wanted)
@@ -364,9 +386,7 @@ def test_over_a_fitted_plan_the_longer_batch_fits_too():
     for batch in (long, short):
         step(model, batch)
     wanted = [(step(model, batch), gradients(model)) for batch in (short, long)]
-    with track_memory(torch.device("cpu")) as scale:
-        step(model, short)
-    short_bytes = max(reading.peak_bytes for reading in scale.readings)
+    short_bytes = step_peak_bytes(lambda: step(model, short))
     fitted = retape.fit(model, (short,), budget=retape.Budget.activations(short_bytes), progress=False)
     live = retape.adaptive(model, budget=retape.Budget.activations(int(1.2 * short_bytes)))
     for _ in range(2):
@@ -476,13 +496,9 @@ def test_a_tree_takes_few_extra_runs(depth, share, most):
     torch.manual_seed(0)
     weights = [torch.rand((), requires_grad=True) for _ in range(2 ** (depth + 1) - 1)]
 
-    def plainly(function, *arguments):
-        return function(*arguments)
-
     tree_step(weights, depth, plainly)
-    with track_memory(torch.device("cpu")) as scale:
-        wanted = tree_step(weights, depth, plainly)
-    whole = max(reading.peak_bytes for reading in scale.readings)
+    wanted = tree_step(weights, depth, plainly)
+    whole = step_peak_bytes(lambda: tree_step(weights, depth, plainly))
     live = retape.adaptive(budget=retape.Budget.activations(int(share * whole)))
     for _ in range(3):
         before = live.stats()

@@ -7,18 +7,15 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.adaptive import adaptive_region
-from retape.torch.adaptive import drop_levels as adaptive_menu
-from retape.torch.adaptive import host as adaptive_host
-from retape.torch.adaptive.accounting import BESIDE_COPIES, ODD, TO_THE_END, WHOLE, Kind, Mark, Needs, Phase
+from adaptive.priced import PricedTimer
+from retape.torch.adaptive.manager import Adaptive
+from retape.torch.adaptive.needs import Needs, PhaseMark, RegionKind, Rerun, StepPhase
+from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
 from retape.torch.engine.host.copy_streams import lanes_of
-from retape.torch.measure.memory_meter import track_memory
-from retape.torch.planning.chain.region_ways import Overheads
-from retape.torch.planning.profile import OpTimer
-from support.changing import gradients
-from support.comparing import assert_equal
+from support.clocks import FakeClock
+from support.comparing import assert_equal, parameter_gradients
+from support.memory import CPU, step_peak_bytes
 
-CPU = torch.device("cpu")
 WIDTH = 32
 
 
@@ -81,47 +78,6 @@ def step(model, x):
     model(x).square().mean().backward()
 
 
-def peak_above(model, x, run=step):
-    with track_memory(CPU) as scale:
-        run(model, x)
-    return max(reading.peak_bytes for reading in scale.readings)
-
-
-@pytest.fixture
-def drawn_prices(monkeypatch):
-    """No clock: what each op and each kind of region takes is drawn, so that any of them may be the one to drop."""
-
-    def draw_with(draw):
-        prices, seconds = {}, {}
-
-        class Timer(OpTimer):
-            def seconds(self):
-                return self._taken
-
-            def time(self, func, args, kwargs):
-                self._taken.append(prices.setdefault(str(func), draw.choice([1e-4, 1e-3, 1e-2, 1.0])))
-                return func(*args, **kwargs)
-
-        def ran(kind, taken):
-            kind.runs += 1
-            kind.seconds = seconds.setdefault(kind, draw.choice([0.1, 1.0, 3.0]))
-
-        monkeypatch.setattr(adaptive_region, "OpTimer", Timer)
-        monkeypatch.setattr(adaptive_menu, "engine_overheads", lambda device: Overheads())
-        monkeypatch.setattr(adaptive_host, "host_tier", lambda device: None)
-        monkeypatch.setattr(Kind, "ran", ran)
-
-    return draw_with
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _host_memory_is_there():
-    """On the CPU the host's memory counts too: it must not be allocated in a step that stands on the scale."""
-    pool = lanes_of(CPU).pool
-    for chunks in [pool.take(1 << size) for size in range(12, 20) for _ in range(24)]:
-        pool.give(chunks)
-
-
 def twice(model, x):
     """A graph that is retained and walked again."""
     model.zero_grad(set_to_none=False)
@@ -131,22 +87,51 @@ def twice(model, x):
     loss.backward()
 
 
-def check(run, seed, share, host, drawn_prices):
+def drawn_instruments(model, draw):
+    """No real clock: the seconds of each op and of each kind of block are drawn, so that any of them may be the one to drop."""
+    prices, seconds, clock = {}, {}, FakeClock()
+
+    class DrawnTimer(PricedTimer):
+        def time(self, func, args, kwargs):
+            self.seconds().append(prices.setdefault(str(func), draw.choice([1e-4, 1e-3, 1e-2, 1.0])))
+            return func(*args, **kwargs)
+
+    def take_time(block, args):
+        kind = (type(block), sum(parameter.numel() for parameter in block.parameters()))
+        clock.advance(seconds.setdefault(kind, draw.choice([0.1, 1.0, 3.0])))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(take_time)
+    free = {"op_overhead_seconds": lambda device: 0.0, "host_tier": lambda device: None}
+    return Instruments(clock=clock, op_timer=DrawnTimer, **free)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _host_memory_is_there():
+    """On the CPU the host's memory counts too: it must not be allocated in a step whose peak is checked."""
+    pool = lanes_of(CPU).pool
+    for chunks in [pool.take(1 << size) for size in range(12, 20) for _ in range(24)]:
+        pool.give(chunks)
+
+
+def check(run, seed, share, host):
     """Inside the budget and with the bits of plain autograd, step after step; no case is so tight that it may be refused."""
     draw = random.Random(seed)
-    drawn_prices(draw)
     torch.manual_seed(0)
     model, x = Net(draw), torch.randn(256, WIDTH)
     run(model, x)
     run(model, x)
-    wanted, whole = gradients(model), peak_above(model, x, run)
-    live = retape.adaptive(model, budget=retape.Budget.activations(int(share * whole)), host=host)
+    wanted, whole = parameter_gradients(model), step_peak_bytes(lambda: run(model, x))
+    budget = retape.Budget.activations(int(share * whole))
+    live = Adaptive(model, budget, host=host, instruments=drawn_instruments(model, draw))
     try:
         for _ in range(6):
             run(model, x)
-            assert_equal(gradients(model), wanted)
-        assert peak_above(model, x, run) <= share * whole
-        assert_equal(gradients(model), wanted)
+            assert_equal(parameter_gradients(model), wanted)
+        assert step_peak_bytes(lambda: run(model, x)) <= share * whole
+        assert_equal(parameter_gradients(model), wanted)
+        assert live.stats().reruns
+        assert bool(live.stats().moved_bytes) <= host
     finally:
         live.remove()
 
@@ -155,51 +140,53 @@ def check(run, seed, share, host, drawn_prices):
 @pytest.mark.parametrize(
     ("seed", "share"), [(3, 0.6), *((seed, share) for seed in (7, 24, 25, 27, 35) for share in (0.6, 0.45, 0.35))]
 )
-def test_the_peak_stays_inside(seed, share, host, drawn_prices):
-    check(step, seed, share, host, drawn_prices)
+def test_the_peak_stays_inside(seed, share, host):
+    check(step, seed, share, host)
 
 
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize(("seed", "share"), [(3, 0.7), (3, 0.5), (4, 0.7), (8, 0.7)])
-def test_the_peak_stays_inside_when_a_graph_is_walked_twice(seed, share, host, drawn_prices):
-    check(twice, seed, share, host, drawn_prices)
+def test_the_peak_stays_inside_when_a_graph_is_walked_twice(seed, share, host):
+    check(twice, seed, share, host)
 
 
 # --- what is known of a re-run ---------------------------------------------------------------------------------------
 
 
-def learnt(*seen):
-    """Needs of one kind after a step with these phases: number, what was counted and live when it began, and its peak."""
-    needs, kind = Needs(), Kind(None, (), 8)
+def learned(*seen):
+    """Needs of one kind after a step with these phases: number, bytes counted and live when it began, and its peak."""
+    needs, kind = Needs(AdaptiveTuning()), RegionKind(None, (), 8)
     for phase, number, counted, live, peak in seen:
-        needs.learn(Mark(phase=phase, kind=kind, number=number, held_bytes=counted, gradient_bytes=0), live, peak)
+        needs.learn(PhaseMark(phase=phase, kind=kind, number=number, held_bytes=counted, gradient_bytes=0), live, peak)
     return lambda phase, number: needs.of(phase, kind, number).bytes
 
 
-FORWARD, BACKWARD = (Phase.FORWARD, 0, 0, 10, 110), (Phase.BACKWARD, 20, 50, 65, 90)
+FORWARD, BACKWARD = (StepPhase.FORWARD, 0, 0, 10, 110), (StepPhase.BACKWARD, 20, 50, 65, 90)
 
 
 def test_a_rerun_beside_copies_says_nothing_of_one_that_refills_all():
     """What the host has is not refilled: such a re-run needs less."""
-    need = learnt(FORWARD, BACKWARD, (Phase.RERUN, BESIDE_COPIES, 0, 15, 75))
-    assert need(Phase.RERUN, BESIDE_COPIES) == 75
-    assert need(Phase.RERUN, WHOLE) == 110 + 5
+    need = learned(FORWARD, BACKWARD, (StepPhase.RERUN, Rerun.BESIDE_COPIES, 0, 15, 75))
+    assert need(StepPhase.RERUN, Rerun.BESIDE_COPIES) == 75
+    assert need(StepPhase.RERUN, Rerun.ALL_SLOTS) == 110 + 5
 
 
 def test_a_rerun_to_the_end_needs_what_the_forward_does():
     """One that stops after the last slot has been seen; the outputs come on top."""
-    need = learnt(FORWARD, BACKWARD, (Phase.RERUN, WHOLE, 0, 15, 80))
-    assert need(Phase.RERUN, WHOLE) == 80
-    assert need(Phase.RERUN, TO_THE_END) == 110 + 5
+    need = learned(FORWARD, BACKWARD, (StepPhase.RERUN, Rerun.ALL_SLOTS, 0, 15, 80))
+    assert need(StepPhase.RERUN, Rerun.ALL_SLOTS) == 80
+    assert need(StepPhase.RERUN, Rerun.WITH_OUTPUTS) == 110 + 5
 
 
 def test_a_rerun_is_expected_where_most_lives_beside_it():
     """It was seen late in backward; earlier on, the gradient of a skip waits beside it."""
-    need = learnt(FORWARD, BACKWARD, (Phase.BACKWARD, 8, 50, 90, 100), (Phase.RERUN, WHOLE, 0, 15, 80))
-    assert need(Phase.RERUN, WHOLE) == 80 - 15 + 40
+    need = learned(
+        FORWARD, BACKWARD, (StepPhase.BACKWARD, 8, 50, 90, 100), (StepPhase.RERUN, Rerun.ALL_SLOTS, 0, 15, 80)
+    )
+    assert need(StepPhase.RERUN, Rerun.ALL_SLOTS) == 80 - 15 + 40
 
 
 def test_a_rerun_of_fewer_slots_says_nothing():
     """In a second pass, or one of a part, some slots are there or gone: less is refilled."""
-    need = learnt(FORWARD, BACKWARD, (Phase.RERUN, ODD, 0, 15, 20))
-    assert need(Phase.RERUN, ODD) == need(Phase.RERUN, WHOLE) == 110 + 5
+    need = learned(FORWARD, BACKWARD, (StepPhase.RERUN, Rerun.IRREGULAR, 0, 15, 20))
+    assert need(StepPhase.RERUN, Rerun.IRREGULAR) == need(StepPhase.RERUN, Rerun.ALL_SLOTS) == 110 + 5

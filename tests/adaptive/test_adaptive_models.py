@@ -7,15 +7,13 @@ import torch
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch.measure.memory_meter import track_memory
 from support.changing import MODELS, gradients, step
 from support.comparing import assert_equal
+from support.memory import step_peak_bytes
 
 
 def peak_above(model, batch):
-    with track_memory(torch.device("cpu")) as scale:
-        step(model, batch)
-    return max(reading.peak_bytes for reading in scale.readings)
+    return step_peak_bytes(lambda: step(model, batch))
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -1,33 +1,29 @@
 """Out of memory as an event: injected at every op of regions, first runs and re-runs, one at a time; and elsewhere."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import BudgetTooSmall, StateChanged
 from retape.torch.engine.runs import THREAD
-from retape.torch.measure.memory_meter import track_memory
 from support.comparing import assert_equal
+from support.memory import step_peak_bytes
+from support.ops import FailingOp
 
 
-class Failing(TorchDispatchMode):
-    """Raises at the n-th op, once; where says which ops count: "forward" and "rerun" of regions, or "elsewhere"."""
+def in_rerun():
+    return any(run.rerun for run in THREAD.runs)
 
-    def __init__(self, where, at, for_good=False):
-        super().__init__()
-        self.where, self.at, self.count, self.raised, self.for_good = where, at, 0, False, for_good
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        again = any(run.rerun for run in THREAD.runs)
-        place = "rerun" if again else "forward" if THREAD.runs else "elsewhere"
-        if place == self.where:
-            self.count += 1
-            if self.count == self.at or (self.raised and self.for_good):
-                self.raised = True
-                raise torch.OutOfMemoryError("CPU out of memory (injected). Tried to allocate 1 byte.")
-        return func(*args, **(kwargs or {}))
+def in_forward():
+    return bool(THREAD.runs) and not in_rerun()
+
+
+def outside():
+    return not THREAD.runs
 
 
 class Block(nn.Module):
@@ -53,8 +49,7 @@ def build():
 
 def outcome(model, x, around=None):
     torch.manual_seed(5)
-    mode = around if around is not None else Failing("nowhere", 0)
-    with mode:
+    with around if around is not None else nullcontext():
         loss = model(x).square().mean()
         loss.backward()
     return {
@@ -90,18 +85,16 @@ class Managed:
         return outcome(self.model, X, around)
 
     def ops(self, where):
-        counter = Failing(where, 0)
+        counter = FailingOp(0, where)
         self.step(counter)
         return counter.count
 
 
 def whole_bytes():
-    with track_memory(torch.device("cpu")) as scale:
-        outcome(build(), X)
-    return max(reading.peak_bytes for reading in scale.readings)
+    return step_peak_bytes(lambda: outcome(build(), X))
 
 
-@pytest.mark.parametrize(("where", "share"), [("forward", 4.0), ("rerun", 0.75)])
+@pytest.mark.parametrize(("where", "share"), [(in_forward, 4.0), (in_rerun, 0.75)])
 def test_out_of_memory_at_every_op_of_regions(where, share):
     managed = Managed(share)
     wanted = outcome(build(), X)
@@ -109,7 +102,7 @@ def test_out_of_memory_at_every_op_of_regions(where, share):
     assert ops > 15
     overcome = 0
     for at in range(1, ops + 1):
-        failing, before = Failing(where, at), managed.live.stats()
+        failing, before = FailingOp(at, where), managed.live.stats()
         found = managed.step(failing)
         after = managed.live.stats()
         assert failing.raised
@@ -135,12 +128,9 @@ def test_a_region_that_changed_its_own_input_cannot_be_run_again():
 
 def test_elsewhere_it_is_a_clear_error():
     block, head = Block(), nn.Linear(6, 1)
-    ops = 0
-    with retape.adaptive(budget="1GiB") as live:
-        counter = Failing("elsewhere", 0)
-        with counter:
-            head(retape.checkpoint(block, X)).sum().backward()
-        ops = counter.count
+    with retape.adaptive(budget="1GiB") as live, FailingOp(0, outside) as counter:
+        head(retape.checkpoint(block, X)).sum().backward()
+    ops = counter.count
     assert ops > 8
     for at in (ops - 1, ops // 2):
         for parameter in (*block.parameters(), *head.parameters()):
@@ -150,7 +140,7 @@ def test_elsewhere_it_is_a_clear_error():
                 BudgetTooSmall, match=r"Out of memory outside any region's forward or re-run.*injected"
             ) as caught,
             live,
-            Failing("elsewhere", at),
+            FailingOp(at, outside),
         ):
             head(retape.checkpoint(block, X)).sum().backward()
         assert caught.value.binding == "outside regions"
@@ -162,6 +152,6 @@ def test_nothing_left_says_the_numbers():
     managed = Managed(4.0)
     message = r"needs .* beside .* that cannot be dropped.*The allocator said: CPU out of memory"
     with pytest.raises(BudgetTooSmall, match=message) as caught:
-        managed.step(Failing("forward", 1, for_good=True))
+        managed.step(FailingOp(1, in_forward, for_good=True))
     assert caught.value.floor_bytes > 0
     assert caught.value.binding == "The forward of Block"

@@ -7,11 +7,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import retape
 from retape.errors import InvalidInput
-from retape.torch.adaptive.manager import FIRST_WEIGHED
+from retape.torch.adaptive.tuning import AdaptiveTuning
 from retape.torch.compat import internals
-from support.changing import gradients
 from support.comparing import assert_equal
+from support.comparing import parameter_gradients as gradients
 
+FIRST_MEASURED = AdaptiveTuning().first_measured_steps
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -45,18 +46,18 @@ def test_a_profiler_that_is_started_while_a_step_is_weighed_sees_everything():
     wanted = gradients(model)
     live = retape.adaptive(model, budget="1GiB")
     step(model)
-    assert live._room.scale is not None, "it stays up until the next step"
+    assert live.governor.is_measuring, "it stays up until the next step"
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(3):
             step(model)
-            assert live._room.scale is None
+            assert not live.governor.is_measuring
     assert products(seen) == 3 * 8
     assert_equal(gradients(model), wanted)
     assert live.stats().weighed_steps == 0, "what was counted is lost"
     for _ in range(4):
         step(model)
     after = live.stats()
-    assert after.weighed_steps == FIRST_WEIGHED
+    assert after.weighed_steps == FIRST_MEASURED
     assert after.plain_steps > 0
     assert not internals.profiler_running()
     live.remove()
@@ -72,10 +73,11 @@ def test_a_profiler_inside_a_weighed_step_sees_that_part_and_nothing_is_learned_
         loss.backward()
     assert any(event.key == "aten::mm" for event in seen.key_averages())
     assert live.stats().weighed_steps == 0
-    assert not live._room.needs.weighed
-    for _ in range(FIRST_WEIGHED):
+    governor = live.governor
+    assert not governor.needs.is_covered(governor.kinds.of(model, (X,), {}))
+    for _ in range(FIRST_MEASURED):
         step(model)
-    assert live.stats().weighed_steps == FIRST_WEIGHED
+    assert live.stats().weighed_steps == FIRST_MEASURED
     live.remove()
 
 

@@ -6,19 +6,22 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
+from retape.core.problem import Budget
 from retape.errors import BudgetTooSmall, UnsupportedTransform
-from retape.torch.adaptive import limit as adaptive_limit
-from retape.torch.adaptive.limit import COUNTED_SHARE, FIRST_COUNTED, Standing
-from retape.torch.adaptive.step_scale import Gradients
+from retape.torch.adaptive.manager import Adaptive
+from retape.torch.adaptive.needs import RegionKinds
+from retape.torch.adaptive.tuning import AdaptiveTuning, DeviceMemory, Instruments
 from retape.torch.engine.runs import THREAD
-from retape.torch.measure.memory_meter import track_memory
-from support.changing import gradients
+from retape.torch.measure.memory_meter import present_bytes, track_memory
+from support.clocks import FakeClock
 from support.comparing import assert_equal
+from support.comparing import parameter_gradients as gradients
+from support.memory import CPU
+from support.memory import step_peak_bytes as peak_above
+from support.ops import FailingOp
 
-CPU = torch.device("cpu")
 WIDTH = 32
 
 
@@ -52,12 +55,6 @@ X = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))
 def step(model):
     model.zero_grad(set_to_none=False)
     model(X).backward()
-
-
-def peak_above(action):
-    with track_memory(CPU) as scale:
-        action()
-    return max(reading.peak_bytes for reading in scale.readings)
 
 
 # --- entered again -------------------------------------------------------------------------------------------------
@@ -125,15 +122,36 @@ def test_entered_again_over_a_plan_that_was_fitted_meanwhile():
     assert type(model.blocks[0]) is Block
 
 
-def test_a_step_that_goes_on_in_another_block_is_held_to_the_limit_again(monkeypatch):
-    model, opened = Model(), []
-    live = retape.adaptive(model, budget="1GiB")
+class LimitedMemory(DeviceMemory):
+    """The CPU's memory, whose allocator notes the limits that it is given."""
+
+    enforces_limit = True
+    limits: list[float]
+
+    def total_bytes(self):
+        return 1 << 40
+
+    def set_limit_share(self, share):
+        self.limits.append(share)
+
+
+def test_a_step_that_goes_on_in_another_block_is_limited_again():
+    model, memory = Model(), LimitedMemory(CPU)
+    memory.limits = []
+    managed_always = AdaptiveTuning(steps_before_unmanaged=1 << 30)
+    fakes = Instruments(memory=lambda device: memory)
+    live = Adaptive(model, Budget.of("1GiB"), tuning=managed_always, instruments=fakes)
+    for _ in range(3):  # the first two are measured, and not limited
+        with live:
+            step(model)
     with live:
         first = model(X)
-    monkeypatch.setattr(live._room.limit, "open", lambda: opened.append(True))
+    assert memory.limits[-1] == 1.0, "removed at the end of the block"
     with live:
-        (first + model(X)).backward()
-    assert opened == [True]
+        loss = first + model(X)
+        assert memory.limits[-1] < 1.0
+        loss.backward()
+    assert memory.limits[-1] == 1.0
 
 
 # --- other weights are trained -------------------------------------------------------------------------------------
@@ -176,16 +194,16 @@ def test_unfrozen_layers_are_noticed(first):
 
 def test_frozen_weights_behind_a_trained_one_are_of_another_kind():
     """Their own weights are as before, and what they save is not."""
-    model = Model()
+    model, kinds = Model(), RegionKinds(AdaptiveTuning())
     freeze(model, True)
-    live = retape.adaptive(model, budget="1GiB")
-    for _ in range(4):
-        step(model)
-    kinds = len(live._kinds._kinds)
+    assert kinds.train(model.parameters())
+    frozen = {kinds.of(block, (X,), {}) for block in model.blocks}
+    assert len(frozen) == len(kinds) == 1
     model.blocks[0].requires_grad_(True)
-    step(model)
-    assert len(live._kinds._kinds) == kinds + 3, "the model's, the trained block's and that of the seven behind it"
-    live.remove()
+    assert kinds.train(model.parameters())
+    assert not kinds.train(model.parameters()), "as before"
+    first, *rest = [kinds.of(block, (X,), {}) for block in model.blocks]
+    assert len({first, *rest, *frozen}) == len(kinds) == 3
 
 
 def test_layers_that_are_trained_in_turns_are_learned_once():
@@ -199,19 +217,6 @@ def test_layers_that_are_trained_in_turns_are_learned_once():
     live.remove()
 
 
-def test_gradients_of_refrozen_layers_are_not_waited_for():
-    model = Model()
-    live = retape.adaptive(model, budget="1GiB")
-    model(X).backward()
-    known = live._gradients.missing_bytes(CPU)
-    model.zero_grad()
-    freeze(model, True)
-    model(X).backward()
-    assert known == sum(p.nbytes for p in model.parameters())
-    assert live._gradients.missing_bytes(CPU) == sum(p.nbytes for p in model.head.parameters())
-    live.remove()
-
-
 def test_regions_by_hand_are_of_another_kind_once_they_are_unfrozen():
     block = Block().requires_grad_(False)
     weight = nn.Parameter(torch.ones(WIDTH))
@@ -221,8 +226,7 @@ def test_regions_by_hand_are_of_another_kind_once_they_are_unfrozen():
         for function in (block, lambda x: block(x) + 1):
             with live:
                 retape.checkpoint(function, X * weight).sum().backward()
-    assert len({kind for kind in live._kinds._kinds.values() if "Block" in kind.name}) == 2
-    assert len(live._kinds._kinds) == 4
+    assert len(live.governor.kinds) == 4, "two functions, frozen and not"
     assert live.stats().weighed_steps > 2
 
 
@@ -250,52 +254,6 @@ def test_an_optimizer_whose_state_comes_late_is_counted():
     assert bases[6] == bases[5]
 
 
-class Walks:
-    """Counts walks over the program's objects, each of which takes a second of a clock of its own."""
-
-    def __init__(self, monkeypatch):
-        self.count, self.seconds = 0, 0.0
-        monkeypatch.setattr(adaptive_limit, "present_bytes", self._walk)
-        monkeypatch.setattr(adaptive_limit, "perf_counter", lambda: self.seconds)
-
-    def _walk(self, device, own):
-        self.count += 1
-        self.seconds += 1.0
-        return 1000
-
-
-def test_counting_takes_a_small_part_of_the_time(monkeypatch):
-    walks, standing, known = Walks(monkeypatch), Standing(), Gradients()
-    for _ in range(FIRST_COUNTED):
-        standing.count(CPU, None, 0, known)
-    assert walks.count == FIRST_COUNTED
-    for _ in range(1000):
-        walks.seconds += 1.0
-        standing.count(CPU, None, 0, known)
-    later = walks.count - FIRST_COUNTED
-    assert 5 <= later <= COUNTED_SHARE * walks.seconds
-
-
-def test_it_is_counted_after_the_first_steps_of_an_optimizer(monkeypatch):
-    walks, standing, known = Walks(monkeypatch), Standing(), Gradients()
-    weight = nn.Parameter(torch.ones(3))
-    known.know([weight])
-    seen = []
-    for turn in range(20):
-        if turn > 8:
-            with torch.no_grad():
-                weight.add_(1.0)
-        before = walks.count
-        standing.count(CPU, None, 0, known)
-        seen.append(walks.count - before)
-    assert seen == [1, 1, 1, *[0] * 6, 1, 1, *[0] * 9]
-    standing.expect_more()
-    with torch.no_grad():
-        weight.add_(1.0)
-    standing.count(CPU, None, 0, known)
-    assert walks.count == sum(seen) + 1
-
-
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
 def test_every_optimizer_leaves_traces(how):
     bases, state = bases_around_a_late_step(Model(1), set_to_none=True, **how)
@@ -306,10 +264,15 @@ def test_the_state_of_unfrozen_layers_is_counted():
     model = Model()
     freeze(model, True)
     optimizer = torch.optim.AdamW(model.parameters())
-    live = retape.adaptive(model, budget="1GiB")
+    clock = FakeClock()
+
+    def slow_count(device, own):  # it takes so long that it is done only if it must be
+        clock.advance(1e9)
+        return present_bytes(device, own)
+
+    live = Adaptive(model, Budget.of("1GiB"), instruments=Instruments(clock=clock, present_bytes=slow_count))
     bases = []
     for turn in range(1, 9):
-        live._room.limit.standing._seconds = 1e9  # counting is dear: it is done only if it must be
         model(X).backward()
         bases.append(live.stats().base_bytes)
         optimizer.step()
@@ -358,30 +321,17 @@ def test_blocks_compiled_with_cuda_graphs_are_refused():
         retape.adaptive(whole, budget="1GiB")
 
 
-class Failing(TorchDispatchMode):
-    """Out of memory at the n-th op that is in no region."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at, self.count = at, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not THREAD.runs:
-            self.count += 1
-            if self.count == self.at:
-                raise torch.OutOfMemoryError("CPU out of memory (injected). Tried to allocate 1 byte.")
-        return func(*args, **(kwargs or {}))
+def outside():
+    return not THREAD.runs
 
 
 def test_out_of_memory_outside_regions_says_what_to_do():
     model = Model(3)
     live = retape.adaptive(model, budget="1GiB")
-    with live:
-        counter = Failing(0)
-        with counter:
-            model(X).backward()
+    with live, FailingOp(0, outside) as counter:
+        model(X).backward()
     message = r"outside any region's forward or re-run .* call zero_grad\(\) and repeat every step .* Lower the budget"
-    with pytest.raises(BudgetTooSmall, match=message), live, Failing(counter.count - 4):
+    with pytest.raises(BudgetTooSmall, match=message), live, FailingOp(counter.count - 4, outside):
         model(X).backward()
     model.zero_grad()
     model(X).backward()

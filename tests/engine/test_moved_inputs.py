@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import retape
-from adaptive.test_adaptive_menus import PricedTimer
+from adaptive.priced import PricedTimer
 from engine.test_offload import Blocks, Plug
 from planning.test_offload_plans import choices, fitted, host
 from retape.core.actions import Backward, Tape

@@ -8,8 +8,8 @@ from torch import nn
 
 import retape
 from retape.errors import BudgetTooSmall
-from retape.torch.adaptive import host as adaptive_host
-from retape.torch.adaptive.accounting import Needs
+from retape.torch.adaptive.manager import Adaptive
+from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
 from retape.torch.compat import internals
 from retape.torch.engine.host.copy_streams import lanes_of
 from support.blocks import MlpBlock, mean_square
@@ -20,11 +20,11 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def adaptive():
-    """Makes live budgets, and takes them away again however the test ends: a limit that stays on would fail the tests after it."""
+    """Makes live budgets, and removes them however the test ends: a limit that stays on would fail the tests after it."""
     made, before = [], internals.memory_fraction(CUDA)
 
-    def make(*arguments, **keywords):
-        made.append(retape.adaptive(*arguments, **keywords))
+    def make(model=None, *, budget, **how):
+        made.append(Adaptive(model, budget, **how))
         return made[-1]
 
     yield make
@@ -115,10 +115,10 @@ def settled(adaptive, model, x, share, **how):
 
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("share", [0.6, 0.35])
-def test_with_and_without_the_host(share, host, adaptive, fetches, monkeypatch):
+def test_with_and_without_the_host(share, host, adaptive, fetches):
     """With copies that are said to cost nothing, so that the host is used whatever the clock says."""
-    monkeypatch.setattr(adaptive_host, "host_tier", lambda device: None)
-    live = settled(adaptive, eight_blocks(), rows_on_gpu(8192), share, host=host)
+    free = Instruments(host_tier=lambda device: None)
+    live = settled(adaptive, eight_blocks(), rows_on_gpu(8192), share, host=host, instruments=free)
     assert (live.stats().moved_bytes > 0) == host
     assert bool(fetches) == host
 
@@ -181,13 +181,7 @@ def test_the_allocator_runs_out_in_regions_and_every_step_ends_right(adaptive):
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
     before = internals.memory_fraction(CUDA)
-    live = adaptive(budget=retape.Budget.activations(above // 2))
-    for _ in range(3):
-        with live:
-            checkpointed(model, x)
-    assert_equal(parameter_gradients(model), wanted)
-    live._room.needs = Needs()
-    live._room.met_unknown = False
+    live = adaptive(budget=retape.Budget.activations(above // 2), tuning=AdaptiveTuning(first_measured_steps=0))
     with live:
         checkpointed(model, x)
     assert_equal(parameter_gradients(model), wanted)

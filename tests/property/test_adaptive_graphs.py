@@ -62,4 +62,4 @@ def test_random_graphs(graph, share):
         assert equal(found, wanted)
         # Near the floor even the best schedule runs most of it again for every region.
         assert live.stats().reruns - before <= (2 * len(graph) if share > 0.7 else len(graph) ** 2)
-    assert not live._room.live
+    assert not live.governor.regions

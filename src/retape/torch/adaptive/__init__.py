@@ -1,4 +1,19 @@
-"""A budget that is enforced while the step runs: regions start held, and are dropped or moved under pressure.
+"""A budget enforced while the step runs: regions start held, and are dropped or moved to the host when bytes run short.
 
-Start from `budget.adaptive`, `manager.Adaptive`, `adaptive_region.ManagedRegion` and `eviction`.
+Start from `manager.adaptive` (the user's call), `governor.Governor` (one step: makes room, runs regions, brings slots back),
+`evict.score` (what is dropped first), `needs.Needs` (the bytes of each phase, learned from measured steps) and
+`accounting.BudgetLimit`. Not here: re-runs and copies to the host themselves (the engine), and plans made before a step (planning).
 """
+
+__all__ = [
+    "accounting",
+    "attachment",
+    "drop_levels",
+    "evict",
+    "governor",
+    "known_steps",
+    "managed_region",
+    "manager",
+    "needs",
+    "tuning",
+]

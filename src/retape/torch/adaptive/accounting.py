@@ -1,44 +1,38 @@
-"""How close to a live budget a step stands: the bytes that regions hold, and what each phase of a step needs on top.
+"""The bytes of a live budget and those that count against it: what was present before the step, and what regions hold.
 
-`Account` counts every storage once, however many slots and inputs hold it, and lets it go when it is really gone. `Needs`
-remembers, per kind of region and phase, how far a step rose above what the account showed when the phase began: temporaries
-and whatever lives outside regions are in there. What to drop is decided in `eviction.py`.
+On CUDA the allocator says what is live, and the budget is its hard limit wherever an out-of-memory error can be undone: in a region's
+forward and re-run. Elsewhere (a backward kernel, the loss) the allocator may reserve more, for fragments: there live bytes are kept inside
+the budget by what was measured, and an allocator that finds no block large enough would end the step. A measured step has no hard
+limit, and aims lower. On the CPU no allocator counts: `CpuBaseline` counts the tensors that the program's variables lead to, and
+`StorageAccount` adds what regions hold. What each phase of a step needs on top is in `needs.py`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from retape.torch.adaptive.drop_levels import LESSONS, Rung
+from retape.core.errors import BudgetTooSmall
+from retape.core.problem import Budget, BudgetKind
+from retape.core.units import format_bytes
 from retape.torch.capture.checksum import inner_tensors
-from retape.torch.capture.signature import Signature, elements, signature, weights_signature
 from retape.torch.compat import internals
-from retape.torch.engine.proof import Proof
-from retape.torch.engine.trace import RegionTrace
-from retape.torch.planning.attach import original_class
+from retape.torch.measure.memory_meter import nbytes_of, storage_bytes
+
+if TYPE_CHECKING:
+    from retape.torch.adaptive.tuning import AdaptiveTuning, DeviceMemory, Instruments
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_MOST_NUMBERS = (
-    16  # regions at the front of a step are told apart; what follows the last of a backward is not in a region
-)
-# Numbers of re-runs that refill everything, beside those of the rungs of a menu: from 1 on, a part is missing.
-WHOLE, BESIDE_COPIES, TO_THE_END = 0, -1, -2  # all of it; all but what the host has; and the outputs too
-ODD = -3  # fewer slots than usual: what it takes says nothing of others
-CLOSE = 1.3  # two sizes on the scale are enough for those between them, if one is at most so many times the other
-SCALARS_BYTES = 256  # that ops make on the way, and that are in no trace
-Keys = tuple[int, ...]
+Keys = tuple[int, ...]  # of the storages of one tensor
 
 
-class _Entry:
+class _HeldStorage:
     __slots__ = ("alive", "bytes", "holders")
 
     def __init__(self, alive: StorageWeakRef, size: int) -> None:
@@ -47,20 +41,20 @@ class _Entry:
         self.holders = 0
 
 
-class Account:
-    """The storages that regions hold. One that nobody holds any more counts until it is gone: somebody else may have it."""
+class StorageAccount:
+    """The storages that regions hold, each counted once. One without a holder counts until it is freed: user code may hold it."""
 
-    __slots__ = ("_entries", "_left", "_total_bytes", "device")
+    __slots__ = ("_entries", "_released", "_total_bytes", "device")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # A weak reference keeps a storage's address from being used again, so that the address can be its name.
-        self._entries: dict[int, _Entry] = {}
-        self._left: list[int] = []
+        # The weak reference keeps a storage's address from being reused, so that the address can be its key.
+        self._entries: dict[int, _HeldStorage] = {}
+        self._released: list[int] = []
         self._total_bytes = 0
 
     def hold(self, tensor: Tensor) -> Keys:
-        """Count a tensor's storages for one more holder; `let_go` takes what this returns."""
+        """Count a tensor's storages for one more holder; `release` takes what this returns."""
         if type(tensor) in _PLAIN and tensor.layout is torch.strided:
             return self._hold_plain(tensor)
         return tuple(key for part in inner_tensors(tensor) for key in self.hold(part))
@@ -72,35 +66,45 @@ class Account:
         key = storage._cdata
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(StorageWeakRef(storage), storage.nbytes())
+            entry = self._entries[key] = _HeldStorage(StorageWeakRef(storage), storage.nbytes())
             self._total_bytes += entry.bytes
         entry.holders += 1
         return (key,)
 
-    def leave_out(self, batch: Any) -> None:
-        """What is there before the step and is counted with it, whoever holds it meanwhile."""
+    def update(self, values: list[Tensor | None], keys: list[Keys]) -> None:
+        """Hold the values that have no keys yet, and release the keys whose value is None; `keys` changes in place."""
+        for place, value in enumerate(values):
+            if value is None:
+                if keys[place]:
+                    self.release(keys[place])
+                    keys[place] = ()
+            elif not keys[place]:
+                keys[place] = self.hold(value)
+
+    def exclude(self, batch: Any) -> None:
+        """Count the tensors of a batch as 0 bytes while regions hold them: they are part of the base."""
         for leaf in pytree.tree_leaves(batch):
             if type(leaf) in _PLAIN and leaf.layout is torch.strided:
                 storage = internals.untyped_storage(leaf)
-                entry = self._entries.setdefault(storage._cdata, _Entry(StorageWeakRef(storage), 0))
+                entry = self._entries.setdefault(storage._cdata, _HeldStorage(StorageWeakRef(storage), 0))
                 entry.holders += 1
 
-    def let_go(self, keys: Keys) -> None:
-        """One holder less."""
+    def release(self, keys: Iterable[int]) -> None:
+        """Count one holder less."""
         for key in keys:
             entry = self._entries.get(key)
-            if entry is not None:  # else it is of a step that is over
+            if entry is not None:  # else it belongs to an earlier step
                 entry.holders -= 1
                 if not entry.holders:
-                    self._left.append(key)
+                    self._released.append(key)
 
     def held_bytes(self) -> int:
-        """All that is held, and what was held and is not gone yet."""
-        if self._left:
-            self._left = [key for key in self._left if self._stays(key)]
+        """Bytes that are held, and those that were held and are not freed yet."""
+        if self._released:
+            self._released = [key for key in self._released if self._is_alive(key)]
         return self._total_bytes
 
-    def _stays(self, key: int) -> bool:
+    def _is_alive(self, key: int) -> bool:
         entry = self._entries.get(key)
         if entry is None or entry.holders:
             return False
@@ -110,16 +114,16 @@ class Account:
         del self._entries[key]
         return False
 
-    def leaving(self) -> list[tuple[StorageWeakRef, int]]:
-        """What no region holds any more, and somebody else does."""
+    def held_by_user(self) -> list[tuple[StorageWeakRef, int]]:
+        """The storages that no region holds any more and that are still alive, with their bytes."""
         self.held_bytes()
-        return [(self._entries[key].alive, self._entries[key].bytes) for key in self._left]
+        return [(self._entries[key].alive, self._entries[key].bytes) for key in self._released]
 
     def bytes_of(self, keys: Keys) -> int:
         return sum(self._entries[key].bytes for key in keys)
 
     def own_bytes(self, keys: list[Keys]) -> int:
-        """What would go if these holders let go: the bytes of storages that nobody else holds."""
+        """Bytes that releasing these keys would free: those of storages without other holders."""
         counts: dict[int, int] = {}
         for each in keys:
             for key in each:
@@ -127,272 +131,291 @@ class Account:
         return sum(self._entries[key].bytes for key, count in counts.items() if self._entries[key].holders == count)
 
     def begin_step(self) -> None:
-        """A new step: what outlived its holders is the user's from now on."""
+        """Forget every storage: what outlived its regions belongs to user code now."""
         self._entries.clear()
-        self._left = []
+        self._released = []
         self._total_bytes = 0
 
 
-# --- kinds -------------------------------------------------------------------------------------------------------
+# --- gradients ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class Kind:
-    """Regions that are alike: the same code or class and weights, called with the same shapes.
-
-    `lessons` is how many of its re-runs are still to be written down op by op; from them comes the `menu`, which says how it can be dropped
-    in part. It is for regions with `slot_count` slots. `stateless` ones change nothing beside their output; the
-    slots in `moved` are copied to the host where there is a lane. A re-run that refills everything takes `rerun_share` of `seconds`: it
-    stops after the last slot. `saved_bytes` is the most that one of them saved, which may depend on the data.
-    """
-
-    owner: Any
-    inputs: Signature
-    elements: int
-    seconds: float = 0.0
-    runs: int = 0
-    lessons: int = LESSONS
-    traces: list[RegionTrace] = field(default_factory=list)
-    menu: tuple[Rung, ...] = ()
-    slot_count: int = -1
-    stateless: bool | None = None
-    moved: frozenset[int] = frozenset()
-    rerun_share: float = 1.0
-    saved_bytes: int = 0
-    # By the region's place in the step and the number of the rung: the standing of the rung's recipe there.
-    proofs: dict[tuple[int, int], Proof] = field(default_factory=dict)
-    unproven: set[int] = field(default_factory=set)  # places where a recipe waits for a proof that takes all digests
-
-    def proof_of(self, place: int, rung: Rung) -> Proof:
-        """The standing of a rung's recipe for the region at one place in the step."""
-        return self.proofs.setdefault((place, rung.number), Proof())
-
-    @property
-    def rerun_seconds(self) -> float:
-        """What a re-run takes that refills everything."""
-        return self.rerun_share * self.seconds
-
-    @property
-    def name(self) -> str:
-        """The class or function, in the user's words."""
-        owner = self.owner[0] if isinstance(self.owner, tuple) else self.owner
-        names = (getattr(owner, name, None) for name in ("__name__", "co_qualname", "co_name"))
-        return next((str(name) for name in names if name), "a region")
-
-    def ran(self, seconds: float) -> None:
-        """A first run is slow; from then on the quickest counts, and one outlier does no harm."""
-        self.runs += 1
-        self.seconds = seconds if self.runs <= 2 else min(self.seconds, seconds)
-
-
-class Kinds:
-    """Every kind that was seen."""
+class ParameterGradients:
+    """The parameters of a step, and which of them had no gradient when it began."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[Any, Signature], Kind] = {}
-        self._weights: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-        self._trainings: dict[tuple[bool, ...], int] = {}
-        self._training: int | None = None
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._missing: list[weakref.ref[Tensor]] = []
 
-    def train(self, parameters: Iterable[Tensor]) -> bool:
-        """The parameters of a whole model, of which some may be frozen; returns whether others are than before.
+    def add(self, tensors: list[Tensor]) -> None:
+        """Take note of the parameters among these tensors."""
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._parameters:
+                self._parameters[id(tensor)] = weakref.ref(tensor)
+                if tensor.grad is None:
+                    self._missing.append(self._parameters[id(tensor)])
 
-        What a region saves depends on what is trained before it too: with other weights frozen every region is of another kind.
+    def begin_step(self) -> None:
+        """Find out again which parameters have no gradient."""
+        self._parameters = {key: reference for key, reference in self._parameters.items() if reference() is not None}
+        self._missing = []
+        for reference in self._parameters.values():
+            parameter = reference()
+            if parameter is not None and parameter.grad is None and parameter.requires_grad:
+                self._missing.append(reference)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that are still alive."""
+        return [p for r in self._parameters.values() if (p := r()) is not None]
+
+    def optimizer_traces(self) -> tuple[int, int]:
+        """The sum of versions and the number of missing gradients: a step of an optimizer changes the one or raises the other.
+
+        A fused optimizer writes without a new version.
         """
-        trained = tuple([parameter.requires_grad for parameter in parameters])
-        before, self._training = self._training, self._trainings.setdefault(trained, len(self._trainings))
-        return before != self._training
+        return sum(p._version for p in self.parameters()), len(self._missing)
 
-    def of(
-        self, function: Callable[..., Any], arguments: Any, keywords: dict[str, Any], weights: Iterable[Tensor] = ()
-    ) -> Kind:
-        """The kind of a call; `weights` are those it uses, where nobody knows a whole model."""
-        inputs = signature(arguments, keywords)
-        trained = self._training if self._training is not None else tuple([w.requires_grad for w in weights])
-        key = (self._owner(function, trained), inputs)
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = Kind(key[0], inputs, elements(inputs))
-        return kind
+    def missing_bytes(self, device: torch.device) -> int:
+        """Bytes that the gradients will take which did not exist when the step began."""
+        return sum(p.nbytes for r in self._missing if (p := r()) is not None and p.device == device)
 
-    def _owner(self, function: Any, trained: Any) -> Any:
-        module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-        if isinstance(module, nn.Module):
-            known = self._weights.get(module)
-            if known is None or known[1][-1] != module.training or known[2] != trained:
-                known = self._weights[module] = (original_class(type(module)), weights_signature(module), trained)
-            return known
-        inner = getattr(function, "func", None)
-        if inner is not None:
-            return self._owner(inner, trained)
-        return getattr(function, "__code__", type(function)), trained
-
-
-# --- needs -------------------------------------------------------------------------------------------------------
-
-
-class Phase(Enum):
-    """What a step does from one mark to the next; OUTSIDE is whatever follows a region's forward."""
-
-    FORWARD = "forward"
-    OUTSIDE = "outside"
-    RERUN = "rerun"
-    BACKWARD = "backward"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """The beginning of a phase: what the account showed, and the gradients that the step had allocated by then."""
-
-    phase: Phase
-    kind: Kind
-    number: int
-    held_bytes: int
-    gradient_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """Bytes above the account; `measured` says that this very kind was seen on the scale."""
-
-    bytes: int
-    measured: bool
-
-
-@dataclass(slots=True)
-class Needs:
-    """How far each phase rises above the account; of several times the highest counts.
-
-    It was seen with regions that saved so many bytes at most; one that saved more is going to need more in proportion.
-    """
-
-    _exact: dict[tuple[Phase, Kind, int], int] = field(default_factory=dict)
-    _rises: dict[tuple[Phase, Kind, int], int] = field(default_factory=dict)  # above what was live when the phase began
-    _starts: dict[tuple[Phase, Kind], int] = field(default_factory=dict)  # what was live then, above the account
-    _families: dict[tuple[Phase, Any], dict[int, int]] = field(default_factory=dict)
-    _provisional: set[Kind] = field(default_factory=set)
-    _saved_bytes: dict[Kind, int] = field(default_factory=dict)  # the most that one saved on the scale
-    weighed: set[Kind] = field(default_factory=set)
-
-    def begin(self, kinds: set[Kind], saved_bytes: dict[Kind, int]) -> None:
-        """A step with these kinds, which saved so much at most, was weighed and is about to be learned from.
-
-        A module's very first call copies what it might change, so what the first step on the scale showed is replaced by the second.
-        """
-        again = kinds & self._provisional
-        self._exact = {key: value for key, value in self._exact.items() if key[1] not in again}
-        self._rises = {key: value for key, value in self._rises.items() if key[1] not in again}
-        self._starts = {key: value for key, value in self._starts.items() if key[1] not in again}
-        for phase in Phase:
-            for kind in again:
-                self._families.get((phase, kind.owner), {}).pop(kind.elements, None)
-        self._saved_bytes = {kind: size for kind, size in self._saved_bytes.items() if kind not in again}
-        for kind, size in saved_bytes.items():
-            self._saved_bytes[kind] = max(size, self._saved_bytes.get(kind, 0))
-        self._provisional -= again
-        if not self.weighed:
-            self._provisional |= kinds
-
-    def learn(self, mark: Mark, live_bytes: int, peak_bytes: int) -> None:
-        """What the scale showed of a phase: live bytes at its start and its peak, both above the start of the step."""
-        if mark.phase is Phase.RERUN and mark.number == ODD:
-            return
-        key = (mark.phase, mark.kind, _numbered(mark.phase, mark.number))
-        above = mark.held_bytes + mark.gradient_bytes
-        need, start = peak_bytes - above, live_bytes - above
-        self._exact[key] = max(need, self._exact.get(key, need))
-        self._rises[key] = max(need - start, self._rises.get(key, 0))
-        self._starts[mark.phase, mark.kind] = max(start, self._starts.get((mark.phase, mark.kind), start))
-        self.weighed.add(mark.kind)
-        if mark.phase is Phase.RERUN and mark.number:
-            return  # of a part: no relative is to be judged by it
-        family = self._families.setdefault((mark.phase, mark.kind.owner), {})
-        family[mark.kind.elements] = max(need, family.get(mark.kind.elements, need))
-
-    def of(self, phase: Phase, kind: Kind, number: int, saved_bytes: int = 0) -> Need:
-        """What a phase of a region that saves so much is going to need; estimated where nothing like it was seen.
-
-        The number of a re-run is that of the rung of its kind's menu that it starts from, or says what it refills.
-        """
-        found = self._of(phase, kind, number)
-        if phase is Phase.OUTSIDE or self.has_seen(kind, saved_bytes):
-            return found
-        most = self._saved_bytes.get(kind, 0)
-        more = int(max(0, found.bytes) * (saved_bytes / most - 1)) if most else saved_bytes
-        return Need(
-            bytes=found.bytes + more, measured=found.measured and self.has_seen(kind, saved_bytes, within=CLOSE)
+    def allocated_bytes(self, device: torch.device) -> int:
+        """Bytes of those gradients that exist by now."""
+        return sum(
+            p.nbytes for r in self._missing if (p := r()) is not None and p.grad is not None and p.device == device
         )
 
-    def has_seen(self, kind: Kind, saved_bytes: int, *, within: float = 1.0) -> bool:
-        """Whether a region of a kind that was weighed saved about as much as this; a kind that was not says nothing."""
-        return kind not in self.weighed or saved_bytes <= within * self._saved_bytes.get(kind, 0)
-
-    def _of(self, phase: Phase, kind: Kind, number: int) -> Need:
-        key = (phase, kind, _numbered(phase, number))
-        known = self._exact.get(key)
-        if known is not None and phase is Phase.RERUN:  # elsewhere in the step more may live beside it
-            known = max(known, self._rises[key] + self._starts.get((Phase.BACKWARD, kind), 0))
-        if known is not None:
-            return Need(bytes=known, measured=True)
-        if phase is Phase.RERUN:
-            return self._of_rerun(kind, number)
-        return Need(bytes=self._estimate(phase, kind), measured=False)
-
-    def _of_rerun(self, kind: Kind, number: int) -> Need:
-        """A re-run that was not seen itself, from others of its kind."""
-        like_forward = self._rerun_like_forward(kind)
-        if number != WHOLE:
-            whole = self._of(Phase.RERUN, kind, WHOLE)
-            least = like_forward if number == TO_THE_END and like_forward is not None else 0
-            saved = 0
-            for rung in kind.menu:
-                if rung.number == number:
-                    saved = rung.saved_bytes
-                    least = rung.rerun_bytes + self._starts.get((Phase.BACKWARD, kind), 0) + SCALARS_BYTES
-            return Need(bytes=max(least, whole.bytes - saved), measured=whole.measured)
-        if like_forward is not None:
-            return Need(bytes=like_forward, measured=True)
-        return Need(bytes=self._estimate(Phase.RERUN, kind), measured=False)
-
-    def _rerun_like_forward(self, kind: Kind) -> int | None:
-        """A re-run does what the forward did, with whatever lives in the middle of backward beside it."""
-        forward = self._exact.get((Phase.FORWARD, kind, 0))
-        start = self._starts.get((Phase.BACKWARD, kind))
-        if forward is None or start is None:
-            return None
-        return forward + max(0, start - self._starts[Phase.FORWARD, kind])
-
-    def _estimate(self, phase: Phase, kind: Kind) -> int:
-        """On the chord between relatives with fewer and more elements, which lies above a convex curve; beyond them quadratic."""
-        points = self._families.get((phase, kind.owner))
-        if not points:
-            return self._estimate(Phase.FORWARD, kind) if phase is Phase.RERUN else 0
-        size = kind.elements
-        below = max((at for at in points if at <= size), default=None)
-        above = min((at for at in points if at >= size), default=None)
-        if above is None:
-            assert below is not None
-            return int(points[below] * (size / max(1, below)) ** 2)
-        if below is None:
-            return points[above]
-        if above == below:
-            return points[above]
-        share = (size - below) / (above - below)
-        return int(points[below] + share * max(0, points[above] - points[below]))
-
-    def is_covered(self, kind: Kind, saved_bytes: int = 0, *, within: float) -> bool:
-        """Whether a kind was seen, with about as much saved, or lies between two relatives that are not far apart."""
-        if kind in self.weighed:
-            return self.has_seen(kind, saved_bytes, within=within)
-        points = self._families.get((Phase.FORWARD, kind.owner), {})
-        # As many numbers in another shape say nothing: attention sees the length.
-        below = max((at for at in points if at < kind.elements), default=None)
-        above = min((at for at in points if at > kind.elements), default=None)
-        return below is not None and above is not None and above <= within * below
+    def present_bytes(self, device: torch.device) -> int:
+        """Bytes of the gradients that existed when the step began."""
+        missing = {id(reference()) for reference in self._missing}
+        gradients = [p.grad for p in self.parameters() if id(p) not in missing and p.device == device]
+        return sum(g.nbytes if g.layout is torch.strided else nbytes_of(g) for g in gradients if g is not None)
 
 
-def _numbered(phase: Phase, number: int) -> int:
-    if phase is Phase.RERUN:
-        return number
-    # What runs after the backward of the first region (the embedding's) is not in any: only there does the number matter.
-    return min(number, _MOST_NUMBERS) if phase is Phase.BACKWARD else 0
+# --- the limit ---------------------------------------------------------------------------------------------------
+
+
+class CpuBaseline:
+    """The bytes present on the CPU between steps, gradients left out. One count walks over all that variables lead to."""
+
+    def __init__(self, tuning: AdaptiveTuning, instruments: Instruments) -> None:
+        self._tuning, self._clock, self._present_bytes = tuning, instruments.clock, instruments.present_bytes
+        self.bytes = self.batch_bytes = 0
+        self._counts = self._writes = 0
+        self._traces = (-1, 0)
+        self._seconds = self._counted_at = 0.0
+
+    def expect_optimizer_state(self) -> None:
+        """Other weights are trained from now on: the optimizer will allocate state for them."""
+        self._writes = 0
+
+    def count(self, device: torch.device, batch: Any, batch_bytes: int, gradients: ParameterGradients) -> None:
+        """Count again if something may have changed, or if counting takes a small share of the time."""
+        start = self._clock()
+        if not self._is_due(gradients.optimizer_traces(), start):
+            return
+        present = self._present_bytes(device, [batch, gradients.parameters()])
+        self.bytes = present - gradients.present_bytes(device)
+        self.batch_bytes = batch_bytes
+        self._counted_at = self._clock()
+        self._seconds = self._counted_at - start
+        self._counts += 1
+
+    def _is_due(self, traces: tuple[int, int], now: float) -> bool:
+        before, self._traces = self._traces, traces
+        written = traces[0] != before[0] or traces[1] > before[1]
+        self._writes += written
+        first = self._tuning.first_counts
+        early = self._counts < first or (written and self._writes <= first)
+        return early or self._seconds <= self._tuning.count_time_share * (now - self._counted_at)
+
+
+class BudgetLimit:
+    """A budget on one device. `base_bytes` are present between steps, gradients included; `bytes` is the limit."""
+
+    def __init__(
+        self,
+        budget: Budget,
+        memory: DeviceMemory,
+        account: StorageAccount,
+        tuning: AdaptiveTuning,
+        instruments: Instruments,
+    ) -> None:
+        self._budget, self._resolve = budget, instruments.resolve_budget
+        self._memory, self.device, self._account, self._tuning = memory, memory.device, account, tuning
+        self.bytes = self.base_bytes = self.start_bytes = 0
+        self.unmanaged_bytes = 0  # that a step took before its regions were managed
+        self.fragment_bytes = 0  # the most that was seen
+        self.baseline = CpuBaseline(tuning, instruments)
+        self._closed = True  # a backward pass after the end leaves the allocator alone
+        self._share: float | None = None
+        self._enforced_bytes, self._total_bytes = -1, 0
+        self._stuck_bytes = 0  # that the allocator could not give back when it was last asked to
+        self._lost_bytes = 0  # to fragments, when the allocator last ran out inside the budget
+        self.aim_bytes = (
+            0  # that decisions stay below: the budget, on CUDA less fragments and a share for what is not known
+        )
+        self._is_measured = False
+
+    def begin_step(self, batch: Any, gradients: ParameterGradients) -> None:
+        """Count what is present, and set the limit."""
+        self.open()
+        self.unmanaged_bytes = 0
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        batch_bytes = storage_bytes(tensors, self.device)
+        missing = gradients.missing_bytes(self.device)
+        if self._memory.counts_bytes:
+            self.start_bytes = self.base_bytes = self._memory.allocated_bytes()
+        else:
+            self.baseline.count(self.device, batch, batch_bytes, gradients)
+            grown = batch_bytes - self.baseline.batch_bytes + gradients.present_bytes(self.device)
+            self.start_bytes = self.baseline.bytes + grown
+            self.base_bytes = self.start_bytes + missing
+        known = self._resolve(self._budget, self.device)
+        above = self.start_bytes + missing if known.kind is BudgetKind.ACTIVATIONS else 0
+        self.bytes = (known.limit_bytes or 0) + above
+        self.is_measured = False
+
+    @property
+    def is_measured(self) -> bool:
+        """True while a step is measured: it has no hard limit, and aims lower."""
+        return self._is_measured
+
+    @is_measured.setter
+    def is_measured(self, value: bool) -> None:
+        self._is_measured = value
+        self._set_aim()
+
+    def _set_aim(self) -> None:
+        self.aim_bytes = self.bytes
+        if self._memory.counts_bytes:
+            room, tuning = max(0, self.bytes - self.base_bytes), self._tuning
+            share = tuning.unmeasured_share if self._is_measured else 1.0
+            lost = min(self._lost_bytes, int(tuning.max_fragment_loss * room))
+            self.aim_bytes = self.base_bytes + int(room * share) - lost
+
+    def live_bytes(self) -> int:
+        """Everything on the device that is counted."""
+        if self._memory.counts_bytes:
+            return self._memory.allocated_bytes()
+        return self.base_bytes + self.unmanaged_bytes + self._account.held_bytes()
+
+    # --- the allocator's own limit ---------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Allow `enforce` to limit the allocator, until `close`."""
+        self._closed = False
+
+    def enforce(self, *, undoable: bool) -> None:
+        """Limit the allocator to the budget where running out can be undone, elsewhere with room for fragments."""
+        if self._closed or not self._memory.enforces_limit:
+            return
+        if self._share is None:
+            self._share = self._memory.limit_share()
+            self._total_bytes = self._memory.total_bytes()
+        total = self._total_bytes
+        wanted = total if self._is_measured else self.bytes
+        if not undoable:
+            wanted += max(int(self._tuning.fragment_share * self.bytes), self._tuning.min_fragment_bytes)
+        wanted = min(wanted, int(self._share * total))
+        if wanted != self._enforced_bytes:
+            self._memory.set_limit_share(wanted / total)
+            self._enforced_bytes = wanted
+
+    def return_cached(self) -> None:
+        """Return cached blocks above the limit: the allocator would reuse them without asking for memory."""
+        if self._enforced_bytes < 0:
+            return
+        if self._memory.reserved_bytes() > max(self._enforced_bytes, self._stuck_bytes):
+            self._memory.empty_cache()
+            self._stuck_bytes = self._memory.reserved_bytes()
+
+    def count_fragments(self) -> int:
+        """Return the bytes that are free inside blocks in use, and remember the most."""
+        found = self._memory.fragment_bytes()
+        self.fragment_bytes = max(self.fragment_bytes, found)
+        return found
+
+    def ran_out(self) -> int:
+        """Return the bytes lost to fragments when the allocator ran out in a region, and aim lower from now on."""
+        found = self.count_fragments()
+        self._lost_bytes = max(self._lost_bytes, found)
+        self._set_aim()
+        return found
+
+    def close(self) -> None:
+        """Remove the hard limit."""
+        self._closed = True
+        if self._share is not None:
+            self._memory.set_limit_share(self._share)
+            self._share, self._enforced_bytes = None, -1
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def too_small(
+        self,
+        what: str,
+        now_bytes: int,
+        need_bytes: int,
+        *,
+        collective_bytes: int = 0,
+        error: BaseException | None = None,
+    ) -> BudgetTooSmall:
+        """The error for a budget that is passed although everything is dropped that can be."""
+        why = f" The allocator said: {str(error).splitlines()[0]}" if error is not None else ""
+        if collective_bytes:
+            why += (
+                f" Regions that run a collective hold {format_bytes(collective_bytes)} and are never dropped, because one rank alone "
+                "cannot run them again; retape.fit plans for all ranks together."
+            )
+        floor = now_bytes + need_bytes
+        return BudgetTooSmall(
+            f"{what} needs {format_bytes(need_bytes)} beside {format_bytes(now_bytes)} that cannot be dropped "
+            f"(weights, gradients and what else was there before: {format_bytes(self.base_bytes)}), which passes the budget of "
+            f"{format_bytes(self.bytes)}.{why} Raise the budget to at least {format_bytes(floor)}, use a smaller batch, or "
+            "smaller regions.",
+            budget_bytes=self.bytes,
+            floor_bytes=floor,
+            binding=what,
+        )
+
+    def over_warning(self, what: str, peak_bytes: int) -> str:
+        """The warning for a peak that could not be predicted: it depends on the data, and no allocator refuses it."""
+        return (
+            f"{what} took more than any like it before, by what was measured about {format_bytes(peak_bytes)} in all, which passes the "
+            f"budget of {format_bytes(self.bytes)}. Bytes that depend on the data are known only once they are allocated; from now on "
+            "there is room for as many. If the budget must never be passed, begin with the largest batch, or use a smaller budget."
+        )
+
+    def failed_after_collective(self, name: str, error: BaseException) -> BudgetTooSmall:
+        """The error for a region that ran out of memory after a collective: starting it again would pair with another rank's next one."""
+        return self._out_of_memory(
+            f"Region {name} ran out of memory after it had started a collective",
+            error,
+            "The other ranks do not run it again, so it cannot be run again here. Lower the budget, so that more is dropped before it, use "
+            "a smaller batch, or retape.fit, which plans for all ranks together.",
+            self.live_bytes(),
+            binding=name,
+        )
+
+    def failed_outside(self, error: BaseException, now_bytes: int) -> BudgetTooSmall:
+        """The error for running out of memory outside regions: nothing can be run again, and gradients may hold a part of the step."""
+        return self._out_of_memory(
+            "Out of memory outside any region's forward or re-run (a backward kernel, the loss or the optimizer)",
+            error,
+            "Some .grad may hold a part of this step: call zero_grad() and repeat every step that was accumulated since the last one. "
+            "Lower the budget, so that more room is left beside the regions, or use a smaller batch.",
+            now_bytes,
+            binding="outside regions",
+        )
+
+    def _out_of_memory(
+        self, what: str, error: BaseException, remedy: str, now_bytes: int, *, binding: str
+    ) -> BudgetTooSmall:
+        return BudgetTooSmall(
+            f"{what}, with {format_bytes(now_bytes)} counted of a budget of {format_bytes(self.bytes)}: "
+            f"{str(error).splitlines()[0]} {remedy}",
+            budget_bytes=self.bytes,
+            floor_bytes=now_bytes,
+            binding=binding,
+        )

@@ -1,4 +1,7 @@
-"""Puts a live budget between a model, its regions and their calls, and takes it away again, as often as it is asked to."""
+"""Attaches a live budget to a model: its calls and those of its regions are answered by the budget, until it is removed.
+
+Over the plan of a fit the plan's regions are kept, and only the call of the model itself is answered first by the budget.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +15,37 @@ from retape.torch.measure.baseline_memory import device_of
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning import attach
 from retape.torch.planning.discover import find_regions
+from retape.torch.planning.model_hash import unwrapped
 from retape.torch.planning.variants.compiled import refuse_graph_replays
 
 _LOG = logging.getLogger("retape")
 
 
-class Attachment:
-    """A model whose calls, and those of its regions, are answered by a live budget while it is put on.
+class ModelAttachment:
+    """A model, its regions, and the functions that answer their calls while it is attached.
 
-    `under` answers for a plan that was there before.
+    `plan` answers for a plan that was attached before, or is None.
     """
 
     def __init__(self, model: nn.Module, call_root: attach.Caller, call: attach.Caller, *, fuse: bool) -> None:
-        self._model, self._call_root, self._call, self._fuse = model, call_root, call, fuse
-        self._is_on = self._fused = False
+        self._model, self._call_root, self._call, self._fuse = unwrapped(model), call_root, call, fuse
+        self._is_attached = self._fused = False
         self._regions: tuple[nn.Module, ...] = ()
-        self.under: attach.Caller | None = None
+        self.plan: attach.Caller | None = None
 
-    def put_on(self) -> None:
-        """Answer calls from now on; where it does already, nothing."""
-        if self._is_on:
+    def attach(self) -> None:
+        """Answer calls from now on; do nothing if it is attached."""
+        if self._is_attached:
             return
-        self.under = attach.caller_of(self._model)
-        if self.under is None:
-            self._put_on_regions()
-        else:  # the plan of a fit is the base
+        self.plan = attach.caller_of(self._model)
+        if self.plan is None:
+            self._attach_regions()
+        else:
             attach.put_over(self._model, self._call_root)
             self._leave_loss_to_plan()
-        self._is_on = True
+        self._is_attached = True
 
-    def _put_on_regions(self) -> None:
+    def _attach_regions(self) -> None:
         regions = find_regions(self._model)
         refuse_graph_replays({"the model itself": self._model, **regions})
         self._regions = tuple(regions.values())
@@ -59,7 +63,7 @@ class Attachment:
             self._fused = True
 
     def _leave_loss_to_plan(self) -> None:
-        """A plan was made for the loss as it is: over one, options=ALL changes nothing, and that is said once."""
+        """Warn once that options=ALL changes nothing over a plan, which was made for the loss as it is."""
         if self._fuse and LIBRARIES.can_fuse_loss(self._model):
             self._fuse = False
             _LOG.warning(
@@ -70,12 +74,12 @@ class Attachment:
 
     def remove(self) -> None:
         """Leave the model as it was before."""
-        if not self._is_on:
+        if not self._is_attached:
             return
-        self._is_on = False
-        if self.under is not None:
-            attach.put_over(self._model, self.under)
-            self.under = None
+        self._is_attached = False
+        if self.plan is not None:
+            attach.put_over(self._model, self.plan)
+            self.plan = None
             return
         for module in (self._model, *self._regions):
             attach.detach(module)
@@ -84,8 +88,8 @@ class Attachment:
             self._fused = False
 
 
-def device_under(model: nn.Module | None) -> torch.device:
-    """Where a live budget counts: the model's device; without one the GPU in use, if any is."""
+def budget_device(model: nn.Module | None) -> torch.device:
+    """The device on which a live budget counts: the model's; without a model the GPU in use, if any is."""
     if model is not None:
         return device_of(model)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

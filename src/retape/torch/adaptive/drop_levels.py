@@ -1,35 +1,42 @@
-"""How regions of one kind can be dropped in part: what is large and cheap to make again first, what is dear last.
+"""How regions of one kind can be dropped in part, and which of their slots are copied to the host.
 
-The order is found greedily on the trace of a re-run: of what is still held, that storage goes next whose loss costs the fewest seconds a
-byte, as the recipe says that the engine would follow. Rungs that are dearer than a mix of their neighbours are left out, so seconds a byte
-rise from rung to rung. Kinds of one owner that do the same ops share an order. When to drop is for `eviction.py`.
+The order in which storages are dropped is found greedily on the trace of a re-run: next goes the one whose loss costs the fewest seconds
+per byte, by the recipe that the engine would follow. Levels that are dearer than a mix of their neighbours are left out, so that seconds
+per byte rise from level to level. Kinds of one owner that run the same ops share an order. When to drop is decided in `evict.py`.
+
+Copies to the host start when a region's forward is over, once bytes have run short before, and only if the lane is done with earlier
+ones by then. The slots stay on the device as well until they are evicted: then they are released at once, and copied back when backward
+needs them, or shortly before. Copies and lanes are those of the engine.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retape.torch.adaptive.host import HostTier
+from retape.core.errors import OffloadError
+from retape.core.problem import Tier
+from retape.torch.capture.mutation import version_of
+from retape.torch.compat import internals
+from retape.torch.engine.host import offload
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.planning.chain.treatments import Treatment, is_steady, rerun_share, tape_storages, treat
-from retape.torch.planning.engine_overhead import engine_overheads
 from retape.torch.planning.profile import quickest
 
-LESSONS = 2  # re-runs that are written down of each kind; of two times the shorter counts
-MOST_STORAGES = 16  # of a tape that are dropped on their own; the smaller ones go with the rest
-SMALL_PARTS = 64  # a storage that is less than one of so many parts of a tape goes with the rest
-RERUN_OPS = 12  # a re-run itself, whatever is in it, takes the engine about as long as so many ops under a recipe
-NEAR = 4.0  # kinds of one owner share an order if one has at most so many times the numbers of the other
+if TYPE_CHECKING:
+    from retape.torch.adaptive.managed_region import ManagedRegion
+    from retape.torch.adaptive.needs import RegionKind
+    from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
+class DropLevel:
     """Hold these slots and drop the rest: a re-run takes `share` of the seconds of one of everything, needs `saved_bytes` less, and by its
     ops `rerun_bytes` beside what is held.
 
@@ -45,81 +52,70 @@ class Rung:
     policy: Policy
 
 
-class Learner(Protocol):
-    """What is asked of a kind of region."""
-
-    owner: Any
-    elements: int
-    seconds: float
-    rerun_share: float
-    lessons: int
-    traces: list[RegionTrace]
-    menu: tuple[Rung, ...]
-    slot_count: int
-    moved: frozenset[int]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class _KnownOrder:
     ops: tuple[Any, ...]
     elements: int
     order: tuple[int, ...]
 
 
-class Menus:
-    """What was learnt of each owner: in which order its storages are best dropped."""
+class DropLevelPlanner:
+    """Finds the drop levels of each kind from traces of its re-runs."""
 
-    def __init__(self, device: torch.device, host: HostTier | None = None) -> None:
-        self._device, self._host = device, host
-        self._known: dict[Any, list[_Known]] = {}
+    def __init__(
+        self, device: torch.device, tuning: AdaptiveTuning, instruments: Instruments, host: HostCopies | None = None
+    ) -> None:
+        self._device, self._tuning, self._host = device, tuning, host
+        self._op_overhead_seconds = instruments.op_overhead_seconds
+        self._known: dict[Any, list[_KnownOrder]] = {}
 
-    def teach(self, kind: Learner, trace: RegionTrace) -> None:
-        """A re-run of this kind was written down; after the last one it has a menu, if one is possible."""
-        kind.lessons -= 1
+    def add_trace(self, kind: RegionKind, trace: RegionTrace) -> None:
+        """Add the trace of a re-run; after the last one the kind has its levels, if any are possible."""
+        kind.missing_traces -= 1
         kind.traces.append(trace)
-        if kind.lessons:
+        if kind.missing_traces:
             return
         found = quickest(kind.traces)
         kind.traces = []
-        if found is not None and is_steady(found) and tape_storages(found):
-            prices = _Prices(found, kind.seconds, engine_overheads(self._device).op_seconds)
-            kind.menu = prices.menu(self._order(kind, found, prices))
-            kind.rerun_share = prices.rerun_seconds / kind.seconds if kind.seconds else 1.0
-            kind.slot_count = len(found.slots)
-            if self._host is not None:
-                kind.moved = self._host.choose(
-                    found, kind.menu, seconds=kind.seconds, rerun_seconds=prices.rerun_seconds
-                )
+        if found is None or not is_steady(found) or not tape_storages(found):
+            return
+        costs = _LevelCosts(found, kind.seconds, self._op_overhead_seconds(self._device), self._tuning)
+        kind.levels = costs.levels(self._order(kind, found, costs))
+        kind.rerun_share = costs.rerun_seconds / kind.seconds if kind.seconds else 1.0
+        kind.slot_count = len(found.slots)
+        if self._host is not None:
+            kind.moved = self._host.choose(found, kind.levels, seconds=kind.seconds, rerun_seconds=costs.rerun_seconds)
 
-    def _order(self, kind: Learner, trace: RegionTrace, prices: _Prices) -> tuple[int, ...]:
+    def _order(self, kind: RegionKind, trace: RegionTrace, costs: _LevelCosts) -> tuple[int, ...]:
         ops = tuple(op.op for op in trace.ops)
         known = self._known.setdefault(kind.owner, [])
         for other in known:
-            near = max(kind.elements, other.elements) <= NEAR * max(1, min(kind.elements, other.elements))
-            if near and other.ops == ops:
+            fewer, more = sorted((kind.elements, other.elements))
+            if more <= self._tuning.shared_order_ratio * max(1, fewer) and other.ops == ops:
                 return other.order
-        order = prices.order()
-        known.append(_Known(ops=ops, elements=kind.elements, order=order))
+        order = costs.order()
+        known.append(_KnownOrder(ops=ops, elements=kind.elements, order=order))
         return order
 
 
-class _Prices:
-    """What holding a part of one tape costs in a re-run."""
+class _LevelCosts:
+    """The re-run seconds of holding a part of one region's saved storages."""
 
-    def __init__(self, trace: RegionTrace, seconds: float, op_seconds: float) -> None:
-        self._trace, self._op_seconds = trace, op_seconds
+    def __init__(self, trace: RegionTrace, seconds: float, op_seconds: float, tuning: AdaptiveTuning) -> None:
+        self._trace, self._op_seconds, self._tuning = trace, op_seconds, tuning
         self._tape = tape_storages(trace)
         self._whole_bytes = sum(self._tape.values())
-        # The engine's part stays however few ops are run. It is not what is left of the seconds beside the ops: that is mostly noise.
-        self._fixed = min(seconds, RERUN_OPS * op_seconds)
+        # The engine's part stays however few ops run. It is not what is left of the seconds beside the ops: that is mostly noise.
+        self._fixed = min(seconds, tuning.fixed_rerun_ops * op_seconds)
         self._function = (seconds - self._fixed) * rerun_share(trace)  # a re-run stops after the last slot
         self.rerun_seconds = self._fixed + self._function
         self._whole = treat(trace, frozenset())
 
     def order(self) -> tuple[int, ...]:
         """The storages, from the one that is best dropped first."""
-        large = [s for s, size in self._tape.items() if size * SMALL_PARTS >= self._whole_bytes]
-        left = sorted(large, key=lambda storage: -self._tape[storage])[:MOST_STORAGES]
+        least = self._tuning.small_storage_share * self._whole_bytes
+        large = [storage for storage, size in self._tape.items() if size >= least]
+        left = sorted(large, key=lambda storage: -self._tape[storage])[: self._tuning.max_storages]
         held = frozenset(self._tape)
         cost, order = 0.0, []
         while left:
@@ -131,36 +127,36 @@ class _Prices:
             order.append(best)
         return tuple(order)
 
-    def menu(self, order: tuple[int, ...]) -> tuple[Rung, ...]:
-        """The rungs along an order that are worth stopping at."""
-        held, ways = frozenset(self._tape), []
+    def levels(self, order: tuple[int, ...]) -> tuple[DropLevel, ...]:
+        """The levels along an order that lie on the lower convex hull of seconds over bytes."""
+        held, options = frozenset(self._tape), []
         for storage in order:
             held -= {storage}
             if held:
-                ways.append(treat(self._trace, held))
+                options.append(treat(self._trace, held))
         end = (self._whole_bytes, self.rerun_seconds)
-        points = [(0, 0.0), *((self._whole_bytes - way.held_bytes, self._seconds(way)) for way in ways), end]
-        chosen = [ways[i - 1] for i in _lower_hull(points)[1:-1]]
-        return tuple(self._rung(number, way) for number, way in enumerate(chosen, start=1))
+        dropped = ((self._whole_bytes - option.held_bytes, self._seconds(option)) for option in options)
+        chosen = [options[i - 1] for i in lower_hull([(0, 0.0), *dropped, end])[1:-1]]
+        return tuple(self._level(number, option) for number, option in enumerate(chosen, start=1))
 
-    def _seconds(self, way: Treatment) -> float:
-        return self._fixed + self._function * way.share + way.ops_left * self._op_seconds
+    def _seconds(self, option: Treatment) -> float:
+        return self._fixed + self._function * option.share + option.ops_left * self._op_seconds
 
-    def _rung(self, number: int, way: Treatment) -> Rung:
-        above = way.rerun_bytes - way.held_bytes
-        return Rung(
+    def _level(self, number: int, option: Treatment) -> DropLevel:
+        above = option.rerun_bytes - option.held_bytes
+        return DropLevel(
             number=number,
-            held=way.held,
-            held_bytes=way.held_bytes,
-            share=self._seconds(way) / self.rerun_seconds if self.rerun_seconds else 1.0,
+            held=option.held,
+            held_bytes=option.held_bytes,
+            share=self._seconds(option) / self.rerun_seconds if self.rerun_seconds else 1.0,
             saved_bytes=max(0, self._whole.rerun_bytes - above),
             rerun_bytes=above,
-            policy=Policy(held=way.held, recipe=plan_recipe(self._trace, way.held)),
+            policy=Policy(held=option.held, recipe=plan_recipe(self._trace, option.held)),
         )
 
 
-def _lower_hull(points: Iterable[tuple[int, float]]) -> list[int]:
-    """The numbers of the points, given from left to right, that no line between two others passes below; the first and the last always."""
+def lower_hull(points: Iterable[tuple[int, float]]) -> list[int]:
+    """The numbers of the points, given from left to right, on the lower convex hull; the first and the last always."""
     kept: list[tuple[int, int, float]] = []
     for number, (x, y) in enumerate(points):
         while len(kept) > 1 and _is_above(kept[-1][1:], kept[-2][1:], (x, y)):
@@ -171,3 +167,94 @@ def _lower_hull(points: Iterable[tuple[int, float]]) -> list[int]:
 
 def _is_above(middle: tuple[int, float], left: tuple[int, float], right: tuple[int, float]) -> bool:
     return (middle[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (middle[0] - left[0])
+
+
+# --- copies on the host ------------------------------------------------------------------------------------------
+
+
+class HostCopies:
+    """Decides which slots of a region are copied to the host, and when.
+
+    The clock is the device's: the measured seconds of the regions that ran so far, and those until when the lane copies. The host is
+    ahead of the device, so that asking whether a copy is done would find the lane busy whenever there is something to copy.
+    """
+
+    def __init__(
+        self, device: torch.device, tuning: AdaptiveTuning, instruments: Instruments, *, enabled: bool | None
+    ) -> None:
+        # By default only where the device has memory of its own.
+        self.enabled = device.type == "cuda" if enabled is None else enabled
+        self.moved_bytes = 0
+        self._device, self._tuning, self._host_tier = device, tuning, instruments.host_tier
+        self._copy_out = instruments.copy_out
+        self._computed_seconds = self._busy_seconds = 0.0
+
+    def begin_step(self) -> None:
+        """Regard the lane as free."""
+        self._computed_seconds = self._busy_seconds = 0.0
+
+    def choose(
+        self, trace: RegionTrace, levels: tuple[DropLevel, ...], *, seconds: float, rerun_seconds: float
+    ) -> frozenset[int]:
+        """The slots of a kind that are dearest to recompute, as many as the lane can copy while such a region runs.
+
+        Those are what the last level holds, and everything without levels; none if recomputing is quicker than the copy back.
+        """
+        if not self.enabled:
+            return frozenset()
+        tape, tier = tape_storages(trace), self._tier()
+        dear = {trace.slots[slot] for slot in levels[-1].held} & tape.keys() if levels else set(tape)
+        size = sum(tape[storage] for storage in dear)
+        if self.visible_seconds(size) > rerun_seconds * (1.0 - (levels[-1].share if levels else 0.0)):
+            return frozenset()
+        room = size if tier is None else min(size, tier.write_bytes_per_second * seconds)
+        least = int(sum(tape.values()) * self._tuning.small_storage_share)
+        chosen: set[int] = set()
+        for storage in sorted(dear, key=lambda storage: -tape[storage]):
+            if least < tape[storage] <= room:
+                chosen.add(storage)
+                room -= tape[storage]
+        return frozenset(slot for slot, storage in enumerate(trace.slots) if storage in chosen)
+
+    def _tier(self) -> Tier | None:
+        return self._host_tier(self._device)
+
+    def visible_seconds(self, size: int) -> float:
+        """Seconds that backward waits for a copy of this many bytes."""
+        tier = self._tier()
+        return 0.0 if tier is None else self._tuning.visible_copy_share * tier.read_seconds(size)
+
+    def send(self, region: ManagedRegion) -> None:
+        """Copy the slots that were chosen for a region's kind, if the lane is free when its forward ends."""
+        self._computed_seconds += region.kind.seconds
+        moved = region.kind.moved
+        if not self.enabled or not moved or region.collective or self._busy_seconds > self._computed_seconds:
+            return
+        by_storage: dict[int, list[offload.MovedSlot]] = {}
+        with internals.unobserved():
+            for slot, _ in region.held_slots():
+                value = slot.value
+                if slot.index not in moved or value is None or not offload.can_be_moved(value):
+                    continue
+                if version_of(value) == slot.version:  # else it was written to, which its unpacking will report
+                    copy = offload.MovedSlot(slot, value)
+                    copy.region = weakref.proxy(region.region)  # the region holds the copy
+                    by_storage.setdefault(internals.untyped_storage(value)._cdata, []).append(copy)
+            try:
+                for copies in by_storage.values():
+                    self._copy(region, copies)
+            except OffloadError:  # the host is full: what is not copied is recomputed
+                self.enabled = False
+
+    def _copy(self, region: ManagedRegion, copies: list[offload.MovedSlot]) -> None:
+        value = copies[0].value
+        assert value is not None
+        flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(internals.untyped_storage(value))
+        parcel = self._copy_out(copies, flat)
+        tier = self._tier()
+        if tier is not None:
+            self._busy_seconds = max(self._busy_seconds, self._computed_seconds) + tier.write_seconds(parcel.nbytes)
+        self.moved_bytes += parcel.nbytes
+        for copy in copies:
+            copy.parcel = parcel
+            region.copies[copy.index] = copy

@@ -1,153 +1,544 @@
-"""Makes room for each phase of a step under a live budget: compares what it is going to need with what is left, and evicts.
+"""The governor of a live budget: makes room for each phase of a step, runs regions inside it, and brings back what backward needs.
 
-What regions hold, what phases need and what goes first is known to others (`accounting.py`, `eviction.py`); here it comes together.
+Before a region runs, forward or again, and before its backward, the bytes that it needs are compared with those that are left; if they do
+not fit, regions are evicted. A region's backward was measured with all of its slots present, each freed as it was used. So everything
+that was dropped of it, or is on the host, is brought back when backward reaches it, after making room for that.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from retape.core.problem import Budget
-from retape.torch.adaptive.accounting import CLOSE, Account, Kind, Need, Needs, Phase
-from retape.torch.adaptive.adaptive_region import ManagedRegion
-from retape.torch.adaptive.host import HostTier
-from retape.torch.adaptive.limit import Limit
-from retape.torch.adaptive.live_regions import LiveRegions
-from retape.torch.adaptive.out_of_memory import after_collective, nothing_left, took_more
-from retape.torch.adaptive.stats import Counts
-from retape.torch.adaptive.step_scale import StepScale
+from retape.torch.adaptive.accounting import BudgetLimit, ParameterGradients, StorageAccount
+from retape.torch.adaptive.drop_levels import DropLevelPlanner, HostCopies
+from retape.torch.adaptive.evict import Evictor
+from retape.torch.adaptive.managed_region import ManagedRegion, ManagedRegionRef, ModuleFields, is_here, managed_by
+from retape.torch.adaptive.needs import (
+    Need,
+    Needs,
+    PhaseMark,
+    RegionKind,
+    RegionKinds,
+    RegionVisit,
+    Rerun,
+    StepMeasurement,
+    StepPhase,
+)
+from retape.torch.capture.call import Call, capture_call
+from retape.torch.compat import internals, process_internals
+from retape.torch.engine import links
+from retape.torch.engine.policy import HOLD, Check, Policy
+from retape.torch.engine.region import RERUN, Region
+from retape.torch.engine.runs import THREAD
+
+if TYPE_CHECKING:
+    from retape.core.problem import Budget
+    from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+    from retape.torch.engine.host.offload import MovedSlot, Parcel
+    from retape.torch.engine.slots import Slot
 
 _LOG = logging.getLogger("retape")
-WITH_A_LIMIT = frozenset({"cuda"})  # devices whose allocator can be held to one
+_collectives_started = process_internals.collectives_started
+_graph_task = internals.graph_task
+Answer = TypeVar("Answer")
+CalledFunction = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class Room:
-    """The bytes of one device, and where a step is: at the region numbered `position`, in the backward of the one with serial `turn`, which
-    the backward pass numbered `task` has come to.
+@dataclass(slots=True)
+class StepCounts:
+    """What is counted while steps run."""
+
+    peaks: deque[int]
+    steps: int = 0
+    measured: int = 0
+    unmanaged: int = 0
+    regions: int = 0
+    unmanaged_regions: int = 0
+    reruns: int = 0
+    rerun_seconds: float = 0.0
+    out_of_memory: int = 0
+    over: int = 0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a step has come. `opened` has the regions whose backward has begun, and in which pass: their slots are freed one by one."""
+
+    root: RegionKind | None = None
+    number: int = 0  # of the next region
+    position: int = 0  # the region at which the step is
+    peak_bytes: int = 0
+    measured_bytes: int | None = None  # the peak above the start, once it has been measured
+    phase: tuple[StepPhase, RegionKind, int, int] | None = None  # the one that was entered last
+    visits: list[RegionVisit] = field(default_factory=list)
+    pinned: set[int] = field(default_factory=set)  # serials of regions that must not be evicted
+    opened: dict[int, tuple[weakref.ref[ManagedRegion], int]] = field(default_factory=dict)
+
+
+class Governor:
+    """Keeps the steps of one device inside a budget. It runs the regions of a thread in the place of the engine.
+
+    `turn` is the serial of the region whose backward runs, and the number of the backward pass.
     """
 
-    def __init__(self, budget: Budget, device: torch.device, counts: Counts, *, host: bool | None) -> None:
-        self.account, self.limit, self.counts = Account(device), Limit(budget, device), counts
-        self.host = HostTier(device, on=host)
-        self.live, self.needs = LiveRegions(self.account, self.host), Needs()
-        self.scale: StepScale | None = None
-        self.pinned: set[int] = set()
-        self.position, self.turn, self.task, self.peak = 0, -1, -1, 0
-        self.phase: tuple[Phase, Kind, int, int] | None = None  # the one that was entered last
-        self.met_unknown = self._said = self._said_more = False
+    def __init__(
+        self,
+        budget: Budget,
+        device: torch.device,
+        *,
+        host: bool | None,
+        tuning: AdaptiveTuning,
+        instruments: Instruments,
+    ) -> None:
+        self.tuning, self.instruments = tuning, instruments
+        self.memory = instruments.memory(device)
+        self.account = StorageAccount(device)
+        self.limit = BudgetLimit(budget, self.memory, self.account, tuning, instruments)
+        self.host = HostCopies(device, tuning, instruments, enabled=host)
+        self.levels = DropLevelPlanner(device, tuning, instruments, self.host)
+        self.regions = Evictor(self.account, self.host)
+        self.needs, self.kinds, self.gradients = Needs(tuning), RegionKinds(tuning), ParameterGradients()
+        self.counts = StepCounts(peaks=deque(maxlen=tuning.kept_peaks))
+        self.step = _Progress()
+        self.turn = (-1, -1)
+        self.met_unmeasured = False  # a kind that no measurement predicts
+        self._measurement: StepMeasurement | None = None
+        self._serial = 0
+        self._ending_task = -1  # the backward pass at whose end the measurement pauses
+        self._warned_too_small = self._warned_over = False
 
-    def begin_step(self) -> None:
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def begin_step(self, root: RegionKind | None, batch: Any) -> None:
+        """Begin a step: count what is present, and set the limit. `start` completes it."""
         self.account.begin_step()
-        self.live.clear()
+        self.regions.clear()
         self.host.begin_step()
-        self.pinned.clear()
-        self.position, self.turn, self.task, self.peak = 0, -1, -1, 0
-        self.phase = None
+        self.gradients.begin_step()
+        self.step = _Progress(root=root)
+        self.turn = (-1, -1)
+        self.limit.begin_step(batch, self.gradients)
+        self.account.exclude(batch)
+
+    def start(self, *, measure: bool) -> None:
+        """Start the step, with its memory measured if that is wanted and possible."""
+        if measure:
+            self._measurement = StepMeasurement.if_possible(
+                self.account, self.limit.base_bytes, self.gradients, self.instruments, on_interrupt=self.end_measuring
+            )
+            self.counts.measured += self._measurement is not None
+        self.limit.is_measured = self._measurement is not None
+        self.limit.enforce(undoable=False)
+        self.limit.return_cached()
+        self.met_unmeasured = False
+
+    def end_step(self) -> int | None:
+        """End a step; return its peak above its start if it was measured."""
+        self.counts.steps += 1
+        self.end_measuring()
+        above = self.step.measured_bytes
+        self.limit.count_fragments()
+        peak = self.step.peak_bytes if above is None else self.limit.start_bytes + above
+        self.counts.peaks.append(peak)
+        later = self.counts.measured > self.tuning.first_measured_steps
+        if above is not None and not self.memory.counts_bytes and later:
+            self.has_reached("The step", peak)
+        return above
+
+    @property
+    def is_measuring(self) -> bool:
+        return self._measurement is not None
+
+    def end_measuring(self) -> None:
+        """End the measurement of this step, if one is under way, and learn from it."""
+        measurement, self._measurement = self._measurement, None
+        if measurement is None:
+            return
+        root, self.step.measured_bytes = self.step.root, measurement.end(self.needs)
+        if self.step.measured_bytes is None:
+            self.counts.measured -= 1  # another step is to be measured instead
+        elif root is not None:
+            mark = PhaseMark(phase=StepPhase.FORWARD, kind=root, number=0, held_bytes=0, gradient_bytes=0)
+            self.needs.learn(mark, 0, self.step.measured_bytes)
+
+    def _pause_after_backward(self) -> None:
+        """Exclude what comes between this backward pass and the next step (an optimizer, another model) from the measurement."""
+        if self._measurement is not None and not self.regions:
+            self._measurement.pause()
 
     @property
     def left_bytes(self) -> int:
-        """What a step has above what is there between steps."""
+        """Bytes that a step has above what is present between steps."""
         return self.limit.bytes - self.limit.base_bytes
 
-    def now(self) -> int:
-        """Everything on the device, as far as it is counted."""
-        return self.limit.live_bytes(self.account)
+    # --- phases ----------------------------------------------------------------------------------------------------
 
-    def enter(self, phase: Phase, kind: Kind, number: int, saved_bytes: int = 0) -> None:
-        """A phase of a region that saved so much begins: make room for it, and mark it where the step is weighed.
+    def _enter(self, phase: StepPhase, kind: RegionKind, number: int, saved_bytes: int = 0) -> None:
+        """Make room for a phase of a region that saved this many bytes, and mark it in a measurement.
 
-        Before its first run nobody knows what a region saves: it is taken for the largest of its kind.
+        Before its first run it is not known what a region saves: the most that one of its kind saved is taken.
         """
-        self.phase = (phase, kind, number, saved_bytes)
-        first = phase is Phase.FORWARD
-        need = self.needs.of(phase, kind, number, kind.saved_bytes if first else saved_bytes)
-        if self.scale is None and not self.needs.is_covered(kind, saved_bytes, within=CLOSE):
-            self.met_unknown = True
-        now = self.now()
-        self.limit.enforce(undoable=phase in (Phase.FORWARD, Phase.RERUN))
-        over = now + need.bytes - self.limit.aim_bytes
+        step, limit = self.step, self.limit
+        step.phase = (phase, kind, number, saved_bytes)
+        forward = phase is StepPhase.FORWARD
+        need = self.needs.of(phase, kind, number, kind.saved_bytes if forward else saved_bytes)
+        if self._measurement is None and not self.needs.is_covered(kind, saved_bytes):
+            self.met_unmeasured = True
+        now = limit.live_bytes()
+        if self.memory.enforces_limit:
+            limit.enforce(undoable=forward or phase is StepPhase.RERUN)
+        over = now + need.bytes - limit.aim_bytes
         if over > 0:
             self.evict(over)
-            now = self.now()
-            if now + need.bytes > self.limit.bytes:
+            now = limit.live_bytes()
+            if now + need.bytes > limit.bytes:
                 self._cannot_fit(phase, kind, need, now)
-        self.peak = max(self.peak, now + need.bytes)
-        self.mark(phase, kind, number)
-
-    def mark(self, phase: Phase, kind: Kind, number: int) -> None:
-        """Where the step is weighed: what is counted now is no part of what the phase needs."""
-        if self.scale is not None:
-            self.scale.mark(phase, kind, number, self.now())
-
-    def settled(self, region: ManagedRegion) -> None:
-        """The first run of a region is over, and it can be evicted: what it saved may be more than any of its kind did before."""
-        self.live.settled(region)
-        kind, saved, now = region.kind, region.saved_bytes, self.now()
-        if self.scale is not None:
-            self.scale.saw(kind, saved)
-        more = saved > kind.saved_bytes
-        kind.saved_bytes = max(saved, kind.saved_bytes)
-        if more and self.scale is None and self.limit.device.type not in WITH_A_LIMIT:
-            need = self.needs.of(Phase.FORWARD, kind, region.number, saved)
-            self.has_reached(f"The forward of {kind.name}", max(now, now - saved + need.bytes))
+        step.peak_bytes = max(step.peak_bytes, now + need.bytes)
+        if self._measurement is not None:
+            self._measurement.mark(phase, kind, number, limit.live_bytes())
 
     def has_reached(self, what: str, peak_bytes: int) -> None:
-        """Something took more than was known before it began; where it passed the budget, that is counted and said once."""
-        self.peak = max(self.peak, peak_bytes)
+        """Note a peak that was not predicted; if it passed the budget, count that and warn once."""
+        self.step.peak_bytes = max(self.step.peak_bytes, peak_bytes)
         if peak_bytes <= self.limit.bytes:
             return
         self.counts.over += 1
-        if not self._said_more:
-            self._said_more = True
-            _LOG.warning("retape: %s", took_more(what, peak_bytes=peak_bytes, limit_bytes=self.limit.bytes))
+        if not self._warned_over:
+            self._warned_over = True
+            _LOG.warning("retape: %s", self.limit.over_warning(what, peak_bytes))
 
     def evict(self, wanted_bytes: int) -> int:
-        """Drop what is cheapest to miss; returns the bytes that went."""
-        return self.live.evict(wanted_bytes, self.position, self.pinned | {self.turn}, backward=self.turn >= 0)
+        """Evict the regions with the lowest score; return the bytes that were freed."""
+        pinned = self.step.pinned | {self.turn[0]}
+        return self.regions.evict(wanted_bytes, self.step.position, pinned, backward=self.turn[0] >= 0)
 
-    def _cannot_fit(self, phase: Phase, kind: Kind, need: Need, now: int) -> None:
+    def _cannot_fit(self, phase: StepPhase, kind: RegionKind, need: Need, now: int) -> None:
         self.counts.over += 1
-        # The scale is the judge: an estimate, or a step that is being weighed, may turn out to fit.
-        if not need.measured or self.scale is not None:
+        # An estimate may turn out to fit, and so may a step that is being measured.
+        if not need.measured or self._measurement is not None:
             return
-        found = nothing_left(
-            f"The {phase.value} of {kind.name}",
-            limit_bytes=self.limit.bytes,
-            now_bytes=now,
-            need_bytes=need.bytes,
-            base_bytes=self.limit.base_bytes,
-            collective_bytes=self.live.collective_bytes(),
+        error = self.limit.too_small(
+            f"The {phase.value} of {kind.name}", now, need.bytes, collective_bytes=self.regions.collective_bytes()
         )
-        if self.limit.device.type not in WITH_A_LIMIT:
-            raise found
-        if not self._said:  # the allocator, which is held to a limit, has the last word
-            _LOG.warning("retape: %s", found)
-            self._said = True
+        if not self.memory.enforces_limit:
+            raise error
+        if not self._warned_too_small:  # the allocator refuses what really does not fit
+            _LOG.warning("retape: %s", error)
+            self._warned_too_small = True
 
-    def out_of_memory(self, kind: Kind, failure: BaseException, tried: bool, *, collective: bool) -> bool:
-        """The allocator gave up in a region: drop at least as much as the region needs.
+    def out_of_memory(self, kind: RegionKind, failure: BaseException, tried: bool, *, collective: bool) -> bool:
+        """Evict at least as much as a region needs in which the allocator ran out of memory.
 
-        With nothing to drop, blocks that the cache gives back may do, once; returns whether that was it. A region that had started a
-        collective cannot be run again.
+        With nothing to evict, blocks that the cache returns may be enough, once; return whether that was done. A region that had
+        started a collective cannot be run again.
         """
         self.counts.out_of_memory += 1
         if collective:
-            limit, now = self.limit.bytes, self.now()
-            raise after_collective(kind.name, limit_bytes=limit, now_bytes=now, error=failure) from failure
-        need = max(1, self.needs.of(Phase.FORWARD, kind, 0).bytes) + self.limit.ran_out()
+            raise self.limit.failed_after_collective(kind.name, failure) from failure
+        need = max(1, self.needs.of(StepPhase.FORWARD, kind, 0).bytes) + self.limit.ran_out()
         freed = self.evict(need)
-        if self.limit.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.memory.empty_cache()
         if not freed and tried:
-            raise nothing_left(
+            raise self.limit.too_small(
                 f"The forward of {kind.name}",
-                limit_bytes=self.limit.bytes,
-                now_bytes=self.now(),
-                need_bytes=need,
-                base_bytes=self.limit.base_bytes,
-                collective_bytes=self.live.collective_bytes(),
+                self.limit.live_bytes(),
+                need,
+                collective_bytes=self.regions.collective_bytes(),
                 error=failure,
             ) from failure
         return not freed
+
+    # --- the first run of a region ---------------------------------------------------------------------------------
+
+    def run(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        *,
+        policy: Policy,
+        check: Check,
+        early_stop: bool,
+        done: Callable[[Region], None] | None,
+    ) -> Any:
+        """Call a function as a region under the budget."""
+        kind, step = self.kinds.of(function, arguments, keywords, call.state), self.step
+        visit = RegionVisit(kind)
+        step.visits.append(visit)
+        self.gradients.add(call.state)
+        number, step.number = step.number, step.number + 1
+        step.position = number
+        how = {"policy": policy if policy.stage >= 0 else HOLD, "check": check, "early_stop": early_stop}
+        region, outputs = self._first_run(call, (function, arguments, keywords), kind, number, how)
+        managed = managed_by(region)
+        self._finish_forward(managed)
+        visit.saved_bytes, visit.held_bytes = managed.saved_bytes, self.account.held_bytes()
+        if self.regions.evictions:
+            self.host.send(managed)
+        if done is not None:
+            done(region)
+            managed.update_account()
+        self._enter(StepPhase.OUTSIDE, kind, number)
+        return outputs
+
+    def _first_run(
+        self, call: Call, called: CalledFunction, kind: RegionKind, number: int, how: dict[str, Any]
+    ) -> tuple[Region, Any]:
+        """Run a region; if the allocator runs out of memory, evict others and run it again, until it fits or none is left."""
+        tried = False
+        while True:
+            self._enter(StepPhase.FORWARD, kind, number)
+            timed = not self.memory.counts_bytes or self.is_measuring
+            start, started = self._clock(timed), _collectives_started()
+            region: Region | None = None
+            tensors = call.tensors
+            try:
+                self._serial += 1
+                managed = ManagedRegion(self, kind, number, self._serial)
+                region = managed.begin(call, *called, **how)
+                self.regions.add(ManagedRegionRef(managed), number)
+                fields = ModuleFields(region) if kind.stateless is None else None
+                outputs = region.run(*called)
+                break
+            except torch.OutOfMemoryError as error:
+                if THREAD.runs:  # the outermost region is run again as a whole
+                    raise
+                failure = error.with_traceback(None)
+            collective = started != _collectives_started()
+            if region is not None and not collective:
+                region.snapshot.undo_forward(tensors)
+            del region, managed
+            tried = self.out_of_memory(kind, failure, tried, collective=collective)
+            call = capture_call(*called)
+        managed.collective = started != _collectives_started()
+        if timed or not kind.runs:
+            kind.ran(self._clock(timed) - start)
+        if fields is not None:
+            kind.stateless = fields.unchanged()
+        return region, outputs
+
+    def _clock(self, timed: bool) -> float:
+        """The time. On CUDA a region is only timed in measured steps: waiting for the device each time would cost more."""
+        if timed and self.memory.counts_bytes:
+            self.memory.synchronize()
+        return self.instruments.clock()
+
+    def _finish_forward(self, region: ManagedRegion) -> None:
+        """Count what a region saved, which may be more than any of its kind did before; from here on it can be evicted."""
+        self.counts.regions += 1
+        region.drop_planned_inputs()
+        self.regions.finish_forward(region)
+        before = self.account.held_bytes()
+        region.update_account()
+        region.saved_bytes = saved = max(0, self.account.held_bytes() - before)
+        kind, now = region.kind, self.limit.live_bytes()
+        if self._measurement is not None:
+            self._measurement.add_saved(kind, saved)
+        more = saved > kind.saved_bytes
+        kind.saved_bytes = max(saved, kind.saved_bytes)
+        if more and self._measurement is None and not self.memory.enforces_limit:
+            need = self.needs.of(StepPhase.FORWARD, kind, region.number, saved)
+            self.has_reached(f"The forward of {kind.name}", max(now, now - saved + need.bytes))
+
+    # --- backward ------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, region: ManagedRegion) -> None:
+        """Bring back what a region misses that backward has reached, and make room for its backward."""
+        task = _graph_task()
+        if task < 0:  # user code reads a slot outside a backward pass
+            return
+        if self._measurement is not None and task != self._ending_task:
+            self._ending_task = task
+            internals.at_end_of_backward(self._pause_after_backward)
+        with RERUN:
+            step = self.step
+            self.turn, step.position = (region.serial, task), region.number
+            if links.others_refilled(task):
+                links.refilled(region.region, task)
+            self._update_opened()
+            region.forget_copies_on_device()
+            _, before = step.opened.get(region.serial, (None, -1))
+            step.opened[region.serial] = (weakref.ref(region), task)
+            if task != before:
+                region.begin_pass()
+                self._retry_until_fits(region, lambda: self._bring_all_back(region))
+            self._enter_backward(region)
+
+    def _bring_all_back(self, region: ManagedRegion) -> None:
+        """Bring back all slots of a region. A partial re-run starts from what the host has of the rest."""
+        if region.level is not None:
+            self._copy_region_back(region)
+        if region.region.missing():
+            self._run_again(region, region.region.refill_missing)
+        self._copy_region_back(region)
+
+    def _enter_backward(self, region: ManagedRegion) -> None:
+        kind, number = region.kind, region.number
+        self._enter(StepPhase.BACKWARD, kind, number, region.saved_bytes)
+        prefetched = bool(self.host.moved_bytes) and self._prefetch_next(region)
+        if prefetched and self._measurement is not None:  # what is copied back is no part of what the backward needs
+            self._measurement.mark(StepPhase.BACKWARD, kind, number, self.limit.live_bytes())
+
+    def _backward_bytes(self, region: ManagedRegion) -> int:
+        return self.needs.of(StepPhase.BACKWARD, region.kind, region.number, region.saved_bytes).bytes
+
+    def _update_opened(self) -> None:
+        opened = self.step.opened
+        for serial, (reference, _) in list(opened.items()):
+            region = reference()
+            if region is None:
+                del opened[serial]
+            else:
+                region.update_account()
+
+    # --- copies back from the host ---------------------------------------------------------------------------------
+
+    def _copy_region_back(self, region: ManagedRegion) -> None:
+        """Start to copy back everything that the host has of a region."""
+        parcels = region.away()
+        if parcels:
+            links.refilled(region.region, self.turn[1])
+            self._copy_back_in_room(region, parcels)
+
+    def _prefetch_next(self, region: ManagedRegion) -> bool:
+        """Start to copy back what the next region has on the host, as far as there is room; return whether there was any."""
+        following = self.regions.next_on_host(region.number)
+        if following is None:
+            return False
+        need = self._backward_bytes(region)
+        parcels = following.away()
+        for parcel in parcels:
+            if self.limit.live_bytes() + need + parcel.nbytes <= self.limit.aim_bytes:
+                links.prepared(following.region, self.turn[1])
+                self._copy_back(parcel)
+        return any(is_here(parcel) for parcel in parcels)
+
+    def _copy_back_in_room(self, region: ManagedRegion, parcels: list[Parcel]) -> None:
+        """Copy back, after making room beside what the region's backward needs."""
+        size = sum(parcel.nbytes for parcel in parcels)
+        over = self.limit.live_bytes() + size + self._backward_bytes(region) - self.limit.aim_bytes
+        if over > 0:
+            self.evict(over)
+        for parcel in parcels:
+            self._copy_back(parcel)
+
+    def _copy_back(self, parcel: Parcel) -> None:
+        with internals.unobserved():
+            parcel.start()
+        if parcel.returned is not None:  # it counts until it is freed
+            self.account.release(self.account.hold(parcel.returned))
+
+    def _fetch(self, region: ManagedRegion, wanted: Slot, copy: MovedSlot) -> Tensor:
+        """Return what the host has of a slot; it is freed when the caller is done with it."""
+        links.refilled(region.region, _graph_task())
+        parcel = copy.parcel
+        assert parcel is not None
+        if not is_here(parcel):
+            self._copy_back_in_room(region, [parcel])
+        value = copy.fetch()
+        wanted.version = copy.version  # the copy notices a write to what was saved
+        if not region.others_wait_for(wanted, parcel):
+            parcel.send_away()
+        return value
+
+    # --- re-runs -------------------------------------------------------------------------------------------------
+
+    def refill(self, region: ManagedRegion, wanted: Slot) -> Tensor:
+        """Return what a slot held, from the host or by a re-run; out of memory, evict others and try again."""
+        with RERUN:
+            if wanted.value is not None:
+                return wanted.value
+            before = self.step.phase
+            value = self._retry_until_fits(region, lambda: self._refill(region, wanted))
+            if _graph_task() < 0 and before is not None:  # user code read a slot: the phase before goes on
+                self._enter(*before)
+            return value
+
+    def _retry_until_fits(self, region: ManagedRegion, attempt: Callable[[], Answer]) -> Answer:
+        tried = False
+        while True:
+            started = _collectives_started()
+            try:
+                return attempt()
+            except torch.OutOfMemoryError as error:
+                if any(run.rerun for run in THREAD.runs):
+                    raise
+                failure = error.with_traceback(None)
+            region.update_account()
+            self.step.pinned = set()
+            collective = started != _collectives_started()
+            tried = self.out_of_memory(region.kind, failure, tried, collective=collective)
+
+    def _refill(self, region: ManagedRegion, wanted: Slot) -> Tensor:
+        copy = region.copies.get(wanted.index)
+        if copy is not None:
+            return self._fetch(region, wanted, copy)
+        value = self._run_again(region, lambda: region.region.recompute(wanted))
+        if _graph_task() >= 0:
+            self._enter_backward(region)
+        return value
+
+    def _run_again(self, region: ManagedRegion, run: Callable[[], Answer]) -> Answer:
+        self.step.pinned.add(region.serial)
+        try:
+            self._update_opened()
+            self.make_inputs(region)
+            self._enter(StepPhase.RERUN, region.kind, _rerun_number(region), region.saved_bytes)
+            start, seconds = self.instruments.clock(), region.rerun_seconds
+            answer = run()
+            self._finish_rerun(region, start, seconds)
+        finally:
+            self.step.pinned.discard(region.serial)
+        return answer
+
+    def make_inputs(self, region: ManagedRegion) -> None:
+        """Run the regions again that made its dropped inputs, and before them those that made theirs."""
+        pending, pinned = [region], self.step.pinned
+        try:
+            while pending:
+                top = pending[-1]
+                pinned.add(top.serial)
+                makers = top.makers()
+                if makers:
+                    pending.append(makers[0])
+                    continue
+                if top is not region:
+                    self._make_outputs(top)
+                    pinned.discard(top.serial)
+                pending.pop()
+        except BaseException:
+            pinned.difference_update(each.serial for each in pending)
+            raise
+
+    def _make_outputs(self, maker: ManagedRegion) -> None:
+        self._enter(StepPhase.RERUN, maker.kind, Rerun.WITH_OUTPUTS, maker.saved_bytes)
+        start = self.instruments.clock()
+        outputs = maker.region.refill_outputs(tape=True, made={})
+        self._finish_rerun(maker, start, maker.kind.seconds)
+        self.regions.distribute(maker, outputs)
+
+    def _finish_rerun(self, region: ManagedRegion, start: float, seconds: float) -> None:
+        self.counts.reruns += 1
+        # On CUDA the host is ahead of the device: there the seconds are those of measured steps.
+        self.counts.rerun_seconds += seconds if self.memory.counts_bytes else self.instruments.clock() - start
+        region.finish_rerun()
+
+
+def _rerun_number(region: ManagedRegion) -> int:
+    """The number of the re-run, among those of its kind, that will refill a region."""
+    level, kind = region.level, region.kind
+    if level is not None:
+        follows = region.region.can_follow_recipe() and region.misses_all_but(level.held)
+        return level.number if follows else Rerun.IRREGULAR
+    if region.evicted and not region.misses_all_but(frozenset()):
+        return Rerun.IRREGULAR
+    return Rerun.BESIDE_COPIES if region.copies and kind.moved <= region.copies.keys() else Rerun.ALL_SLOTS

@@ -1,46 +1,119 @@
 """`adaptive`: a live budget for models and batches that change every step.
 
-Every region starts with its slots held. Before a region runs, forward or again, and before its backward, what it is going to need is
-compared with the budget; where it does not fit, what is cheapest to miss is dropped and made again when backward asks. A batch
-that fits drops nothing and runs nothing again.
+Every region starts with its slots held. Before a region runs, forward or again, and before its backward, the bytes that it needs are
+compared with the budget; if they do not fit, the regions that are cheapest to recompute are dropped (`governor.py`). A batch that fits
+drops nothing and runs nothing again. Here are the user's interface, the borders of steps, and what they have cost.
 """
 
 from __future__ import annotations
 
-import atexit
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from retape.core.errors import BudgetTooSmall
-from retape.core.problem import Budget
-from retape.torch.adaptive.accounting import CLOSE, Kind, Kinds, Mark, Phase
-from retape.torch.adaptive.adaptive_region import ManagedRegion, managed_by
-from retape.torch.adaptive.attachment import Attachment, device_under
-from retape.torch.adaptive.backward import Reversal
-from retape.torch.adaptive.drop_levels import Menus
-from retape.torch.adaptive.governor import Room
-from retape.torch.adaptive.out_of_memory import elsewhere
-from retape.torch.adaptive.roots import Attempt, Footprints, PlainSteps, Visit
-from retape.torch.adaptive.stats import AdaptiveStats, Counts, ProgressLine
-from retape.torch.adaptive.step_scale import Gradients, StepScale
-from retape.torch.capture.call import Call, capture_call
-from retape.torch.compat import internals, process_internals
+from retape.core.errors import BudgetTooSmall, InvalidInput
+from retape.core.problem import EXACT, Budget, BudgetKind, BudgetLike, OptionSet
+from retape.core.units import format_bytes, format_seconds
+from retape.torch.adaptive.attachment import ModelAttachment, budget_device
+from retape.torch.adaptive.governor import Governor
+from retape.torch.adaptive.known_steps import UnmanagedCall, UnmanagedStep
+from retape.torch.adaptive.needs import RegionKind
+from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
 from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import HOLD, Check, Policy
-from retape.torch.engine.region import Region
-from retape.torch.engine.runs import THREAD, current_runner, enter_runner, managed_elsewhere, running_regions
-from retape.torch.engine.slots import Slot
-from retape.torch.engine.trace import RegionTrace
-from retape.torch.measure.memory_meter import BACKGROUND_TRACKERS, synchronize
+from retape.torch.engine.policy import HOLD
+from retape.torch.engine.runs import THREAD, current_runner, enter_runner, managed_elsewhere
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning import attach
-from retape.torch.planning.model_hash import unwrapped
 
-FIRST_WEIGHED = 2  # steps that stand on the scale whatever they are: in the first one gradients may not be there yet
+
+def adaptive(
+    model: nn.Module | None = None,
+    *,
+    budget: BudgetLike,
+    options: OptionSet | str = EXACT,
+    progress: bool = False,
+    host: bool | None = None,
+) -> Adaptive:
+    """A live budget: regions start held, and are dropped and recomputed only as far as the bytes demand.
+
+    Without a model, enter it around each step: every `retape.checkpoint` inside is under the budget. With a model, its
+    regions are found as `retape.fit` finds them and it stays attached until `.remove()`, or the end of a `with` block;
+    entered again, it is attached again. With options=ALL the loss of a Hugging Face causal language model is computed in
+    slices, without whole logits. With `progress` a line on the terminal follows the steps. With `host` slots that are slow to
+    recompute are copied to the host while its lane is free; None means: if the device has memory of its own.
+    """
+    fuse = OptionSet.of(options) is OptionSet.ALL
+    if model is not None and not isinstance(model, nn.Module):
+        raise InvalidInput(
+            f"adaptive() got a {type(model).__name__} as its model; give a torch.nn.Module, or leave it out."
+        )
+    asked = Budget.of(budget)
+    if asked.kind is BudgetKind.FRACTION:
+        raise InvalidInput(
+            f"budget={asked.share} is a fraction of what a step takes that stores everything, and adaptive measures no such step. "
+            "Give bytes ('20GiB'), Budget.activations or 'auto'."
+        )
+    return Adaptive(model, asked, progress=ProgressLine() if progress else None, host=host, fuse=fuse)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveStats:
+    """The cost of a live budget so far.
+
+    `peak_bytes` has one number per step, everything counted: measured if the step was, else predicted. `over_budget` counts moments at
+    which something not seen before, or nothing left to drop, passed the budget. `plain_steps` ran without regions, because a step like
+    them was known to fit; so did `plain_regions` of all `regions`. `moved_bytes` were copied to the host. `fragment_bytes` is the most
+    that the allocator had free inside its own blocks and could not give back, when a step ended or it ran out (0 on the CPU).
+    """
+
+    budget_bytes: int
+    base_bytes: int
+    steps: int
+    weighed_steps: int
+    plain_steps: int
+    regions: int
+    plain_regions: int
+    evictions: int
+    evicted_bytes: int
+    moved_bytes: int
+    reruns: int
+    rerun_seconds: float
+    out_of_memory_events: int
+    fragment_bytes: int
+    over_budget: int
+    peak_bytes: tuple[int, ...]
+
+    def line(self) -> str:
+        """The main numbers in one line."""
+        last = self.peak_bytes[-1] if self.peak_bytes else 0
+        ran_out = f", {self.out_of_memory_events} out of memory" if self.out_of_memory_events else ""
+        return (
+            f"step {self.steps}: {format_bytes(last)} of {format_bytes(self.budget_bytes)}, {self.evictions} evictions "
+            f"({format_bytes(self.evicted_bytes)}), {self.reruns} re-runs ({format_seconds(self.rerun_seconds)}){ran_out}"
+        )
+
+
+class ProgressLine:
+    """One line on the terminal, rewritten after each step; nothing without a terminal."""
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+
+    def show(self, stats: AdaptiveStats) -> None:
+        if self._shown is None:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._shown = Live(console=Console(stderr=True, highlight=False), auto_refresh=False, transient=True)
+            self._shown.start()
+        self._shown.update(f"[bold]adaptive[/] {stats.line()}", refresh=True)
+
+    def close(self) -> None:
+        if self._shown is not None:
+            self._shown.stop()
+            self._shown = None
 
 
 class Adaptive:
@@ -48,351 +121,204 @@ class Adaptive:
 
     Without a model it is entered around each step, and every `retape.checkpoint` inside is under the budget. With a model
     it is attached from the start until `remove`, or the end of a `with` block; entered again, it is attached again.
+    `governor` has what is known of the current step: the regions that are alive, and the bytes that they hold.
     """
 
     def __init__(
-        self, model: nn.Module | None, budget: Budget, *, progress: bool, host: bool | None, fuse: bool
+        self,
+        model: nn.Module | None,
+        budget: Budget,
+        *,
+        progress: ProgressLine | None = None,
+        host: bool | None = None,
+        fuse: bool = False,
+        tuning: AdaptiveTuning | None = None,
+        instruments: Instruments | None = None,
     ) -> None:
-        self._budget, self._uses_host = budget, host
-        self._counts = Counts()
-        self._stand_on(device_under(model))
-        self._kinds, self._gradients = Kinds(), Gradients()
-        self._line = ProgressLine() if progress else None
+        self._budget, self._host, self._progress = budget, host, progress
+        self._tuning, self._instruments = tuning or AdaptiveTuning(), instruments or Instruments()
+        self._use_device(budget_device(model))
         self._outer: list[Any] = []
-        self._root: Kind | None = None
-        self._in_step, self._task = False, -1
-        self._weighed_bytes: int | None = None  # the peak of this step above its start, once it has been weighed
-        self._met: list[Visit] = []  # the regions of this step
-        self._begun_with = (0, 0)  # evictions and out-of-memory events when the step began
-        self._serial = self._number = 0
-        self._attachment: Attachment | None = None
+        self._in_step = False
+        self._evictions_before = self._failures_before = 0  # this step
+        self._attachment: ModelAttachment | None = None
         if model is not None:
-            self._attachment = Attachment(unwrapped(model), self.call_root, self.call, fuse=fuse)
-            self._attachment.put_on()
+            self._attachment = ModelAttachment(model, self.call_root, self.call, fuse=fuse)
+            self._attachment.attach()
 
-    def _stand_on(self, device: torch.device) -> None:
-        self._room = Room(self._budget, device, self._counts, host=self._uses_host)
-        self._reversal = Reversal(self._room, self._counts)
-        self._menus, self.account = Menus(device, self._room.host), self._room.account
-        self._plainly = PlainSteps(device)
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        """The serial of the region whose backward runs, and in which pass."""
-        return self._room.turn, self._room.task
+    def _use_device(self, device: torch.device) -> None:
+        tuning, instruments = self._tuning, self._instruments
+        self.governor = Governor(self._budget, device, host=self._host, tuning=tuning, instruments=instruments)
+        self._unmanaged = UnmanagedStep(self.governor.memory, tuning, instruments)
 
     # --- attached ------------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """Leave the model as it was before."""
         self._end_step()
-        self._room.limit.close()
-        if self._line is not None:
-            self._line.close()
+        self.governor.limit.close()
+        if self._progress is not None:
+            self._progress.close()
         if self._attachment is not None:
             self._attachment.remove()
 
     @property
-    def _under(self) -> attach.Caller | None:
-        """Who runs the plan of a fit that this is put over."""
-        return None if self._attachment is None else self._attachment.under
+    def _plan(self) -> Callable[..., Any] | None:
+        return None if self._attachment is None else self._attachment.plan
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """The model itself is called: a step begins, unless the one before has not been through backward yet."""
+        """Call the model itself; a step begins, unless the one before has not been through backward yet."""
         if torch.is_grad_enabled() and not THREAD.runs:
-            parameters: list[Tensor] = list(module.parameters())
-            self._look_at_weights(parameters)
-            self._begin_step(self._kinds.of(module, args, keywords), (args, keywords))
+            self._note_trained(module)
+            self._begin_step(self.governor.kinds.of(module, args, keywords), (args, keywords))
         LIBRARIES.begin_forward(args, keywords)
-        outer = enter_runner(self)
+        outer = enter_runner(self.governor)
         try:
-            if self._under is not None:
-                return self._under(module, plain_call, args, keywords)
+            if self._plan is not None:
+                return self._plan(module, plain_call, args, keywords)
             outputs = plain_call(*args, **keywords)
-            if self._plainly:
-                self._plainly.called(outputs)
+            if self._unmanaged.is_running:
+                self._unmanaged.returned(outputs)
             return outputs
         except BaseException:
-            self._end_step()  # nobody is going to come back for it
+            self._end_step()
             raise
         finally:
             enter_runner(outer)
 
-    def _look_at_weights(self, parameters: list[Tensor]) -> None:
-        """Layers may be frozen or unfrozen between two steps: then nothing that was learned holds."""
-        if self._kinds.train(parameters):
-            self._gradients.know(parameters)
-            self._room.limit.standing.expect_more()
+    def _note_trained(self, module: nn.Module) -> None:
+        """Learn everything anew if layers were frozen or unfrozen since the last step."""
+        parameters: list[torch.Tensor] = list(module.parameters())
+        if self.governor.kinds.train(parameters):
+            self.governor.gradients.add(parameters)
+            self.governor.limit.baseline.expect_optimizer_state()
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """A region of the model is called."""
+        """Call a region of the model."""
         if not torch.is_grad_enabled() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = LIBRARIES.region_arguments(module, args, keywords)
-        if self._plainly and not THREAD.runs:
-            attempt = self._attempt(plain_call, args, keywords)
-            if attempt is not None:
-                return attempt.outputs
-        with running_regions(self):
+        if self._unmanaged.is_running and not THREAD.runs:
+            done = self._run_unmanaged(plain_call, args, keywords)
+            if done is not None:
+                return done.outputs
+        outer = enter_runner(self.governor)
+        try:
             return run_region(plain_call, *args, keywords=keywords, policy=HOLD)
+        finally:
+            enter_runner(outer)
 
-    def _attempt(self, function: Callable[..., Any], args: Any, keywords: Any) -> Attempt | None:
-        """Run a region without making it one; None where it must be one after all."""
-        kind = self._kinds.of(function, args, keywords)
-        if not self._plainly.goes_on(kind):
+    def _run_unmanaged(self, function: Callable[..., Any], args: Any, keywords: Any) -> UnmanagedCall | None:
+        """Run a region unmanaged; None if it must be managed after all."""
+        governor, unmanaged = self.governor, self._unmanaged
+        kind = governor.kinds.of(function, args, keywords)
+        if not unmanaged.admits(kind):
             return None
-        number = self._plainly.number
-        attempt = Attempt(function, args, keywords)
-        if attempt.failure is not None:
-            if not attempt.collective:
-                attempt.undo(kind.name)
-            self._plainly.stop()
-            self._room.out_of_memory(kind, attempt.failure, False, collective=attempt.collective)
+        number = unmanaged.number
+        call = UnmanagedCall(function, args, keywords)
+        if call.failure is not None:
+            if not call.collective:
+                call.undo(kind.name)
+            unmanaged.stop()
+            governor.out_of_memory(kind, call.failure, False, collective=call.collective)
             return None
-        self._counts.regions += 1
-        self._look_at_heap(kind, number)
-        return attempt
-
-    def _look_at_heap(self, kind: Kind, number: int) -> None:
-        """A region ran without being one: where it took more than one like it did before, those that follow are regions."""
-        taken = self._plainly.unexpected_bytes(number)
-        if taken:
-            self._plainly.distrust()
-            self._room.limit.unmanaged_bytes = taken
-            self._room.has_reached(f"The forward of {kind.name}", self._room.now())
+        governor.counts.regions += 1
+        governor.counts.unmanaged_regions += 1
+        taken = unmanaged.unexpected_bytes(number)
+        if taken:  # more than a region like it took before
+            unmanaged.distrust()
+            governor.limit.unmanaged_bytes = taken
+            governor.has_reached(f"The forward of {kind.name}", governor.limit.live_bytes())
+        return call
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Adaptive:
-        self._outer.append(current_runner())
         if self._attachment is not None:
-            self._attachment.put_on()
-        else:
-            if not self._counts.steps:  # by now it is clear where the work is done
-                self._stand_on(device_under(None))
-            enter_runner(self)
-        if self._attachment is None:
-            self._begin_step(None, None)
+            self._outer.append(current_runner())
+            self._attachment.attach()
+            return self
+        if not self.governor.counts.steps and not self._in_step:  # by now the GPU is in use, if there is one
+            self._use_device(budget_device(None))
+        self._outer.append(enter_runner(self.governor))
+        self._begin_step(None, None)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         enter_runner(self._outer.pop())
-        now = self._room.now()
+        now = self.governor.limit.live_bytes()
         if self._attachment is None:
             self._end_step()
-            self._room.limit.close()
+            self.governor.limit.close()
         elif not self._outer:
             self.remove()
         if isinstance(error, (torch.OutOfMemoryError, BudgetTooSmall)):
-            self._room.live.clear()  # nobody is going to come back for them, though the error's frames hold them
+            self.governor.regions.clear()  # no backward will need them, though the error's frames hold them
             if not isinstance(error, BudgetTooSmall):
-                raise elsewhere(error, limit_bytes=self._room.limit.bytes, now_bytes=now) from error
+                raise self.governor.limit.failed_outside(error, now) from error
 
-    def _begin_step(self, root: Kind | None, batch: Any) -> None:
-        if self._room.live:
-            self._room.limit.open()  # the forward before may have been in a block that is over
+    def _begin_step(self, root: RegionKind | None, batch: Any) -> None:
+        governor = self.governor
+        if governor.regions:
+            governor.limit.open()  # the forward before may have been in a block that is over
             return
         self._end_step()
-        self._room.begin_step()
-        self._reversal.begin_step()
-        self._gradients.begin()
-        self._number = 0
-        self._in_step, self._root, self._met = True, root, []
-        self._weighed_bytes = None
-        self._begun_with = (self._room.live.evictions, self._counts.out_of_memory)
-        self._room.limit.begin_step(batch, self._gradients)
-        self.account.leave_out(batch)
-        if self._wants_weighing(root):
-            self._room.scale = StepScale.where_possible(self.account, self._room.limit.base_bytes, self._gradients)
-            if self._room.scale is not None:
-                self._counts.weighed += 1
-                BACKGROUND_TRACKERS.append(self._end_weighing)
-                # PyTorch's profiler, on which the CPU's memory is measured, crashes if it is still running when the interpreter ends.
-                atexit.register(self._end_weighing)
-        self._room.limit.unknown = self._room.scale is not None
-        self._room.limit.enforce(undoable=False)
-        self._room.limit.give_back_cached()
-        self._room.met_unknown = False
-        wanted = None if self._under or self._room.scale is not None else root
-        above = self._plainly.begin(wanted, self._room.left_bytes)
+        self._in_step = True
+        self._evictions_before, self._failures_before = governor.regions.evictions, governor.counts.out_of_memory
+        governor.begin_step(root, batch)
+        governor.start(measure=self._wants_measuring(root))
+        may_run_unmanaged = not self._plan and not governor.is_measuring
+        above = self._unmanaged.begin(root if may_run_unmanaged else None, governor.left_bytes)
         if above is not None:
-            self._counts.plain += 1
-            self._room.peak = self._room.limit.base_bytes + above
+            governor.counts.unmanaged += 1
+            governor.step.peak_bytes = governor.limit.base_bytes + above
 
-    def _wants_weighing(self, root: Kind | None) -> bool:
-        if self._counts.weighed < FIRST_WEIGHED:
+    def _wants_measuring(self, root: RegionKind | None) -> bool:
+        governor = self.governor
+        if governor.counts.measured < self._tuning.first_measured_steps:
             return True
-        if root is not None and self._plainly.roots.fits(root, self._room.left_bytes):
+        if root is not None and self._unmanaged.known.fits(root, governor.left_bytes):
             return False
-        return self._room.met_unknown or (root is not None and not self._room.needs.is_covered(root, within=CLOSE))
+        return governor.met_unmeasured or (root is not None and not governor.needs.is_covered(root))
 
     def _end_step(self) -> None:
         if not self._in_step:
             return
         self._in_step = False
-        self._counts.steps += 1
-        self._end_weighing()
-        above, limit = self._weighed_bytes, self._room.limit
-        self._learn_root(above)
-        limit.count_fragments()
-        peak = self._room.peak if above is None else limit.start_bytes + above
-        self._counts.peaks.append(peak)
-        if above is not None and limit.device.type == "cpu" and self._counts.weighed > FIRST_WEIGHED:
-            self._room.has_reached("The step", peak)
-        if self._line is not None:
-            self._line.show(self._stats())
-
-    def _end_weighing(self) -> None:
-        scale, self._room.scale = self._room.scale, None
-        if scale is None:
-            return
-        BACKGROUND_TRACKERS.remove(self._end_weighing)
-        atexit.unregister(self._end_weighing)
-        self._weighed_bytes = scale.end(self._room.needs)
-        if self._weighed_bytes is None:
-            self._counts.weighed -= 1  # another step is to be weighed instead
-        elif self._root is not None:
-            mark = Mark(phase=Phase.FORWARD, kind=self._root, number=0, held_bytes=0, gradient_bytes=0)
-            self._room.needs.learn(mark, 0, self._weighed_bytes)
-
-    def _weigh_until_its_end(self) -> None:
-        task = internals.graph_task()
-        if self._room.scale is not None and task not in (-1, self._task):
-            self._task = task
-            internals.at_end_of_backward(self._backward_ended)
-
-    def _backward_ended(self) -> None:
-        """What comes between this backward pass and the next step (an optimizer, another model) is a part of neither."""
-        if self._room.scale is not None and not self._room.live:
-            self._room.scale.pause()
-
-    def _learn_root(self, above_bytes: int | None) -> None:
-        evictions, events = self._begun_with
-        if self._root is None or self._under or self._plainly or self._counts.out_of_memory > events:
-            return
-        dropped = self._room.live.evictions > evictions
-        whole = None if dropped else above_bytes
-        self._plainly.roots.learn(self._root, tuple(self._met), whole, dropped=dropped)
+        governor = self.governor
+        above = governor.end_step()
+        root, failed = governor.step.root, governor.counts.out_of_memory > self._failures_before
+        if root is not None and not (self._plan or self._unmanaged.is_running or failed):
+            dropped = governor.regions.evictions > self._evictions_before
+            visits = tuple(governor.step.visits)
+            self._unmanaged.known.learn(root, visits, None if dropped else above, dropped=dropped)
+        if self._progress is not None:
+            self._progress.show(self._stats())
 
     def stats(self) -> AdaptiveStats:
         """What it has cost so far."""
-        if not self._room.live:
+        if not self.governor.regions:
             self._end_step()
         return self._stats()
 
     def _stats(self) -> AdaptiveStats:
-        limit, live = self._room.limit, self._room.live
-        return self._counts.stats(
+        governor = self.governor
+        limit, regions, counts = governor.limit, governor.regions, governor.counts
+        return AdaptiveStats(
             budget_bytes=limit.bytes,
             base_bytes=limit.base_bytes,
+            steps=counts.steps,
+            weighed_steps=counts.measured,
+            plain_steps=counts.unmanaged,
+            regions=counts.regions,
+            plain_regions=counts.unmanaged_regions,
+            evictions=regions.evictions,
+            evicted_bytes=regions.evicted_bytes,
+            moved_bytes=governor.host.moved_bytes,
+            reruns=counts.reruns,
+            rerun_seconds=counts.rerun_seconds,
+            out_of_memory_events=counts.out_of_memory,
             fragment_bytes=limit.fragment_bytes,
-            evictions=live.evictions,
-            evicted_bytes=live.evicted_bytes,
-            moved_bytes=self._room.host.moved_bytes,
+            over_budget=counts.over,
+            peak_bytes=tuple(counts.peaks),
         )
-
-    # --- the first run of a region ---------------------------------------------------------------------------------
-
-    def run(
-        self,
-        call: Call,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        *,
-        policy: Policy,
-        check: Check,
-        early_stop: bool,
-        done: Callable[[Region], None] | None,
-    ) -> Any:
-        """Call a function as a region under the budget."""
-        kind = self._kinds.of(function, arguments, keywords, call.state)
-        visit = Visit(kind)
-        self._met.append(visit)
-        self._gradients.know(call.state)
-        number, self._number = self._number, self._number + 1
-        self._room.position = number
-        base = policy if policy.stage >= 0 else HOLD
-        how = {"policy": base, "check": check, "early_stop": early_stop}
-        running, outputs = self._first_run(call, (function, arguments, keywords), kind, number, how)
-        region = managed_by(running)
-        self._counts.regions += 1
-        region.drop_planned_inputs()
-        self._room.live.note(region)
-        self._room.settled(region)
-        visit.saved_bytes, visit.held_bytes = region.saved_bytes, self.account.held_bytes()
-        if self._room.live.evictions:
-            self._room.host.send(region)
-        if done is not None:
-            done(running)
-            region.settle()
-        self._room.enter(Phase.OUTSIDE, kind, number)
-        return outputs
-
-    def _first_run(
-        self,
-        call: Call,
-        called: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
-        kind: Kind,
-        number: int,
-        how: dict[str, Any],
-    ) -> tuple[Region, Any]:
-        """Run it as a region; where the allocator gives up, with less beside it, until it does or nothing is left."""
-        tried = False
-        while True:
-            self._room.enter(Phase.FORWARD, kind, number)
-            start, started = self._clock(), process_internals.collectives_started()
-            region: Region | None = None
-            tensors = call.tensors
-            try:
-                self._serial += 1
-                managed = ManagedRegion(self, kind, number, self._serial)
-                region = managed.begin(call, *called, **how)
-                self._room.live.born(managed)
-                prints = Footprints(region) if kind.stateless is None else None
-                outputs = region.run(*called)
-                break
-            except torch.OutOfMemoryError as error:
-                if THREAD.runs:  # the outermost region is run again as a whole
-                    raise
-                failure = error.with_traceback(None)
-            collective = started != process_internals.collectives_started()
-            if region is not None and not collective:
-                region.snapshot.undo_forward(tensors)
-            del region, managed
-            tried = self._room.out_of_memory(kind, failure, tried, collective=collective)
-            call = capture_call(*called)
-        managed.collective = started != process_internals.collectives_started()
-        if self._clock_is_true() or not kind.runs:
-            kind.ran(self._clock() - start)
-        if prints is not None:
-            kind.stateless = prints.stateless()
-        return region, outputs
-
-    def _clock_is_true(self) -> bool:
-        """On CUDA a region is only timed where the step is weighed: waiting for the device each time would cost more."""
-        return self._room.limit.device.type == "cpu" or self._room.scale is not None
-
-    def _clock(self) -> float:
-        if self._clock_is_true():
-            synchronize(self._room.limit.device)
-        return time.perf_counter()
-
-    # --- backward ------------------------------------------------------------------------------------------------
-
-    def turn_to(self, region: ManagedRegion) -> None:
-        """Backward has come to a region."""
-        self._weigh_until_its_end()
-        self._reversal.turn_to(region)
-
-    def refill(self, region: ManagedRegion, wanted: Slot) -> Tensor:
-        """Run a region again; where that is out of memory, with less beside it."""
-        return self._reversal.refill(region, wanted)
-
-    def make_inputs(self, region: ManagedRegion) -> None:
-        """Run the regions again that made its dropped inputs, and before them those that made theirs."""
-        self._reversal.make_inputs(region)
-
-    def learn(self, region: ManagedRegion, trace: RegionTrace) -> None:
-        """What a region does, op by op."""
-        self._menus.teach(region.kind, trace)
