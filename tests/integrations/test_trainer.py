@@ -250,14 +250,14 @@ class Strange(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_whose_state_cannot_be_told(tmp_path):
+def test_an_optimizer_whose_state_has_no_known_size(tmp_path):
     def training(**options):
         model, callback = trained_gpt2(), FitCallback(budget=0.5, progress=False, **options)
         optimizer = Strange(model.parameters(), lr=0.1)
         train(tmp_path, callback, model=model, optimizers=(optimizer, None), steps=1)
         return callback.fitted
 
-    with pytest.raises(InvalidInput, match=r"Strange will hold cannot be told.*optimizer=None \(fit or FitCallback\)"):
+    with pytest.raises(InvalidInput, match=r"Strange's state is not known before its first step.*optimizer=None \(fit or FitCallback\)"):
         training()
     assert not training(optimizer=None).record.assignment.keeps_everything
 
