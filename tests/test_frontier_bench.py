@@ -49,7 +49,7 @@ def scaled(case, factor, *, same_kernels=True, name="wrong"):
 
 
 @pytest.fixture(scope="module")
-def run():
+def frontier_run():
     found = Run(case_of("bert"), started=0.0, limit_seconds=float("inf"))
     found.measure_peers(compiled=False, only=["checkpoint every block", "checkpoint 1/2", "save_on_cpu"])
     found.add(scaled(found.case, 1.01))
@@ -59,24 +59,24 @@ def run():
 
 
 @pytest.fixture(scope="module")
-def results(run):
-    return run.results()
+def results(frontier_run):
+    return frontier_run.results()
 
 
 @pytest.fixture(scope="module")
-def picture(run, results, tmp_path_factory):
+def picture(frontier_run, results, tmp_path_factory):
     path = tmp_path_factory.mktemp("frontier") / "record.json"
-    path.write_text(json.dumps({**run.case.about, "device": "cpu", "results": results}))
+    path.write_text(json.dumps({**frontier_run.case.about, "device": "cpu", "results": results}))
     return path
 
 
-def steps(results):
+def measured_rows(results):
     return {name: row for name, row in results.items() if "skipped" not in row}
 
 
 def check_rows(results):
     """What every row of every record says."""
-    for name, row in steps(results).items():
+    for name, row in measured_rows(results).items():
         assert row["peak_bytes"] > row["activation_bytes"] > 0, name
         assert row["seconds"] > 0, name
         assert row["spread_seconds"] >= 0, name
@@ -91,20 +91,22 @@ def check_rows(results):
 
 def test_every_row_has_gradients_peak_and_seconds(results):
     check_rows(results)
-    families = [row["family"] for row in steps(results).values()]
+    families = [row["family"] for row in measured_rows(results).values()]
     assert families == [Family.PLAIN.value, *[Family.EAGER.value] * 3, *[Family.RETAPE_EXACT.value] * 4]
 
 
 def test_everything_but_the_wrong_peer_is_right(results):
-    wrong = [name for name, row in steps(results).items() if row["gradients"]["verdict"] == Verdict.DIFFERS.value]
+    wrong = [
+        name for name, row in measured_rows(results).items() if row["gradients"]["verdict"] == Verdict.DIFFERS.value
+    ]
     assert wrong == ["wrong"]
-    exact = [row["gradients"] for row in steps(results).values() if row["family"] == Family.RETAPE_EXACT.value]
+    exact = [row["gradients"] for row in measured_rows(results).values() if row["family"] == Family.RETAPE_EXACT.value]
     assert exact
     assert all(check["verdict"] == "equal" and check["distance"] == 0.0 == check["tolerance"] for check in exact)
 
 
 def test_retape_is_held_against_every_peer_inside_its_peak(results):
-    rivals = [name for name, row in steps(results).items() if row["family"] == Family.EAGER.value]
+    rivals = [name for name, row in measured_rows(results).items() if row["family"] == Family.EAGER.value]
     assert {"checkpoint every block", "checkpoint 1/2 of the blocks"} <= set(rivals)
     for name in rivals:
         own = results[results[name]["beside"]]
@@ -114,7 +116,7 @@ def test_retape_is_held_against_every_peer_inside_its_peak(results):
 
 
 def test_the_sweep_ends_at_the_floor(results):
-    own = [row for row in steps(results).values() if row["family"] == Family.RETAPE_EXACT.value]
+    own = [row for row in measured_rows(results).values() if row["family"] == Family.RETAPE_EXACT.value]
     assert min(own, key=lambda row: row["budget_bytes"]) is results["retape.fit at its floor"]
     assert "below the floor" in results["retape.fit at 0 of plain"]["skipped"]
 
@@ -124,20 +126,20 @@ def test_what_is_not_there_says_why(results):
     assert "no head and loss to fuse" in results["retape.fit, options=ALL"]["skipped"]
 
 
-def test_the_model_is_left_as_it_was(run, results):
-    for module in run.case.model.modules():
+def test_the_model_is_left_as_it_was(frontier_run, results):
+    for module in frontier_run.case.model.modules():
         assert "forward" not in vars(module)
         assert type(module).__module__.split(".")[0] in ("transformers", "torch")
-    assert run.laboratory.check(plain_way(run.case)).verdict is Verdict.EQUAL
+    assert frontier_run.laboratory.check(plain_way(frontier_run.case)).verdict is Verdict.EQUAL
 
 
-def test_a_peer_that_fails_has_a_row_that_says_so(run):
+def test_a_peer_that_fails_has_a_row_that_says_so(frontier_run):
     broken = Way(name="broken", family=Family.EAGER, forward=lambda: torch.ones(2) @ torch.ones(3))
-    assert not run.add(broken)
-    assert run.results()["broken"]["skipped"].startswith("failed: RuntimeError")
+    assert not frontier_run.add(broken)
+    assert frontier_run.results()["broken"]["skipped"].startswith("failed: RuntimeError")
 
 
-def test_the_step_that_counts_is_the_second_since_a_way_was_put_on(run):
+def test_the_step_that_counts_is_the_second_since_a_way_was_put_on(frontier_run):
     """In training nearly every step comes later than the first."""
     seen = []
 
@@ -148,9 +150,9 @@ def test_the_step_that_counts_is_the_second_since_a_way_was_put_on(run):
 
     def forward():
         seen[-1] += 1
-        return plain_way(run.case).forward()
+        return plain_way(frontier_run.case).forward()
 
-    in_turns(run.laboratory, [Way(name="counted", family=Family.EAGER, forward=forward, on=on)], 2)
+    in_turns(frontier_run.laboratory, [Way(name="counted", family=Family.EAGER, forward=forward, on=on)], 2)
     assert seen == [1, 2, 2], "the first round warms up"
 
 
@@ -210,10 +212,10 @@ def test_a_fit_that_breaks_has_a_row_that_says_so(monkeypatch):
         (1.01, False, Verdict.DIFFERS),
     ],
 )
-def test_how_far_off_a_peer_may_be(run, factor, same_kernels, verdict):
-    way = scaled(run.case, factor, same_kernels=same_kernels)
+def test_how_far_off_a_peer_may_be(frontier_run, factor, same_kernels, verdict):
+    way = scaled(frontier_run.case, factor, same_kernels=same_kernels)
     with way.on():
-        assert run.laboratory.check(way).verdict is verdict
+        assert frontier_run.laboratory.check(way).verdict is verdict
 
 
 def test_statistics_that_are_updated_twice_are_seen():
@@ -258,7 +260,7 @@ def test_the_picture_has_a_mark_for_every_row(results, picture):
     drawn = ElementTree.fromstring(render_beside_svg(picture))
     said = [node.findtext(f"{SVG}title") for node in drawn.iter() if node.tag in (f"{SVG}circle", f"{SVG}path")]
     marked = [text.rpartition(": ")[0] for text in said if text]
-    assert sorted(marked) == sorted(steps(results))
+    assert sorted(marked) == sorted(measured_rows(results))
     assert len(list(drawn.iter(f"{SVG}circle"))) == len(marked) - 1  # the wrong one is a cross
     for node in drawn.iter():
         assert 0 <= float(node.get("cx", node.get("x", 0))) <= 900
@@ -280,10 +282,9 @@ def test_a_record_without_plain_is_a_clear_error(tmp_path):
         render_beside_svg(path)
 
 
-def test_the_command_draws_a_record(picture, tmp_path, monkeypatch, capsys):
+def test_the_command_draws_a_record(picture, tmp_path, capsys):
     out = tmp_path / "drawn.svg"
-    monkeypatch.setattr(sys, "argv", ["frontier", "--plot", str(picture), "--out", str(out)])
-    command.main()
+    command.main(["--plot", str(picture), "--out", str(out)])
     assert capsys.readouterr().out.strip() == str(out)
     assert out.read_text(encoding="utf-8") == render_beside_svg(picture)
 
@@ -294,9 +295,8 @@ def test_pictures_are_what_the_code_draws(path):
     assert path.read_text(encoding="utf-8") == render_beside_svg(record)
 
 
-def test_the_command_prints_a_table(picture, results, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["frontier", "--table", str(picture)])
-    command.main()
+def test_the_command_prints_a_table(picture, results, capsys):
+    command.main(["--table", str(picture)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| inside the peak of | MiB | its time | retape's | record |"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
@@ -319,7 +319,7 @@ def test_records_have_checked_rows(path):
     data = json.loads(path.read_text(encoding="utf-8"))
     assert {"device", "versions", "command", "seed", "model", "sizes", "dtype"} <= data.keys()
     check_rows(data["results"])
-    own = [row for row in steps(data["results"]).values() if Family(row["family"]).is_own]
+    own = [row for row in measured_rows(data["results"]).values() if Family(row["family"]).is_own]
     assert own
     assert all(row["gradients"]["verdict"] != Verdict.DIFFERS.value for row in own)
     assert all(row["activation_bytes"] <= row["budget_activation_bytes"] for row in own)

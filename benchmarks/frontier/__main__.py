@@ -84,8 +84,8 @@ def measured(case: Case, options: argparse.Namespace) -> dict:
     return run.results()
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     if options.plot is not None:
         print(plot(options.plot, options.out))
         return

@@ -12,6 +12,7 @@ from retape.errors import RetapeError
 from support.comparing import (
     altered,
     as_region,
+    assign,
     by_values,
     equals_plain,
     leaf,
@@ -65,7 +66,7 @@ def modules_in_a_list_in_closure():
 
 def namespace_argument():
     held = types.SimpleNamespace(h=torch.randn(4, 4))
-    return lambda a, held: (a * held.h).sin(), (held,), lambda: setattr(held, "h", torch.randn(4, 4))
+    return lambda a, held: (a * held.h).sin(), (held,), lambda: assign(held, h=torch.randn(4, 4))
 
 
 def ordered_dict_argument():
@@ -83,7 +84,7 @@ class ScaledByMask:
 
 def callable_object():
     scaled = ScaledByMask()
-    return scaled, (), lambda: setattr(scaled, "mask", torch.randn(4, 4))
+    return scaled, (), lambda: assign(scaled, mask=torch.randn(4, 4))
 
 
 def recurrent_object(call):

@@ -13,6 +13,7 @@ from torch import nn
 
 import retape
 from retape.errors import InvalidInput
+from support.comparing import assign
 
 
 def loss_of(model, batch):
@@ -69,8 +70,8 @@ GENERATORS = {
     "numpy, bits": (lambda: np.random.PCG64(3), lambda g: g.random_raw() / 2**64, lambda g: str(g.state)),
 }
 PLACES = {
-    "field": lambda model, g: setattr(model, "generator", g),
-    "list": lambda model, g: setattr(model, "generators", [0, {"mine": g}]),
+    "field": lambda model, g: assign(model, generator=g),
+    "list": lambda model, g: assign(model, generators=[0, {"mine": g}]),
     "hook": lambda model, g: model.register_forward_hook(lambda *_, g=g: None),
 }
 

@@ -25,6 +25,7 @@ from retape.torch.engine.policy import Check
 from retape.torch.planning.executor import Executor
 from retape.torch.planning.fitting import put_on, take_off
 from support.blocks import TiledMlpBlock
+from support.comparing import assign
 
 ROWS = 16
 DIM = -1
@@ -106,7 +107,7 @@ def setting(make, name, value, of=lambda held: held):
 
     def case():
         held = make()
-        return held, lambda: setattr(of(held), name, value)
+        return held, lambda: assign(of(held), **{name: value})
 
     return case
 
@@ -135,7 +136,7 @@ def class_attribute():
     class Own(Soft):
         dim_of_class = -1
 
-    return Own(), lambda: setattr(Own, "dim_of_class", 0)
+    return Own(), lambda: assign(Own, dim_of_class=0)
 
 
 def method_bound_anew():
@@ -143,7 +144,7 @@ def method_bound_anew():
         def forward(self, x):
             return x.sin()
 
-    return Own(), lambda: setattr(Own, "forward", lambda self, x: x.softmax(0))
+    return Own(), lambda: assign(Own, forward=lambda self, x: x.softmax(0))
 
 
 def forward_hook():
@@ -211,7 +212,7 @@ def default():
     def fn(x, dim=-1):
         return x.softmax(dim)
 
-    return fn, lambda: setattr(fn, "__defaults__", (0,))
+    return fn, lambda: assign(fn, __defaults__=(0,))
 
 
 def keyword_default():
@@ -234,17 +235,17 @@ def global_dict():
 
 
 def attribute_of_a_global_class():
-    return (lambda x: Settings.softmax(x) + 0), lambda: setattr(Settings, "dim", 0)
+    return (lambda x: Settings.softmax(x) + 0), lambda: assign(Settings, dim=0)
 
 
 def helper_bound_anew():
     space = types.SimpleNamespace(f=torch.sin)
-    return (lambda x: space.f(x) + 0), lambda: setattr(space, "f", functools.partial(torch.softmax, dim=0))
+    return (lambda x: space.f(x) + 0), lambda: assign(space, f=functools.partial(torch.softmax, dim=0))
 
 
 def bound_method():
     solver = Solver()
-    return solver.run, lambda: setattr(solver.config, "dim", 0)
+    return solver.run, lambda: assign(solver.config, dim=0)
 
 
 def set_of_names():
@@ -308,7 +309,7 @@ CASES = {case.__name__: case for case in NAMED} | {
     "enum_member": by_config(
         lambda: types.SimpleNamespace(side=Side.COLUMN),
         lambda held: held.side.value,
-        lambda held: setattr(held, "side", Side.ROW),
+        lambda held: assign(held, side=Side.ROW),
     ),
     "array_written_to": by_config(
         lambda: np.array([-1, -1]), lambda dims: dims[1], lambda dims: dims.__setitem__(1, 0)
@@ -480,7 +481,7 @@ def test_a_part_that_changes_after_the_plan_was_made(name, words):
     try:
         for _ in range(2):
             model(x).sum().backward()
-        setattr(model[0].mlp, name, 0.5)
+        assign(model[0].mlp, **{name: 0.5})
         with pytest.raises(RegionError, match=words):
             model(x)
     finally:

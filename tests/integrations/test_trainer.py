@@ -9,6 +9,7 @@ from torch import nn
 import retape
 from retape.errors import InvalidInput
 from retape.integrations.huggingface import FitCallback
+from support.fits import regions_run
 from support.models import small_gpt2
 
 transformers = pytest.importorskip("transformers")
@@ -143,8 +144,7 @@ def test_another_callback_takes_off_what_an_interrupted_run_has_left(tmp_path, a
     trainer = trainer_of(tmp_path, second, Fails(1), model=model, steps=2)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
-    ran = second.fitted._executor
-    assert ran.regions_run > 0
+    assert regions_run(second.fitted) > 0
     if not gone and old is not None:
         old.remove()
         assert type(model) is not transformers.GPT2LMHeadModel, "the new one is not taken off with the old one"
@@ -233,9 +233,9 @@ def test_a_loss_that_the_trainer_computes_is_fitted_before_training(tmp_path, mo
         progress=False,
     )
     assert not fitted.record.assignment.keeps_everything
-    before = fitted._executor.regions_run
+    before = regions_run(fitted)
     trainer.train()
-    assert fitted._executor.regions_run > before
+    assert regions_run(fitted) > before
     fitted.remove()
     own = weights_of(trainer.model)
     assert all(torch.equal(own[name], weights[name]) for name in weights)
@@ -257,7 +257,9 @@ def test_an_optimizer_whose_state_has_no_known_size(tmp_path):
         train(tmp_path, callback, model=model, optimizers=(optimizer, None), steps=1)
         return callback.fitted
 
-    with pytest.raises(InvalidInput, match=r"Strange's state is not known before its first step.*optimizer=None \(fit or FitCallback\)"):
+    with pytest.raises(
+        InvalidInput, match=r"Strange's state is not known before its first step.*optimizer=None \(fit or FitCallback\)"
+    ):
         training()
     assert not training(optimizer=None).record.assignment.keeps_everything
 

@@ -10,7 +10,7 @@ from torch import nn
 import retape
 from retape.errors import InvalidInput, RetapeError
 from retape.torch.engine.runs import plain
-from support.comparing import Notes, assert_equal, results, seed, streams
+from support.comparing import Notes, assert_equal, assign, results, seed, streams
 
 
 class InRegion(nn.Module):
@@ -265,7 +265,7 @@ def test_what_a_rerun_does_twice_is_found():
     assert named(outcome) == ["field log"]
 
 
-@pytest.mark.parametrize("note", [lambda model: None, lambda model: setattr(model, "calls", model.calls + 1)])
+@pytest.mark.parametrize("note", [lambda model: None, lambda model: assign(model, calls=model.calls + 1)])
 def test_what_a_rerun_does_once_is_equal(note):
     model = CountingRegion(note)
     assert retape.verify(model, torch.randn(8, 4)).equal

@@ -259,6 +259,12 @@ def steps_of(
     return case
 
 
+def assign(target: Any, **values: Any) -> None:
+    """Set attributes, as a statement cannot inside a lambda."""
+    for name, value in values.items():
+        setattr(target, name, value)
+
+
 def leaf(*shape: int) -> Tensor:
     """A random tensor that requires a gradient."""
     return torch.randn(*(shape or (4, 4)), requires_grad=True)
