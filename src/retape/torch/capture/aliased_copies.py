@@ -6,7 +6,7 @@ tensors that share a storage are copied together, and handed to a re-run over on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,9 @@ from retape.torch.capture.checksum import inner_tensors
 from retape.torch.compat import internals
 
 
-class _Shape(NamedTuple):
-    """How one tensor lies in its storage."""
+class _View(NamedTuple):
+    """The layout of one tensor in its storage."""
 
-    number: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -29,18 +28,111 @@ class _Shape(NamedTuple):
     negated: bool
     same_as: int  # the first index under which this very tensor was met
 
-
-class _Group(NamedTuple):
-    """Tensors of one storage, and a copy of that storage."""
-
-    storage: torch.UntypedStorage
-    device: torch.device
-    members: tuple[_Shape, ...]
-
     @property
-    def is_plain(self) -> bool:
-        """Whether all of them see the same numbers: one dtype, nothing conjugated or negated on the fly."""
-        return len({m.dtype for m in self.members}) == 1 and not any(m.conjugated or m.negated for m in self.members)
+    def extent(self) -> int:
+        """The number of elements from the first to the last one."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+
+
+class _Alone:
+    """A contiguous tensor that shares its storage with no other one, and its copy."""
+
+    __slots__ = ("_copy", "numbers")
+
+    def __init__(self, number: int, tensor: Tensor) -> None:
+        self.numbers = (number,)
+        self._copy = tensor.detach().clone()
+
+    def differs(self, number: int, tensor: Tensor) -> bool:
+        return not equal_bits(self._copy, tensor)
+
+    def rebuild(self, made: dict[int, Tensor], *, needs_grad: bool) -> None:
+        twin = self._copy.clone()
+        made[self.numbers[0]] = twin.requires_grad_(True).clone() if needs_grad else twin
+
+
+class _Group:
+    """Tensors of one storage, and a copy of the part of that storage that they cover."""
+
+    __slots__ = ("_device", "_members", "_storage", "numbers")
+
+    def __init__(self, watched: list[Tensor], numbers: list[int]) -> None:
+        self.numbers = tuple(numbers)
+        first = watched[numbers[0]]
+        seen: dict[int, int] = {}
+        views = [
+            _View(
+                t.shape,
+                t.stride(),
+                int(t.storage_offset()),
+                t.dtype,
+                t.is_conj(),
+                t.is_neg(),
+                seen.setdefault(id(t), number),
+            )
+            for number, t in ((number, watched[number]) for number in numbers)
+        ]
+        # No more than the tensors cover: a batch may be a slice of a whole data set.
+        start = min(v.offset * v.dtype.itemsize for v in views) // 16 * 16
+        stop = max((v.offset + v.extent) * v.dtype.itemsize for v in views)
+        octets = torch.empty(0, dtype=torch.uint8, device=first.device)
+        octets.set_(first.untyped_storage(), start, (max(stop - start, 0),), (1,))
+        self._storage, self._device = octets.clone().untyped_storage(), first.device
+        self._members = {
+            number: view._replace(offset=view.offset - start // view.dtype.itemsize)
+            for number, view in zip(numbers, views, strict=True)
+        }
+
+    def differs(self, number: int, tensor: Tensor) -> bool:
+        return not equal_bits(self._view(self._members[number]), tensor)
+
+    def rebuild(self, made: dict[int, Tensor], *, needs_grad: bool) -> None:
+        views = self._members.values()
+        base = None if len({view.same_as for view in views}) == 1 else self._base(needs_grad)
+        for number, view in self._members.items():
+            if view.same_as in made:
+                made[number] = made[view.same_as]
+            elif base is None:
+                made[number] = self._lone(view, needs_grad)
+            else:
+                made[number] = base.as_strided(view.size, view.stride, view.offset)
+
+    def _view(self, view: _View) -> Tensor:
+        """Return a tensor over the copied storage, with the layout that the original has in its own."""
+        tensor = torch.empty(0, dtype=view.dtype, device=self._device)
+        tensor.set_(self._storage, view.offset, view.size, view.stride)
+        if view.conjugated:
+            tensor = tensor.conj()
+        return internals.neg_view(tensor) if view.negated else tensor
+
+    def _base(self, needs_grad: bool) -> Tensor:
+        """Return a flat tensor that several others are views of."""
+        views = self._members.values()
+        dtype = next(iter(views)).dtype
+        if any(view.dtype is not dtype or view.conjugated or view.negated for view in views):
+            raise RegionError(
+                "A region changes tensors in place that share memory under different dtypes (a complex tensor and its real view, say). "
+                "Give it a copy of one of them (.clone())."
+            )
+        flat = torch.empty(0, dtype=dtype, device=self._device).set_(self._storage.clone())
+        return flat.requires_grad_(True).clone() if needs_grad else flat
+
+    def _lone(self, view: _View, needs_grad: bool) -> Tensor:
+        """Return a tensor that shares its storage with no other: not a view, as the original was none."""
+        twin = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self._device)
+        with torch.no_grad():
+            twin.copy_(self._view(view))
+        return twin.requires_grad_(True).clone() if needs_grad else twin
+
+
+def _copied(watched: list[Tensor], numbers: list[int]) -> _Alone | _Group:
+    if len(numbers) == 1:
+        tensor = watched[numbers[0]]
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            return _Alone(numbers[0], tensor)
+    return _Group(watched, numbers)
 
 
 class Copies:
@@ -48,77 +140,59 @@ class Copies:
 
     __slots__ = ("_groups", "indices")
 
-    def __init__(self, watched: list[Tensor], indices: Iterable[int]) -> None:
+    def __init__(self, watched: list[Tensor], indices: Sequence[int]) -> None:
         by_storage: dict[int, list[int]] = {}
         for index in indices:
             by_storage.setdefault(watched[index].untyped_storage()._cdata, []).append(index)
-        self._groups = [_copied(watched, members) for members in by_storage.values()]
-        self.indices = frozenset(member.number for group in self._groups for member in group.members)
+        self._groups = [_copied(watched, numbers) for numbers in by_storage.values()]
+        self.indices = frozenset(indices)
 
-    def only(self, changed: set[int]) -> Copies:
-        """These copies without those of storages that nothing was written to."""
+    def only(self, changed: Set[int]) -> Copies:
+        """Return these copies without those of storages that nothing was written to."""
         kept = object.__new__(Copies)
-        kept._groups = [group for group in self._groups if any(member.number in changed for member in group.members)]
-        kept.indices = frozenset(member.number for group in kept._groups for member in group.members)
+        kept._groups = [group for group in self._groups if not changed.isdisjoint(group.numbers)]
+        kept.indices = frozenset(number for group in kept._groups for number in group.numbers)
         return kept
 
-    def different(self, watched: list[Tensor]) -> set[int]:
-        """The indices whose tensors have other bits now."""
-        return {
-            member.number
-            for group in self._groups
-            for member in group.members
-            if not equal_bits(_lay(group.storage, group.device, member), watched[member.number])
-        }
+    def different(self, watched: list[Tensor], skip: Set[int] = frozenset()) -> set[int]:
+        """Return the indices whose tensors have other bits now, of those that are not in `skip`."""
+        return {n for group in self._groups for n in group.numbers if n not in skip and group.differs(n, watched[n])}
 
     def rebuild(self, needs_grad: dict[int, bool]) -> dict[int, Tensor]:
-        """New tensors with the copied values, which alias as the originals did; to be called with grad enabled.
+        """Return new tensors with the copied values, which alias as the originals did; call it with grad enabled.
 
         None of them is a leaf that requires gradients, because autograd refuses to change such a one in place.
         """
         made: dict[int, Tensor] = {}
         for group in self._groups:
-            wanted = any(needs_grad.get(member.number, False) for member in group.members)
-            alone = len({member.same_as for member in group.members}) == 1
-            base = None if alone else _base(group, wanted)
-            for member in group.members:
-                if member.same_as in made:
-                    made[member.number] = made[member.same_as]
-                elif base is None:
-                    made[member.number] = _alone(group, member, wanted)
-                else:
-                    made[member.number] = base.as_strided(member.size, member.stride, member.offset)
+            group.rebuild(made, needs_grad=any(needs_grad.get(number, False) for number in group.numbers))
         return made
 
     def sharing_with(self, indices: range) -> set[int]:
-        """The indices of every tensor that shares its storage with one of `indices`."""
-        return {
-            member.number
-            for group in self._groups
-            if any(other.number in indices for other in group.members)
-            for member in group.members
-        }
+        """Return the indices of every tensor that shares its storage with one of `indices`."""
+        if not indices:
+            return set()
+        return {n for group in self._groups if any(other in indices for other in group.numbers) for n in group.numbers}
 
     def on_the_cpu(self, watched: list[Tensor]) -> bool:
-        """Whether comparing them waits for no device."""
-        return all(watched[index].device.type == "cpu" for index in self.indices)
+        """True if comparing them waits for no device."""
+        return all(watched[index].is_cpu for index in self.indices)
 
 
 def copyable(tensor: Tensor) -> bool:
-    """Whether a tensor has plain memory of its own to copy and compare."""
+    """True if a tensor has plain memory of its own to copy and compare."""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type != "meta"
+        and not tensor.is_meta
         and not tensor.is_nested
         and not tensor.is_quantized
-        and (
-            tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
-        )  # FSDP frees the memory of gathered parameters
+        # FSDP frees the memory of gathered parameters.
+        and (tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0)
     )
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal where a number equals itself, NaN included."""
+    """True if two tensors are equal, where NaN equals NaN."""
     if one.shape != other.shape or one.layout is not other.layout:
         return False
     if one.layout is not torch.strided:
@@ -126,60 +200,3 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _copied(watched: list[Tensor], indices: list[int]) -> _Group:
-    first = watched[indices[0]]
-    seen: dict[int, int] = {}
-    members = tuple(
-        _Shape(
-            i, t.shape, t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg(), seen.setdefault(id(t), i)
-        )
-        for i, t in ((index, watched[index]) for index in indices)
-    )
-    return _over_their_span(first, members)
-
-
-def _over_their_span(first: Tensor, members: tuple[_Shape, ...]) -> _Group:
-    """Copy no more of a storage than the tensors cover: a batch may be a slice of a whole data set."""
-    start = min(m.offset * m.dtype.itemsize for m in members) // 16 * 16
-    stop = max((m.offset + _extent(m)) * m.dtype.itemsize for m in members)
-    octets = torch.empty(0, dtype=torch.uint8, device=first.device)
-    octets.set_(first.untyped_storage(), start, (max(stop - start, 0),), (1,))
-    moved = tuple(m._replace(offset=m.offset - start // m.dtype.itemsize) for m in members)
-    return _Group(octets.clone().untyped_storage(), first.device, moved)
-
-
-def _extent(member: _Shape) -> int:
-    """How many elements lie between the first and the last of a tensor."""
-    if 0 in member.size:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(member.size, member.stride, strict=True))
-
-
-def _lay(storage: torch.UntypedStorage, device: torch.device, member: _Shape) -> Tensor:
-    """A tensor over a storage, lying there as the original did in its own."""
-    tensor = torch.empty(0, dtype=member.dtype, device=device).set_(storage, member.offset, member.size, member.stride)
-    if member.conjugated:
-        tensor = tensor.conj()
-    return internals.neg_view(tensor) if member.negated else tensor
-
-
-def _base(group: _Group, needs_grad: bool) -> Tensor:
-    """A flat tensor that several others are views of."""
-    if not group.is_plain:
-        raise RegionError(
-            "A region changes tensors in place that share memory under different dtypes (a complex tensor and its real view, say). "
-            "Give it a copy of one of them (.clone())."
-        )
-    dtype = group.members[0].dtype
-    flat = torch.empty(0, dtype=dtype, device=group.device).set_(group.storage.clone())
-    return flat.requires_grad_(True).clone() if needs_grad else flat
-
-
-def _alone(group: _Group, member: _Shape, needs_grad: bool) -> Tensor:
-    """A tensor that shares its storage with nobody: no view, as the original was none."""
-    twin = torch.empty_strided(member.size, member.stride, dtype=member.dtype, device=group.device)
-    with torch.no_grad():
-        twin.copy_(_lay(group.storage, group.device, member))
-    return twin.requires_grad_(True).clone() if needs_grad else twin

@@ -57,9 +57,15 @@ def holds_tensor(item: Any) -> bool:
 
 def _to_undo(blanks: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
     """The keys in whose place a tensor has come, and truth values beside them that have changed."""
-    if not blanks or ATOMS.issuperset(map(type, now.values())):
-        return []
-    came = [key for key in blanks if holds_tensor(now.get(key)) and not holds_tensor(blanks[key])]
+    get = now.get
+    came = [
+        key
+        for key, then in blanks.items()
+        if (value := get(key)) is not then
+        and type(value) not in ATOMS
+        and holds_tensor(value)
+        and not holds_tensor(then)
+    ]
     if not came:
         return came
     return came + [key for key, then in blanks.items() if type(then) is bool and type(now.get(key)) is bool]

@@ -170,15 +170,15 @@ class Snapshot:
         self._copies = None
         # Comparing values waits for a GPU, so there only the first call of a kind is compared.
         compare = copies is not None and (self._known is None or copies.on_the_cpu(watched))
-        unseen = copies.different(watched) if copies is not None and compare else set()
-        if self._known is _NOTHING and after == self._before and not unseen:
+        changed = set(self._known or ())
+        if after != self._before:
+            changed.update([i for i, (old, new) in enumerate(zip(self._before, after, strict=True)) if old != new])
+        if compare and copies is not None:
+            changed |= copies.different(watched, changed)
+        if self._known is _NOTHING and not changed:
             return
-        changed = {i for i, (old, new) in enumerate(zip(self._before, after, strict=True)) if old != new}
-        changed |= unseen
         if self._known is None:
             changed.update(i for i, tensor in enumerate(watched) if id(tensor) in self._call.statistics)
-        else:
-            changed |= self._known
         if not changed <= (self._known or _NOTHING) or self._known is None:
             self._known_changes[self.kind[1]] = frozenset(changed) or _NOTHING
         if changed:

@@ -297,13 +297,16 @@ def read_generator(words: tuple[Any, Any]) -> bytes:
 
 
 def generator_state(token: bytes) -> torch.Tensor:
-    """What `torch.Generator.set_state` takes, from what `read_generator` has read."""
+    """Return what `torch.Generator.set_state` takes, from what `read_generator` has read."""
     seed, left, seeded, following = struct.unpack_from("=QiBxxxI", token)
-    words = struct.unpack_from("=624I", token, 20)
-    spare = (0.0, False, 0.0, False) if len(token) == ctypes.sizeof(_Twister) else struct.unpack("=f?d?", token[2520:])
-    single, has_single, double, has_double = spare
-    numbers = (seed, left, seeded, following, *words, 0.0, double, 0.0, has_double, single, has_single)
-    return torch.frombuffer(bytearray(struct.pack("=QiiQ624QdddixxxxfBxxx", *numbers)), dtype=torch.uint8)
+    octets = bytearray(5056)
+    struct.pack_into("=QiiQ", octets, 0, seed, left, seeded, following)
+    for byte in range(4):  # 624 words of 32 bits become words of 64 bits
+        octets[24 + byte : 5016 : 8] = token[20 + byte : 2516 : 4]
+    if len(token) > ctypes.sizeof(_Twister):
+        single, has_single, double, has_double = struct.unpack("=f?d?", token[2520:])
+        struct.pack_into("=dddixxxxfBxxx", octets, 5016, 0.0, double, 0.0, has_double, single, has_single)
+    return torch.frombuffer(octets, dtype=torch.uint8)
 
 
 def _address(generator: torch.Generator) -> int:
