@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.capture import module_tree_cache as known_layouts
 from retape.torch.capture.call import capture_call
+from retape.torch.capture.module_tree import TREES
 from support.comparing import as_region, by_values, every_way, leaf, same_as_plain
 
 
@@ -254,11 +254,11 @@ def found(function, *args):
 def test_a_known_layout_finds_what_a_new_walk_finds(change):
     net, x = Net(), leaf()
     warm(net, x)
-    assert known_layouts.known_layout(net) is not None
+    assert TREES.layout_of(net) is not None
     held = found(net, x)
     change(net)
     known = found(net, x)
-    known_layouts._LAYOUTS.clear()
+    TREES.forget(net)
     assert known[1] == found(net, x)[1]
     if change in STRUCTURE:
         assert known[1] != held[1]
@@ -329,16 +329,14 @@ def test_a_write_to_what_came_after_the_walk_is_noticed(change):
             out.sum().backward()
 
 
-def test_a_known_layout_is_not_walked_again(monkeypatch):
-    net, x, walks = Net(), leaf(), []
-    walk = known_layouts._walked
-    monkeypatch.setattr(known_layouts, "_walked", lambda *args: walks.append(args[0]) or walk(*args))
+def test_a_known_layout_is_not_walked_again():
+    net, x, before = Net(), leaf(), TREES.walks
     warm(net, x)
     warm(net, x)
-    assert len(walks) == 1
+    assert TREES.walks == before + 1
     add_attribute(net)
     warm(net, x)
-    assert len(walks) == 2
+    assert TREES.walks == before + 2
 
 
 def test_roots_that_overlap_are_held_once():

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.capture import module_tree_cache as known_layouts
 from retape.torch.capture.call import capture_call
 from retape.torch.capture.containers import DictHolder
+from retape.torch.capture.module_tree import TREES
 from retape.torch.engine.entrance import run_region
 from retape.torch.engine.region import Region
 from support.comparing import Notes, as_region, every_way, leaf, refuses, same_as_plain
@@ -140,10 +140,10 @@ def found(module, *inputs):
 
 
 def by_a_walk(module, *inputs):
-    kinds = known_layouts.known_layout(module).kinds
-    known_layouts._LAYOUTS.clear()
+    kinds = TREES.layout_of(module).kinds
+    TREES.forget(module)
     call, met = found(module, *inputs)
-    known_layouts.known_layout(module).kinds = kinds
+    TREES.layout_of(module).kinds = kinds
     return call, {**met, "kinds": id(kinds)}
 
 

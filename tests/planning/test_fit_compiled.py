@@ -8,7 +8,7 @@ from torch import nn
 
 import retape
 from retape import Budget
-from retape.torch.capture.opaque import CompiledCall
+from retape.torch.capture.functions import CompiledCall
 from retape.torch.compat.compiler_internals import compiler_is_on
 from retape.torch.engine.region import Region
 from retape.torch.planning import attach

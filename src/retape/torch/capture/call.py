@@ -1,10 +1,9 @@
 """What a call reads: its tensors at any depth, the modules and closures behind it, and how to call it once more.
 
-`capture_call` walks a function and its arguments once. The result can be called again as if at the first time: containers
-of arguments are rebuilt, closure variables and globals are the ones of then, and what modules, lists and dicts held then can
-be put back (`containers.py`). The tensors that it found are version-checked before that (`mutation.py`). Ordinary objects are
-followed for their tensors alone. Everything that can be reached is walked, whatever its size: where that is very much, a
-warning says so once.
+`capture_call` walks a function and its arguments once. The result can be called again with the same state: containers of arguments
+are rebuilt, closure variables and globals are those of the first run, and what modules, lists and dicts held can be put back
+(`containers.py`). A `Snapshot` checks versions of the tensors before that. Ordinary objects are followed for their tensors alone.
+Everything reachable is walked; a warning is logged once where that is more than 100,000 objects.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import logging
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from retape.torch.capture.code_names import RRELU, names_of_function
 from retape.torch.capture.containers import (
     ATOMS,
     BLANKS,
@@ -36,15 +35,19 @@ from retape.torch.capture.containers import (
     tracked,
     tracked_item,
 )
-from retape.torch.capture.decisions import may_decide
-from retape.torch.capture.function_copy import NEVER_READ, as_of_now
-from retape.torch.capture.module_tree import Tree
-from retape.torch.capture.module_tree_cache import read_tree
-from retape.torch.capture.opaque import CompiledCall, Opaque
+from retape.torch.capture.functions import (
+    NEVER_READ,
+    RRELU,
+    CompiledCall,
+    Opaque,
+    frozen_copy,
+    may_decide,
+    names_of_function,
+)
+from retape.torch.capture.module_tree import TREES, ModuleTree
+from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
 from retape.torch.model_libraries import LIBRARIES
-
-_MANY_OBJECTS = 100_000  # walking them takes about 0.1 s for each call of a region
 
 
 class Leaf:
@@ -66,7 +69,7 @@ _NOTHING: frozenset[int] = frozenset()
 class Call:
     """A function and its arguments as they were, and everything that the walk met on the way."""
 
-    # What most calls leave as it is has its value here: setting two dozen fields is what making one costs.
+    # Defaults of fields that most calls never set: a region captures one call per forward.
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] = {}  # noqa: RUF012 - never changed, only replaced
@@ -74,16 +77,16 @@ class Call:
     only_tensors = False  # every argument is a tensor
     has_switches = False  # some argument is a plain value
     roots: tuple[nn.Module, ...] = ()
-    modules: list[nn.Module] = []  # noqa: RUF012 - so is this
-    kinds: dict[Any, frozenset[int]] | None = None  # what calls of the first root are known to change
-    only_parameters = True  # `state` holds nothing else
+    modules: list[nn.Module] = []  # noqa: RUF012 - never changed, only replaced
+    kinds: dict[Any, frozenset[int]] | None = None  # tensors that calls of the first root are known to change
+    only_parameters = True  # `state` holds parameters alone
     switches: tuple[bool, ...] = ()  # plain truth values in fields of modules
     generators: tuple[Any, ...] = ()
-    codes: tuple[Any, ...] = ()  # of functions met, to tell apart what one wrapper wraps
-    fills_what_it_saved = False  # it runs `rrelu`: autograd saves an output of it before its kernel has filled it
-    decides = False  # its code names an op that decides (`decisions.py`)
+    codes: tuple[Any, ...] = ()  # of functions met: one wrapper may wrap several
+    fills_what_it_saved = False  # it may run `rrelu`, whose output autograd saves before the kernel has filled it
+    decides = False  # its code names a function that decides (`decisions.py`)
     renormalised: frozenset[int] = _NOTHING  # parameters that their own module writes to in its forward
-    # Buffers that their module writes to, though its first batch may leave them as they are.
+    # Buffers that their module writes to, though its first batch may not change their values.
     statistics: frozenset[int] = _NOTHING
     twins: tuple[tuple[int, int], ...] = ()  # places that hold the same tensor: code asks `q is k`
     fsdp = False
@@ -93,9 +96,9 @@ class Call:
     holders: list[Any]
     _placed: list[Any]
     _seen: set[int]
+    _warned: ClassVar[set[str]] = set()  # names of functions that reach too many objects
 
-    def begin(self) -> None:
-        """Have room for what a walk meets."""
+    def __init__(self) -> None:
         self.tensors, self.extras, self.state = [], [], []
         self.holders, self._placed, self._seen = [], [], set()
         self._pending: list[Any] = []
@@ -104,10 +107,10 @@ class Call:
     # --- arguments ----------------------------------------------------------------------------------------------
 
     def take(self, value: Any, inside: tuple[int, ...] = ()) -> Any:
-        """Note what an argument holds; return what stands for it when the call is rebuilt. `inside`: the containers around it."""
+        """Add the tensors of an argument; return its template for rebuilding the call. `inside`: ids of containers around it."""
         if isinstance(value, Tensor):
-            # One for each place, though the same tensor may stand in several: how many a nested region saves must not
-            # depend on which tensors are one object, since in a re-run they may be an argument and its closure's twin.
+            # One entry for each place, though several may hold one tensor: the number that a nested region saves must not depend
+            # on which tensors are one object, since in a re-run they may be an argument and its copy in a closure.
             index = len(self.tensors)
             self.tensors.append(value)
             return _LEAVES[index] if index < len(_LEAVES) else Leaf(index)
@@ -138,22 +141,25 @@ class Call:
 
     @property
     def places(self) -> list[tuple[Any, Any]]:
-        """Where the tensors of `state` stand: in which container, under which key."""
+        """The container and the key of each tensor of `state`."""
         found: list[tuple[Any, Any]] = []
         for place in self._placed:
-            found += place.places() if isinstance(place, Tree) else [place]
+            found += place.places() if isinstance(place, ModuleTree) else [place]
         return found
 
     @property
     def is_lazy(self) -> bool:
-        """Whether a parameter has no shape yet: the first call of a lazy module makes it."""
+        """True if a parameter has no shape yet: the first call of a lazy module makes it."""
         return not self.only_parameters and any(map(is_lazy, self.state))
 
     def meet(self, value: Any) -> None:
-        """Note what the function can reach through `value`, other than through its arguments."""
+        """Add what the function can reach through `value`, other than through its arguments."""
+        self._meet_all((value,))
+
+    def _meet_all(self, values: Sequence[Any]) -> None:
         pending = self._pending
-        pending.append(value)
-        if len(pending) > 1 or self._walking:
+        pending.extend(values if len(values) == 1 else reversed(values))
+        if self._walking:
             return
         self._walking = True
         try:
@@ -162,48 +168,80 @@ class Call:
         finally:
             self._walking = False
             pending.clear()
-        if len(self._seen) > _MANY_OBJECTS:
-            _say_many(self, len(self._seen))
+        if len(self._seen) > TUNING.many_objects:
+            self._warn_many(len(self._seen))
+
+    def _warn_many(self, count: int) -> None:
+        """Log once that very many objects can be reached through a function."""
+        name = getattr(getattr(self, "function", None), "__qualname__", "") or "a region's function"
+        if name not in self._warned:
+            self._warned.add(name)
+            _LOG.warning(
+                "retape: %s can reach %d objects through its closure, globals or attributes, and all are looked at in each call. "
+                "Pass what it needs as arguments.",
+                name,
+                count,
+            )
 
     def _visit(self, value: Any) -> None:
-        if type(value) in ATOMS or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, Tensor):
-            self.extras.append(value)
-        elif isinstance(value, nn.Module):
-            self.roots += (value,)
-            self._meet_modules(value)
-        elif is_generator(value):
-            self.generators += (value,)
-        elif isinstance(value, (dict, list, deque)):
-            self._meet_container(value)
-        else:
-            try:
-                self._meet_other(value)
-            except Exception:  # code of the user's ran (a property, __getattr__) and refused: it is not followed
-                return
+        kind: Any = type(value)
+        visit = _visitor_of(kind)
+        if visit is not None and id(value) not in self._seen:
+            self._seen.add(id(value))
+            visit(self, value)
 
-    def _meet_other(self, value: Any) -> None:
-        if isinstance(value, types.FunctionType):
-            self.codes += (value.__code__,)
-            names = names_of_function(value)
-            self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
-            self.decides = self.decides or may_decide(names)
-        for inner in _reachable(value):
-            self.meet(inner)
-        if isinstance(value, _NOT_FOLLOWED) or type(value).__module__.startswith("torch."):
-            return  # PyTorch's own objects (FSDP's state, process groups) keep their own record
-        if type(getattr(value, "__dict__", None)) is dict:
-            follow = self._meet_state if LIBRARIES.restores_plain_fields(type(value)) else self._follow
-            follow(value.__dict__)
-        elif hasattr(type(value), "__slots__"):
-            self._meet_slots(value)
+    def _visit_posing(self, value: Any) -> None:
+        """Visit a weak proxy, or an object whose class is what it says."""
+        try:
+            kind: Any = value.__class__
+        except Exception:  # user code raised, or the object of a weak proxy is gone
+            return
+        visit = _visitor_of(kind)
+        if visit is not None and visit is not Call._visit_posing:
+            visit(self, value)
+
+    def _visit_tensor(self, tensor: Tensor) -> None:
+        self.extras.append(tensor)
+
+    def _visit_module(self, module: nn.Module) -> None:
+        self.roots += (module,)
+        self._meet_modules(module)
+
+    def _visit_generator(self, generator: Any) -> None:
+        self.generators += (generator,)
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        self.codes += (function.__code__,)
+        names = names_of_function(function)
+        self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
+        self.decides = self.decides or may_decide(names)
+        self._meet_all(_behind_function(function))
+
+    def _visit_wrapper(self, value: Any) -> None:
+        """Visit the function and the object behind a method, a partial or a compiled call."""
+        if isinstance(value, types.MethodType):
+            self._meet_all((value.__self__, value.__func__))
+        elif isinstance(value, functools.partial):
+            self._meet_all((value.func, value.args, value.keywords))
+        elif type(value) is CompiledCall:
+            self.meet(value.__self__)
+
+    def _visit_object(self, value: Any) -> None:
+        try:
+            if isinstance(value, (tuple, set, frozenset)):
+                self._meet_all(tuple(value))
+            if type(getattr(value, "__dict__", None)) is dict:
+                follow = self._meet_state if LIBRARIES.restores_plain_fields(type(value)) else self._follow
+                follow(value.__dict__)
+            elif hasattr(type(value), "__slots__"):
+                self._meet_slots(value)
+        except Exception:  # user code (a property, __getattr__) raised: the object is not followed
+            return
 
     def _meet_modules(self, root: nn.Module, *, last: bool = False) -> None:
-        """Note what a tree of modules holds; after the `last` one nothing is met that could be a part of it."""
+        """Add what a tree of modules holds; nothing that could be a part of it is met after the `last` one."""
         seen = self._seen
-        tree, scripted = read_tree(root, seen, fsdp=self.fsdp)
+        tree, scripted = TREES.read(root, seen, fsdp=self.fsdp)
         for module in scripted:
             seen.add(id(module))
             self.modules = [*self.modules, module]
@@ -229,30 +267,30 @@ class Call:
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
         others, tree.others = tree.others, ()
-        for value in others:
-            self.meet(value)
+        if others:
+            self._meet_all(others)
 
     def _follow(self, container: dict[Any, Any]) -> None:
-        """A dict that is no module's: its tensors count, its plain values are the user's own."""
+        """Add a dict that is no module's: its tensors count, its plain values are the user's own."""
         holder = DictHolder(container)
         self.holders.append(holder)
-        if ATOMS.issuperset(map(type, container.values())):
-            holder.blanks = container.copy()
-            return
-        for key, value in list(container.items()):
+        holder.blanks = blanks = dict(container)
+        for key, value in [item for item in container.items() if type(item[1]) not in ATOMS]:
             kind = type(value)
             if isinstance(value, Tensor):
+                del blanks[key]
                 self._place(container, key, value)
                 holder.then[key] = tracked(value)
             elif kind is tuple and holds_tensor(value):
+                del blanks[key]
                 holder.then[key] = tracked_item(value)
                 self.meet(value)
             elif kind in BLANKS:
-                holder.blanks[key] = value
-                if kind not in ATOMS:
-                    self.meet(value)
-            elif kind is not types.FunctionType:
                 self.meet(value)
+            else:
+                del blanks[key]
+                if kind is not types.FunctionType:
+                    self.meet(value)
 
     def _meet_state(self, fields: dict[str, Any]) -> None:
         """Follow an object whose plain fields describe its tensors: the dicts behind it are restored whole."""
@@ -272,7 +310,7 @@ class Call:
         for name in names:
             self.meet(getattr(value, name, None))
 
-    def _meet_container(self, value: Any) -> None:
+    def _visit_container(self, value: Any) -> None:
         if isinstance(value, (list, deque)) and type(value).__iter__ in (list.__iter__, deque.__iter__):
             holder = ListHolder(value)
             self.holders.append(holder)
@@ -300,13 +338,13 @@ class Call:
         return name_of(self.function)
 
     def function_again(self) -> Callable[..., Any]:
-        """The function over variables of its own: a re-run may write to them, and the next one must not see that."""
-        return as_of_now(self.function) if type(self.function) is types.FunctionType else self.function
+        """Return the function over variables of its own: a re-run may write to them, which the next one must not see."""
+        return frozen_copy(self.function) if type(self.function) is types.FunctionType else self.function
 
     # --- the call, once more ------------------------------------------------------------------------------------
 
     def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keywords with `tensors` in their places, in containers of their own."""
+        """Return arguments and keywords with `tensors` in their places, in containers of their own."""
         if self.only_tensors:
             return tuple(tensors), {}
         if self.plain:
@@ -321,7 +359,7 @@ class Call:
 
 
 class _AsIs:
-    """A value that is handed to a re-run as it is."""
+    """A value that is passed to a re-run as it is."""
 
     __slots__ = ("value",)
 
@@ -330,7 +368,7 @@ class _AsIs:
 
 
 class _Rebuilt:
-    """A dataclass whose fields are taken one by one."""
+    """A dataclass whose fields are rebuilt one by one."""
 
     __slots__ = ("fields", "original")
 
@@ -345,23 +383,49 @@ class _Rebuilt:
         return twin
 
 
-# Objects whose attributes say nothing about what a forward reads.
+# Classes of objects whose attributes say nothing about what a forward reads.
 _NOT_FOLLOWED = (
     type,
     types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
-    functools.partial,
     logging.Logger,
     torch.optim.Optimizer,
     Opaque,
 )
 
 
-def is_generator(value: Any) -> bool:
-    """Whether a value draws random numbers: torch's, Python's or numpy's generator objects."""
-    kind = type(value)
-    if kind is torch.Generator or isinstance(value, random.Random):
+_Visitor = Callable[[Call, Any], None]
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+
+
+@functools.lru_cache(maxsize=4096)
+def _visitor_of(kind: type) -> _Visitor | None:
+    """Return the method that visits objects of a class, or None where no state is reached through them."""
+    if kind in ATOMS:
+        return None
+    if kind in _PROXIES or any("__class__" in vars(base) for base in kind.__mro__[:-1]):
+        return Call._visit_posing
+    if _is_generator(kind):
+        return Call._visit_generator
+    for classes, visitor in _VISITORS:
+        if issubclass(kind, classes):
+            return visitor
+    # PyTorch's own objects (FSDP's state, process groups) keep their own record.
+    return None if kind.__module__.startswith("torch.") else Call._visit_object
+
+
+_VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
+    (Tensor, Call._visit_tensor),
+    (nn.Module, Call._visit_module),
+    ((dict, list, deque), Call._visit_container),
+    (types.FunctionType, Call._visit_function),
+    ((types.MethodType, functools.partial, CompiledCall), Call._visit_wrapper),
+    (_NOT_FOLLOWED, None),
+)
+
+
+def _is_generator(kind: type) -> bool:
+    """True for the classes of torch's, Python's and numpy's random generators."""
+    if kind is torch.Generator or issubclass(kind, random.Random):
         return True
     return str(getattr(kind, "__module__", "")).startswith("numpy.random") and kind.__name__ in (
         "Generator",
@@ -376,22 +440,8 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple([f"_{owner}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names])
 
 
-def _reachable(value: Any) -> Iterable[Any]:
-    """What stands directly behind a tuple, a set, a function or a method."""
-    if isinstance(value, types.FunctionType):
-        return _behind_function(value)
-    if isinstance(value, types.MethodType):
-        return (value.__self__, value.__func__)
-    if type(value) is CompiledCall:
-        return (value.__self__,)
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
-    if isinstance(value, (tuple, set, frozenset)):
-        return value
-    return ()
-
-
 def _behind_function(function: types.FunctionType) -> list[Any]:
+    """Return the values of a function's closure, defaults and globals."""
     found: list[Any] = []
     for cell in function.__closure__ or ():
         try:
@@ -414,7 +464,7 @@ def _behind_function(function: types.FunctionType) -> list[Any]:
 
 
 def _fields_of(value: Any) -> list[tuple[str, Any]]:
-    """What a dataclass holds, whether it keeps it in a dict or in slots."""
+    """Return the fields of a dataclass, which are in a dict or in slots."""
     if hasattr(value, "__dict__"):
         return list(vars(value).items())
     names = [field.name for field in dataclasses.fields(value)]
@@ -426,22 +476,6 @@ _CONTAINERS = (list, tuple, dict, deque, _Rebuilt, _AsIs)
 
 def _holds_no_container(taken: Iterable[Any]) -> bool:
     return not any(type(value) is not Leaf and isinstance(value, _CONTAINERS) for value in taken)
-
-
-_SAID: set[str] = set()  # in this process
-
-
-def _say_many(call: Call, count: int) -> None:
-    """Warn once of a call through which very many objects can be reached."""
-    name = getattr(getattr(call, "function", None), "__qualname__", "") or "a region's function"
-    if name not in _SAID:
-        _SAID.add(name)
-        _LOG.warning(
-            "retape: %s can reach %d objects through its closure, globals or attributes, and all are looked at in each call. "
-            "Pass what it needs as arguments.",
-            name,
-            count,
-        )
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -460,14 +494,14 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def twins_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """The places of tensors that stand elsewhere before, with the first such place."""
+    """Return the places of tensors that were met before, each with the first place of the same tensor."""
     first: dict[int, int] = {}
     pairs = [(index, first.setdefault(id(tensor), index)) for index, tensor in enumerate(tensors)]
     return tuple([pair for pair in pairs if pair[0] != pair[1]])
 
 
 def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
-    """Walk a function and its arguments."""
+    """Walk a function and its arguments; return everything that the call reads."""
     while type(function) is functools.partial:
         arguments = (*function.args, *arguments)
         keywords = {**function.keywords, **keywords}
@@ -475,7 +509,6 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     fsdp = internals.FSDP_STATE in _IMPORTED and internals.fsdp_in_use()
     called = whose_call(function) if type(function) is types.MethodType else function
     call = Call()
-    call.begin()
     call.fsdp = fsdp
     call.arguments = tuple([call.take(value) for value in arguments])
     call.only_tensors = _ONLY_LEAVES.issuperset(map(type, call.arguments))
@@ -493,12 +526,12 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.function = function
         return call
     call.meet(function)
-    call.function = as_of_now(function) if type(function) is types.FunctionType else function
+    call.function = frozen_copy(function) if type(function) is types.FunctionType else function
     return call
 
 
 def whose_call(method: types.MethodType) -> Any:
-    """The module whose call a method is, as its class has it, if nothing else stands behind it; else the method."""
+    """Return the module that a method calls, if the method reaches nothing beside it; else the method."""
     owner, function = method.__self__, method.__func__
     if type(function) is not types.FunctionType or not isinstance(owner, nn.Module):
         return method
@@ -511,7 +544,7 @@ def whose_call(method: types.MethodType) -> Any:
 
 
 _MODULE_CALL = nn.Module.__call__
-_BEHIND_EVERY_CALL = (type, logging.Logger)  # the class itself, for `super()`, and what only writes
+_BEHIND_EVERY_CALL = (type, logging.Logger)  # the class itself, for `super()`, and loggers
 
 
 def _put_back(value: Any, tensors: list[Tensor]) -> Any:

@@ -20,13 +20,6 @@ from torch.utils import _pytree as pytree
 from retape.torch.capture.host_access import TransparentMode
 from retape.torch.compat import internals
 
-_NAMES = frozenset(
-    {
-        *("topk", "kthvalue", "argmax", "argmin", "sort", "argsort", "msort", "nonzero", "nonzero_static", "argwhere"),
-        *("multinomial", "item", "tolist", "searchsorted", "bucketize", "unique", "masked_select", "gumbel_softmax"),
-        *("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"),
-    }
-)
 _COMPARISONS = frozenset(
     {
         *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal", "not_equal"),
@@ -47,11 +40,6 @@ _FUNCTIONS = frozenset(
 _ALL = _COMPARISONS | _READS | _FUNCTIONS
 _SHARE = 8  # a result larger than one in so many parts of the region's inputs is not recorded
 _ALWAYS_BYTES = 64 * 1024  # a result up to this size always is
-
-
-def may_decide(names: frozenset[str]) -> bool:
-    """True if code that mentions these names may decide something."""
-    return not _NAMES.isdisjoint(names)
 
 
 # --- recording and repeating ----------------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
-"""The layout of a tree of modules: where its fields, parameters, buffers and children stand, found once and then confirmed.
+"""What a tree of modules holds, read quickly: its layout is found once by a walk, and confirmed in every later call.
 
-A region must know, each time, everything that its modules hold. Which places there are hardly ever changes, so the walk that
-finds them is kept for each root module. The next call reads all fields of all modules in one sweep, in C, and compares names,
-types and the identity of every child with those of the walk; where anything differs, the tree is walked anew. A layout knows
-places and no values: what stands in them is read each time. It holds modules weakly, and so keeps nothing alive.
+A region must know, each time, everything that its modules hold. The places (fields, parameters, buffers, children) rarely change, so
+`ModuleTrees` keeps the layout of each root module that was walked. The next call reads the fields of all modules in one sweep, in C,
+and compares names, types and the identity of every child with those of the walk; where anything differs, the tree is walked again. A
+layout knows places and no values, and refers to modules weakly, so it keeps nothing alive.
 
-Which layouts are known is in `module_tree_cache.py`. Functions, arguments and other objects are in `call.py`, what one module held and
-how it is put back in `containers.py`.
+Not here: functions, arguments and other objects (`call.py`); one module's fields and how they are put back (`containers.py`).
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from functools import partial
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from retape.torch.capture.code_names import RRELU, names_of_class
 from retape.torch.capture.containers import ATOMS, OWN_FIELDS, ModuleHolder, tracked
-from retape.torch.capture.decisions import may_decide
+from retape.torch.capture.functions import RRELU, may_decide, names_of_class
 from retape.torch.compat import internals
 
 _PARAMETER = frozenset({nn.Parameter})
 _HELD = ("_buffers", "_modules", "_parameters")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_SETTINGS = ATOMS | {types.FunctionType}
+_SETTINGS = ATOMS | {types.FunctionType, types.BuiltinFunctionType, type}
 _flat = chain.from_iterable
 # Of `dict` itself: an OrderedDict's own are slower, and the order is the same one each time.
 _values = dict.values
@@ -36,40 +35,44 @@ _keys = dict.keys
 _vars: Callable[[Any], dict[str, Any]] = vars
 
 
-class Layout:
-    """Where everything stands in a tree of modules. A number counts through the fields that matter of all modules ("field"
-    numbers), or through all entries of their buffers, children and parameters ("held" numbers).
+class TreeLayout:
+    """The places of everything in a tree of modules.
+
+    A number counts through the relevant fields of all modules ("field" numbers), or through all entries of their buffers, children
+    and parameters ("held" numbers).
     """
 
     __slots__ = (
         "_children",
         "_expected",
+        "_field_types",
         "_filled",
         "_held_types",
         "_names_filled",
-        "_pick_fields",
+        "_object_types",
+        "_pick_by_owner",
+        "_pick_tuples",
         "_root_type",
+        "_tuples",
         "_weak",
         "all_tensors",
-        "content",
         "decides",
-        "field_keys",
         "field_lengths",
+        "field_names",
         "field_places",
-        "field_types",
         "fills_what_it_saved",
-        "has_objects",
-        "held_keys",
+        "followed_count",
         "held_lengths",
-        "hooks",
+        "held_places",
         "is_simple",
         "kinds",
-        "object_types",
+        "object_places",
         "only_parameters",
-        "others",
+        "pick_content",
+        "pick_hooks",
         "pick_switches",
         "renormalised",
-        "settings",
+        "setting_numbers",
         "statistics",
         "tensor_fields",
         "tensor_numbers",
@@ -80,7 +83,7 @@ class Layout:
     def __init__(self, modules: list[nn.Module], *, with_parameters: bool) -> None:
         # FSDP itself exchanges sharded for gathered parameters, in the forward and again in the re-run.
         self.with_parameters = with_parameters
-        # What calls of the root are known to change (see `mutation.py`), once the layout is kept.
+        # Tensors that calls of the root are known to change (`snapshot.py`), by kind of call; set once the layout is kept.
         self.kinds: dict[Any, frozenset[int]] | None = None
         self._root_type = type(modules[0])
         self._weak = [weakref.ref(module) for module in modules[1:]]
@@ -88,59 +91,62 @@ class Layout:
         self.fills_what_it_saved = nn.RReLU in map(type, modules) or not RRELU.isdisjoint(names)
         self.decides = may_decide(names)
         fields = list(map(_vars, modules))
-        self.field_keys: list[str] = list(_flat(fields))
+        self.field_names = list(map(tuple, fields))
         self.field_lengths = list(map(len, fields))
         now = self._sort_fields(fields)
-        content = now[self.content]
+        content = self.pick_content(now)
         held = list(_flat(map(_values, content)))
-        self.held_keys: list[Any] = list(_flat(map(_keys, content)))
         self.held_lengths = list(map(len, content))
-        # Most of those dicts are empty: the others are looked into.
+        self.held_places = list(_owned(content))  # the number of the dict, and the key
+        # Most of the dicts are empty.
         self._filled = _picker([number for number, length in enumerate(self.held_lengths) if length])
-        self._names_filled = [tuple(part) for part in content if part]
+        self._names_filled = list(_flat(content))
         self._held_types = list(map(type, held))
         self._sort_held(modules, held)
-        self._find_written(modules, list(_owned(content)))
+        self._find_written(modules)
         self.is_simple = self.only_parameters and not (
-            self.has_objects or self.renormalised or self.statistics or self.fills_what_it_saved or self.decides
+            self.object_places or self.renormalised or self.statistics or self.fills_what_it_saved or self.decides
         )
 
-    def _sort_fields(self, fields: list[dict[str, Any]]) -> tuple[Any, ...]:
-        """Which fields matter: settings, tensors among them, dicts, objects to be followed; and what stands in them.
+    def _sort_fields(self, fields: list[dict[str, Any]]) -> list[Any]:
+        """Find the relevant fields: settings, tensors, dicts, and objects to be followed. Return the values of the first three.
 
-        What else `nn.Module` itself keeps is no concern.
+        Other fields of `nn.Module` itself are ignored.
         """
-        settings: list[tuple[int, str]] = []
+        self.field_places: list[tuple[int, str]] = []
+        self._pick_by_owner = []
         objects: list[tuple[int, str]] = []
         modules: list[tuple[int, str]] = []
         for owner, part in enumerate(fields):
+            keys: list[str] = []
             for key, value in part.items():
                 if key in OWN_FIELDS and key != "training":
                     continue
-                if type(value) in _SETTINGS or isinstance(value, Tensor):
-                    settings.append((owner, key))
+                if type(value) in _SETTINGS or _is_plain_tuple(value) or isinstance(value, Tensor):
+                    keys.append(key)
                 else:
                     (modules if isinstance(value, nn.Module) else objects).append((owner, key))
-        owners = range(len(fields))
-        dicts = [(owner, key) for keys in (_HELD, _HOOKS) for owner in owners for key in keys]
-        # What a tree holds, to compare by identity, comes first; objects, which it must not keep alive, come last.
-        self.field_places = places = [*settings, *dicts, *objects, *modules]
-        first = len(settings)
-        middle, last = first + len(_HELD) * len(fields), first + len(dicts)
-        self.settings, self.content, self.hooks = slice(0, first), slice(first, middle), slice(middle, last)
-        self.others, self.has_objects = slice(last, last + len(objects)), bool(objects or modules)
-        at = {place: number for number, place in enumerate(_owned(fields))}
-        self._pick_fields = itemgetter(*[at[owner, key] for owner, key in places])
+            keys += (*_HELD, *_HOOKS)
+            self.field_places += [(owner, key) for key in keys]
+            self._pick_by_owner.append(itemgetter(*keys))
+        # A tree must not keep objects alive, so they are read one by one. Modules among them are no children: not followed.
+        self.object_places, self.followed_count = objects + modules, len(objects)
+        self._object_types = [type(fields[owner][key]) for owner, key in self.object_places]
         now = self.look(fields)
         assert now is not None
-        self.field_types = list(map(type, now))
-        self.object_types = self.field_types[last:]
-        self.pick_switches = _picker([number for number in range(first) if type(now[number]) is bool])
-        self.tensor_fields = [number for number in range(first) if isinstance(now[number], Tensor)]
+        numbered = list(enumerate(self.field_places))
+        self.pick_content = itemgetter(*[number for number, (_, key) in numbered if key in _HELD])
+        self.pick_hooks = itemgetter(*[number for number, (_, key) in numbered if key in _HOOKS])
+        self.setting_numbers = settings = [n for n, (_, key) in numbered if key not in _HELD and key not in _HOOKS]
+        self._field_types = list(map(type, now))
+        self.pick_switches = _picker([number for number in settings if type(now[number]) is bool])
+        tuples = [number for number in settings if type(now[number]) is tuple]
+        self._pick_tuples, self._tuples = _picker(tuples), [now[number] for number in tuples]
+        self.tensor_fields = [number for number in settings if isinstance(now[number], Tensor)]
         return now
 
     def _sort_held(self, modules: list[nn.Module], held: list[Any]) -> None:
-        """Which entries are tensors, and which child is which module."""
+        """Find the entries that are tensors, and the module that each child is."""
         index = {id(module): number for number, module in enumerate(modules)}
         children = [number for number, value in enumerate(held) if id(value) in index]
         self._children = _picker(children)
@@ -152,209 +158,231 @@ class Layout:
         self.only_parameters = not self.tensor_fields and _PARAMETER.issuperset(map(type, found))
         self.all_tensors = self.only_parameters and len(tensors) == len(held)
 
-    def _find_written(self, modules: list[nn.Module], entries: list[tuple[int, Any]]) -> None:
-        """What modules write to by themselves: the statistics of norms, the rows of an embedding that scales them."""
-        self.statistics: list[
-            tuple[int, list[int]]
-        ] = []  # the number of the `training` flag, the buffers' held numbers
+    def _find_written(self, modules: list[nn.Module]) -> None:
+        """Find tensors that modules write to themselves: statistics of norms, rows that an embedding renormalises."""
+        # The field number of the `training` flag, and the held numbers of the buffers.
+        self.statistics: list[tuple[int, list[int]]] = []
         self.renormalised: list[int] = []
         for owner, module in enumerate(modules):
             if isinstance(module, internals.NORMS) and (owner, "training") in self.field_places:
-                buffers = [n for n, (part, _) in enumerate(entries) if part == len(_HELD) * owner]
+                buffers = [n for n, (part, _) in enumerate(self.held_places) if part == len(_HELD) * owner]
                 self.statistics.append((self.field_places.index((owner, "training")), buffers))
             if module.__dict__.get("max_norm") is not None:
                 part = len(_HELD) * owner + _HELD.index("_parameters")
-                self.renormalised += [n for n, (other, _) in enumerate(entries) if other == part]
+                self.renormalised += [n for n, (other, _) in enumerate(self.held_places) if other == part]
 
-    def look(self, fields: list[dict[str, Any]]) -> tuple[Any, ...] | None:
-        """What stands in the fields that matter, or None if the modules have others."""
-        if list(_flat(fields)) != self.field_keys or list(map(len, fields)) != self.field_lengths:
+    def look(self, fields: list[dict[str, Any]]) -> list[Any] | None:
+        """Return the values of the relevant fields, objects left out, or None if the modules have other fields."""
+        # Every field is relevant but those of `nn.Module` itself: where none is missing, as many fields are the same fields.
+        if list(map(len, fields)) != self.field_lengths:
             return None
-        return self._pick_fields(list(_flat(map(_values, fields))))  # type: ignore[no-any-return]
+        try:
+            return list(_flat([pick(part) for pick, part in zip(self._pick_by_owner, fields, strict=True)]))
+        except KeyError:
+            return None
+
+    def objects_in(self, fields: list[dict[str, Any]]) -> list[Any] | None:
+        """Return the objects in fields of modules, or None if other types are there: a tensor may have come in the place of one."""
+        try:
+            objects = [fields[owner][key] for owner, key in self.object_places]
+        except KeyError:
+            return None
+        return objects if list(map(type, objects)) == self._object_types else None
 
     def held_in(self, content: tuple[dict[Any, Any], ...]) -> list[Any] | None:
-        """What stands in the dicts of buffers, children and parameters, or None if it has other names."""
+        """Return the entries of the dicts of buffers, children and parameters, or None if they have other names."""
         if list(map(len, content)) != self.held_lengths:
             return None
         filled = self._filled(content) if self._filled is not None else ()
-        if list(map(tuple, filled)) != self._names_filled:
+        if list(_flat(filled)) != self._names_filled:
             return None
         return list(_flat(map(_values, filled)))
 
-    def read(self, root: nn.Module) -> Tree | None:
-        """What the tree holds now, or None if it is not laid out like this any more."""
+    def read(self, root: nn.Module) -> ModuleTree | None:
+        """Return what the tree holds now, or None if it has another layout by now."""
         modules: list[Any] = [root, *[reference() for reference in self._weak]]
         try:
             fields: list[dict[str, Any]] = list(map(_vars, modules))
         except TypeError:  # one is gone
             return None
-        then = self.look(fields)
-        if then is None or list(map(type, then)) != self.field_types or type(root) is not self._root_type:
+        now = self.look(fields)
+        if now is None or list(map(type, now)) != self._field_types or type(root) is not self._root_type:
             return None
-        held = self.held_in(then[self.content])
+        objects = self.objects_in(fields) if self.object_places else []
+        if objects is None or not self._are_plain(now):
+            return None
+        held = self.held_in(self.pick_content(now))
         if held is None or list(map(type, held)) != self._held_types:
             return None
         children, expected = self._children, self._expected
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
-        return Tree(self, modules, fields, then, held)
+        tree = ModuleTree(self, modules, fields, now, held)
+        if objects:
+            tree.others = objects[: self.followed_count]
+        return tree
+
+    def _are_plain(self, now: list[Any]) -> bool:
+        """True if fields that held tuples of plain values still do; usually they hold the same tuples."""
+        if self._pick_tuples is None:
+            return True
+        tuples = self._pick_tuples(now)
+        return all(map(is_, tuples, self._tuples)) or all(map(_is_plain_tuple, tuples))
 
 
 Pick = Callable[[Any], Sequence[Any]]
 
 
+def _is_plain_tuple(value: Any) -> bool:
+    """True for a tuple of plain values, such as `normalized_shape` or `kernel_size`."""
+    return type(value) is tuple and ATOMS.issuperset(map(type, value))
+
+
 def _picker(numbers: list[int]) -> Pick | None:
-    """What takes the items with these numbers out of a list, in C."""
+    """Return a function that takes the items with these numbers out of a list, in C."""
     if not numbers:
         return None
     return itemgetter(*numbers) if len(numbers) > 1 else itemgetter(slice(numbers[0], numbers[0] + 1))
 
 
 def _owned(dicts: Any) -> Iterator[tuple[int, Any]]:
-    """Each key of some dicts, with the number of its dict."""
+    """Yield each key of some dicts, with the number of its dict."""
     for owner, each in enumerate(dicts):
         for key in _keys(each):
             yield owner, key
 
 
-class Tree:
-    """What a tree of modules held when a region first ran: a holder of them all."""
+class ModuleTree:
+    """What a tree of modules held when a region first ran; it puts all of it back for a re-run."""
 
-    # What most trees leave as it is has its value here: setting fields is what making one costs.
+    # Defaults of fields that most trees never set: a region makes one tree per forward.
     state: list[Tensor] = []  # noqa: RUF012 - never changed, only replaced
     switches: tuple[bool, ...] = ()
     others: Sequence[Any] = ()
     statistics: set[int] | None = None
     renormalised: set[int] | None = None
     _hook_copies: list[dict[Any, Any]] | None = None
-    _kept: Sequence[Any] | None = ()
+    _objects: list[Any] | None = None  # in fields when it was entered
     _entered: list[ModuleHolder] | None = None
-    _fields_are_as_then = True
+    _fields_are_unchanged = True
 
     def __init__(
         self,
-        layout: Layout,
+        layout: TreeLayout,
         modules: list[nn.Module],
         fields: list[dict[str, Any]],
-        then: tuple[Any, ...],
+        saved: list[Any],
         held: list[Any],
     ) -> None:
         self.layout = layout
         self.modules = modules
         self.fields = fields
+        self._saved = saved
+        self._held = held
         if layout.all_tensors:
             self.state = held
         elif layout.tensors is not None:
             self.state = list(layout.tensors(held))
         if layout.pick_switches is not None:
-            self.switches = layout.pick_switches(then)  # type: ignore[assignment]  # a part of a tuple is one
+            self.switches = tuple(layout.pick_switches(saved))
         if not layout.is_simple:
-            then = self._meet_rest(then, held)
-        self._then = then
-        self._held = held
-        if any(then[layout.hooks]):
+            if layout.renormalised:
+                self.renormalised = {id(held[number]) for number in layout.renormalised}
+            if not layout.only_parameters:
+                self._add_buffers()
+        if any(layout.pick_hooks(saved)):
             self._hook_copies = [hook.copy() for hook in self._hooks]
 
     @property
     def _content(self) -> tuple[dict[Any, Any], ...]:
-        """The dicts of children, buffers and parameters."""
-        return self._then[self.layout.content]
+        """The dicts of buffers, children and parameters."""
+        return self.layout.pick_content(self._saved)  # type: ignore[no-any-return]
 
     @property
     def _hooks(self) -> tuple[dict[Any, Any], ...]:
-        return self._then[self.layout.hooks]
+        return self.layout.pick_hooks(self._saved)  # type: ignore[no-any-return]
 
-    def _meet_rest(self, now: tuple[Any, ...], held: list[Any]) -> tuple[Any, ...]:
-        """Everything beside parameters and plain settings; returns what there is to compare with."""
-        layout = self.layout
-        self.others = now[layout.others]
-        if layout.renormalised:
-            self.renormalised = {id(held[number]) for number in layout.renormalised}
-        then = list(now[: layout.hooks.stop])
-        if not layout.only_parameters:
-            self._meet_buffers(then, held)
-        return tuple(then)
-
-    def _meet_buffers(self, then: list[Any], held: list[Any]) -> None:
-        """Buffers, and tensors in fields: some are statistics, and a history among them could close a cycle through the graph."""
-        layout = self.layout
+    def _add_buffers(self) -> None:
+        """Add buffers and tensors in fields, without their history, which could close a cycle through the graph."""
+        layout, saved, held = self.layout, self._saved, self._held
         if layout.statistics:
-            self.statistics = {id(held[n]) for flag, buffers in layout.statistics if then[flag] for n in buffers}
+            self.statistics = {id(held[n]) for flag, buffers in layout.statistics if saved[flag] for n in buffers}
         if layout.tensor_fields:
-            self.state = [*self.state, *[then[number] for number in layout.tensor_fields]]
-        for items, numbers in ((then, layout.tensor_fields), (held, layout.tensor_numbers)):
+            self.state = [*self.state, *[saved[number] for number in layout.tensor_fields]]
+        for items, numbers in ((saved, layout.tensor_fields), (held, layout.tensor_numbers)):
             for number in numbers:
                 if items[number].grad_fn is not None:
                     items[number] = tracked(items[number])
 
     def places(self) -> list[tuple[Any, Any]]:
-        """Where each tensor of `state` stands: in which dict, under which key."""
-        layout = self.layout
-        parts = _spread(self._content, layout.held_lengths)
+        """Return the dict and the key of each tensor of `state`."""
+        layout, content = self.layout, self._content
+        held = [layout.held_places[number] for number in layout.tensor_numbers]
         owned = [layout.field_places[number] for number in layout.tensor_fields]
         return [
-            *[(parts[number], layout.held_keys[number]) for number in layout.tensor_numbers],
+            *[(content[part], key) for part, key in held],
             *[(self.fields[owner], key) for owner, key in owned],
         ]
 
-    # --- as a holder ----------------------------------------------------------------------------------------------
+    # --- around a re-run -------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Put back what the modules held; usually they hold it still."""
+        """Put back what the modules held in the first run; usually they hold it still."""
         self._entered = None
-        if not self._is_as_then() or not self.layout.with_parameters:
+        if not self._is_unchanged() or not self.layout.with_parameters:
             self._entered = self._one_by_one()
             for holder in self._entered:
                 holder.enter()
 
     def leave(self) -> None:
         """Put back what they held when it was entered."""
-        holders, kept = self._entered, self._kept
+        holders, objects = self._entered, self._objects
         if holders is None:
-            if self._is_as_then():
-                self._kept = ()
+            unchanged = self._is_unchanged()
+            self._objects = None
+            if unchanged:
                 return
-            if self._fields_are_as_then and self._hooks_are_as_then():
-                self._kept = ()
+            if self._fields_are_unchanged and self._hooks_are_unchanged():
                 self._put_held_back()
                 return
-            holders = self._one_by_one()
-            for holder, values in zip(holders, self._by_owner(kept or ()), strict=True):
-                holder.entered_with(values)
-        self._entered, self._kept = None, ()
+            holders, layout = self._one_by_one(), self.layout
+            places, values = [*layout.field_places, *layout.object_places], [*self._saved, *(objects or ())]
+            for holder, each in zip(holders, self._by_owner(places, values), strict=True):
+                holder.entered_with(each)
+        self._entered = self._objects = None
         for holder in holders:
             holder.leave()
 
-    def _is_as_then(self) -> bool:
-        """Whether every module holds, by identity, what it held when the region first ran."""
-        layout = self.layout
-        self._kept = now = layout.look(self.fields)
-        # Of what must not be held the kind counts: a tensor may have come in its place.
-        if (
-            now is None
-            or not all(map(is_, self._then, now))
-            or (layout.has_objects and list(map(type, now[layout.hooks.stop :])) != layout.object_types)
-        ):
-            self._fields_are_as_then = False
+    def _is_unchanged(self) -> bool:
+        """True if every module holds, by identity, what it held when the region first ran."""
+        layout, fields = self.layout, self.fields
+        now = layout.look(fields)
+        unchanged = now is not None and all(map(is_, self._saved, now))
+        if unchanged and layout.object_places:
+            self._objects = layout.objects_in(fields)
+            unchanged = self._objects is not None
+        self._fields_are_unchanged = unchanged
+        if not unchanged:
             return False
-        self._fields_are_as_then = True
-        held = layout.held_in(now[layout.content])
-        return (
-            held is not None
-            and all(map(is_, held, self._held))
-            and (not any(now[layout.hooks]) if self._hook_copies is None else self._hooks_are_as_then())
-        )
+        held = layout.held_in(self._content)
+        return held is not None and all(map(is_, held, self._held)) and self._hooks_are_unchanged()
 
     def _put_held_back(self) -> None:
-        """The usual change by a re-run: it ran on copies of buffers."""
-        lengths = self.layout.held_lengths
-        pairs = zip(_slices(self.layout.held_keys, lengths), _slices(self._held, lengths), strict=True)
-        for part, (keys, values) in zip(self._content, pairs, strict=True):
-            if list(part) != keys or not all(map(is_, _values(part), values)):
-                part.clear()
-                part.update(zip(keys, values, strict=True))
+        """Put back entries of buffers, children and parameters: usually a re-run has replaced buffers by copies."""
+        layout, content = self.layout, self._content
+        now = layout.held_in(content)
+        if now is not None:
+            for number, (present, saved) in enumerate(zip(now, self._held, strict=True)):
+                if present is not saved:
+                    part, key = layout.held_places[number]
+                    content[part][key] = saved
+            return
+        for each, entries in zip(content, self._held_by_dict(), strict=True):
+            if list(each) != list(entries) or not all(map(is_, _values(each), entries.values())):
+                each.clear()
+                each.update(entries)
 
-    def _hooks_are_as_then(self) -> bool:
+    def _hooks_are_unchanged(self) -> bool:
         copies = self._hook_copies
         if copies is None:
             return not any(self._hooks)
@@ -364,40 +392,102 @@ class Tree:
         )
 
     def _one_by_one(self) -> list[ModuleHolder]:
-        """A holder for each module, of what it held then."""
-        layout = self.layout
-        settings = self._by_owner(self._then[layout.settings])
-        held = [
-            dict(zip(*part, strict=True))
-            for part in zip(
-                _slices(layout.held_keys, layout.held_lengths), _slices(self._held, layout.held_lengths), strict=True
-            )
-        ]
-        hooks = self._hook_copies or [{} for _ in self._hooks]
+        """Return a holder for each module, of what it held in the first run."""
+        layout, content, hooks = self.layout, self._content, self._hooks
+        numbers = layout.setting_numbers
+        settings = self._by_owner([layout.field_places[n] for n in numbers], [self._saved[n] for n in numbers])
+        held, saved_hooks = self._held_by_dict(), self._hook_copies or [{} for _ in hooks]
         holders = []
-        names = _slices(layout.field_keys, layout.field_lengths)
         for number, (fields, mine) in enumerate(zip(self.fields, settings, strict=True)):
-            # Children and hooks, buffers, parameters: the last of `_HELD` is left alone where FSDP exchanges them.
+            # Parameters, the last of `_HELD`, are left alone where FSDP exchanges them.
             parts = slice(len(_HELD) * number, len(_HELD) * (number + 1) - (not layout.with_parameters))
             both = slice(len(_HOOKS) * number, len(_HOOKS) * (number + 1))
-            dicts = (*self._content[parts], *self._hooks[both])
-            holders.append(ModuleHolder(fields, names[number], mine, dicts, [*held[parts], *hooks[both]]))
+            dicts, then = (*content[parts], *hooks[both]), [*held[parts], *saved_hooks[both]]
+            holders.append(ModuleHolder(fields, list(layout.field_names[number]), mine, dicts, then))
         return holders
 
-    def _by_owner(self, values: Sequence[Any]) -> list[dict[str, Any]]:
-        """The first so many of the fields that matter, as a dict for each module."""
+    def _held_by_dict(self) -> list[dict[Any, Any]]:
+        """Return the entries of each dict of buffers, children and parameters, as they were in the first run."""
+        found: list[dict[Any, Any]] = [{} for _ in self.layout.held_lengths]
+        for (part, key), value in zip(self.layout.held_places, self._held, strict=True):
+            found[part][key] = value
+        return found
+
+    def _by_owner(self, places: Sequence[tuple[int, str]], values: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return values of fields as a dict for each module."""
         found: list[dict[str, Any]] = [{} for _ in self.fields]
-        for (owner, key), value in zip(self.layout.field_places, values, strict=False):
+        for (owner, key), value in zip(places, values, strict=True):
             found[owner][key] = value
         return found
 
 
-def _slices(items: Sequence[Any], lengths: list[int]) -> list[list[Any]]:
-    """A list cut into pieces of these lengths."""
-    rest = iter(items)
-    return [list(islice(rest, length)) for length in lengths]
+class ModuleTrees:
+    """The layouts of the trees that were walked, each kept as long as its root lives."""
+
+    def __init__(self) -> None:
+        # By the id of the root: a look-up in a WeakKeyDictionary costs as much as the rest of reading a small tree.
+        self._layouts: dict[int, tuple[weakref.ref[nn.Module], TreeLayout]] = {}
+        self.walks = 0  # how often a tree was walked, for tests and reports
+
+    def layout_of(self, root: nn.Module) -> TreeLayout | None:
+        """Return the layout of the last walk from `root`, if it is kept."""
+        entry = self._layouts.get(id(root))
+        return entry[1] if entry is not None and entry[0]() is root else None
+
+    def forget(self, root: nn.Module) -> None:
+        """Walk the tree again in the next call."""
+        self._layouts.pop(id(root), None)
+
+    def read(self, root: nn.Module, seen: set[int], *, fsdp: bool) -> tuple[ModuleTree | None, Sequence[nn.Module]]:
+        """Return what a root and the modules below it hold, without those in `seen`; and scripted modules among them.
+
+        Scripted modules keep their tensors outside Python.
+        """
+        entry = self._layouts.get(id(root))
+        if entry is not None and entry[0]() is root and entry[1].with_parameters is not fsdp:
+            tree = entry[1].read(root)
+            if tree is not None and (len(seen) <= 1 or seen.isdisjoint(map(id, tree.modules[1:]))):
+                return tree, ()
+        return self._walk(root, seen, not fsdp)
+
+    def _walk(
+        self, root: nn.Module, seen: set[int], with_parameters: bool
+    ) -> tuple[ModuleTree | None, list[nn.Module]]:
+        self.walks += 1
+        found, modules, scripted, whole = [root], [], [], True
+        met = {id(root)}
+        for module in found:
+            fields = module.__dict__
+            if not isinstance(fields.get("_parameters"), dict):
+                scripted.append(module)
+                continue
+            modules.append(module)
+            for child in fields["_modules"].values():
+                if child is None or id(child) in met:
+                    continue
+                if id(child) in seen:
+                    whole = False
+                    continue
+                met.add(id(child))
+                found.append(child)
+        if not modules:
+            return None, scripted
+        layout = TreeLayout(modules, with_parameters=with_parameters)
+        if whole and not scripted:
+            self._keep(root, layout)
+        tree = layout.read(modules[0])
+        assert tree is not None
+        return tree, scripted
+
+    def _keep(self, root: nn.Module, layout: TreeLayout) -> None:
+        before, key = self.layout_of(root), id(root)
+        layout.kinds = before.kinds if before is not None else {}
+        self._layouts[key] = (weakref.ref(root, partial(self._drop, key)), layout)
+
+    def _drop(self, key: int, reference: weakref.ref[nn.Module]) -> None:
+        entry = self._layouts.get(key)
+        if entry is not None and entry[0] is reference:  # unless a new module has taken the id meanwhile
+            del self._layouts[key]
 
 
-def _spread(owners: Any, lengths: list[int]) -> list[Any]:
-    """Each owner as often as it has items."""
-    return [owner for owner, length in zip(owners, lengths, strict=True) for _ in range(length)]
+TREES = ModuleTrees()

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from retape.torch.capture.containers import ATOMS, OWN_FIELDS
-from retape.torch.capture.opaque import CompiledCall, Opaque
+from retape.torch.capture.functions import CompiledCall, Opaque
 from retape.torch.capture.settings_values import (
     EXACT,
     contents_of,

@@ -15,6 +15,8 @@ class CaptureTuning:
     max_copies: int = 256
     # Bytes. A table or a data set that a closure refers to: copying it could be what does not fit in memory.
     large_bytes: int = 256 * 1024 * 1024
+    # Objects reached by one call. Walking this many takes about 0.1 s, so a warning is logged.
+    many_objects: int = 100_000
 
 
 TUNING = CaptureTuning()

@@ -23,7 +23,7 @@ from retape.core.errors import IntegrationFailed, InvalidInput
 from retape.core.tableaux import Tableau, find_tableau
 from retape.torch.capture import rng
 from retape.torch.capture.call import capture_call
-from retape.torch.capture.opaque import Opaque
+from retape.torch.capture.functions import Opaque
 from retape.torch.loops.scan import while_loop
 from retape.torch.ode import steps
 from retape.torch.ode.control import Control, GridOptions, largest_rms_norm, read_adaptive, read_grid, rms_norm

@@ -20,7 +20,7 @@ from torch import nn
 
 from retape.core.assignment import Assignment, Choice, Passing
 from retape.core.problem import OptionKind
-from retape.torch.capture.opaque import CompiledCall
+from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.signature import Signature, elements, shapes, signature
 from retape.torch.compat import compiler_internals
 from retape.torch.engine import links

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from retape.torch.capture.call import capture_call
-from retape.torch.capture.opaque import CompiledCall
+from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.signature import Signature, signature, weights_signature
 from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine import links

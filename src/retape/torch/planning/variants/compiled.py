@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from retape.core.errors import UnsupportedTransform
-from retape.torch.capture.opaque import CompiledCall
+from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.signature import Signature, weights_signature
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.planning.attach import original_class

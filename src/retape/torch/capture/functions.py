@@ -1,0 +1,180 @@
+"""Functions that a call runs: the names that their code mentions, copies over variables of their own, and retape's own callables.
+
+Names say what a region may run, not what it runs, so that costly precautions are taken only where they may matter. Each code object
+is read once.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
+# Functions whose integer, boolean or Python results decide what is computed next (`decisions.py`).
+_DECIDING = frozenset(
+    {
+        *("topk", "kthvalue", "argmax", "argmin", "sort", "argsort", "msort", "nonzero", "nonzero_static", "argwhere"),
+        *("multinomial", "item", "tolist", "searchsorted", "bucketize", "unique", "masked_select", "gumbel_softmax"),
+        *("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"),
+    }
+)
+
+
+def may_decide(names: frozenset[str]) -> bool:
+    """True if code that mentions these names may decide something."""
+    return not _DECIDING.isdisjoint(names)
+
+
+# --- names in code ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def names_of_class(kind: type) -> frozenset[str]:
+    """Return the names in the methods of a module's class, and in the functions that they call."""
+    bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    return frozenset().union(*map(names_of_function, methods))
+
+
+class _NamesByCode:
+    """Names found before, by the id of the code object, which is kept so that no other object gets its id."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[types.CodeType, frozenset[str]]] = {}
+
+    def of(self, function: types.FunctionType) -> frozenset[str]:
+        """Return the names in a function, and in those that it calls through its globals or closure; not inside PyTorch."""
+        code = function.__code__
+        known = self._found.get(id(code))
+        if known is None:
+            known = self._found[id(code)] = (code, _names(function))
+        return known[1]
+
+
+names_of_function = _NamesByCode().of
+
+
+def _names(function: types.FunctionType) -> frozenset[str]:
+    seen: set[int] = set()
+    found: set[str] = set()
+    pending = [function]
+    while pending:
+        each = pending.pop()
+        if id(each.__code__) in seen or (each.__module__ or "").startswith(("torch.", "retape.")):
+            continue
+        seen.add(id(each.__code__))
+        _add_names(each.__code__, found)
+        pending += _called(each)
+    return frozenset(found)
+
+
+def _add_names(code: types.CodeType, found: set[str]) -> None:
+    found.update(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            _add_names(inner, found)
+
+
+def _called(function: types.FunctionType) -> list[types.FunctionType]:
+    names = function.__globals__
+    found = [names[name] for name in function.__code__.co_names if name in names]
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # a variable that has no value yet
+            continue
+    return [value for value in found if isinstance(value, types.FunctionType)]
+
+
+# --- a function over variables of its own -----------------------------------------------------------------------------
+
+# Types of globals that hold no state: most of what a function names.
+NEVER_READ = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type}
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a copied function: a few names as they were, the others as they are."""
+
+    __slots__ = ("real",)
+
+    def __init__(self, pinned: dict[str, Any], real: dict[str, Any]) -> None:
+        super().__init__(pinned)
+        self.real = real
+        # The interpreter reads these without __missing__: builtins, and for imports the names of the module.
+        self.update({name: value for name, value in real.items() if name.startswith("__")})
+        self.setdefault("__builtins__", __builtins__)
+
+    def __missing__(self, name: str) -> Any:
+        return self.real[name]
+
+
+def frozen_copy(function: types.FunctionType, depth: int = 0) -> types.FunctionType:
+    """Return the same function over variables of its own, so that rebinding one later does not reach the re-run.
+
+    A lambda in a loop closes over the loop's variable, not over its value: run again after the loop it would see the last.
+    """
+    names = function.__globals__
+    pinned = {
+        name: names[name]
+        for name in function.__code__.co_names
+        if name in names and type(names[name]) not in NEVER_READ
+    }
+    if not pinned and not function.__closure__:
+        return function
+    cells = _copied_cells(function, depth)
+    if cells is None:
+        return function
+    real = names.real if isinstance(names, _Globals) else names
+    space = _Globals(pinned, real) if pinned and type(real) is dict else names
+    twin = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__qualname__ = function.__qualname__
+    if function.__dict__:
+        twin.__dict__.update(function.__dict__)
+    return twin
+
+
+def _copied_cells(function: types.FunctionType, depth: int) -> tuple[Any, ...] | None:
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a variable that has no value yet: the function itself, perhaps
+            return None
+        if type(content) is types.FunctionType and content is not function and depth < 4:
+            content = frozen_copy(content, depth + 1)
+        cells.append(types.CellType(content))
+    return tuple(cells)
+
+
+# --- callables of retape's own ----------------------------------------------------------------------------------------
+
+
+class Opaque:
+    """Base of retape's own callables, which keep their own state: a walk of what a call reads ignores it."""
+
+    __slots__ = ()
+
+
+class CompiledCall(Opaque):
+    """A call of a module's compiled variant; `form` takes the module first."""
+
+    __slots__ = ("__self__", "form")
+
+    def __init__(self, module: nn.Module, form: Callable[..., Any]) -> None:
+        self.__self__ = module
+        self.form = form
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        # A re-run has autocast's cache off, which the compiler would take for another function.
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return self.form(self.__self__, *arguments, **keywords)
+        finally:
+            torch.set_autocast_cache_enabled(cached)
