@@ -37,7 +37,7 @@ FORBIDDEN = {
     "retape.integrations": ("retape.cli",),
 }
 
-# Private names of PyTorch that stand outside `torch/internals.py`, each with the reason.
+# Private names of PyTorch outside `compat`, each with the reason.
 PRIVATE_ALLOWED = {
     # Named with an underscore but documented, and stable since 2.0; a subclass or a tree walk gains nothing from a detour.
     "torch.utils._python_dispatch",

@@ -1,4 +1,4 @@
-"""The benchmark of both frontiers: every row is checked, weighed and timed; what is wrong is said; pictures are drawn from records."""
+"""The benchmark of both frontiers: every row is checked, measured and timed; failures are reported; pictures are drawn from records."""
 
 import json
 import re

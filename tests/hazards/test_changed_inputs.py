@@ -159,7 +159,7 @@ def test_weights_changed_before_backward():
 
 
 def bias(call):
-    """A bias is saved by nobody: plain is right, and a re-run would be wrong."""
+    """Autograd does not save a bias: plain is right, and a re-run would be wrong."""
     linear, x = nn.Linear(4, 4), leaf()
     y = call(lambda a: linear(a.sin()).sin(), x)
     with torch.no_grad():

@@ -179,7 +179,7 @@ def test_plain_values_stay_the_users_own():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_flag_says_that_the_first_tensor_is_there(way):
-    """As in key-value caches: the flag must not be ahead of what it speaks of."""
+    """As in key-value caches: the flag must not be set before the tensor is there."""
 
     def case(call):
         cache, weight, x = SimpleNamespace(value=None, filled=False), leaf(), leaf()

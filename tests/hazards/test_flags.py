@@ -1,4 +1,4 @@
-"""Modes, flags and defaults that stand differently when the region runs again."""
+"""Modes, flags and defaults that differ when the region runs again."""
 
 import pytest
 import torch

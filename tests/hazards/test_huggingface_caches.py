@@ -1,4 +1,4 @@
-"""Key-value caches that hold something when they reach a region: a trained prefix, chunks before this one, whoever made them."""
+"""Key-value caches that hold something when they reach a region: a trained prefix, or earlier chunks."""
 
 import pytest
 import torch

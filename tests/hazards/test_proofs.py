@@ -92,7 +92,7 @@ def test_a_good_recipe_is_proven_once_and_then_trusted():
 def test_a_forward_that_does_not_repeat_itself_is_no_failed_proof(caplog):
     calls = iter(range(100))
 
-    def drifting(x):  # stands for atomics on a GPU: the last bits differ from run to run
+    def drifting(x):  # as atomics on a GPU: the last bits differ from run to run
         return ((x @ W).tanh() * (1 + 1e-7 * next(calls))).exp().sin()
 
     trace = trace_region(drifting, torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1)

@@ -1,4 +1,4 @@
-"""Decisions that come out otherwise when the region runs again."""
+"""Decisions that would differ when the region runs again."""
 
 import pytest
 import torch

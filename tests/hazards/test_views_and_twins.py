@@ -125,7 +125,7 @@ class Strange:
     __slots__ = ("value",)
 
     def __getattr__(self, name):
-        raise RuntimeError("nobody asks me")
+        raise RuntimeError("not to be asked")
 
 
 @equals_plain

@@ -1,4 +1,4 @@
-"""Steps that leave no trace, whatever gradients stood before them."""
+"""Steps that leave no trace, whatever the gradients before them."""
 
 import random
 
@@ -31,10 +31,10 @@ def with_a_graph(model):
         parameter.grad = gradient
 
 
-@pytest.mark.parametrize("stand", [flat_views, expanded, with_a_graph])
-def test_gradients_of_any_make_are_as_before(stand):
+@pytest.mark.parametrize("set_gradients", [flat_views, expanded, with_a_graph])
+def test_gradients_of_any_make_are_as_before(set_gradients):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    stand(model)
+    set_gradients(model)
     found = [parameter.grad for parameter in model.parameters()]
     values = [gradient.detach().clone() for gradient in found]
     with sandboxed(model) as sandbox:

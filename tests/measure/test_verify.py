@@ -145,7 +145,7 @@ def test_a_model_without_shapes_is_refused():
 
 
 def odd():
-    """Stands for any hazard that no check sees: a region computes with another number when it runs again."""
+    """Any hazard that no check sees: a region computes with another number when it runs again."""
     return 3.0 if retape.recomputing() else 2.0
 
 

@@ -89,7 +89,7 @@ def _block(rng: random.Random, pool: tuple[str, ...]) -> Spec:
 
 
 def _renumbered(spec: Spec, rng: random.Random) -> Spec:
-    """Mostly the same block; sometimes one whose ops are set otherwise."""
+    """Mostly the same block; sometimes one whose ops are set differently."""
     if rng.random() < 0.7:
         return spec
     ops = [

@@ -51,7 +51,7 @@ def _fresh(a: Tensor, b: Tensor, number: int) -> Tensor:
 
 
 def _several(a: Tensor, number: int) -> list[Tensor]:
-    """Ops with several results, some of which nobody may use."""
+    """Ops with several results, some of which may stay unused."""
     kinds = (
         lambda: [a.detach().topk(WIDTH)[0]],
         lambda: [a.detach().sort(1)[0]],

@@ -1,6 +1,6 @@
 """Random regions: a specification drawn from a seed, the module that executes it, and the ways to run a part as a region.
 
-A specification is a tree of frozen values. `SpecBlock` executes one; where it comes to a child it calls `ways.call`, which runs
+A specification is a tree of frozen values. `SpecBlock` executes one; for a child it calls `ways.call`, which runs
 it plainly or as a region, as the session says. Nothing here compares; that is in `cases.py`.
 """
 

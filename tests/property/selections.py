@@ -123,7 +123,7 @@ def _varied(rng: random.Random, origin: str, held: frozenset[int]) -> Selection:
 
 
 def other_settings(case: SelectionCase, rng: random.Random) -> Iterator[tuple[Spec, Setting]]:
-    """The same class of block, set up otherwise: other numbers of its ops, or another setting."""
+    """The same class of block, set up differently: other numbers of its ops, or another setting."""
     for _ in range(OTHER_SETTINGS):
         if rng.random() < 0.5:
             index = rng.randrange(len(case.spec.ops))
@@ -211,7 +211,7 @@ class SelectionFuzzer:
         self, subject: Subject, wanted: dict, selection: Selection, recipe: Recipe | None, note: str = ""
     ) -> bool:
         """Run one selection, twice where its recipe is proven first; False where it was refused."""
-        if subject.lies and selection.trial:  # nobody can trust it unproven
+        if subject.lies and selection.trial:  # not to be trusted unproven
             selection = replace(selection, trial=False)
         policy = selection.policy(recipe)
         try:

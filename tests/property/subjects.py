@@ -137,7 +137,7 @@ class Subject:
 
 
 class _Stopwatch:
-    """Seconds drawn from a seed, so that the planner weighs ops against each other, the same each time."""
+    """Seconds drawn from a seed, so that the planner compares the costs of ops, the same each time."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -163,7 +163,7 @@ def leaf(setting: Setting) -> Tensor:
 
 
 def laid_out(value: Tensor, layout: str) -> Tensor:
-    """The same numbers, otherwise in memory."""
+    """The same values with other strides or another offset."""
     if layout == "turned":
         return value.mT.contiguous().mT
     if layout == "sliced":
@@ -276,7 +276,7 @@ def differences(wanted: dict, got: dict) -> list[str]:
 
 @contextmanager
 def strict():
-    """Memory that nobody filled is NaN, so that reading it shows; torch's warnings are the same in every run."""
+    """Uninitialised memory is NaN, so that reading it shows; torch's warnings are the same in every run."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

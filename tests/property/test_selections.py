@@ -46,7 +46,7 @@ def without_writes(recipe):
 
 
 def with_turned_answers(recipe):
-    """What is answered is laid out as if its last two axes were swapped, and whoever reads it expects that: a wrong stride in a trace."""
+    """Answered ops get the strides of swapped last axes, and their readers expect that: a wrong stride in a trace."""
     answered = {op.results[0][0] for op, step in zip(recipe.ops, recipe.steps, strict=True) if step is Step.ANSWER}
 
     def turned(op):
@@ -67,7 +67,7 @@ def _swapped(shape, strides):
 
 
 def with_nothing_run(recipe):
-    """Every op that makes something is skipped, as if nobody needed it."""
+    """Every op that makes something is skipped, as if nothing needed it."""
     steps = [
         Step.SKIP if step is Step.RUN and op.makes and op.can_be_answered and not op.uninitialised else step
         for op, step in zip(recipe.ops, recipe.steps, strict=True)
@@ -86,7 +86,7 @@ UNARY = Spec(1, tuple(Op("activation", (i,), number) for i, number in enumerate(
 def test_a_spoiled_recipe_is_found(spec, damage):
     found = [SelectionFuzzer(SelectionCase(seed, spec, Setting()), damage).run() for seed in range(2)]
     assert any("differ" in failure for tally in found for failure in tally.failures), (
-        "a recipe was spoiled, and nobody noticed"
+        "a spoiled recipe was not noticed"
     )
     sound = [SelectionFuzzer(SelectionCase(seed, spec, Setting())).run() for seed in range(2)]
     assert not any(tally.failures for tally in sound)

@@ -11,7 +11,7 @@ OP_SECONDS = 1e-4
 
 
 class FakeClock:
-    """Stands in for the `time` module, or its `perf_counter` where a function is taken: moves only when the test moves it.
+    """Replaces the `time` module, or its `perf_counter` where a function is taken: moves only when the test moves it.
 
     `each` seconds pass with every reading.
     """
@@ -30,7 +30,7 @@ class FakeClock:
 
 
 class OpClock(TorchDispatchMode):
-    """Stands in for the `time` module while it is entered: every op takes OP_SECONDS."""
+    """Replaces the `time` module while it is entered: every op takes OP_SECONDS."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Copy lanes whose copies are done as late as they may be, so that nobody gets away with not waiting.
+"""Copy lanes that copy as late as they may, so that code that does not wait is found.
 
 A copy holds neither side alive, as a stream does not. If memory is let go of before its copy is done, `faults` says so.
 What is being fetched is full of ones until then.
@@ -15,7 +15,7 @@ from retape.torch.engine.host.host_pool import HostPool
 
 
 class Late:
-    """A copy that is done when somebody waits for it, or by chance when somebody asks."""
+    """A copy that is done when it is waited for, or by chance when it is queried."""
 
     def __init__(self, lane, luck):
         self._lane, self._luck, self.done = lane, luck, False

@@ -8,7 +8,7 @@ from retape import scan
 
 
 def unrolled(step, carry, xs=None, length=None):
-    """What scan stands for, in plain autograd."""
+    """A scan in plain autograd."""
     steps = len(xs) if length is None else length
     ys = []
     for index in range(steps):

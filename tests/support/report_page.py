@@ -32,7 +32,7 @@ class Page(HTMLParser):
         given = dict(attrs)
         self.elements.append((tag, given))
         if tag == "data":
-            assert given["id"] not in self.values, "an id stands once on a page"
+            assert given["id"] not in self.values, "an id is on a page once"
             self.values[given["id"]] = given["value"]
 
     handle_startendtag = handle_starttag

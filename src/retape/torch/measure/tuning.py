@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureTuning:
-    """Sizes and shares that decide what is copied, compared and reported; sizes in bytes unless they say otherwise."""
+    """Sizes and shares that decide what is copied, compared and reported; sizes are in bytes, counts have no unit."""
 
-    # Moments of a timeline that are kept: more than the pixels of a plot; each stands for the highest of its neighbours.
+    # Moments of a timeline that are kept: more than the pixels of a plot; each is the highest of its group.
     timeline_moments: int = 4096
     # Objects whose referents are asked for in one call of gc.get_referents: bounds the list that it returns.
     referents_batch: int = 4096
