@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch.compat import compiler_internals, hook_internals, internals, module_internals, process_internals
+from retape.torch.compat import compiler_internals, hook_internals, internals, process_internals
 
 
 def identity(value):
@@ -40,7 +40,7 @@ def names_of(module):
 def test_every_name_has_a_canary():
     names = {
         name
-        for module in (internals, compiler_internals, module_internals, process_internals, hook_internals)
+        for module in (internals, compiler_internals, process_internals, hook_internals)
         for name in names_of(module)
         if not name.startswith("_")
     }
@@ -813,11 +813,11 @@ def test_global_forward_hooks():
     before = torch.nn.modules.module.register_module_forward_pre_hook(identity)
     after = torch.nn.modules.module.register_module_forward_hook(identity)
     try:
-        assert module_internals.global_forward_hooks() == [identity, identity]
+        assert hook_internals.global_forward_hooks() == [identity, identity]
     finally:
         before.remove()
         after.remove()
-    assert module_internals.global_forward_hooks() == []
+    assert hook_internals.global_forward_hooks() == []
 
 
 def test_keeps_its_own_books():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.capture.context_variables import context_values
+from retape.torch.capture.ambient import context_values
 from support.blocks import Stack
 from support.comparing import equal, parameter_gradients
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from retape.errors import RetapeError
-from retape.torch.capture.aliased_copies import Copies
+from retape.torch.capture.mutation import Copies
 from retape.torch.measure.memory_meter import measure
 from support.comparing import equals_plain, leaf
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import BudgetTooSmall
 from retape.core.problem import Budget, BudgetKind
 from retape.core.units import format_bytes
-from retape.torch.capture.checksum import inner_tensors
+from retape.torch.capture.mutation import inner_tensors
 from retape.torch.compat import internals
 from retape.torch.measure.memory_meter import nbytes_of, storage_bytes
 

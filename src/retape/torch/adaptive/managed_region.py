@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from retape.torch.capture.checksum import checksum
+from retape.torch.capture.mutation import checksum
 from retape.torch.compat import internals
 from retape.torch.engine import links
 from retape.torch.engine.host.offload import MovedSlot, Parcel

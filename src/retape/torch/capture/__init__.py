@@ -1,5 +1,21 @@
 """What a call reads, and how a re-run sees it again.
 
-Not here: what becomes of saved tensors (`engine`). Start from `call.capture_call`, `snapshot.Snapshot`, `rng.capture`,
-`ambient.RestoredAmbient` and `mutation.version_of`.
+`call` finds the tensors, modules and containers that a call can reach; `snapshot` records their state before the call and restores it
+for a re-run, with the random streams (`rng`) and the settings around it (`ambient`). Not here: what becomes of saved tensors
+(`engine`). Start from `call.capture_call`, `snapshot.Snapshot`, `rng.capture`, `ambient.RestoredAmbient` and `mutation.version_of`.
 """
+
+__all__ = [
+    "ambient",
+    "call",
+    "containers",
+    "decisions",
+    "functions",
+    "host_access",
+    "module_tree",
+    "mutation",
+    "rng",
+    "settings",
+    "signature",
+    "snapshot",
+]

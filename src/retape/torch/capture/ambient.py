@@ -2,27 +2,202 @@
 
 `capture` reads them, `RestoredAmbient` puts them back for a re-run, with the random streams (`rng.py`). What a function reads through
 its arguments, closure and modules is in `call.py`.
+
+Backward may run in another thread, where no context variable is bound, or after one was reset: plain values, tensors and objects are
+bound again for a re-run. Containers are not. Transformers binds a dict of lists during a model's forward, in which hooks of its layers
+collect hidden states, attentions and router logits: a region that held it until backward would keep every collected tensor, and close
+a cycle through the graph. Tensors that a re-run adds to a bound container are removed again afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import copy_context as _copy_context
+from contextvars import Context, ContextVar, copy_context
+from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from retape.torch.capture import rng
-from retape.torch.capture.context_variables import Binding, Holder, LastBindings, bind, enter_collectors
+from retape.torch.capture.containers import ATOMS, DictHolder, ListHolder, tracked
 from retape.torch.capture.host_access import TransparentMode
+from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
+
+# Packages whose variables hold settings or tasks: no tensors are collected there.
+_OTHERS = ("numpy", "decimal", "torch", "asyncio", "concurrent")
+
+_ABSENT = object()
+
+Holder = DictHolder | ListHolder
+Binding = tuple[ContextVar[Any], "_BoundValue"]
+
+
+class _ValueKind(Enum):
+    """What a re-run does about a value of a context variable, by its class."""
+
+    NOTHING = "nothing"
+    PLAIN = "bound again"
+    TENSOR = "bound again, without its history"
+    CONTAINER = "looked into"
+    OBJECT = "bound again as long as it lives, and looked into"
+
+
+class _ValueKinds(dict[type, _ValueKind]):
+    """The kind of each class, found once."""
+
+    def __missing__(self, kind: type) -> _ValueKind:
+        found = self[kind] = _kind_of(kind)
+        return found
+
+
+def _kind_of(kind: type) -> _ValueKind:
+    if kind in ATOMS:
+        return _ValueKind.PLAIN
+    if issubclass(kind, Tensor):
+        return _ValueKind.TENSOR
+    if issubclass(kind, (dict, list, deque, tuple)):
+        return _ValueKind.CONTAINER
+    others = issubclass(kind, type) or kind.__module__.partition(".")[0] in _OTHERS
+    return _ValueKind.NOTHING if others or not kind.__weakrefoffset__ else _ValueKind.OBJECT
+
+
+_KINDS = _ValueKinds()
+
+
+# --- bindings of context variables -------------------------------------------------------------------------------------
+
+
+class _BoundValue:
+    """What a variable was bound to: held if it refers to no graph, else referred to weakly."""
+
+    __slots__ = ("_get",)
+
+    def __init__(self, get: Callable[[], Any]) -> None:
+        self._get = get
+
+    def value(self) -> Any:
+        """Return the object, or `_ABSENT` if it is gone."""
+        return self._get()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _BoundValue and other._get() is self._get()  # by identity: a user's class may define ==
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _bindings(context: Context) -> tuple[Binding, ...]:
+    """Return what variables are bound to: plain values, tensors without history, other objects weakly."""
+    return tuple(
+        (variable, _held(value))
+        for variable, value in context.items()
+        if _KINDS[type(value)] not in _UNBOUND or (type(value) is tuple and ATOMS.issuperset(map(type, value)))
+    )
+
+
+_UNBOUND = (_ValueKind.NOTHING, _ValueKind.CONTAINER)
+
+
+class _LastBindings(threading.local):
+    """The bindings that a thread's context had last time, while only plain values are bound there.
+
+    PyTorch's compiler binds hundreds of settings, and each region reads them. Two copies of an unchanged context compare equal at
+    once. Contexts with other values are not kept: a context keeps alive what it holds.
+    """
+
+    context: Context | None = None
+    found: tuple[tuple[Binding, ...], bool] = ((), False)
+
+    def look(self, context: Context) -> tuple[tuple[Binding, ...], bool]:
+        """Return what the variables are bound to, and True if tensors may be collected in them."""
+        if self.context is not None and _is_same(context, self.context):
+            return self.found
+        others = [value for value in context.values() if _KINDS[type(value)] not in _HARMLESS and not _is_frozen(value)]
+        found = (_bindings(context), any(_KINDS[type(value)] in _LOOKED_INTO for value in others))
+        self.context, self.found = (None, ((), False)) if others else (context, found)
+        return found
+
+
+_HARMLESS = (_ValueKind.NOTHING, _ValueKind.PLAIN)
+
+
+def _is_frozen(value: Any) -> bool:
+    """True for a tuple or a set of plain values: PyTorch's compiler binds one for each of its settings."""
+    return isinstance(value, (tuple, set, frozenset)) and ATOMS.issuperset(map(type, value))
+
+
+def _is_same(one: Context, other: Context) -> bool:
+    try:
+        return one == other
+    except Exception:  # values whose comparison is no bool: treated as another context
+        return False
+
+
+def _held(value: Any) -> _BoundValue:
+    kind = _KINDS[type(value)]
+    if kind is _ValueKind.OBJECT:
+        reference = weakref.ref(value)
+        return _BoundValue(lambda: _ABSENT if (found := reference()) is None else found)
+    kept = tracked(value) if kind is _ValueKind.TENSOR else value
+    return _BoundValue(lambda: kept)
+
+
+def _bind(wanted: tuple[Binding, ...], stack: ExitStack) -> None:
+    """Bind variables as they were; `stack` sets them back."""
+    for variable, held in wanted:
+        value = held.value()
+        if value is not _ABSENT and variable.get(_ABSENT) is not value:
+            stack.callback(variable.reset, variable.set(value))
+
+
+# --- containers in context variables ---------------------------------------------------------------------------------------
+
+
+def context_values() -> list[Any]:
+    """Return containers and objects that context variables hold here, without those of numpy, decimal, torch or asyncio."""
+    return [value for value in copy_context().values() if _KINDS[type(value)] in _LOOKED_INTO]
+
+
+_LOOKED_INTO = (_ValueKind.CONTAINER, _ValueKind.OBJECT)
+
+
+def _enter_collectors() -> Iterable[Holder]:
+    """Record what such containers hold; `leave` of the result removes tensors that were added since."""
+    found: dict[int, Holder] = {}
+    for value in context_values():
+        _collect(value, found, 0)
+    for holder in found.values():
+        holder.enter()
+    return found.values()
+
+
+def _collect(value: Any, found: dict[int, Holder], depth: int) -> None:
+    kind = _KINDS[type(value)]
+    if depth > TUNING.context_depth or kind not in _LOOKED_INTO or isinstance(value, nn.Module):
+        return
+    container = value if kind is _ValueKind.CONTAINER else getattr(value, "__dict__", ())
+    if id(container) in found or len(container) > TUNING.context_items:
+        return
+    if isinstance(container, (list, deque)):
+        found[id(container)] = ListHolder(container)
+    elif isinstance(container, dict):
+        found[id(container)] = DictHolder(container)
+    for inner in list(container.values() if isinstance(container, dict) else container):
+        _collect(inner, found, depth + 1)
+
+
+# --- everything around a call -----------------------------------------------------------------------------------------
 
 # A name of torch's own is slow to find, and one of another module's slower than one of ours.
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, internals.set_grad_enabled
 _count_function_modes = internals.count_function_modes
 _CUDA_BUILT = internals.CUDA_BUILT
-_LAST = LastBindings()
+_LAST = _LastBindings()
 _rewind = rng.rewind
 
 
@@ -34,7 +209,7 @@ Ambient = tuple[list[Any], tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], i
 def capture() -> Ambient:
     """What surrounds the caller now."""
     modes = _user_modes() if _count_function_modes() else ()
-    context = _copy_context()
+    context = copy_context()
     bound, collects = _LAST.look(context) if context else ((), False)
     if not _CUDA_BUILT:
         return _read_settings(), (_autocast("cpu"),), (_autocast_dtype("cpu"),), modes, None, bound, collects
@@ -79,7 +254,7 @@ class RestoredAmbient:
             self._context = _with_settings(ambient, now)
             self._context.__enter__()
         collects = not first_run and (now[6] or ambient[5])
-        self._collectors: Iterable[Holder] = enter_collectors() if collects else ()
+        self._collectors: Iterable[Holder] = _enter_collectors() if collects else ()
         self._streams = _rewind(draws)
         _set_grad_enabled(True)
 
@@ -105,7 +280,7 @@ class RestoredAmbient:
 def _with_settings(ambient: Ambient, now: Ambient) -> Iterator[None]:
     settings, enabled_then, dtypes, modes, cuda_device, bound, _ = ambient
     with ExitStack() as stack:
-        bind(bound, stack)
+        _bind(bound, stack)
         stack.callback(_put_settings, settings, now[0])
         _put_settings(now[0], settings)
         if cuda_device != now[4] and cuda_device is not None:

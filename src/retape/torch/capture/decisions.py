@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retape.torch.capture.host_access import TransparentMode
+from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
 
 _COMPARISONS = frozenset(
@@ -38,8 +39,6 @@ _FUNCTIONS = frozenset(
     }
 )
 _ALL = _COMPARISONS | _READS | _FUNCTIONS
-_SHARE = 8  # a result larger than one in so many parts of the region's inputs is not recorded
-_ALWAYS_BYTES = 64 * 1024  # a result up to this size always is
 
 
 # --- recording and repeating ----------------------------------------------------------------------------------------
@@ -51,7 +50,8 @@ class Decisions:
     __slots__ = ("_limit_bytes", "entries")
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
-        self._limit_bytes = max(_ALWAYS_BYTES, sum(tensor.nbytes for tensor in inputs if _is_plain(tensor)) // _SHARE)
+        input_bytes = sum(tensor.nbytes for tensor in inputs if _is_plain(tensor))
+        self._limit_bytes = max(TUNING.decision_bytes, input_bytes // TUNING.decision_share)
         self.entries: list[tuple[str, list[Any]]] = []
 
     def record(self, name: str, out: Any) -> None:

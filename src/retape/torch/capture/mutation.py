@@ -1,19 +1,32 @@
-"""Version counters: whether a tensor was written to, and holding a tensor without its history."""
+"""Whether a tensor has changed, by its version or its bits, and copies of tensors that a call changes.
+
+Versions count writes. `checksum` and `digest` notice other bits, and a swap of two rows: for `check="values"`, tensors without a
+version, and proofs of recipes. `Copies` keeps what aliased aliasing: two arguments may be views of one storage, or an argument may be
+a buffer too, so that a write through one is seen through the other. Tensors that share a storage are copied together, and restored
+over one new storage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import zlib
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from retape.torch.capture.checksum import checksum, inner_tensors
+from retape.core.errors import RegionError
+from retape.torch.capture.tuning import TUNING
+from retape.torch.compat import internals
 
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})  # their own version counts every write
+_PRIME = 2_654_435_761  # odd, with bits spread over 32: Knuth's multiplicative hash
+
+# --- versions ---------------------------------------------------------------------------------------------------------
 
 
 def version_of(tensor: Tensor) -> Any:
-    """Something that differs once a tensor has been written to: its version, and those of the tensors inside a subclass."""
+    """Return a value that differs once a tensor was written to: its version, and those of tensors inside a subclass."""
     if type(tensor) in PLAIN_TENSORS:
         try:
             return tensor._version
@@ -22,12 +35,12 @@ def version_of(tensor: Tensor) -> Any:
     if tensor.is_inference():
         return 0
     inner = inner_tensors(tensor)
-    # An alias of a subclass without tensors inside may be a plain tensor: both have the same number.
+    # An alias of a subclass without tensors inside may be a plain tensor: both have the same version.
     return (tensor._version, *map(version_of, inner)) if inner else tensor._version
 
 
 def versions_of(values: Sequence[Any]) -> list[Any]:
-    """`version_of` of each tensor, and None for whatever is none."""
+    """Return `version_of` each tensor, and None for other values."""
     try:
         return [
             v._version if type(v) in PLAIN_TENSORS else version_of(v) if isinstance(v, Tensor) else None for v in values
@@ -37,10 +50,294 @@ def versions_of(values: Sequence[Any]) -> list[Any]:
 
 
 def hold(tensor: Tensor) -> Tensor:
-    """The tensor without its history: holding that could close a cycle through the graph. A leaf has none."""
+    """Return the tensor without its history: holding that could close a cycle through the graph."""
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def fresh(tensor: Tensor, needs_grad: bool) -> Tensor:
-    """A leaf with the same values, for a graph of its own."""
+    """Return a leaf with the same values, for a graph of its own."""
     return tensor.detach().requires_grad_(needs_grad)
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a number that is the same for equal tensors, and almost never for other values or another order."""
+    with internals.unobserved(), torch.no_grad():
+        inner = inner_tensors(tensor)
+        if inner:
+            return hash(tuple(checksum(part) for part in inner))
+        if tensor.device.type == "meta" or tensor.numel() == 0:
+            return 0
+        return int(_sum(_bits(tensor.detach())))
+
+
+Digest = tuple[Any, ...]
+
+
+def digest(tensor: Tensor) -> Digest:
+    """Return shape, strides, dtype and a checksum in memory order; nothing waits for a device.
+
+    Compare two digests with `same_digests`. A tensor that is dense in memory is summed without a copy.
+    """
+    with internals.unobserved(), torch.no_grad():
+        inner = inner_tensors(tensor)
+        if inner:
+            return (type(tensor), tensor.layout, tensor.shape, *[digest(part) for part in inner])
+        return (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg(), _total(tensor))
+
+
+def _total(tensor: Tensor) -> Tensor | int | None:
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return None
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided and tensor.dim() > 1 and not tensor.is_nested:
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    octets = _bits(tensor)
+    if octets.device.type == "cpu":  # without temporaries: a step that is measured may take digests
+        return zlib.crc32(internals.memory_of(octets))
+    return _sum(octets)
+
+
+def same_digests(one: Digest, other: Digest) -> bool:
+    """True if two digests are of equal bits in the same memory layout."""
+    return len(one) == len(other) and all(map(_same_part, one, other))
+
+
+def _same_part(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.device == other.device and bool(one == other)
+    if type(one) is tuple and type(other) is tuple and one and isinstance(one[-1], (Tensor, tuple)):
+        return same_digests(one, other)
+    return bool(one == other)
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors inside a subclass such as DTensor, the parts of a sparse tensor, or none."""
+    if tensor.layout is not torch.strided:
+        return internals.sparse_parts(tensor)
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if type(tensor) is Tensor or flatten is None:
+        return []
+    parts = [getattr(tensor, name) for name in flatten()[0]]
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _sum(octets: Tensor) -> Tensor:
+    padding = -octets.numel() % 8
+    if padding:
+        octets = torch.nn.functional.pad(octets, (0, padding))
+    elif octets.storage_offset() % 8:
+        octets = octets.clone()  # a view as 64-bit words must start at a multiple of 8 bytes
+    words = octets.view(torch.int64)
+    weights = (
+        torch.arange(min(TUNING.checksum_words, words.numel()), device=words.device, dtype=torch.int64)
+        .mul_(2 * _PRIME)
+        .add_(1)
+    )
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), TUNING.checksum_words):
+        part = words[start : start + TUNING.checksum_words]
+        # Each word is multiplied by an odd number of its own, so value and position count; the sum wraps around.
+        mixed = (part >> 29).bitwise_xor_(part).mul_(weights[: part.numel()])
+        total = total * _PRIME + mixed.sum()
+    return total
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+class _View(NamedTuple):
+    """The layout of one tensor in its storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conjugated: bool
+    negated: bool
+    same_as: int  # the first index under which this very tensor was met
+
+    @property
+    def extent(self) -> int:
+        """The number of elements from the first to the last one."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+
+
+class _Alone:
+    """A contiguous tensor that shares its storage with no other one, and its copy."""
+
+    __slots__ = ("_copy", "numbers")
+
+    def __init__(self, number: int, tensor: Tensor) -> None:
+        self.numbers = (number,)
+        self._copy = tensor.detach().clone()
+
+    def differs(self, number: int, tensor: Tensor) -> bool:
+        return not equal_bits(self._copy, tensor)
+
+    def rebuild(self, made: dict[int, Tensor], *, needs_grad: bool) -> None:
+        twin = self._copy.clone()
+        made[self.numbers[0]] = twin.requires_grad_(True).clone() if needs_grad else twin
+
+
+class _Group:
+    """Tensors of one storage, and a copy of the part of that storage that they cover."""
+
+    __slots__ = ("_device", "_members", "_storage", "numbers")
+
+    def __init__(self, watched: list[Tensor], numbers: list[int]) -> None:
+        self.numbers = tuple(numbers)
+        first = watched[numbers[0]]
+        seen: dict[int, int] = {}
+        views = [
+            _View(
+                t.shape,
+                t.stride(),
+                int(t.storage_offset()),
+                t.dtype,
+                t.is_conj(),
+                t.is_neg(),
+                seen.setdefault(id(t), number),
+            )
+            for number, t in ((number, watched[number]) for number in numbers)
+        ]
+        # No more than the tensors cover: a batch may be a slice of a whole data set.
+        start = min(v.offset * v.dtype.itemsize for v in views) // 16 * 16
+        stop = max((v.offset + v.extent) * v.dtype.itemsize for v in views)
+        octets = torch.empty(0, dtype=torch.uint8, device=first.device)
+        octets.set_(first.untyped_storage(), start, (max(stop - start, 0),), (1,))
+        self._storage, self._device = octets.clone().untyped_storage(), first.device
+        self._members = {
+            number: view._replace(offset=view.offset - start // view.dtype.itemsize)
+            for number, view in zip(numbers, views, strict=True)
+        }
+
+    def differs(self, number: int, tensor: Tensor) -> bool:
+        return not equal_bits(self._view(self._members[number]), tensor)
+
+    def rebuild(self, made: dict[int, Tensor], *, needs_grad: bool) -> None:
+        views = self._members.values()
+        base = None if len({view.same_as for view in views}) == 1 else self._base(needs_grad)
+        for number, view in self._members.items():
+            if view.same_as in made:
+                made[number] = made[view.same_as]
+            elif base is None:
+                made[number] = self._lone(view, needs_grad)
+            else:
+                made[number] = base.as_strided(view.size, view.stride, view.offset)
+
+    def _view(self, view: _View) -> Tensor:
+        """Return a tensor over the copied storage, with the layout that the original has in its own."""
+        tensor = torch.empty(0, dtype=view.dtype, device=self._device)
+        tensor.set_(self._storage, view.offset, view.size, view.stride)
+        if view.conjugated:
+            tensor = tensor.conj()
+        return internals.neg_view(tensor) if view.negated else tensor
+
+    def _base(self, needs_grad: bool) -> Tensor:
+        """Return a flat tensor that several others are views of."""
+        views = self._members.values()
+        dtype = next(iter(views)).dtype
+        if any(view.dtype is not dtype or view.conjugated or view.negated for view in views):
+            raise RegionError(
+                "A region changes tensors in place that share memory under different dtypes (a complex tensor and its real view, say). "
+                "Give it a copy of one of them (.clone())."
+            )
+        flat = torch.empty(0, dtype=dtype, device=self._device).set_(self._storage.clone())
+        return flat.requires_grad_(True).clone() if needs_grad else flat
+
+    def _lone(self, view: _View, needs_grad: bool) -> Tensor:
+        """Return a tensor that shares its storage with no other: not a view, as the original was none."""
+        twin = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self._device)
+        with torch.no_grad():
+            twin.copy_(self._view(view))
+        return twin.requires_grad_(True).clone() if needs_grad else twin
+
+
+def _copied(watched: list[Tensor], numbers: list[int]) -> _Alone | _Group:
+    if len(numbers) == 1:
+        tensor = watched[numbers[0]]
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            return _Alone(numbers[0], tensor)
+    return _Group(watched, numbers)
+
+
+class Copies:
+    """Copies of the tensors `watched[index]` for some indices."""
+
+    __slots__ = ("_groups", "indices")
+
+    def __init__(self, watched: list[Tensor], indices: Sequence[int]) -> None:
+        by_storage: dict[int, list[int]] = {}
+        for index in indices:
+            by_storage.setdefault(watched[index].untyped_storage()._cdata, []).append(index)
+        self._groups = [_copied(watched, numbers) for numbers in by_storage.values()]
+        self.indices = frozenset(indices)
+
+    def only(self, changed: Set[int]) -> Copies:
+        """Return these copies without those of storages that nothing was written to."""
+        kept = object.__new__(Copies)
+        kept._groups = [group for group in self._groups if not changed.isdisjoint(group.numbers)]
+        kept.indices = frozenset(number for group in kept._groups for number in group.numbers)
+        return kept
+
+    def different(self, watched: list[Tensor], skip: Set[int] = frozenset()) -> set[int]:
+        """Return the indices whose tensors have other bits now, of those that are not in `skip`."""
+        return {n for group in self._groups for n in group.numbers if n not in skip and group.differs(n, watched[n])}
+
+    def rebuild(self, needs_grad: dict[int, bool]) -> dict[int, Tensor]:
+        """Return new tensors with the copied values, which alias as the originals did; call it with grad enabled.
+
+        None of them is a leaf that requires gradients, because autograd refuses to change such a one in place.
+        """
+        made: dict[int, Tensor] = {}
+        for group in self._groups:
+            group.rebuild(made, needs_grad=any(needs_grad.get(number, False) for number in group.numbers))
+        return made
+
+    def sharing_with(self, indices: range) -> set[int]:
+        """Return the indices of every tensor that shares its storage with one of `indices`."""
+        if not indices:
+            return set()
+        return {n for group in self._groups if any(other in indices for other in group.numbers) for n in group.numbers}
+
+    def on_the_cpu(self, watched: list[Tensor]) -> bool:
+        """True if comparing them waits for no device."""
+        return all(watched[index].is_cpu for index in self.indices)
+
+
+def copyable(tensor: Tensor) -> bool:
+    """True if a tensor has plain memory of its own to copy and compare."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        # FSDP frees the memory of gathered parameters.
+        and (tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0)
+    )
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors are equal, where NaN equals NaN."""
+    if one.shape != other.shape or one.layout is not other.layout:
+        return False
+    if one.layout is not torch.strided:
+        return all(map(equal_bits, inner_tensors(one), inner_tensors(other)))
+    if torch.equal(one, other):
+        return True
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -17,6 +17,22 @@ class CaptureTuning:
     large_bytes: int = 256 * 1024 * 1024
     # Objects reached by one call. Walking this many takes about 0.1 s, so a warning is logged.
     many_objects: int = 100_000
+    # Containers inside containers of a context variable: an object, its dict, a list in it, what an item of that holds.
+    context_depth: int = 4
+    # Items of such a container; collectors have one or a few for each layer.
+    context_items: int = 1 << 14
+    # A decision of more than one part in this many of the region's input bytes is not recorded.
+    decision_share: int = 8
+    # Bytes. A decision up to this size is always recorded.
+    decision_bytes: int = 64 * 1024
+    # 64-bit words summed at a time on a device: three temporaries of 8 MiB.
+    checksum_words: int = 1 << 20
+    # Items. A longer container of plain values is one digest.
+    long_items: int = 64
+    # Seconds between two looks at the thread that holds the lock around re-runs.
+    lock_check_seconds: float = 1.0
+    # Looks at which that thread waits in the same frame before it counts as a deadlock: 10 s.
+    lock_stuck_checks: int = 10
 
 
 TUNING = CaptureTuning()

@@ -1,5 +1,7 @@
 """Private names of PyTorch and CPython, each behind one small function with a canary test; and agreement between ranks.
 
 Nothing outside this package may use a private name. Start from `internals` (autograd, dispatch, storages), `compiler_internals`
-(torch.compile), `hook_internals`, `module_internals`, `process_internals` (process groups, threads) and `ranks`.
+(torch.compile), `hook_internals` (hooks of tensors and modules), `process_internals` (process groups, heap, threads) and `ranks`.
 """
+
+__all__ = ["compiler_internals", "hook_internals", "internals", "process_internals", "ranks"]

@@ -1,4 +1,4 @@
-"""The private PyTorch interfaces that steps in a sandbox lean on: hooks on leaves and modules, wrappers, weak references."""
+"""Private names of PyTorch for hooks on tensors and modules, wrappers, and weak references to tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules import module as _module
 
 
 def keeps_its_own_books(module: torch.nn.Module) -> bool:
-    """Whether a module is one of PyTorch's wrappers, whose fields follow what happens outside Python: they are not to be put back."""
+    """True for PyTorch's wrappers, whose fields follow state outside Python: they must not be put back."""
     return any(kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.") for kind in type(module).__mro__)
 
 
@@ -19,17 +20,22 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def communication_states(module: torch.nn.Module) -> list[Any]:
-    """The states of the communication hooks of a DistributedDataParallel."""
+    """Return the states of the communication hooks of a DistributedDataParallel."""
     return [state for _, state in getattr(module, "_comm_hooks", ()) if state is not None]
 
 
+def global_forward_hooks() -> list[Any]:
+    """Return the hooks that run before and after the forward of every module in the process."""
+    return [*_module._global_forward_pre_hooks.values(), *_module._global_forward_hooks.values()]
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether hooks were put on a tensor with `register_hook`."""
+    """True if a tensor has hooks of `register_hook`."""
     return bool(tensor._backward_hooks)
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module has hooks that run in backward."""
+    """True if a module has hooks that run in backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -64,7 +70,7 @@ def _module_of(hook: Any) -> str:
 
 
 def weak_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """A reference that does not keep a tensor alive."""
+    """Return a reference that does not keep a tensor alive."""
     reference = weakref.ref(tensor)
 
     def tensor_or_none() -> torch.Tensor | None:

@@ -30,12 +30,10 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError
 from retape.torch.capture.call import Call, capture_call
-from retape.torch.capture.checksum import Digest, checksum, digest, same_digests
 from retape.torch.capture.decisions import Decisions, Recording, Repeating
 from retape.torch.capture.functions import CompiledCall
-from retape.torch.capture.mutation import hold, version_of
-from retape.torch.capture.rerun_lock import RerunLock
-from retape.torch.capture.snapshot import Snapshot
+from retape.torch.capture.mutation import Digest, checksum, digest, hold, same_digests, version_of
+from retape.torch.capture.snapshot import RerunLock, Snapshot
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine import links
 from retape.torch.engine.debug import OpLog, difference

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from retape.core.errors import StateChanged
-from retape.torch.capture.checksum import checksum
-from retape.torch.capture.mutation import version_of
+from retape.torch.capture.mutation import checksum, version_of
 from retape.torch.compat import internals
 from retape.torch.engine.mismatch import different_metadata, different_number, different_values
 from retape.torch.engine.policy import Check

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from retape.torch.capture.checksum import inner_tensors
 from retape.torch.capture.containers import ATOMS
 from retape.torch.capture.host_access import Observer
+from retape.torch.capture.mutation import inner_tensors
 from retape.torch.compat.internals import IGNORED_OPS, untyped_storage
 
 # Ops that communicate, or that write to their arguments without saying so in their schemas.

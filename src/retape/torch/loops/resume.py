@@ -27,9 +27,8 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput
 from retape.torch.capture.call import Call
-from retape.torch.capture.checksum import inner_tensors
-from retape.torch.capture.settings import Walk, ambient, path_text
-from retape.torch.capture.settings_values import digest
+from retape.torch.capture.mutation import inner_tensors
+from retape.torch.capture.settings import Walk, ambient, digest, path_text
 from retape.torch.loops.side_state import SideState
 from retape.torch.loops.snapshots import LoopSnapshot, SnapshotLost, cannot_write, read_file, write_file
 from retape.torch.loops.state import State

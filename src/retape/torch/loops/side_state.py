@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import InvalidInput, RegionError, StateChanged
-from retape.torch.capture.aliased_copies import Copies, copyable
 from retape.torch.capture.call import Call
 from retape.torch.capture.containers import ATOMS, OWN_FIELDS, DictHolder, ListHolder
-from retape.torch.capture.mutation import version_of, versions_of
+from retape.torch.capture.mutation import Copies, copyable, version_of, versions_of
 from retape.torch.compat import internals
 from retape.torch.loops.plan import LoopsTuning
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from retape.core.record import MemorySample, Record
-from retape.torch.capture.checksum import inner_tensors
+from retape.torch.capture.mutation import inner_tensors
 from retape.torch.compat import internals, process_internals
 from retape.torch.compat.ranks import largest
 from retape.torch.measure.tuning import TUNING

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import RegionError
-from retape.torch.capture.aliased_copies import equal_bits
+from retape.torch.capture.mutation import equal_bits
 from retape.torch.engine import runs
 from retape.torch.engine.links import Link, Made, SavedInNode
 from retape.torch.engine.region import Region

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from retape.torch.capture.checksum import checksum
-from retape.torch.capture.mutation import hold
+from retape.torch.capture.mutation import checksum, hold
 from retape.torch.engine.host.offload import Cargo, Parcel, Waybill, can_be_moved
 from retape.torch.engine.links import Link, Made
 from retape.torch.engine.mismatch import different_values

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from retape.core.errors import OffloadError, RetapeError
 from retape.core.units import format_bytes
-from retape.torch.capture.checksum import checksum
-from retape.torch.capture.mutation import hold, version_of
+from retape.torch.capture.mutation import checksum, hold, version_of
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine.host.copy_streams import Pairs, lanes_of
 from retape.torch.engine.host.host_pool import Chunk, Event
