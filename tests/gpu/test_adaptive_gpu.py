@@ -59,7 +59,7 @@ def rows_on_gpu(count, width=512):
     return torch.randn(count, width, device=CUDA, generator=torch.Generator(CUDA).manual_seed(count))
 
 
-def seeded_step(model, x):
+def cuda_step(model, x):
     model.zero_grad(set_to_none=False)
     torch.cuda.manual_seed(1)
     mean_square(model(x)).backward()
@@ -67,7 +67,7 @@ def seeded_step(model, x):
 
 def peak_bytes(model, x):
     torch.cuda.reset_peak_memory_stats()
-    seeded_step(model, x)
+    cuda_step(model, x)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()
 
@@ -76,14 +76,14 @@ def peak_bytes(model, x):
 def test_a_live_budget_holds_and_has_the_same_bits(share, adaptive):
     model, x = eight_blocks(), rows_on_gpu(8192)
     for _ in range(2):
-        seeded_step(model, x)
+        cuda_step(model, x)
     wanted = parameter_gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
     before = internals.memory_fraction(CUDA)
     live = adaptive(model, budget=retape.Budget.activations(int(share * above)))
     for _ in range(3):
-        seeded_step(model, x)
+        cuda_step(model, x)
         assert_equal(parameter_gradients(model), wanted)
     warm = live.stats()
     for _ in range(2):
@@ -100,13 +100,13 @@ def test_a_live_budget_holds_and_has_the_same_bits(share, adaptive):
 def settled(adaptive, model, x, share, **how):
     """A live budget after a few steps, every one of them with the bits of plain autograd; a step with it stays inside."""
     for _ in range(2):
-        seeded_step(model, x)
+        cuda_step(model, x)
     wanted = parameter_gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base
     live = adaptive(model, budget=retape.Budget.activations(int(share * above)), **how)
     for _ in range(6):
-        seeded_step(model, x)
+        cuda_step(model, x)
         assert_equal(parameter_gradients(model), wanted)
     assert peak_bytes(model, x) <= live.stats().budget_bytes
     assert_equal(parameter_gradients(model), wanted)
@@ -128,7 +128,7 @@ def test_the_host_has_what_takes_longer_to_make_again_than_to_copy(adaptive, fet
     model, x = eight_blocks(width=4096, wider=1), rows_on_gpu(8192, 4096)
     live = settled(adaptive, model, x, 0.4)
     before = live.stats()
-    seeded_step(model, x)
+    cuda_step(model, x)
     after = live.stats()
     assert after.moved_bytes - before.moved_bytes >= 4 * x.nbytes, "not only the first block finds the lane free"
     assert fetches
@@ -149,14 +149,14 @@ def test_lengths_that_change(adaptive):
     sizes = (1024, 8192, 2048, 4096, 8192, 1024)
     wanted = {}
     for size in sizes:
-        seeded_step(model, rows_on_gpu(size))
+        cuda_step(model, rows_on_gpu(size))
         wanted[size] = parameter_gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, rows_on_gpu(8192)) - base
     live = adaptive(model, budget=retape.Budget.activations(above // 2))
     for _ in range(2):
         for size in sizes:
-            seeded_step(model, rows_on_gpu(size))
+            cuda_step(model, rows_on_gpu(size))
             assert_equal(parameter_gradients(model), wanted[size])
     for size in sizes:
         assert peak_bytes(model, rows_on_gpu(size)) <= live.stats().budget_bytes
@@ -176,7 +176,7 @@ def test_the_allocator_runs_out_in_regions_and_every_step_ends_right(adaptive):
     """Nothing is known of what regions need, so that the hard limit is met again and again."""
     model, x = eight_blocks(), rows_on_gpu(8192)
     for _ in range(2):
-        seeded_step(model, x)
+        cuda_step(model, x)
     wanted = parameter_gradients(model)
     base = torch.cuda.memory_allocated()
     above = peak_bytes(model, x) - base

@@ -57,7 +57,7 @@ def batch(rows=3, length=7):
     return {"input_ids": tokens, "labels": labels}
 
 
-def seeded_step(model, **given):
+def outputs_and_gradients(model, **given):
     """Loss, gradients and outputs of one step from the same random state."""
     torch.manual_seed(2)
     model.zero_grad()
@@ -70,9 +70,9 @@ def seeded_step(model, **given):
 def test_loss_gradients_and_outputs_are_the_models_own(name):
     model = small_model(name)
     given = {**batch(), "output_hidden_states": True}
-    wanted, gradients = seeded_step(model, **given)
+    wanted, gradients = outputs_and_gradients(model, **given)
     assert fuse_loss(model) is model
-    out, found = seeded_step(model, **given)
+    out, found = outputs_and_gradients(model, **given)
     assert type(out) is type(wanted)
     assert out.logits is None
     assert set(out.keys()) == set(wanted.keys()) - {"logits"}
@@ -84,7 +84,7 @@ def test_loss_gradients_and_outputs_are_the_models_own(name):
     if "past_key_values" in wanted:
         assert out.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
     unfuse_loss(model)
-    again, gradients_again = seeded_step(model, **given)
+    again, gradients_again = outputs_and_gradients(model, **given)
     assert torch.equal(again.logits, wanted.logits)
     torch.testing.assert_close(gradients_again, gradients, rtol=0, atol=0)
 
@@ -92,7 +92,7 @@ def test_loss_gradients_and_outputs_are_the_models_own(name):
 def most_rows(model, given):
     """The most rows of logits that existed at once in a step."""
     with LargestTensor(last=VOCAB) as largest:
-        seeded_step(model, **given)
+        outputs_and_gradients(model, **given)
     return largest.elements // VOCAB
 
 
@@ -105,16 +105,16 @@ def test_the_logits_are_never_whole():
 @pytest.mark.parametrize("items", [5, torch.tensor(5)])
 def test_the_trainers_way_of_counting(items):
     model, given = small_model(), {**batch(), "num_items_in_batch": items}
-    wanted, gradients = seeded_step(model, **given)
-    out, found = seeded_step(fuse_loss(model), **given)
+    wanted, gradients = outputs_and_gradients(model, **given)
+    out, found = outputs_and_gradients(fuse_loss(model), **given)
     torch.testing.assert_close(out.loss, wanted.loss)
     torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_in_float64():
     model, given = small_model().double(), batch()
-    wanted, gradients = seeded_step(model, **given)
-    out, found = seeded_step(fuse_loss(model), **given)
+    wanted, gradients = outputs_and_gradients(model, **given)
+    out, found = outputs_and_gradients(fuse_loss(model), **given)
     assert out.loss.dtype is wanted.loss.dtype
     torch.testing.assert_close(out.loss, wanted.loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-7)
@@ -123,8 +123,8 @@ def test_a_model_in_float64():
 def test_labels_shifted_by_the_caller():
     model, given = small_model(), batch()
     given["shift_labels"] = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)
-    wanted, gradients = seeded_step(model, **given)
-    out, found = seeded_step(fuse_loss(model), **given)
+    wanted, gradients = outputs_and_gradients(model, **given)
+    out, found = outputs_and_gradients(fuse_loss(model), **given)
     torch.testing.assert_close(out.loss, wanted.loss)
     torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-6)
 
@@ -159,14 +159,14 @@ def test_names_copies_and_pickles():
     fuse_loss(fuse_loss(model))  # twice is once
     assert list(model.state_dict()) == keys
     assert type(model) is kind
-    wanted = seeded_step(model, **batch())[1]
+    wanted = outputs_and_gradients(model, **batch())[1]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             twin.lm_head.weight.mul_(2)
-        out, found = seeded_step(twin, **batch())
+        out, found = outputs_and_gradients(twin, **batch())
         assert out.logits is None
         assert not torch.equal(found["lm_head.weight"], wanted["lm_head.weight"])  # of its own weights
-    torch.testing.assert_close(seeded_step(model, **batch())[1], wanted)
+    torch.testing.assert_close(outputs_and_gradients(model, **batch())[1], wanted)
     unfuse_loss(model)
     assert not model._forward_hooks
     assert not model.lm_head._forward_pre_hooks

@@ -16,11 +16,6 @@ from support.loops import assert_as_plain, assert_scan_as_plain, gradients, same
 DTYPE = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def random(*shape, grad=False):
     return torch.randn(*shape, dtype=DTYPE, requires_grad=grad)
 

@@ -10,11 +10,6 @@ from retape.errors import InvalidInput, StateChanged
 DTYPE = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def random(*shape, grad=False):
     return torch.randn(*shape, dtype=DTYPE, requires_grad=grad)
 

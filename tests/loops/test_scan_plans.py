@@ -38,11 +38,6 @@ from support.loops import Counted, assert_scan_as_plain, gradients, same, taylor
 DTYPE = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def make():
     weight = torch.randn(4, dtype=DTYPE, requires_grad=True)
 

@@ -14,11 +14,6 @@ from support.loops import Counted, assert_as_plain, gradients, same, taylor_orde
 DTYPE = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def make(limit):
     matrix = torch.randn(3, 3, dtype=DTYPE, requires_grad=True)
     start = torch.randn(3, dtype=DTYPE, requires_grad=True)

@@ -26,11 +26,6 @@ F64 = torch.float64
 LOOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def constant_steps(method, size):
     """Options under which an adaptive method takes equal steps whatever their error: a smooth function of all inputs."""
     if method in ("dopri5", "tsit5"):

@@ -85,9 +85,7 @@ UNARY = Spec(1, tuple(Op("activation", (i,), number) for i, number in enumerate(
 )
 def test_a_spoiled_recipe_is_found(spec, damage):
     found = [SelectionFuzzer(SelectionCase(seed, spec, Setting()), damage).run() for seed in range(2)]
-    assert any("differ" in failure for tally in found for failure in tally.failures), (
-        "a spoiled recipe was not noticed"
-    )
+    assert any("differ" in failure for tally in found for failure in tally.failures), "a spoiled recipe was not noticed"
     sound = [SelectionFuzzer(SelectionCase(seed, spec, Setting())).run() for seed in range(2)]
     assert not any(tally.failures for tally in sound)
 
