@@ -1,10 +1,10 @@
-"""Train a character model by backpropagation through 600 steps, in the memory of a few dozen.
+"""Train a character model by backpropagation through 600 steps, with the memory of about 30 steps.
 
     python examples/bptt_language_model.py
 
-The text is a stream of digits, in lines of seven in rising order. `retape.scan` carries the state of a GRU over the whole stream and
-adds up the loss on the way, so that neither the states nor the outputs of all steps are ever held. The gradients are those of the
-plain loop, bit for bit; the bytes are what `retape.measure` saw the allocator give out.
+The text is a stream of digits, in lines of seven in rising order. `retape.scan` runs a GRU over the whole stream and
+sums the loss, so that neither the states nor the outputs of all steps are held. The gradients are those of the
+plain loop, bit for bit; the bytes are measured by `retape.measure`.
 """
 
 import operator
@@ -28,7 +28,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, SYMBOLS)
 
     def step(self, state, symbols):
-        """One character: the next state, and the loss of guessing the character that follows."""
+        """Return the next state, and the loss of predicting the next character."""
         here, following = symbols
         state = self.cell(self.embed(here), state)
         return state, F.cross_entropy(self.head(state), following)
@@ -48,14 +48,14 @@ class Model(nn.Module):
 
 
 def stream(generator):
-    """Lines of seven digits in rising order, so that every character says something of the next."""
+    """Return lines of seven digits in ascending order, so that characters can be predicted."""
     lines = torch.randint(0, 10, (STEPS // 8 + 2, BATCH, 7), generator=generator).sort(dim=-1).values
     ends = torch.full((len(lines), BATCH, 1), SEPARATOR)
     return torch.cat([lines, ends], dim=-1).transpose(0, 1).reshape(BATCH, -1)[:, : STEPS + 1].T.contiguous()
 
 
 def gradients_and_peak(model, loss):
-    """The gradients of a step, and the bytes that it takes above what is there before it."""
+    """Return the gradients of a step, and its peak bytes above those before it."""
 
     def step():
         model.zero_grad(set_to_none=False)
@@ -66,7 +66,7 @@ def gradients_and_peak(model, loss):
 
 
 def main():
-    torch.set_num_threads(1)  # the tensors are too small to share out
+    torch.set_num_threads(1)  # the tensors are too small for several threads
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model = Model()

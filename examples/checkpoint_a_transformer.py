@@ -1,10 +1,10 @@
-"""Train a small transformer with every block in a region, and see that only the memory changes.
+"""Train a small transformer with every block in a region, and check that only its memory changes.
 
     python examples/checkpoint_a_transformer.py
 
-Each block is called through `retape.checkpoint`: what autograd saves in it is forgotten and made again in the backward
-pass. `retape.verify` runs the model plainly and managed and compares every gradient, buffer and random stream bit for bit.
-The bytes are what `retape.measure` sees the allocator give out for a step, above weights and gradients.
+Each block is called through `retape.checkpoint`: the tensors that autograd saves in it are discarded and recomputed in the
+backward pass. `retape.verify` compares every gradient, buffer and random stream with plain autograd, bit for bit.
+The bytes are those of a step above weights and gradients, measured by `retape.measure`.
 """
 
 import torch
@@ -63,7 +63,7 @@ def losses_and_peak(*, managed, steps=3):
 
 
 def main():
-    torch.set_num_threads(1)  # the tensors are too small to share out
+    torch.set_num_threads(1)  # the tensors are too small for several threads
     torch.manual_seed(0)
     found = retape.verify(Model(managed=True), torch.randint(VOCABULARY, (BATCH, TOKENS + 1)))
     print(found)

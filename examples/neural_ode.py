@@ -1,10 +1,10 @@
-"""Learn the law of motion of a spiral from observed paths: a neural ODE whose memory does not grow with its steps.
+"""Learn the dynamics of a spiral from observed paths: a neural ODE whose memory does not grow with its steps.
 
     python examples/neural_ode.py
 
-A point moves by y' = A y^3. We see short pieces of its path and train a small network f so that odeint(f, start) passes through them.
-The gradients are those of the steps that the solver took, from at most ten stored states. At the end a long integration at a tight
-tolerance shows that they are right: its gradient is checked against differences.
+A point moves by y' = A y^3. We observe short pieces of its path and train a small network f so that odeint(f, start) reproduces them.
+The gradients are those of the steps that the solver took, from at most ten stored states. At the end the gradient of a long integration at a tight
+tolerance is compared with central differences.
 """
 
 import torch
@@ -16,7 +16,7 @@ SEEN, WINDOW, ROUNDS = 200, 10, 150
 
 
 class Motion(nn.Module):
-    """What is learned: the derivative of the position."""
+    """The learned derivative of the position."""
 
     def __init__(self):
         super().__init__()
@@ -31,14 +31,14 @@ def true_motion(t, y):
 
 
 def observe():
-    """The path at evenly spaced times, from one start."""
+    """Return the path at evenly spaced times, from one start."""
     times = torch.linspace(0, 10, SEEN)
     with torch.no_grad():
         return times, retape.odeint(true_motion, torch.tensor([[2.0, 0.0]]), times, method="tsit5", rtol=1e-6)[:, 0]
 
 
 def pieces(times, path, count=24):
-    """Starts of short pieces, their times, and where the point was then."""
+    """Return starts of short pieces, their times, and the observed positions."""
     starts = torch.randint(0, SEEN - WINDOW, (count,))
     rows = starts[:, None] + torch.arange(WINDOW)
     return path[starts], times[:WINDOW], path[rows].transpose(0, 1)
@@ -59,7 +59,7 @@ def train(motion, times, path):
 
 
 def check_a_long_integration(motion):
-    """In float64, over a hundred times the length of a piece: the gradient against central differences."""
+    """Return the relative error of a gradient against central differences, in float64, over 100 times the length of a piece."""
     motion = motion.double()
     start = torch.tensor([[1.5, 0.5]], dtype=torch.float64, requires_grad=True)
     t = torch.tensor([0.0, 20.0], dtype=torch.float64)
@@ -82,7 +82,7 @@ def main():
     loss = train(motion, times, path)
     assert loss < 0.06, loss
     error = check_a_long_integration(motion)
-    print(f"a long integration: the gradient differs from differences by {error:.0e}")
+    print(f"a long integration: relative error of the gradient {error:.0e}")
     assert error < 1e-5
     print("The motion is learned, with at most 10 states stored at a time.")
 

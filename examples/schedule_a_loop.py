@@ -1,10 +1,10 @@
-"""Reverse a time-stepping simulation with few stored states, driven by a schedule of `retape.core`.
+"""Reverse a time-stepping simulation with few stored states, by a schedule of `retape.core`.
 
     python examples/schedule_a_loop.py
 
 A ring of 40 weather stations (Lorenz 1996) is stepped 400 times by Heun's method. We want the gradient of the final energy
 with respect to the first state. The adjoint of a step needs the state before it, so plain reversal stores all 400. Here
-Revolve says what to store, what to run again and when; this file only does what it is told. numpy alone, no torch.
+Revolve decides what to store and what to run again; this file executes its actions. It uses numpy only, no torch.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ def slope(x):
 
 
 def slope_adjoint(x, grad):
-    """The transposed derivative of `slope` at `x`, applied to `grad`."""
+    """Return the transposed derivative of `slope` at `x`, applied to `grad`."""
     product = grad * np.roll(x, 1)
     return np.roll(product, 1) - np.roll(product, -2) + np.roll(grad * (np.roll(x, -1) - np.roll(x, 2)), -1) - grad
 
@@ -32,7 +32,7 @@ def step(x):
 
 
 def step_adjoint(x, grad):
-    """The transposed derivative of `step` at `x`, applied to `grad`."""
+    """Return the transposed derivative of `step` at `x`, applied to `grad`."""
     middle = x + DT * slope(x)
     of_second = slope_adjoint(middle, 0.5 * DT * grad)
     return grad + of_second + slope_adjoint(x, 0.5 * DT * grad + DT * of_second)
@@ -43,7 +43,7 @@ def energy(x):
 
 
 def gradient_by(schedule, start):
-    """Do what the schedule says; returns the gradient, the forward steps and the most states stored at once."""
+    """Execute a schedule; return the gradient, the forward steps and the peak number of stored states."""
     state, tape, grad = start, None, None
     stored, forward_steps, peak = {}, 0, 0
     for action in schedule.actions():

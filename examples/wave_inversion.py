@@ -1,11 +1,11 @@
-"""Find what lies under the ground from waves that went through it.
+"""Seismic inversion: find the wave speed in the ground from recorded waves.
 
     python examples/wave_inversion.py [--picture FILE.svg]
 
-A few shots are fired along the upper side of a square of ground; microphones along the other three record what arrives. In the
-ground hides a lens in which sound is slow. Gradients of the misfit go back through every time step of the wave equation to a coarse
+Sources along the upper side of a square emit waves; receivers along the other three sides record them. The ground contains a lens with
+a lower wave speed. Gradients of the misfit are computed through every time step of the wave equation with respect to a coarse
 map of speeds, which gradient descent then corrects. `retape.scan` reverses the simulation from a few stored wave fields: its carry
-is the last two of them. The picture has the true map, the start and what was found.
+is the last two of them. The picture shows the true map, the initial map and the result.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import retape
 
 SIZE, STEPS, SHOTS, ROUNDS, COARSE = 24, 120, 4, 25, 6
-TIME_STEP = 0.4  # in units of a cell's width over the usual speed: below 0.7 the scheme is stable
+TIME_STEP = 0.4  # in units of a cell's width over the background speed: below 0.7 the scheme is stable
 LAPLACE = torch.tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]])[None, None]
 
 
@@ -28,7 +28,7 @@ def true_speed():
 
 
 def sources():
-    """Where the shots are fired, and the wavelet of each time step."""
+    """Return the positions of the sources, and the wavelet at each time step."""
     places = torch.zeros(SHOTS, 1, SIZE, SIZE)
     for shot in range(SHOTS):
         places[shot, 0, 2, 4 + shot * (SIZE - 8) // (SHOTS - 1)] = 1.0
@@ -38,13 +38,13 @@ def sources():
 
 
 def damping():
-    """Waves fade near the sides, so that they do not come back from where there is no ground."""
+    """Return a damping mask near the sides, which prevents reflections from the boundary."""
     inside = torch.ones(SIZE - 6, SIZE - 6)
     return F.avg_pool2d(F.pad(inside, (3, 3, 3, 3), value=0.85)[None, None], 3, 1, 1, count_include_pad=False)
 
 
 def record(speed, places, wavelet, fade, **how):
-    """What the microphones hear, for all shots at once: (time, shot, place)."""
+    """Return the recorded waves for all sources: (time, source, receiver)."""
     squared = (speed * TIME_STEP) ** 2
 
     def step(fields, push):
@@ -58,12 +58,12 @@ def record(speed, places, wavelet, fade, **how):
 
 
 def speed_of(coarse):
-    """A smooth map of speeds from a few numbers."""
+    """Return a smooth map of speeds from a coarse one."""
     return 1.0 + F.interpolate(coarse[None, None], (SIZE, SIZE), mode="bilinear", align_corners=True)[0, 0]
 
 
 def misfit_of(coarse, heard, **how):
-    """How far what is heard is from what was heard; a small price on every deviation keeps corners that no wave crossed as they were."""
+    """Return the misfit of the records, with a small penalty on deviations that regularises areas that no wave crossed."""
     return F.mse_loss(record(speed_of(coarse), *SETTING, **how), heard) * 1e4 + (coarse**2).sum()
 
 
@@ -104,7 +104,7 @@ def main():
 
 
 def draw(path, maps):
-    """Three maps side by side, dark where sound is slow."""
+    """Draw three maps side by side; dark is slow."""
     cell, gap = 8, 24
     width = len(maps) * (SIZE * cell + gap)
     parts = [

@@ -202,6 +202,22 @@ def test_what_a_figure_is_not(text):
     assert not FIGURE.search(text)
 
 
+# Words that a reader in a hurry stumbles over: metaphors, and words that have a plain one in this field.
+UNCLEAR = re.compile(
+    r"\b(nobody|somebody|whoever|weigh(s|ed|ing)?|stands?|stood|lies|mend(s|ed)?|comes to|cannot be meant|taught|told apart"
+    r"|speaks of|otherwise|(on|by) the scale|stopwatch|dear(er)?|a little|hardly|a hair|so (many|much)|rungs?|lanes?"
+    r"|forg[eo]ts?|forgotten|frugal(est)?|ma[kd]es? again|put back|at hand|of (now|then)|hand(s|ed) (on|over)|in turns|live budget)\b",
+    re.I,
+)
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *sorted(ROOT.glob("examples/*.py"))], ids=by_name)
+def test_plain_words(path):
+    lines = parts(path)[1] if path.suffix == ".md" else enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    found = [(number, UNCLEAR.search(INLINE_CODE.sub("", LINK.sub("", line)))) for number, line in lines]
+    assert [f"{by_name(path)}:{number}: {word[0]}" for number, word in found if word] == []
+
+
 # --- the README ---------------------------------------------------------------------------------------------------
 
 

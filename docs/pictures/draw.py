@@ -1,11 +1,14 @@
-"""Draw every picture of the documents that follows from the code alone: schedules, and a model of equal blocks on the abstract machine.
+"""Draw the pictures that follow from the code: schedules, a model of equal blocks on the abstract machine, and the packages.
 
     python docs/pictures/draw.py
 
-A test holds the files against what this draws. `wave_inversion.svg` is not here: its example draws it.
+A test compares the files with the output of this script. `wave_inversion.svg` is drawn by its example.
 """
 
+import ast
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from retape.core import (
@@ -54,9 +57,10 @@ SCHEDULES = {
 
 
 def pictures() -> dict[str, str]:
-    """The text of each picture by its name."""
+    """Return the text of each picture by its name."""
     drawn = {name: render_svg(schedule) for name, schedule in SCHEDULES.items()}
-    return {**drawn, "tape": tape_picture(), "selective": selective_picture(), "tiers": tiers_picture()}
+    models = {"tape": tape_picture(), "selective": selective_picture(), "tiers": tiers_picture()}
+    return {**drawn, **models, "architecture": architecture_picture()}
 
 
 def model(*options: Option) -> Chain:
@@ -135,6 +139,107 @@ def track(
         peak_bytes=outcome.peak_bytes, seconds=outcome.seconds, timeline=moments, base_bytes=FIXED_BYTES, device="plan"
     )
     return Track(name=name, record=record, budget_bytes=budget_bytes)
+
+
+# --- the packages, and which imports which ------------------------------------------------------------------------
+
+SOURCE = Path(__file__).parent.parent.parent / "src"
+PURPOSES = {
+    "retape.cli": "commands",
+    "retape.demo": "the demo",
+    "retape.integrations": "Hugging Face",
+    "retape.api": "fit, apply, Fit",
+    "retape.report": "text, SVG, HTML",
+    "retape.core": "problems, solvers, machine",
+    "retape.torch.adaptive": "budget at run time",
+    "retape.torch.planning": "profile, search, attach",
+    "retape.torch.ode": "odeint",
+    "retape.torch.measure": "memory, time, verify",
+    "retape.torch.slicing": "tile, fused loss",
+    "retape.torch.loops": "scan, while_loop",
+    "retape.torch.engine": "regions, slots, offload",
+    "retape.torch.capture": "state of a re-run",
+    "retape.torch.model_libraries": "registry of libraries",
+    "retape.torch.compat": "private PyTorch names",
+}
+BOX_WIDTH, BOX_HEIGHT, ROW_HEIGHT, COLUMN_WIDTH = 176.0, 38.0, 62.0, 190.0
+
+
+def package_of(module: str) -> str | None:
+    """Return the box that a module belongs to; None for `retape` itself and its list of errors."""
+    return next((name for name in PURPOSES if module == name or module.startswith(name + ".")), None)
+
+
+@cache
+def package_imports() -> dict[str, frozenset[str]]:
+    """Return the packages that each package imports, at any depth of its code."""
+    found: dict[str, set[str]] = {name: set() for name in PURPOSES}
+    for path in SOURCE.rglob("*.py"):
+        own = package_of(".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if own else ():
+            if isinstance(node, ast.ImportFrom):
+                found[own] |= {package_of(f"{node.module}.{alias.name}") for alias in node.names} - {None, own}
+            elif isinstance(node, ast.Import):
+                found[own] |= {package_of(alias.name) for alias in node.names} - {None, own}
+    return {name: frozenset(imported) for name, imported in found.items()}
+
+
+@cache
+def level(name: str) -> int:
+    """Return the length of the longest chain of imports below a package."""
+    return max((1 + level(imported) for imported in package_imports()[name]), default=0)
+
+
+def direct_imports(name: str) -> list[str]:
+    """Return the imports of a package that no other of its imports implies."""
+    imports = package_imports()[name]
+    return sorted(one for one in imports if not any(one in reached(other) for other in imports if other != one))
+
+
+@cache
+def reached(name: str) -> frozenset[str]:
+    """Return every package that a package imports, directly or not."""
+    imports = package_imports()[name]
+    return imports.union(*(reached(imported) for imported in imports))
+
+
+def row(name: str) -> int:
+    """Return the row of a package, counted from below: its level; `report`, which imports only `core`, is below its user."""
+    return level("retape.api") - 1 if name == "retape.report" else level(name)
+
+
+def architecture_picture() -> str:
+    """Draw the packages by level, the highest on top, with the imports that no other import implies."""
+    rows: dict[int, list[str]] = defaultdict(list)
+    for name in PURPOSES:
+        if name != "retape.report":
+            rows[row(name)].append(name)
+    top, places = max(rows), {"retape.report": (110.0, 60 + ROW_HEIGHT * (max(rows) - row("retape.report")))}
+    for number, names in rows.items():
+        for place, name in enumerate(names):
+            places[name] = (490 + COLUMN_WIDTH * (place - (len(names) - 1) / 2), 60 + ROW_HEIGHT * (top - number))
+    lines = [line(places[name], places[other]) for name in PURPOSES for other in direct_imports(name)]
+    boxes = [box(*places[name], name.removeprefix("retape."), PURPOSES[name]) for name in PURPOSES]
+    text = document("packages: a line goes down from a package to what it imports", *lines, *boxes)
+    return text.replace('viewBox="0 0 900 480"', f'viewBox="0 0 900 {80 + ROW_HEIGHT * top + BOX_HEIGHT:.0f}"')
+
+
+def box(x: float, y: float, name: str, purpose: str) -> str:
+    """Draw a package with its name and purpose; `x` is the middle, `y` the top."""
+    rectangle = f'<rect class="axis" fill="none" x="{x - BOX_WIDTH / 2:.1f}" y="{y:.1f}" rx="5"'
+    texts = f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle" font-weight="bold">{name}</text>'
+    more = f'<text x="{x:.1f}" y="{y + 31:.1f}" text-anchor="middle" font-size="11">{purpose}</text>'
+    return f'{rectangle} width="{BOX_WIDTH}" height="{BOX_HEIGHT}"/>{texts}{more}'
+
+
+def line(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """Draw a line from the bottom of a box to the top of one in the next row, or to the side of one further down."""
+    (x1, y1), (x2, y2) = (start[0], start[1] + BOX_HEIGHT), end
+    if y2 - start[1] > ROW_HEIGHT:
+        way = f"V{y2 + BOX_HEIGHT / 2:.1f}H{x2 - BOX_WIDTH / 2:.1f}"
+    else:
+        way = f"L{x2:.1f} {y2:.1f}"
+    return f'<path class="axis" fill="none" d="M{x1:.1f} {y1:.1f}{way}"/>'
 
 
 def main() -> None:

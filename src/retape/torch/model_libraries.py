@@ -75,13 +75,17 @@ class ModelLibraries(ModelLibrary):
         self._registered[library] = module
 
     def _imported(self) -> tuple[ModelLibrary, ...]:
+        if not self._registered.keys().isdisjoint(sys.modules):
+            self._load()
+        return self._active
+
+    def _load(self) -> None:
         for library, module in tuple(self._registered.items()):
             if library in sys.modules:
                 found = importlib.import_module(module).LIBRARY
-                if found not in self._active:  # another thread may have been here
+                if found not in self._active:  # another thread may have added it
                     self._active += (found,)
                 self._registered.pop(library, None)
-        return self._active
 
     def check_model(self, model: nn.Module) -> None:
         for library in self._imported():
