@@ -3,8 +3,8 @@
     python examples/neural_ode.py
 
 A point moves by y' = A y^3. We observe short pieces of its path and train a small network f so that odeint(f, start) reproduces them.
-The gradients are those of the steps that the solver took, from at most ten stored states. At the end the gradient of a long integration at a tight
-tolerance is compared with central differences.
+The gradients are those of the steps that the solver took, from at most ten stored states. At the end the gradient of a long
+integration at a tight tolerance is compared with central differences.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The architecture holds: layers, exports, sizes, no cycles, private PyTorch names in one place, nothing of one machine."""
+"""The architecture: layers, front doors, exports, sizes, no cycles, private PyTorch names in one place, nothing of one machine."""
 
 import ast
 import importlib
@@ -20,7 +20,7 @@ MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_AN_INTEGRATION = 250
 MOST_PUBLIC_NAMES = 20
 
-# What each layer must not import; what is not named may be.
+# Packages that each layer must not import.
 FORBIDDEN = {
     "retape.core": (
         "torch",
@@ -39,7 +39,7 @@ FORBIDDEN = {
 
 # Private names of PyTorch outside `compat`, each with the reason.
 PRIVATE_ALLOWED = {
-    # Named with an underscore but documented, and stable since 2.0; a subclass or a tree walk gains nothing from a detour.
+    # Named with an underscore but documented, and stable since 2.0.
     "torch.utils._python_dispatch",
     "torch.utils._pytree",
     # The public context manager costs more than the rest of a small re-run's entry and exit.
@@ -130,6 +130,37 @@ def _edges(name):
     return found
 
 
+# --- packages: the modules that others may import -----------------------------------------------------------------
+
+
+def packages():
+    """The packages under retape.torch that list their public modules, with that list."""
+    for name, (path, tree) in modules().items():
+        if path.name == "__init__.py" and name.startswith("retape.torch."):
+            listed = [node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
+            yield name, ast.literal_eval(listed[0].value) if listed else None
+
+
+@pytest.mark.parametrize(("package", "listed"), [case for case in packages() if case[1] is not None])
+def test_modules_that_are_not_listed_are_imported_only_inside_their_package(package, listed):
+    own = {name for name in modules() if name.rpartition(".")[0] == package}
+    assert {f"{package}.{name}" for name in listed} <= own, "__all__ names a module that does not exist"
+    hidden = own - {f"{package}.{name}" for name in listed}
+    wrong = [
+        f"{name} imports {target}"
+        for name in modules()
+        if not belongs(name, package)
+        for target in sorted(_edges(name))
+        if any(belongs(target, module) for module in hidden)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", [name for name, _ in packages()])
+def test_a_front_door_has_words_only(name):
+    assert not list(imports(modules()[name][1])), "import names from the module that defines them"
+
+
 # --- exports ------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +219,7 @@ def test_a_docstring_says_what_the_module_is_for(name):
 
 
 @each_module()
-def test_no_rooms_for_leftovers(name):
+def test_no_modules_for_leftovers(name):
     assert name.rpartition(".")[2] not in {"utils", "helpers", "misc", "common"}
 
 
@@ -202,7 +233,7 @@ def test_private_torch_only_in_compat(name):
     tree = modules()[name][1]
     used = {found for found in (*_torch_attributes(tree), *imports(tree, for_types=True)) if _is_private(found)}
     wrong = [found for found in used if not any(belongs(found, allowed) for allowed in PRIVATE_ALLOWED)]
-    assert not wrong, f"{name} uses {wrong}; put it into torch/internals.py, with a canary test"
+    assert not wrong, f"{name} uses {wrong}; put it into torch/compat, with a canary test"
 
 
 def _torch_attributes(tree):
@@ -233,7 +264,7 @@ def tracked():
 
 
 @pytest.mark.parametrize("pattern", [MACHINE, HOSTS], ids=["machine paths", "package hosts"])
-def test_tracked_files_speak_of_no_machine(pattern):
+def test_tracked_files_name_no_machine(pattern):
     found = []
     for path in tracked():
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):

@@ -5,6 +5,7 @@ in one process, in order, as a reader would type them. A ```text block right aft
 `<!-- figures differ -->` such a block is what one machine printed: what each of its lines begins with is compared, and no figure.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -216,6 +217,46 @@ def test_plain_words(path):
     lines = parts(path)[1] if path.suffix == ".md" else enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
     found = [(number, UNCLEAR.search(INLINE_CODE.sub("", LINK.sub("", line)))) for number, line in lines]
     assert [f"{by_name(path)}:{number}: {word[0]}" for number, word in found if word] == []
+
+
+# --- docs/architecture.md -----------------------------------------------------------------------------------------
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def defined_in(path):
+    """The names that a module defines: functions, classes, their methods, and values."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+            yield from (f"{node.name}.{part.name}" for part in ast.walk(node) if isinstance(part, ast.FunctionDef))
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def test_the_architecture_names_what_exists():
+    """A link to a module says a name that the module defines, or the package that it is the front door of."""
+    links = re.findall(r"\[`([\w.]+)`\]\(\.\./(src/[\w/]+\.py)\)", ARCHITECTURE)
+    stale = []
+    for name, file in links:
+        dotted = file.removeprefix("src/retape/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        if name != dotted and name not in defined_in(ROOT / file):
+            stale.append(f"{name} in {file}")
+    assert len(links) > 50
+    assert not stale
+
+
+def test_the_architecture_has_every_package_four_journeys_and_ten_changes():
+    shown = set(re.findall(r"\[`([\w.]+)`\]\(\.\./src", ARCHITECTURE))
+    packages = [path.parent for path in ROOT.glob("src/retape/*/__init__.py")] + [
+        path.parent for path in ROOT.glob("src/retape/torch/*/__init__.py")
+    ]
+    named = {".".join(path.relative_to(ROOT / "src" / "retape").parts) for path in packages} - {"torch"}
+    assert named <= shown
+    journeys = re.findall(r"^### .+?(?=^##)", ARCHITECTURE, re.M | re.S)
+    assert [len(re.findall(r"^\d+\. ", journey, re.M)) <= 10 for journey in journeys] == [True] * 4
+    changes = ARCHITECTURE.partition("## Where do I change")[2]
+    assert len(re.findall(r"^\| (?!change|---)", changes, re.M)) >= 10
 
 
 # --- the README ---------------------------------------------------------------------------------------------------

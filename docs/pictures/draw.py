@@ -235,10 +235,8 @@ def box(x: float, y: float, name: str, purpose: str) -> str:
 def line(start: tuple[float, float], end: tuple[float, float]) -> str:
     """Draw a line from the bottom of a box to the top of one in the next row, or to the side of one further down."""
     (x1, y1), (x2, y2) = (start[0], start[1] + BOX_HEIGHT), end
-    if y2 - start[1] > ROW_HEIGHT:
-        way = f"V{y2 + BOX_HEIGHT / 2:.1f}H{x2 - BOX_WIDTH / 2:.1f}"
-    else:
-        way = f"L{x2:.1f} {y2:.1f}"
+    far = y2 - start[1] > ROW_HEIGHT
+    way = f"V{y2 + BOX_HEIGHT / 2:.1f}H{x2 - BOX_WIDTH / 2:.1f}" if far else f"L{x2:.1f} {y2:.1f}"
     return f'<path class="axis" fill="none" d="M{x1:.1f} {y1:.1f}{way}"/>'
 
 
