@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from retape.torch.capture.settings import names_in, variables_of
 from retape.torch.compat import hook_internals, internals
 
 _ATOMS = (int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device, torch.Size, Enum)
@@ -77,7 +78,7 @@ class Reachable:
             self.tensors.append(NamedValue(name, value, role))
         elif isinstance(value, nn.Module):
             yield from self._of_module(name, value)
-        elif isinstance(value, (dict, list, deque, set, bytearray, array.array)) or _is_array(value):
+        elif isinstance(value, (dict, list, deque, set, bytearray, array.array)) or is_array(value):
             yield from self._of_container(name, value, role)
         elif is_generator(value):
             self.generators.append((name, value))
@@ -154,7 +155,8 @@ def slots_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
+    """True for a numpy array; numpy is not imported for it."""
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
@@ -175,22 +177,10 @@ def _of_function(function: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(function, partial):
         yield from (("", function.func), ("", function.args), ("", function.keywords))
     else:
-        code = function.__code__
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # not bound yet
-                continue
+        yield from variables_of(function)
         yield from (("", function.__defaults__), ("", function.__kwdefaults__))
-        yield from ((name, function.__globals__[name]) for name in _names_in(code) if name in function.__globals__)
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the global names that a function's code may read, functions defined inside it included."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names_in(inner)
+        names = sorted(names_in(function.__code__) & function.__globals__.keys())
+        yield from ((name, function.__globals__[name]) for name in names)
 
 
 def _package(kind: type) -> str:

@@ -9,7 +9,6 @@ Regions restore far less, and at every re-run: see `capture`. Here the whole mod
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.torch.capture import rng
 from retape.torch.compat import hook_internals, internals
-from retape.torch.measure.reachable import NamedValue, Reachable, Role, keyed, slots_of
+from retape.torch.measure.reachable import NamedValue, Reachable, Role, is_array, keyed, slots_of
 from retape.torch.measure.tuning import TUNING
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -387,31 +386,26 @@ class _SavedArray:
     def __init__(self, name: str, live: Any) -> None:
         self.name, self._live = name, live
         too_large = getattr(live, "nbytes", 0) > TUNING.largest_copy_bytes
-        self._copy = None if too_large or not _is_writable(live) else live[...].copy() if _is_numpy(live) else live[:]
+        self._copy = None if too_large or not _is_writable(live) else live[...].copy() if is_array(live) else live[:]
 
     def _is_same(self) -> bool:
         if self._copy is None:
             return True
-        if _is_numpy(self._live):
+        if is_array(self._live):
             return bool(self._live.shape == self._copy.shape and self._live.tobytes() == self._copy.tobytes())
         return bool(self._live == self._copy)
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         if not self._is_same():
-            yield self.name, self._live.tobytes() if _is_numpy(self._live) else bytes(self._live)
+            yield self.name, self._live.tobytes() if is_array(self._live) else bytes(self._live)
 
     def restore(self) -> None:
         if not self._is_same():
-            self._live[... if _is_numpy(self._live) else slice(None)] = self._copy
-
-
-def _is_numpy(value: Any) -> bool:
-    numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+            self._live[... if is_array(self._live) else slice(None)] = self._copy
 
 
 def _is_writable(value: Any) -> bool:
-    return not _is_numpy(value) or (bool(value.flags.writeable) and not value.dtype.hasobject)
+    return not is_array(value) or (bool(value.flags.writeable) and not value.dtype.hasobject)
 
 
 class _SavedSlots:
