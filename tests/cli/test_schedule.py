@@ -104,7 +104,7 @@ def test_svg_is_written(capsys, tmp_path):
     [
         (["revolve", "--steps", "0", "--snapshots", "3"], "steps = 0; give a whole number of steps >= 1"),
         (["revolve", "--steps", "-1", "--snapshots", "3"], "steps = -1"),
-        (["revolve", "--steps", "9"], "revolve needs to know how many snapshots"),
+        (["revolve", "--steps", "9"], "revolve needs a number of snapshots"),
         (["revolve", "--steps", "9", "--snapshots", "0"], "snapshots = 0"),
         (["revolve", "--snapshots", "3"], "No number of steps given. Give --steps N"),
         (["--steps", "9"], "No family given. Give one of: store-all"),
@@ -118,8 +118,8 @@ def test_svg_is_written(capsys, tmp_path):
             ["revolve", "--steps", str(10**13), "--snapshots", "2"],
             "steps = 10000000000000; give a whole number of steps",
         ),
-        (["mixed", "--steps", "100000000000", "--snapshots", "3"], "Take revolve, which needs no table"),
-        (["multistage", "--steps", "100000000000", "--ram", "3"], "Take revolve, which needs no table"),
+        (["mixed", "--steps", "100000000000", "--snapshots", "3"], "Use revolve, which needs no table"),
+        (["multistage", "--steps", "100000000000", "--ram", "3"], "Use revolve, which needs no table"),
         (["hierarchical", "--steps", "500", "--ram", "400", "--host", "400", "--disk", "400"], "fewer steps or slots"),
         (
             ["revolve", "--steps", "9", "--snapshots", "2", "--forward-cost", "1e308"],

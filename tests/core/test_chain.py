@@ -10,7 +10,7 @@ from retape.core.schedules.chain import Split, Take, chain_actions
 from retape.core.solvers.chain import ChainTable, MemoryGrid, Rounding
 from retape.core.solvers.chain_planner import ChainPlanner, HeldTapesBound
 from retape.core.solvers.coarse import coarsen
-from retape.core.solvers.costs import ChainCosts
+from retape.core.solvers.costs import ChainCosts, SolverTuning
 from retape.core.solvers.floor import ChainFloor
 from retape.core.solvers.intervals import Intervals
 
@@ -44,7 +44,7 @@ def test_every_plan_of_the_table_is_what_the_machine_measures(seed):
         for level in plans.steps():
             moves = plans.moves(level)
             outcome = simulate(chain, chain_actions(chain.length, moves))
-            total = costs.come_to(moves)
+            total = costs.total(moves)
             assert outcome.peak_bytes == plans.peak_bytes[level] == total.peak_bytes
             assert outcome.seconds == pytest.approx(plans.seconds[level]) == pytest.approx(total.seconds)
             assert outcome.tiers[0].left_items == 0
@@ -112,7 +112,7 @@ def test_the_floor_is_exact_and_has_a_plan(seed):
     for guide in (None, table):
         moves = floor.moves(floor.floor_bytes, guide)
         assert simulate(chain, chain_actions(chain.length, moves)).peak_bytes == floor.floor_bytes
-    assert costs.come_to(floor.moves(floor.floor_bytes, table)).seconds == pytest.approx(
+    assert costs.total(floor.moves(floor.floor_bytes, table)).seconds == pytest.approx(
         table.plans().bound_seconds(floor.floor_bytes)
     )
 
@@ -170,7 +170,7 @@ def test_like_segments_share_a_row():
 def test_a_coarse_chain_counts_exactly_what_its_plans_do(seed):
     chain = random_chain(seed, 13, most=9)
     costs = ChainCosts.of(chain)
-    coarse = coarsen(costs, groups=5)
+    coarse = coarsen(costs, SolverTuning(groups=5))
     intervals = Intervals.of(coarse.costs.kinds, most_rows=10**6)
     plans = ChainTable(coarse.costs, intervals, MemoryGrid.exactly(coarse.costs), Rounding.DOWN).plans()
     assert plans.steps()

@@ -107,7 +107,7 @@ def test_devices_have_views():
     assert [[choice.name for choice in view.assignment.choices] for view in made.views] == [["a"], ["b"]]
     assert made.view("cuda:0") == made.views[1]
     assert made.view() == made.views[0]
-    with pytest.raises(InvalidInput, match="knows nothing of 'cuda:1'; it is for cpu, cuda:0"):
+    with pytest.raises(InvalidInput, match="has no device 'cuda:1'; it is for cpu, cuda:0"):
         made.view("cuda:1")
     alone = record()
     assert alone.views == (alone,)

@@ -14,7 +14,7 @@ from retape.core.schedules.chain import Split, Take, chain_actions, walk
 from retape.core.solvers.chain import ChainTable, MemoryGrid, Rounding
 from retape.core.solvers.chain_planner import ChainPlanner, HeldTapesBound
 from retape.core.solvers.coarse import coarsen
-from retape.core.solvers.costs import ChainCosts
+from retape.core.solvers.costs import ChainCosts, SolverTuning
 from retape.core.solvers.floor import ChainFloor
 from retape.core.solvers.intervals import Intervals
 
@@ -156,7 +156,7 @@ def test_a_block_between_glue_is_run_over_alone():
 def test_groups_keep_pinned_stages_apart_and_count_exactly(seed, groups):
     chain = glued(seed, 23, most=9, share=0.15)
     costs = ChainCosts.of(chain)
-    coarse = coarsen(costs, groups=groups)
+    coarse = coarsen(costs, SolverTuning(groups=groups))
     plans = ChainTable(
         coarse.costs, intervals_of(coarse.costs), MemoryGrid.exactly(coarse.costs), Rounding.DOWN
     ).plans()
@@ -173,7 +173,7 @@ def test_groups_keep_pinned_stages_apart_and_count_exactly(seed, groups):
 
 def test_where_pins_are_too_many_for_groups_of_their_own_a_group_with_one_is_pinned():
     chain = random_chain(1, 40, pinned=range(0, 40, 2))
-    coarse = coarsen(ChainCosts.of(chain), groups=4)
+    coarse = coarsen(ChainCosts.of(chain), SolverTuning(groups=4))
     assert len(coarse.borders) == 5
     assert coarse.costs.reach.tolist() == [0, 1, 2, 3]
 

@@ -74,7 +74,7 @@ REFUSED = [
     (lambda: graph(tensors=(GraphTensor(name="x", bytes=1),) * 2), "Two tensors of the graph have the same name"),
     (lambda: graph(inputs=()), "Op 'mul' reads 'x' before anything makes it."),
     (lambda: graph(inputs=("x", "y")), "Op 'mul' makes 'y', which was made already."),
-    (lambda: graph(saved=("z",)), "The graph speaks of tensor 'z', which is not listed or never made."),
+    (lambda: graph(saved=("z",)), "The graph uses tensor 'z', which is not listed or never made."),
     (lambda: Budget.of("8 bananas"), "'8 bananas' is not a number of bytes. Write one with a unit"),
     (lambda: Budget.of(0), "A budget of 0 bytes cannot hold anything; give a positive number of bytes."),
     (lambda: Budget.of("0 GiB"), "A budget of 0 bytes cannot hold anything"),
@@ -94,7 +94,7 @@ REFUSED = [
         lambda: stage(tape_bytes=2**62),
         "Stage.tape_bytes = 4611686018427387904; give a whole number of bytes >= 0, below",
     ),
-    (lambda: Chain(stages=(stage(tape_bytes=2**60),) * 20), "bytes in all, and must stay below 2**62"),
+    (lambda: Chain(stages=(stage(tape_bytes=2**60),) * 20), "bytes, and must be below 2**62"),
     (lambda: Chain(stages=(stage(options=(option(held_bytes=2**60),)),) * 4), "Give smaller sizes, or fewer stages."),
     (lambda: stage(forward_seconds=10**400), "Stage.forward_seconds = an int of 1329 bits; give a finite number"),
     (

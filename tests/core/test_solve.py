@@ -129,8 +129,8 @@ def test_the_floor_of_microbatches_in_flight_is_a_budget_that_fits():
         (math.nan, "nan is not a fraction"),
         (None, "None is not a budget"),
         (True, "True is not a budget"),
-        ("auto", "kind 'auto' is about devices, which the planner does not know. Resolve it to bytes first"),
-        ({"cuda:0": "8GiB"}, "kind 'per_device' is about devices"),
+        ("auto", "kind 'auto' depends on devices, which the planner does not know. Resolve it to bytes first"),
+        ({"cuda:0": "8GiB"}, "kind 'per_device' depends on devices"),
         ({}, "at least one device"),
     ],
 )

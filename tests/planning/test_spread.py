@@ -221,7 +221,7 @@ def test_each_device_has_its_plan(pretended, tmp_path):
     made.report(tmp_path / "other.html", device="meta")
     made.plot(tmp_path / "other.svg", device="meta")
     assert (tmp_path / "other.html").read_text() != (tmp_path / "first.html").read_text()
-    with pytest.raises(InvalidInput, match="knows nothing of 'cuda:7'; it is for cpu, meta"):
+    with pytest.raises(InvalidInput, match="has no device 'cuda:7'; it is for cpu, meta"):
         made.report(tmp_path / "third.html", device="cuda:7")
     assert "<pre>" in made._repr_html_()
     assert made.largest_batch() >= 128

@@ -1,4 +1,9 @@
-"""The planner, pure: problems in, plans out. Imports no framework; numpy and scipy only."""
+"""The planner: problems in, plans out. Uses numpy and scipy, and no framework; nothing is measured or run here.
+
+Start from `solve` and `frontier`; `Chain`, `Loop` and `Graph` are the problems, `simulate` is the abstract machine that replays every
+plan. These names are public and documented (docs/planner.md), so they are exported here. Inside retape, import from the modules:
+`problem`, `actions`, `machine`, `plan`, `solve`, `schedules`; `assignment`, `record` and `fit_record` are the values of a fit.
+"""
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Offload, Prefetch, Save, Tape
 from retape.core.machine import Machine, Outcome, TierUse, simulate

@@ -1,7 +1,7 @@
-"""The alphabet: the few things that a schedule can ask for. What they mean is in `machine.py` alone.
+"""The actions of a schedule. Their meaning is defined by `machine.py` alone.
 
-State `i` is the input of step (or stage) `i`; the run starts with state 0 at hand. Tier 0 is the device.
-Two registers hold what is being worked on: the working state and the working tape.
+State `i` is the input of step (or stage) `i`; the run starts with state 0 as the working state. Tier 0 is the device. The tape of
+a step is everything that its backward reads. The working state and the working tape are those that the last action made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 
 class Item(Enum):
-    """What a tier stores for a step: the state before it, or its tape."""
+    """An item that a tier stores for a step: the state before it, or its tape."""
 
     STATE = "state"
     TAPE = "tape"
@@ -20,7 +20,7 @@ class Item(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Advance the working state from `start` to `stop`, recording nothing."""
+    """Advance the working state from `start` to `stop` without a tape."""
 
     start: int
     stop: int
@@ -28,7 +28,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Run `step` from the working state and record its tape, treated as the stage's choice `option`."""
+    """Run `step` from the working state and record its tape with option number `option`."""
 
     step: int
     option: int = 0
@@ -36,7 +36,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store the working state (or working tape) of `step` in a tier, waiting until it is there."""
+    """Store the working state (or working tape) of `step` in a tier, and wait for the copy."""
 
     step: int
     tier: int = 0
@@ -54,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Forget a stored state or tape."""
+    """Delete a stored state or tape."""
 
     step: int
     tier: int = 0
@@ -63,7 +63,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Start to move what the device stores to `tier`; its device bytes go once the copy is done."""
+    """Start to move a stored item from the device to `tier`; its device bytes are freed when the copy is done."""
 
     step: int
     tier: int
@@ -72,7 +72,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Start to copy what `tier` stores to the device; whoever needs it waits for the copy."""
+    """Start to copy an item from `tier` to the device; the first action that needs it waits for the copy."""
 
     step: int
     tier: int

@@ -1,7 +1,7 @@
-"""What each region of a model does under a plan: slots held, input dropped, and what a re-run on the way leaves behind.
+"""Assignment: the treatment of every region under a plan: held slots, dropped input, and what an intermediate re-run refills.
 
-A plan for a chain speaks of stages and options; an assignment says the same of the calls of a model's modules. Frozen values,
-JSON both ways. Compiled from a plan's actions here, executed by `executor.py`.
+A plan for a chain has stages and options; an assignment translates it to calls of a model's modules. It is made from a
+plan's actions here and executed by `retape.torch.planning`. JSON both ways.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from retape.core.problem import OptionKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passing:
-    """What becomes of region number `region` when it is run again on the way to another one's input."""
+    """The treatment of region number `region` when it is re-run to recompute the input of a later one."""
 
     region: int
     fill_all: bool = False
@@ -32,13 +32,12 @@ class Passing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One call of a module: the `call`-th of the module called `name` in the `root_call`-th forward of the model.
+    """The treatment of one region: call number `call` of module `name` in forward number `root_call` of the model.
 
-    `held` are the numbers of the slots to hold of `slots` in all, `moved` of those that go to the host meanwhile. With
-    `drop_input` the input that the region before hands over is dropped, and `passing` says how it is made again; of the tensors
-    among its arguments those with the numbers `moved_inputs` go to the host. Its parts called `tiled` are run in `tiles` slices.
-    `elements` is how many numbers its inputs had when it was profiled, `shapes` their shapes. `saved_share` is that of the compiled
-    form to run; None is eager. `training` is the mode it was profiled in; None is unknown.
+    `held` are the numbers of the slots to hold, of `slots` in all; `moved` those to offload. With `drop_input` the input from the
+    region before is dropped, and `passing` recomputes it; `moved_inputs` are the numbers of the argument tensors to
+    offload. Submodules named in `tiled` run in `tiles` slices. `elements` and `shapes` describe the inputs of the profiled
+    call. `saved_share` identifies the compiled form to run; None is eager. `training` is the mode of the profile; None is unknown.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The choices of all regions, in the order in which the model calls them."""
+    """The choices of all regions, in the order of their calls."""
 
     choices: tuple[Choice, ...] = ()
 
@@ -107,9 +106,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeaning:
-    """What a stage of the chain stands for: a region and what each of its choices holds and moves, or glue (`choice` is None).
+    """The region of a stage with the slots that each option holds and moves; glue if `choice` is None.
 
-    `saved_shares` has the compiled form of each choice; where it is empty all are eager.
+    `saved_shares` has the compiled form of each option; if it is empty, all are eager.
     """
 
     choice: Choice | None
@@ -123,23 +122,23 @@ class StageMeaning:
 
     @property
     def recomputed_share(self) -> float | None:
-        """The form of a region that is run over without a tape: that of the last choice."""
+        """The compiled form of a region that runs without a tape: that of the last option."""
         return self.saved_shares[-1] if self.saved_shares else None
 
 
 def _in_tiles(choice: Choice, meaning: StageMeaning, option: int) -> Choice:
-    """The choice with its parts in as many tiles as the option says."""
+    """Return the choice with the tiles of an option."""
     tiles = meaning.tiles[option] if meaning.tiles else 1
     return choice if tiles == 1 else replace(choice, tiles=tiles, tiled=meaning.tiled)
 
 
 def assign(meanings: tuple[StageMeaning, ...], actions: Iterable[Action]) -> Assignment:
-    """Say what a persistent schedule of a chain asks of each region."""
+    """Translate a persistent schedule of a chain to the treatment of each region."""
     return _Compiler(meanings).run(actions)
 
 
 class _Compiler:
-    """Plays the actions: the first run up to the first backward, and then one pass before each backward that needs one."""
+    """Reads the actions: the first forward pass, then one re-run pass before each backward that needs one."""
 
     def __init__(self, meanings: tuple[StageMeaning, ...]) -> None:
         self._meanings = meanings
@@ -153,7 +152,7 @@ class _Compiler:
         for action in actions:
             if isinstance(action, Backward):
                 first = False
-                self._turn(action.step)
+                self._end_pass(action.step)
             elif isinstance(action, Load):
                 self._pass = {}
             elif isinstance(action, Tape):
@@ -181,12 +180,12 @@ class _Compiler:
         elif self._pass is not None:
             keep = meaning.kinds[option] is OptionKind.KEEP
             number = self._number[stage]
-            if meaning.saved_shares:  # the slots to fill are those of this form
+            if meaning.saved_shares:  # the slots to fill are those of this compiled form
                 share = meaning.saved_shares[option]
                 self._choices[stage] = replace(self._choices[stage], saved_share=share)
-            # What a re-run on the way makes again is needed soon: none of it is moved.
+            # The backward of a re-run region follows soon: none of its slots is moved.
             self._pass[stage] = Passing(region=number, fill_all=keep, fill=(*held, *moved), hold_input=not keep)
-            if stage in self._choices:  # all runs of a region are alike, so it is in tiles from the first on
+            if stage in self._choices:  # all runs of a region use the same tiles
                 self._choices[stage] = _in_tiles(self._choices[stage], meaning, option)
 
     def _forward(self, start: int, stop: int, first: bool) -> None:
@@ -199,13 +198,13 @@ class _Compiler:
                 recomputed = replace(choice, option=OptionKind.RECOMPUTE, drop_input=stage > start)
                 self._choices[stage] = replace(recomputed, saved_share=meaning.recomputed_share)
             elif self._pass is not None:
-                # The segment that is run over keeps its own input, to be reversed from there later.
+                # The first region of a skipped segment keeps its input, from which the segment is reversed later.
                 self._pass[stage] = Passing(region=self._number[stage], hold_input=stage == start)
 
-    def _turn(self, stage: int) -> None:
-        """The pass ends at the stage whose backward asked for it."""
+    def _end_pass(self, stage: int) -> None:
+        """End the pass at the stage whose backward needs it."""
         if self._pass:
-            way = tuple(passing for at, passing in sorted(self._pass.items()) if at < stage)
-            if way and stage in self._choices:
-                self._choices[stage] = replace(self._choices[stage], passing=way)
+            before = tuple(passing for at, passing in sorted(self._pass.items()) if at < stage)
+            if before and stage in self._choices:
+                self._choices[stage] = replace(self._choices[stage], passing=before)
         self._pass = None

@@ -1,16 +1,16 @@
-"""The tree of errors. Each carries its numbers as attributes and says what to do.
+"""The tree of errors. Each has its numbers as attributes and says what to do.
 
 RetapeError
-├── InvalidInput            an argument that cannot be meant (also a ValueError)
-│   └── PlanFormatError     text that is not a plan, or is one of another version
-├── PlanMismatch            a plan for another problem or model, or one that does not come to what it promises
-├── BudgetTooSmall          no plan fits; carries the floor and what binds it
+├── InvalidInput            an invalid argument (also a ValueError)
+│   └── PlanFormatError     text that is not a plan, or one of another version
+├── PlanMismatch            a plan for another problem or model, or one whose promise does not hold
+├── BudgetTooSmall          no plan fits; has the floor and what determines it
 ├── IllegalAction           a schedule broke the rules of the abstract machine
-├── IntegrationFailed       an ODE solver could not go on; carries where, and what it had tried
+├── IntegrationFailed       an ODE solver cannot continue; has the time, step size and number of steps
 └── RegionError             a region cannot give the gradient that plain autograd would
-    ├── StateChanged        something a re-run must read has changed since the forward
+    ├── StateChanged        state that a re-run reads has changed since the forward
     ├── RecomputeMismatch   a re-run saved other tensors than the forward did
-    ├── UnsupportedTransform a region under a transform it cannot be right in
+    ├── UnsupportedTransform a region under a transform that it does not support
     └── OffloadError        a slot cannot be moved to the host, or back
 """
 
@@ -22,7 +22,7 @@ class RetapeError(Exception):
 
 
 class InvalidInput(RetapeError, ValueError):
-    """An argument that cannot be meant; the message says which, its value, and what would do."""
+    """Invalid argument; the message names it, its value and what to give."""
 
 
 class PlanFormatError(InvalidInput):
@@ -30,7 +30,7 @@ class PlanFormatError(InvalidInput):
 
 
 class PlanMismatch(RetapeError):
-    """A well-formed plan that belongs to another problem or model, or does not come to what it promises."""
+    """A well-formed plan that belongs to another problem or model, or whose promise does not hold."""
 
 
 class BudgetTooSmall(RetapeError):
@@ -45,7 +45,7 @@ class BudgetTooSmall(RetapeError):
 
 
 class IllegalAction(RetapeError):
-    """A schedule asked the abstract machine for something that it cannot do."""
+    """A schedule contains an action that the abstract machine does not allow."""
 
     def __init__(
         self, message: str, *, position: int = 0, action: object = None, reason: str = "", held: str = ""
@@ -58,7 +58,7 @@ class IllegalAction(RetapeError):
 
 
 class IntegrationFailed(RetapeError, RuntimeError):
-    """An ODE solver could not go on."""
+    """An ODE solver cannot continue."""
 
     def __init__(self, message: str, *, t: float = 0.0, size: float = 0.0, steps: int = 0) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class RegionError(RetapeError, RuntimeError):
 
 
 class StateChanged(RegionError):
-    """Something that a re-run must read has changed since the forward."""
+    """State that a re-run reads has changed since the forward."""
 
 
 class RecomputeMismatch(RegionError):
@@ -80,7 +80,7 @@ class RecomputeMismatch(RegionError):
 
 
 class UnsupportedTransform(RegionError):
-    """A region was called under a transform in which it cannot be right."""
+    """A region was called under a transform that it does not support."""
 
 
 class OffloadError(RegionError):

@@ -1,6 +1,6 @@
-"""FitRecord: all that a fit found, as one value: the problem, the plan, what each region does, and what was measured.
+"""FitRecord: the result of a fit: the problem, the plan, the treatment of each region, and the measurement.
 
-It is what `Fit.save` writes, what `retape.apply` reads, and what reports are made from. JSON both ways.
+`Fit.save` writes it, `retape.apply` reads it, and reports are made from it. JSON both ways.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from retape.core.record import Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecord:
-    """One device of a model that is spread over several: its own problem, plan and peak, and the numbers of the regions there."""
+    """One device of a model on several: its problem, plan and measurement, and the numbers of its regions."""
 
     device: str
     budget_bytes: int
@@ -34,23 +34,23 @@ class DeviceRecord:
 
     @property
     def extra_seconds(self) -> float:
-        """What the plan of this device adds to a step that keeps everything."""
+        """The seconds that the plan of this device adds to a step that keeps everything."""
         return (self.plan.promised_seconds or 0.0) - plain_seconds(self.chain)
 
 
 def plain_seconds(chain: Chain) -> float:
-    """What a step takes if everything is kept, from the measured parts."""
+    """Return the seconds of a step that keeps everything, from the measured parts."""
     return sum(stage.forward_seconds + stage.backward_seconds for stage in chain.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitRecord:
-    """What a fit found. `fingerprint` is the structure of the model that it is for.
+    """The result of a fit for a model whose structure has the hash `fingerprint`.
 
     `plan.choices` has one option per stage of `chain`; the regions among the stages are those of `assignment`, in the same
-    order. `rows` is the size of the batch's first dimension (0 where it has none), `versions` names what it was measured with.
-    Of a model on several devices, `devices` has them all; budget, chain, plan, frontier and measurement are those of the first,
-    and the assignment is of all regions. `views` has one record for each device.
+    order. `rows` is the size of the batch's first dimension (0 if it has none), `versions` those of the software.
+    For a model on several devices, `devices` has all of them; budget, chain, plan, frontier and measurement are those of the first,
+    and the assignment has all regions. `views` has one record per device.
     """
 
     model: str
@@ -82,18 +82,18 @@ class FitRecord:
         known = range(len(self.assignment.choices))
         strange = next((number for device in self.devices for number in device.regions if number not in known), None)
         if strange is not None:
-            raise InvalidInput(f"A device has region {strange}, and there are {len(known)} regions; count them from 0.")
+            raise InvalidInput(f"A device has region {strange}, but there are {len(known)} regions; count them from 0.")
 
     @property
     def views(self) -> tuple[FitRecord, ...]:
-        """A record for each device, with the regions that live there; the record itself where there is but one."""
+        """A record per device, with its regions; the record itself if there is one device."""
         return tuple(self._view(device) for device in self.devices) or (self,)
 
     def view(self, device: str | None = None) -> FitRecord:
-        """The record of one device; without a name of the first."""
+        """Return the record of one device; the first by default."""
         names = [each.device for each in self.devices] or [self.measured.device]
         if device is not None and device not in names:
-            raise InvalidInput(f"This fit knows nothing of {device!r}; it is for {', '.join(names)}.")
+            raise InvalidInput(f"This fit has no device {device!r}; it is for {', '.join(names)}.")
         return self.views[0 if device is None else names.index(device)]
 
     def _view(self, device: DeviceRecord) -> FitRecord:
@@ -103,19 +103,19 @@ class FitRecord:
 
     @property
     def plain_seconds(self) -> float:
-        """What the step would take if everything were kept, from the measured parts."""
+        """The seconds of a step that keeps everything, from the measured parts."""
         return plain_seconds(self.chain)
 
     @property
     def promised_seconds(self) -> float:
-        """What the step was said to take: with several devices, what each of their plans adds."""
+        """The promised seconds of the step; with several devices, the sum of what their plans add."""
         if self.devices:
             return self.plain_seconds + sum(device.extra_seconds for device in self.devices)
         return self.plan.promised_seconds or 0.0
 
     @property
     def promised_slowdown(self) -> float:
-        """The promised time over that of keeping everything."""
+        """The promised seconds divided by those of keeping everything."""
         ratio = self.promised_seconds / self.plain_seconds if self.plain_seconds else 1.0
         return 1.0 if math.isclose(ratio, 1.0) else ratio  # sums in another order
 

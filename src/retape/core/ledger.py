@@ -1,7 +1,7 @@
-"""What things weigh and cost in the abstract machine, for a Loop and for a Chain. The rules of the machine are in `machine.py`.
+"""Bytes and seconds of a Loop, a Chain or a Graph while it runs. The rules of the machine are in `machine.py`.
 
 A Chain counts by identity: state `i` is counted once however often it is held (as a snapshot, as the working state, as the
-input of tape `i`), and not at all while tape `i - 1`, which contains it, is there. A Loop counts stored items alone.
+input of tape `i`), and not at all while tape `i - 1`, which contains it, is held. A Loop counts stored items alone.
 """
 
 from __future__ import annotations
@@ -9,42 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from retape.core.actions import Item
 from retape.core.errors import InvalidInput
 from retape.core.problem import Chain, Graph, Loop, Op, Option
 
 
-class Ledger(Protocol):
-    """The sizes and times of a problem, and what the device holds of it."""
-
-    length: int
-
-    def option_count(self, step: int) -> int: ...
-    def pinned_within(self, start: int, stop: int) -> int | None: ...
-    def is_pinned(self, step: int) -> bool: ...
-    def option_of(self, step: int) -> Option | None: ...
-    def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]: ...
-    def forward_seconds(self, start: int, stop: int) -> float: ...
-    def forward_transient(self, step: int, rerun: bool) -> int: ...
-    def tape_seconds(self, step: int, option: int) -> float: ...
-    def backward_seconds(self, step: int) -> float: ...
-    def tape_transient(self, step: int, option: int, rerun: bool) -> int: ...
-    def backward_transient(self, step: int) -> int: ...
-    def bytes_of(self, item: Item, step: int) -> int: ...
-    def within_tape(self, key: tuple[Item, int]) -> bool: ...
-    def device_bytes(self, stored_bytes: int) -> int: ...
-    def hold(self, key: tuple[Item, int]) -> None: ...
-    def drop(self, key: tuple[Item, int]) -> None: ...
-    def hold_state(self, step: int) -> None: ...
-    def drop_state(self, step: int) -> None: ...
-    def hold_tape(self, step: int, option: int | None) -> None: ...
-    def drop_tape(self, step: int) -> None: ...
-
-
 class LoopLedger:
-    """Equal steps: constant sizes and times; nothing to remember per step."""
+    """Sizes and times of equal steps. The machine counts what is stored, so the ledger itself holds nothing."""
 
     def __init__(self, loop: Loop) -> None:
         assert loop.steps is not None
@@ -54,20 +26,20 @@ class LoopLedger:
     def option_count(self, step: int) -> int:
         return 1
 
+    def option_of(self, step: int) -> Option | None:
+        """Return the option with which a stage was taped last."""
+        return None
+
     def pinned_within(self, start: int, stop: int) -> int | None:
+        """Return the first pinned stage from `start` on, before `stop`."""
         return None
 
     def is_pinned(self, step: int) -> bool:
         return False
 
-    def option_of(self, step: int) -> Option | None:
-        return None
-
     def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts in which to advance: all at once, or a stage at a time if their sizes differ."""
         yield start, stop
-
-    def forward_transient(self, step: int, rerun: bool) -> int:
-        return 0
 
     def forward_seconds(self, start: int, stop: int) -> float:
         return self._loop.forward_seconds * (stop - start)
@@ -77,6 +49,9 @@ class LoopLedger:
 
     def backward_seconds(self, step: int) -> float:
         return self._loop.backward_seconds
+
+    def forward_transient(self, step: int, rerun: bool) -> int:
+        return 0
 
     def tape_transient(self, step: int, option: int, rerun: bool) -> int:
         return 0
@@ -88,29 +63,35 @@ class LoopLedger:
         return self._loop.state_bytes if item is Item.STATE else self._loop.tape_bytes
 
     def within_tape(self, key: tuple[Item, int]) -> bool:
+        """True if a held tape contains the item, so that loading it needs no copy."""
         return False
 
     def device_bytes(self, stored_bytes: int) -> int:
         return stored_bytes
 
+    def hold_state(self, step: int) -> None: ...
+
+    def drop_state(self, step: int) -> None: ...
+
+    def hold_tape(self, step: int, option: int | None) -> None: ...
+
+    def drop_tape(self, step: int) -> None: ...
+
     def hold(self, key: tuple[Item, int]) -> None:
-        """Nothing: the machine counts what a loop stores."""
+        if key[0] is Item.STATE:
+            self.hold_state(key[1])
+        else:
+            self.hold_tape(key[1], None)
 
-    drop = hold
-
-    def hold_state(self, step: int) -> None:
-        """Nothing: the working state of a loop comes on top."""
-
-    drop_state = hold_state
-
-    def hold_tape(self, step: int, option: int | None) -> None:
-        """Nothing: the working tape of a loop comes on top."""
-
-    drop_tape = hold_state
+    def drop(self, key: tuple[Item, int]) -> None:
+        if key[0] is Item.STATE:
+            self.drop_state(key[1])
+        else:
+            self.drop_tape(key[1])
 
 
-class ChainLedger:
-    """Unequal stages, every byte by identity."""
+class ChainLedger(LoopLedger):
+    """Sizes and times of unequal stages, and the bytes that the device holds, each counted once."""
 
     def __init__(self, chain: Chain) -> None:
         self.length = chain.length
@@ -126,7 +107,6 @@ class ChainLedger:
         return len(self._choices[step])
 
     def pinned_within(self, start: int, stop: int) -> int | None:
-        """The first pinned stage from `start` on, before `stop`."""
         place = bisect_left(self._pinned, start)
         return self._pinned[place] if place < len(self._pinned) and self._pinned[place] < stop else None
 
@@ -134,7 +114,6 @@ class ChainLedger:
         return self._stages[step].pinned
 
     def option_of(self, step: int) -> Option | None:
-        """The way in which a stage has been taped last."""
         return self._taped_as[step]
 
     def advances(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -175,18 +154,6 @@ class ChainLedger:
     def device_bytes(self, stored_bytes: int) -> int:
         return self._bytes
 
-    def hold(self, key: tuple[Item, int]) -> None:
-        if key[0] is Item.STATE:
-            self.hold_state(key[1])
-        else:
-            self.hold_tape(key[1], None)
-
-    def drop(self, key: tuple[Item, int]) -> None:
-        if key[0] is Item.STATE:
-            self.drop_state(key[1])
-        else:
-            self.drop_tape(key[1])
-
     def hold_state(self, step: int) -> None:
         holders = self._states.get(step, 0)
         self._states[step] = holders + 1
@@ -203,7 +170,7 @@ class ChainLedger:
             self._bytes -= self._state_bytes(step)
 
     def hold_tape(self, step: int, option: int | None) -> None:
-        """Hold a tape once more; `option` None is one that was recorded before. A tape holds its input and contains its output."""
+        """Add a holder of a tape; `option` of None is the recorded one. A tape holds its input and contains its output."""
         holders = self._tapes.get(step, 0)
         if option is not None:
             self._taped_as[step] = self._choices[step][option]
@@ -226,13 +193,13 @@ class ChainLedger:
         self.drop_state(step)
 
     def _state_bytes(self, step: int) -> int:
-        # The output of the last stage lives in its tape alone: a chain is never advanced past its end without one.
+        # The output of the last stage is in its tape only: a chain is never advanced past its end without one.
         return self._stages[step].state_bytes if step < self.length else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Tensors to hold, what they weigh, the seconds of the ops run again, and the least that those could be."""
+    """Tensors of a graph to hold, their bytes, the seconds of the ops that run again, and a lower bound of those."""
 
     held: tuple[str, ...]
     held_bytes: int
@@ -241,7 +208,7 @@ class Holding:
 
 
 def rerun_ops(graph: Graph, held: tuple[str, ...]) -> tuple[Op, ...]:
-    """The ops that must run again to make everything in `saved`; InvalidInput where one of them may not."""
+    """Return the ops that must run again to make everything in `saved`; raise InvalidInput if one of them may not."""
     makers = {name: op for op in graph.ops for name in op.outputs}
     at_hand = {*graph.inputs, *held}
     needed = [name for name in graph.saved if name not in at_hand]
@@ -257,8 +224,8 @@ def rerun_ops(graph: Graph, held: tuple[str, ...]) -> tuple[Op, ...]:
     return tuple(op for op in graph.ops if op.outputs and op.outputs[0] in again)
 
 
-def weigh(graph: Graph, held: tuple[str, ...], bound_seconds: float = 0.0) -> Holding:
-    """What holding these tensors comes to."""
+def evaluate_holding(graph: Graph, held: tuple[str, ...], bound_seconds: float = 0.0) -> Holding:
+    """Return the bytes of these tensors and the seconds of the ops that must run again."""
     sizes = {tensor.name: tensor.bytes for tensor in graph.tensors}
     seconds = float(sum(op.seconds for op in rerun_ops(graph, held)))
     return Holding(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Offload, Prefetch, Save, Tape
 from retape.core.errors import IllegalAction, InvalidInput
-from retape.core.ledger import ChainLedger, Ledger, LoopLedger
+from retape.core.ledger import ChainLedger, LoopLedger
 from retape.core.problem import Chain, Loop, Option, Tier
 from retape.core.units import is_whole, shown
 
@@ -508,7 +508,7 @@ def _well_formed(action: Action) -> bool:
     return all(is_whole(value) or isinstance(value, Item) for value in values)
 
 
-def _ledger_of(problem: Chain | Loop) -> Ledger:
+def _ledger_of(problem: Chain | Loop) -> LoopLedger:
     if isinstance(problem, Chain):
         return ChainLedger(problem)
     if isinstance(problem, Loop) and problem.steps is not None:

@@ -1,4 +1,4 @@
-"""Plan: what to do with a problem inside a budget, what that promises, and how good it is. JSON both ways.
+"""Plan: a schedule for a problem inside a budget, its promise and its proven quality; and the Frontier of all budgets. JSON both ways.
 
 A plan is a value: it neither measures nor runs.
 """
@@ -13,19 +13,19 @@ from typing import ClassVar, NoReturn, TypeAlias
 from retape.core import codec
 from retape.core.actions import Action, Tape
 from retape.core.errors import IllegalAction, InvalidInput, PlanMismatch
-from retape.core.ledger import weigh
+from retape.core.ledger import evaluate_holding
 from retape.core.machine import simulate
 from retape.core.problem import Chain, Graph, Loop
 from retape.core.schedules import Schedule
 from retape.core.units import shown
 
-REPLAYED_STEPS = 2_000  # longest loop whose schedule `Plan.check` replays: takes a second at most
-_EQUAL = 1e-9  # seconds this near are the same: sums in another order
+REPLAYED_STEPS = 2_000  # longest loop whose schedule is replayed: takes up to a second
+EQUAL_SECONDS = 1e-9  # relative difference of equal seconds that are summed in another order
 Problem: TypeAlias = Chain | Loop | Graph
 
 
 class ProblemKind(Enum):
-    """What a plan is for."""
+    """The kind of problem that a plan is for."""
 
     CHAIN = "chain"
     LOOP = "loop"
@@ -40,9 +40,9 @@ class ProblemKind(Enum):
 
 
 class Status(Enum):
-    """How good a plan is known to be, among the plans of its kind within its budget.
+    """The proven quality of a plan among the plans of its class within its budget.
 
-    The kinds: for a chain, persistent schedules (what is kept stays until its stage is reversed; `solvers/chain.py`); for
+    The classes: for a chain, persistent schedules (kept items stay until their stage is reversed; `solvers/chain.py`); for
     a loop, the schedule family that the plan names; for a graph, every set of held tensors.
     OPTIMAL: none is faster. WITHIN: none is faster by more than the plan's gap. FEASIBLE: it fits; no bound is known.
     """
@@ -54,12 +54,11 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to do, and what it promises.
+    """A schedule and its promise.
 
-    `choices` is the option of each stage of a chain, and `schedule_actions` all that is done to it; `schedule` names the
-    schedule of a loop, whose actions are streamed, and `snapshots` its slots (all that there is to say where its length is not
-    known; then no seconds are promised); `held` are the tensors that a graph keeps. For a graph, the promised peak is the
-    bytes held and the promised seconds are those of the re-run.
+    For a chain: `choices` is the option of each stage, `schedule_actions` the whole schedule. For a loop: `schedule` makes the
+    actions, `snapshots` is its number of slots; a loop of unknown length has no schedule and no promised seconds. For a graph: `held` are
+    the tensors to hold, the promised peak is their bytes, and the promised seconds are those of the re-run.
     """
 
     version: int = 1
@@ -94,24 +93,24 @@ class Plan:
         self._check_parts()
 
     def _check_promises(self) -> None:
-        """The numbers against each other; whether they are true of a problem is for `check` to say."""
+        """Raise InvalidInput if the numbers contradict each other; `check` compares them with a problem."""
         if not self.floor_bytes <= self.promised_peak_bytes <= self.budget_bytes:
             raise InvalidInput(
                 f"A plan of {self.promised_peak_bytes} bytes in a budget of {self.budget_bytes}, with a floor of {self.floor_bytes}; "
-                "the peak must lie between floor and budget."
+                "the peak must be between floor and budget."
             )
         if self.promised_seconds is not None and self.lower_bound_seconds is not None:
-            if self.lower_bound_seconds > self.promised_seconds * (1 + _EQUAL):
+            if self.lower_bound_seconds > self.promised_seconds * (1 + EQUAL_SECONDS):
                 raise InvalidInput(
                     f"A plan of {self.promised_seconds} s is faster than its lower bound, {self.lower_bound_seconds} s."
                 )
-            if self.status is Status.OPTIMAL and self.promised_seconds > self.lower_bound_seconds * (1 + _EQUAL):
+            if self.status is Status.OPTIMAL and self.promised_seconds > self.lower_bound_seconds * (1 + EQUAL_SECONDS):
                 raise InvalidInput(
                     f"A plan of {self.promised_seconds} s is not optimal: its lower bound is {self.lower_bound_seconds} s."
                 )
 
     def _check_parts(self) -> None:
-        """A plan has the parts of its kind of problem, and no others."""
+        """Raise InvalidInput if the plan has parts of another kind of problem."""
         if self.version != self.__json_form__.version:
             raise InvalidInput(
                 f"Plan.version = {self.version}; this retape makes version {self.__json_form__.version}."
@@ -128,7 +127,7 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """By which share the plan may be slower than the best of its kind; None where no bound is known."""
+        """The fraction by which the plan may be slower than the best of its class; None without a bound."""
         if self.status is Status.OPTIMAL:
             return 0.0
         if not self.lower_bound_seconds or self.promised_seconds is None:
@@ -143,7 +142,7 @@ class Plan:
         return self.status.value
 
     def actions(self) -> Iterator[Action]:
-        """Stream what is to be done, in the alphabet of `actions.py`. A graph's plan is its `held` tensors, and streams nothing."""
+        """Return an iterator over the actions; empty for a graph, whose plan is its `held` tensors."""
         if self.problem is ProblemKind.LOOP and self.schedule is None:
             raise InvalidInput(
                 "The length of this loop is not known, so neither are its actions. "
@@ -152,14 +151,14 @@ class Plan:
         return self.schedule.actions() if self.schedule is not None else iter(self.schedule_actions)
 
     def check(self, problem: Problem) -> None:
-        """Raise PlanMismatch unless this plan was made for `problem`, can be done, and comes to what it promises.
+        """Raise PlanMismatch if this plan was made for another problem, is illegal, or does not keep its promise.
 
         A chain's actions, and the schedule of a loop of up to 2,000 steps, are replayed by the abstract machine.
         """
         kind, digest = ProblemKind.of(problem), problem.digest()
         if (kind, digest) != (self.problem, self.digest):
             raise PlanMismatch(
-                f"This plan is for {self.problem.value} {self.digest}, and the problem is {kind.value} {digest}. "
+                f"This plan is for {self.problem.value} {self.digest}, but the problem is {kind.value} {digest}. "
                 "Solve the new problem, or load the plan that belongs to it."
             )
         _verify(self, problem)
@@ -176,7 +175,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """With this many bytes (everything counted), this many seconds. For a graph: bytes held, seconds of the re-run."""
+    """The best seconds within `bytes`, everything counted. For a graph: bytes held, seconds of the re-run."""
 
     bytes: int
     seconds: float
@@ -184,10 +183,10 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """Points of rising bytes and falling seconds; the first is the floor, the last as fast as it gets.
+    """Points of rising bytes and falling seconds, from the floor to the fastest plan.
 
-    `binding` names the stage (or tensor) that keeps the floor where it is. `fixed_bytes` are in every point, and
-    `store_all_bytes` is the peak when nothing is dropped.
+    `binding` names the stage (or tensor) that determines the floor. `fixed_bytes` are included in every point;
+    `store_all_bytes` is the peak if nothing is dropped.
     """
 
     points: tuple[FrontierPoint, ...]
@@ -197,22 +196,22 @@ class Frontier:
     store_all_bytes: int
 
     def seconds_at(self, budget_bytes: int) -> float | None:
-        """The best seconds within a budget; None below the floor."""
+        """Return the best seconds within a budget; None below the floor."""
         within = [point.seconds for point in self.points if point.bytes <= budget_bytes]
         return within[-1] if within else None
 
 
 def judge(seconds: float, lower_bound_seconds: float | None) -> Status:
-    """OPTIMAL where the bound is met, up to rounding; FEASIBLE where there is none."""
+    """Return OPTIMAL if the bound is met up to rounding, FEASIBLE if there is no bound, else WITHIN."""
     if lower_bound_seconds is None:
         return Status.FEASIBLE
-    if seconds <= lower_bound_seconds * (1 + _EQUAL):
+    if seconds <= lower_bound_seconds * (1 + EQUAL_SECONDS):
         return Status.OPTIMAL
     return Status.WITHIN if lower_bound_seconds > 0 else Status.FEASIBLE
 
 
 def _verify(plan: Plan, problem: Chain | Loop | Graph) -> None:
-    """Raise PlanMismatch unless the plan, which is of the problem's kind, can be done and comes to what it promises."""
+    """Raise PlanMismatch if the plan, which is of the problem's kind, is illegal or does not keep its promise."""
     try:
         if isinstance(problem, Chain):
             _verify_chain(plan, problem)
@@ -226,30 +225,32 @@ def _verify(plan: Plan, problem: Chain | Loop | Graph) -> None:
 
 def _verify_chain(plan: Plan, chain: Chain) -> None:
     if len(plan.choices) != chain.length:
-        _mismatch(f"it has {len(plan.choices)} choices, and the chain {chain.length} stages")
+        _mismatch(f"it has {len(plan.choices)} choices, but the chain has {chain.length} stages")
     outcome = simulate(chain, plan.schedule_actions)
     taped = {action.step: action.option for action in plan.schedule_actions if isinstance(action, Tape)}
     if plan.choices != tuple(taped[step] for step in range(chain.length)):
-        _mismatch("its choices are not the options that its actions take")
+        _mismatch("its choices are not the options of its actions")
     _compare(plan, outcome.peak_bytes, outcome.seconds)
 
 
 def _verify_loop(plan: Plan, loop: Loop) -> None:
     if loop.steps is None:
         if plan.schedule is not None:
-            _mismatch("it has a schedule, and the length of the loop is not known")
+            _mismatch("it has a schedule, but the length of the loop is not known")
         _compare(plan, loop.working_bytes + plan.snapshots * loop.state_bytes, None)
         return
     schedule = plan.schedule
     if schedule is None or schedule.steps != loop.steps:
         _mismatch(f"it has no schedule for {loop.steps} steps")
     if plan.snapshots != (schedule.snapshots or 0):
-        _mismatch(f"it has {plan.snapshots} snapshots, and its schedule {schedule.snapshots}")
+        _mismatch(f"it has {plan.snapshots} snapshots, but its schedule has {schedule.snapshots}")
     if loop.steps <= REPLAYED_STEPS:
         outcome = simulate(loop, schedule.actions())
         if outcome.peak_bytes + loop.working_bytes > plan.promised_peak_bytes:
             _compare(plan, outcome.peak_bytes + loop.working_bytes, outcome.seconds)
-        _compare(plan, plan.promised_peak_bytes, outcome.seconds)  # whole slots are promised: a little more may be
+        _compare(
+            plan, plan.promised_peak_bytes, outcome.seconds
+        )  # whole slots are promised, of which a tape may use a part
 
 
 def _verify_graph(plan: Plan, graph: Graph) -> None:
@@ -257,7 +258,7 @@ def _verify_graph(plan: Plan, graph: Graph) -> None:
     unknown = [name for name in plan.held if name not in makeable]
     if unknown or len(set(plan.held)) != len(plan.held):
         _mismatch(f"it holds {unknown[0]!r}, which no op makes" if unknown else "it holds a tensor twice")
-    holding = weigh(graph, plan.held)
+    holding = evaluate_holding(graph, plan.held)
     _compare(plan, holding.held_bytes, holding.rerun_seconds)
 
 
@@ -265,12 +266,14 @@ def _compare(plan: Plan, peak_bytes: int, seconds: float | None) -> None:
     promised = plan.promised_seconds
     same = promised == seconds
     if promised is not None and seconds is not None:
-        same = abs(promised - seconds) <= _EQUAL * max(promised, seconds)
+        same = abs(promised - seconds) <= EQUAL_SECONDS * max(promised, seconds)
     if peak_bytes != plan.promised_peak_bytes or not same:
         _mismatch(
-            f"it promises {plan.promised_peak_bytes} bytes and {promised} s, and comes to {peak_bytes} bytes and {seconds} s"
+            f"it promises {plan.promised_peak_bytes} bytes and {promised} s, but takes {peak_bytes} bytes and {seconds} s"
         )
 
 
 def _mismatch(what: str) -> NoReturn:
-    raise PlanMismatch(f"This plan is not whole: {what}. Solve the problem again, or load the plan as it was written.")
+    raise PlanMismatch(
+        f"This plan is inconsistent: {what}. Solve the problem again, or load the plan as it was written."
+    )

@@ -1,6 +1,6 @@
-"""What is to be planned, as frozen values that are validated when made: Stage, Option, Chain, Loop, Graph, Tier, Budget.
+"""Problems for the planner, as frozen values that are validated when made: Stage, Option, Chain, Loop, Graph, Tier, Budget.
 
-No measuring and no solving here. Sizes are whole bytes, times are seconds.
+Nothing is measured or solved here. Sizes are whole bytes, times are seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from retape.core.units import MOST_BYTES, MOST_STEPS, is_amount, is_whole, parse
 
 
 class OptionKind(Enum):
-    """The ways to treat a region."""
+    """The treatments of a region."""
 
     KEEP = "keep"
     SELECT = "select"
@@ -29,7 +29,10 @@ class OptionKind(Enum):
 
 
 class OptionSet(Enum):
-    """EXACT: keep, select, recompute, offload; gradients bit for bit. ALL adds tiles and the fused loss, which sum in another order."""
+    """The options that a plan may use.
+
+    EXACT: keep, select, recompute, offload; gradients bit for bit. ALL adds tiles and the fused loss, which sum in another order.
+    """
 
     EXACT = "exact"
     ALL = "all"
@@ -39,7 +42,7 @@ class OptionSet(Enum):
         try:
             return cls(value)
         except ValueError:
-            raise InvalidInput(f"options={value!r} is not known; give retape.EXACT or retape.ALL.") from None
+            raise InvalidInput(f"options={value!r} is unknown; give retape.EXACT or retape.ALL.") from None
 
 
 EXACT = OptionSet.EXACT
@@ -79,11 +82,11 @@ class Option:
 class Stage:
     """One element of a chain: a forward, its backward, their sizes and times.
 
-    `state_bytes` is its input; `tape_bytes` holds its saved tensors and its output. The transient bytes are what
-    each run needs beyond what stands before and after it; a run that makes no tape needs `untaped_transient_bytes` at least, for
-    what it makes on the way is in no tape. `options` are further ways to tape it.
-    `pinned`: its forward is never run again, so its tape is always kept. That is the glue between regions (an embedding,
-    the head and the loss, ops outside every region), which stands in a chain but is not ours to run.
+    `state_bytes` is its input; `tape_bytes` are its saved tensors and its output. The transient bytes are needed
+    only while a forward, re-run or backward runs; a run without a tape needs at least `untaped_transient_bytes`, because its
+    intermediate results are in no tape. `options` are further treatments.
+    `pinned`: its forward is never run again, so its tape is always kept. That is the glue between regions (an embedding, the head
+    and the loss, ops outside every region), which is part of the chain but not managed.
     """
 
     forward_seconds: float
@@ -110,12 +113,12 @@ class Stage:
 
     @property
     def all_bytes(self) -> int:
-        """Every size of the stage and of its options together: no plan holds more of it."""
+        """The sum of all sizes of the stage and its options: no plan holds more of it."""
         return _sum_of_sizes(self) + sum(_sum_of_sizes(option) for option in self.options)
 
     @property
     def choices(self) -> tuple[Option, ...]:
-        """Every way to tape this stage; the first is to keep all of its tape."""
+        """All options of this stage; the first keeps the whole tape."""
         keep = Option(
             kind=OptionKind.KEEP,
             label="keep",
@@ -130,7 +133,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Where snapshots and tapes live. `capacity_bytes` of None is unlimited; an infinite speed is free."""
+    """A memory that stores snapshots and tapes. `capacity_bytes` of None is unlimited; copies at infinite speed take no time."""
 
     name: str
     capacity_bytes: int | None = None
@@ -178,7 +181,7 @@ class Chain:
         total = self.fixed_bytes + sum(stage.all_bytes for stage in self.stages)
         if total >= MOST_BYTES:
             raise InvalidInput(
-                f"The sizes of the chain come to {total} bytes in all, and must stay below 2**62 ({MOST_BYTES}). "
+                f"The sizes of the chain sum to {total} bytes, and must be below 2**62 ({MOST_BYTES}). "
                 "Give smaller sizes, or fewer stages."
             )
 
@@ -195,9 +198,9 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """Equal steps in a row; `steps` of None means that the end is not known beforehand.
+    """Equal steps in a row; `steps` of None means an unknown number.
 
-    The bytes of a tier count what is stored there; the working state and the working tape of the one step at hand come on top.
+    The bytes of a tier count what is stored there; the working state and working tape of the current step are not included.
     """
 
     steps: int | None
@@ -217,7 +220,7 @@ class Loop:
 
     @property
     def working_bytes(self) -> int:
-        """What the one step at hand needs beside everything stored: its state and its tape."""
+        """The bytes of the current step beside everything stored: its state and its tape."""
         return self.state_bytes + self.tape_bytes
 
     def digest(self) -> str:
@@ -226,7 +229,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operation of a graph. An op that may not be run again (`recomputable=False`) has its outputs held if needed."""
+    """One operation of a graph. The outputs of an op with `recomputable=False` are held if they are needed."""
 
     name: str
     seconds: float
@@ -240,7 +243,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphTensor:
-    """One tensor of a graph and the bytes that holding it costs (0 for what is held anyway)."""
+    """One tensor of a graph and the bytes that holding it costs (0 if it is held anyway)."""
 
     name: str
     bytes: int
@@ -251,7 +254,7 @@ class GraphTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """The op graph of one region, in the order it ran. `inputs` are at hand in the re-run; `saved` is what backward reads."""
+    """The op graph of one region, in execution order. `inputs` are available to a re-run; `saved` is what backward reads."""
 
     ops: tuple[Op, ...]
     tensors: tuple[GraphTensor, ...]
@@ -275,14 +278,14 @@ class Graph:
             made.update(op.outputs)
         for name in (*sorted(made), *self.saved):
             if name not in known or name not in made:
-                raise InvalidInput(f"The graph speaks of tensor {name!r}, which is not listed or never made.")
+                raise InvalidInput(f"The graph uses tensor {name!r}, which is not listed or never made.")
 
     def digest(self) -> str:
         return _digest(self)
 
 
 class BudgetKind(Enum):
-    """What the number of a budget means."""
+    """The meaning of a budget's number."""
 
     TOTAL = "total"
     ACTIVATIONS = "activations"
@@ -296,9 +299,9 @@ BudgetLike: TypeAlias = "Budget | str | int | float | Mapping[str, Budget | str 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The bytes that the peak must not pass. Make one with `Budget.of`, `Budget.activations` or `Budget.fraction`.
+    """The bytes that the peak must not exceed. Make one with `Budget.of`, `Budget.activations` or `Budget.fraction`.
 
-    `in_flight` is the number of microbatches whose tapes live at once (pipelines).
+    `in_flight` is the number of microbatches whose tapes are alive at once (pipelines).
     """
 
     kind: BudgetKind
@@ -327,9 +330,9 @@ class Budget:
 
     @classmethod
     def of(cls, value: BudgetLike, *, in_flight: int | None = None) -> Budget:
-        """Read a budget: "24GiB" or an int is all bytes on the device, 0.5 a fraction of store-all, "auto", or a dict per device.
+        """Return a budget: "24GiB" or an int is all bytes on the device, 0.5 a fraction of store-all, "auto", or a dict per device.
 
-        `in_flight` of None is 1, or what a Budget that is given says itself.
+        `in_flight` of None is 1, or that of a given Budget.
         """
         if isinstance(value, Budget):
             return value if in_flight is None else replace(value, in_flight=in_flight)
@@ -347,12 +350,12 @@ class Budget:
 
     @classmethod
     def activations(cls, value: str | int, *, in_flight: int = 1) -> Budget:
-        """Bytes above weights and gradients."""
+        """Return a budget of bytes above weights and gradients."""
         return cls(kind=BudgetKind.ACTIVATIONS, limit_bytes=_positive_bytes(value), in_flight=in_flight)
 
     @classmethod
     def fraction(cls, share: float, *, in_flight: int = 1) -> Budget:
-        """A fraction of what the activations take when everything is stored."""
+        """Return a budget that is a fraction of the activations if everything is stored."""
         _check_share(share)
         return cls(kind=BudgetKind.FRACTION, share=float(share), in_flight=in_flight)
 
@@ -392,20 +395,20 @@ def _sum_of_sizes(part: Stage | Option) -> int:
 
 
 def _digest(value: object) -> str:
-    """A short name for a problem, equal for equal problems on every machine."""
+    """Return a short hash of a problem, the same on every machine."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()[:16]
 
 
 def _plain(value: object) -> object:
-    """An enum or a dataclass as JSON has it. Not `asdict`: that copies a chain of thousands of stages to its leaves first."""
+    """Return an enum or a dataclass as JSON has it. Not `asdict`, which deep-copies a chain of thousands of stages."""
     if isinstance(value, Enum):
         return value.value
     names = [each.name for each in fields(value)]  # type: ignore[arg-type]
-    # Some came later: a chain that does without them keeps the digest that plans on disk know it by.
-    return {name: getattr(value, name) for name in names if name not in _CAME_LATER or getattr(value, name)}
+    # Fields added later are left out while they are empty: plans on disk refer to a chain by its earlier digest.
+    return {name: getattr(value, name) for name in names if name not in _ADDED_LATER or getattr(value, name)}
 
 
-_CAME_LATER = frozenset(
+_ADDED_LATER = frozenset(
     {
         "pinned",
         "host",

@@ -1,6 +1,6 @@
-"""Record: what a step was measured to take, in bytes and seconds, as a value that is saved and loaded as JSON.
+"""Record: measured bytes and seconds of a step, saved and loaded as JSON.
 
-Nothing is measured here; `memory_meter.py` does that, and `report/` draws it.
+Nothing is measured here: that is `retape.torch.measure`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from retape.core import codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """Live bytes from this many seconds after the start of the step on."""
+    """Live bytes from `seconds` after the start of the step until the next sample."""
 
     seconds: float
     live_bytes: int
@@ -24,10 +24,10 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One measured step. `peak_bytes` counts everything that lived, `base_bytes` of it from before the step.
+    """One measured step. `peak_bytes` counts everything alive, `base_bytes` of it from before the step.
 
-    `seconds` is the time of a run without the scale, which costs time itself; `timeline` has its own clock.
-    `reserved_bytes` is what the caching allocator had taken from the device, where there is one.
+    `seconds` is the time of a step without the memory meter, which slows it down; `timeline` is on the clock of the metered
+    step. `reserved_bytes` are those of the caching allocator, if the device has one.
     """
 
     peak_bytes: int
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def step_bytes(self) -> int:
-        """The peak above what was there before the step."""
+        """The peak above the bytes from before the step."""
         return self.peak_bytes - self.base_bytes
 
     def to_json(self) -> str:

@@ -19,7 +19,7 @@ from retape.core.units import format_bytes
 
 
 class Planner(Protocol):
-    """All plans of one problem. `best` may be asked for any budget that is not below the floor."""
+    """All plans of one problem. `best` takes any budget that is not below the floor."""
 
     @property
     def floor_bytes(self) -> int: ...
@@ -35,7 +35,7 @@ class Planner(Protocol):
 
 
 def planner_of(problem: Problem) -> Planner:
-    """The planner of a problem; the last few are remembered, for a frontier is often followed by a solve."""
+    """Return the planner of a problem; the last two are cached, because `frontier` is often followed by `solve`."""
     if not isinstance(problem, (Chain, Loop, Graph)):
         raise InvalidInput(
             f"{type(problem).__name__} is not a problem; give a Chain, a Loop or a Graph of retape.core."
@@ -51,12 +51,13 @@ def _remembered(problem: Problem) -> Planner:
 
 
 def solve(problem: Problem, budget: BudgetLike) -> Plan:
-    """The fastest plan whose peak stays inside the budget, replayed by the abstract machine.
+    """Return the fastest plan whose peak is inside the budget, replayed by the abstract machine.
 
-    "24GiB" or an int counts everything, fixed bytes too; `Budget.activations` is above those; 0.5 is a fraction of
-    what the activations take when everything is stored. With `in_flight` microbatches each gets an equal share.
-    BudgetTooSmall names the floor and what binds it. A smaller budget never gives a larger peak, nor a larger one a
-    slower plan; at or above store-all the plan is the plain one, unless an option is faster still.
+    "24GiB" or an int counts everything, fixed bytes included; `Budget.activations` excludes those; 0.5 is a fraction of
+    the activations if everything is stored. `in_flight` microbatches get equal shares.
+    BudgetTooSmall names the floor and what determines it. A smaller budget never gives a larger peak, nor a larger one a
+    slower plan (for a chain with a host, up to the error of its options' estimates); from store-all on the plan is the plain
+    one, unless an option is faster.
     """
     asked = Budget.of(budget)
     planner = planner_of(problem)
@@ -68,14 +69,14 @@ def solve(problem: Problem, budget: BudgetLike) -> Plan:
 
 
 def limit_bytes(problem: Problem, budget: BudgetLike) -> int:
-    """A budget as the bytes, everything counted, that the peak of one microbatch must not pass; it may be below the floor."""
+    """Return the most bytes of one microbatch's peak, everything counted; it may be below the floor."""
     asked = Budget.of(budget)
     planner = planner_of(problem)
     return planner.fixed_bytes + _room_bytes(asked, planner) // asked.in_flight
 
 
 def _room_bytes(budget: Budget, planner: Planner) -> int:
-    """What the budget leaves above the fixed bytes, for all microbatches together."""
+    """Return the budget above the fixed bytes, for all microbatches together."""
     if budget.kind is BudgetKind.TOTAL and budget.limit_bytes is not None:
         return budget.limit_bytes - planner.fixed_bytes
     if budget.kind is BudgetKind.ACTIVATIONS and budget.limit_bytes is not None:
@@ -83,18 +84,18 @@ def _room_bytes(budget: Budget, planner: Planner) -> int:
     if budget.kind is BudgetKind.FRACTION and budget.share is not None:
         return int(budget.share * (planner.store_all_bytes - planner.fixed_bytes))
     raise InvalidInput(
-        f"A budget of kind {budget.kind.value!r} is about devices, which the planner does not know. "
+        f"A budget of kind {budget.kind.value!r} depends on devices, which the planner does not know. "
         "Resolve it to bytes first (retape.fit does), such as '24GiB', Budget.activations('10GiB') or 0.5."
     )
 
 
 def _too_small(budget: Budget, room: int, planner: Planner) -> BudgetTooSmall:
-    """In the terms of the budget as it was given: every microbatch in flight needs its own share of the floor."""
+    """Return the error for a budget; every microbatch in flight needs its share of the floor."""
     fixed, binding = planner.fixed_bytes, planner.binding
     asked = fixed + room
     least = fixed + budget.in_flight * (planner.floor_bytes - fixed)
     below, enough = format_bytes(max(asked, 0)), format_bytes(least)
-    if below == enough:  # too near to tell apart in round numbers
+    if below == enough:  # equal after rounding
         below, enough = f"{asked} bytes", f"{least} bytes"
     shared = f" with {budget.in_flight} microbatches in flight" if budget.in_flight > 1 else ""
     above = f" ({least - fixed} bytes above the fixed ones)" if budget.kind is BudgetKind.ACTIVATIONS else ""
@@ -109,7 +110,7 @@ def _too_small(budget: Budget, room: int, planner: Planner) -> BudgetTooSmall:
 
 
 def frontier(problem: Problem) -> Frontier:
-    """The frontier of a chain, a loop of known length, or a graph (of which it is a sample: every point is exact)."""
+    """Return the frontier of a chain, a loop of known length, or a graph (a sample of exact points)."""
     planner = planner_of(problem)
     return Frontier(
         points=tuple(FrontierPoint(bytes=size, seconds=seconds) for size, seconds in planner.points),

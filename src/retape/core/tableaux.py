@@ -1,10 +1,9 @@
-"""Coefficients of explicit Runge-Kutta methods: pure numbers, each with where they were published.
+"""Coefficients of explicit Runge-Kutta methods, each with its publication.
 
 A step of size h from (t, y): k_i = f(t + c_i h, y + h sum_j a_ij k_j), y' = y + h sum_i b_i k_i.
 `error` holds b minus the weights of the embedded method of one order less; `dense[i]` the coefficients of theta, theta^2, ... in the
-weight of k_i at t + theta h, with which a step gives its solution anywhere inside it without another evaluation.
-
-What a step does with them is in `steps.py`.
+weight of k_i at t + theta h: the solution anywhere inside a step without another evaluation. The steps themselves are
+in `retape.torch.ode`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Tableau:
 
     @property
     def adaptive(self) -> bool:
-        """Whether the method estimates its own error, so that step sizes can be chosen by it."""
+        """True if the method estimates its error, by which step sizes can be chosen."""
         return bool(self.error)
 
 
@@ -147,7 +146,7 @@ _TSIT5_B = (
 )
 
 # The paper prints the differences as "b hat", and the sign of the last of them does not fit the others: the one below meets the order
-# conditions (tests/core/test_tableaux.py), as in every well-kept code of this method.
+# conditions (tests/core/test_tableaux.py), as in other implementations of this method.
 TSIT5 = Tableau(
     method=Method.TSIT5,
     order=5,
@@ -188,7 +187,7 @@ TABLEAUX: dict[Method, Tableau] = {tableau.method: tableau for tableau in (EULER
 
 
 def find_tableau(method: str) -> Tableau:
-    """The tableau of a method by its name."""
+    """Return the tableau of a method by its name."""
     try:
         return TABLEAUX[Method(method)]
     except ValueError:

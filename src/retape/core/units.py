@@ -1,4 +1,4 @@
-"""Numbers: which are valid, how large each may be, and bytes and seconds as text ("8GiB", "2.13 ms").
+"""Numbers: validity, bounds, and bytes and seconds as text ("8GiB", "2.13 ms").
 
 The bounds keep every sum that a solver makes inside 64 bits and inside a float. Binary suffixes (KiB, MiB, GiB, TiB) are powers of
 1024; decimal ones (kB, MB, GB, TB) are powers of 1000.
@@ -14,24 +14,24 @@ from typing import TypeGuard
 from retape.core.errors import InvalidInput
 
 MOST_BYTES = 1 << 62
-MOST_SECONDS = 1e15  # thirty million years
+MOST_SECONDS = 1e15
 MOST_STEPS = 10**12
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """An int, and not a bool."""
+    """True for an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_amount(value: object) -> TypeGuard[float]:
-    """A finite number, and not a bool. An int beyond every float is not one."""
+    """True for a finite number that is not a bool; False for an int that no float can represent."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return -sys.float_info.max <= value <= sys.float_info.max
 
 
 def shown(value: object, most: int = 60) -> str:
-    """A value for a message; Python refuses to write out an int of thousands of digits."""
+    """Return a value for a message; Python raises on printing an int of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 4 * most:
         return f"an int of {value.bit_length()} bits"
     text = repr(value)
@@ -39,7 +39,7 @@ def shown(value: object, most: int = 60) -> str:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """A whole number that is not negative."""
+    """True for a whole number >= 0."""
     return is_whole(value) and value >= 0
 
 
@@ -50,7 +50,7 @@ _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]+)\s*", r
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of bytes with a suffix, rounding down: "8GiB", "1.5 MB", "512 B"."""
+    """Return the bytes of a text with a unit, rounded down: "8GiB", "1.5 MB", "512 B"."""
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     scale = _BYTES_PER.get(match.group(2).lower()) if match else None
     amount = float(match.group(1)) if match else math.nan
@@ -62,7 +62,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Write a number of bytes for people: 9663676416 -> '9.00 GiB'."""
+    """Return a number of bytes as text: 9663676416 -> '9.00 GiB'."""
     size = float(count)
     for suffix in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024.0:
@@ -72,7 +72,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration for people: 0.00213 -> '2.13 ms'."""
+    """Return a duration as text: 0.00213 -> '2.13 ms'."""
     for scale, suffix in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if abs(seconds) * scale >= 1.0 or suffix == "us":
             return f"{seconds * scale:.3g} {suffix}"

@@ -179,7 +179,7 @@ line { stroke-linecap: round; }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Segment:
+class _TimedLine:
     """A line from one (step, time) to another."""
 
     kind: str
@@ -212,7 +212,7 @@ def render_svg(schedule: Schedule, *, most_actions: int = 20_000) -> str:
     )
 
 
-def _trace(schedule: Schedule, actions: Iterator[Action]) -> Iterator[_Segment]:
+def _trace(schedule: Schedule, actions: Iterator[Action]) -> Iterator[_TimedLine]:
     """Yield the lines in the order of their ends; items still stored at the last action end there."""
     tiers = schedule.tiers()
     clock = 0.0
@@ -222,13 +222,13 @@ def _trace(schedule: Schedule, actions: Iterator[Action]) -> Iterator[_Segment]:
         match action:
             case Forward(start=start, stop=stop):
                 clock += schedule.forward_cost * (stop - start)
-                yield _Segment(kind="advance", start=(start, begin), stop=(stop, clock))
+                yield _TimedLine(kind="advance", start=(start, begin), stop=(stop, clock))
             case Tape(step=step):
                 clock += schedule.forward_cost
-                yield _Segment(kind="tape", start=(step, begin), stop=(step + 1, clock))
+                yield _TimedLine(kind="tape", start=(step, begin), stop=(step + 1, clock))
             case Backward(step=step):
                 clock += schedule.backward_cost
-                yield _Segment(kind="backward", start=(step + 1, begin), stop=(step, clock))
+                yield _TimedLine(kind="backward", start=(step + 1, begin), stop=(step, clock))
                 yield from _end(stored, (Item.TAPE, step, 0), begin)
             case Save(step=step, tier=tier, item=item):
                 clock += tiers[tier].write_seconds(1)
@@ -243,15 +243,15 @@ def _trace(schedule: Schedule, actions: Iterator[Action]) -> Iterator[_Segment]:
         yield from _end(stored, key, clock)
 
 
-def _end(stored: dict[tuple[Item, int, int], float], key: tuple[Item, int, int], clock: float) -> Iterator[_Segment]:
+def _end(stored: dict[tuple[Item, int, int], float], key: tuple[Item, int, int], clock: float) -> Iterator[_TimedLine]:
     if key in stored:
         item, step, tier = key
         kind = f"state{min(tier, 1)}" if item is Item.STATE else "stored-tape"
         place = step + (0.5 if item is Item.TAPE else 0.0)
-        yield _Segment(kind=kind, start=(place, stored.pop(key)), stop=(place, clock))
+        yield _TimedLine(kind=kind, start=(place, stored.pop(key)), stop=(place, clock))
 
 
-def _element(line: _Segment, steps: int, end: float) -> str:
+def _element(line: _TimedLine, steps: int, end: float) -> str:
     (x1, y1), (x2, y2) = (_point(corner, steps, end) for corner in (line.start, line.stop))
     return f'<line class="{line.kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 

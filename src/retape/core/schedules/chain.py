@@ -1,16 +1,16 @@
 """Persistent schedules of a heterogeneous chain: a tree of moves, streamed as actions.
 
 Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for heterogeneous chains: how to train deep
-neural networks with limited memory" (2019). A segment of stages, its input at hand, is reversed in one of two ways:
+neural networks with limited memory" (2019). A segment of stages whose input is the working state is reversed in one of two ways:
 
 - Take: tape its first stage, keep that tape, reverse the rest of the segment, reverse the first stage.
-- Split: keep the input, run ahead without tape, reverse what lies beyond, come back and reverse what was run over.
+- Split: keep the input, run some stages without tapes, reverse the rest of the segment, then reload the input and reverse those.
 
-A pinned stage is never run again: it is taken, and no split begins at it or runs over it, so that it is reached in the first
-run alone. Its tape contains its output, and that is the state of the stage after it.
+A pinned stage is never run again: it is taken, and no split starts at it or skips it, so that it runs only in the first
+forward. Its tape contains its output, which is the state of the next stage.
 
-What is kept stays until its own stage is reversed: that is what *persistent* means. Each stage is taped exactly once, so
-there are fewer than two moves a stage. Which moves are best is for `solvers/chain.py` to find; here they are only played.
+*Persistent* means that kept items stay until their own stage is reversed. Each stage is taped exactly once, so
+there are fewer than two moves per stage. `solvers/chain.py` finds the best moves; here they become actions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Keep the input of the segment, run `advance` stages without tape, and reverse those last."""
+    """Keep the input of the segment, run `advance` stages without tapes, and reverse those last."""
 
     advance: int
 
@@ -41,7 +41,7 @@ Move: TypeAlias = Take | Split
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Stages `start` to `stop`, still to be reversed; `load` fetches the input first."""
+    """Stages `start` to `stop`, not yet reversed; `load` loads the input first."""
 
     start: int
     stop: int
@@ -49,7 +49,7 @@ class _Segment:
 
 
 def walk(length: int, moves: Iterable[Move]) -> Iterator[tuple[int, int, Move]]:
-    """Each move with the segment, from `start` to `stop`, that it begins."""
+    """Yield (start, stop, move) for each move: the segment of which it is the first move."""
     todo = [(0, length)]
     for move in moves:
         start, stop = todo.pop()
@@ -63,12 +63,12 @@ def walk(length: int, moves: Iterable[Move]) -> Iterator[tuple[int, int, Move]]:
 
 
 def chain_actions(length: int, moves: Iterable[Move]) -> Iterator[Action]:
-    """Play `moves`, given in the order in which their segments are begun, on a chain of `length` stages."""
+    """Yield the actions of `moves`, in the order in which their segments begin, on a chain of `length` stages."""
     return _Player(length, moves).actions()
 
 
 class _Player:
-    """Holds what the device stores while the moves are played."""
+    """Translates moves to actions, and tracks what the device stores."""
 
     def __init__(self, length: int, moves: Iterable[Move]) -> None:
         self._moves = iter(moves)
@@ -96,7 +96,7 @@ class _Player:
 
     def _take(self, segment: _Segment, option: int) -> Iterator[Action]:
         step = segment.start
-        if step in self._snapshots:  # from here on its tape holds the state
+        if step in self._snapshots:  # its tape holds the state now
             self._snapshots.remove(step)
             yield Free(step)
         yield Tape(step, option)
@@ -107,7 +107,7 @@ class _Player:
 
     def _split(self, segment: _Segment, middle: int) -> Iterator[Action]:
         step = segment.start
-        if step not in self._snapshots and step - 1 not in self._tapes:  # the tape before contains this state
+        if step not in self._snapshots and step - 1 not in self._tapes:  # the previous tape contains this state
             self._snapshots.add(step)
             yield Save(step)
         yield Forward(step, middle)

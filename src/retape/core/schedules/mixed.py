@@ -4,9 +4,8 @@ Paper: J. R. Maddison, "Step-based checkpointing with high-level algorithmic dif
 Science 82, 2024 (the mixed forward/tape schedule and its dynamic program).
 Cost: the least `m(n, s)` of `1 + m(n-1, s-1)` (tape the first step and store the tape) and, over `k`,
 `k + m(k, s) + m(n-k, s-1)` (store the state, advance `k`, come back later); `m(n, s) = n` for `n <= s + 1`. The table
-takes O(n^2 s) operations in numpy and O(n s) numbers; it is made when the first action is asked for.
-Optimal: for equal steps and a known length, where a tape is no larger than a state. With tapes larger than states,
-Revolve uses its bytes better.
+takes O(n^2 s) operations in numpy and O(n s) numbers; it is made for the first action.
+Optimal: for equal steps and a known length, if a tape is no larger than a state. With larger tapes, Revolve needs fewer bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from numpy.typing import NDArray
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
 from retape.core.errors import InvalidInput
 
-_TAPE_FIRST = 0  # a choice: store the tape of the first step; any other number is how far to advance
+_TAPE_FIRST = 0  # a choice: store the tape of the first step; any other number is the steps to advance
 _NEVER = 1 << 60
-MOST_WORK = 10**11  # operations of a table: some minutes; it also keeps the table below 300 MB
+MOST_WORK = 10**11  # operations of a table: minutes, and a table below 300 MB
 
 
 def mixed(steps: int, snapshots: int) -> Iterator[Action]:
@@ -51,7 +50,7 @@ def mixed(steps: int, snapshots: int) -> Iterator[Action]:
 
 
 def _place(start: int, advance: int, stored: bool) -> Iterator[Action]:
-    """Store the first step's tape, or its state, and go on to what follows."""
+    """Store the tape of the first step, or its state and advance."""
     if advance == _TAPE_FIRST:
         if stored:
             yield Free(start)
@@ -64,18 +63,18 @@ def _place(start: int, advance: int, stored: bool) -> Iterator[Action]:
 
 
 def total_steps(steps: int, snapshots: int) -> int:
-    """The least number of forward steps, the taping ones among them."""
+    """Return the least number of forward steps, those that record a tape included."""
     slots = min(snapshots, max(1, steps - 1))
     return int(tabulate(steps, slots)[0][slots, steps])
 
 
 @lru_cache(maxsize=4)
 def tabulate(steps: int, snapshots: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Least forward steps and first choices, indexed by [slots, length], for every size up to these."""
+    """Return the least forward steps and the first choices, indexed by [slots, length]."""
     if steps**2 * snapshots > MOST_WORK:
         raise InvalidInput(
             f"The table of mixed for {steps} steps and {snapshots} slots takes {steps**2 * snapshots:.2g} operations, "
-            f"and at most {MOST_WORK:.0e} are made. Take revolve, which needs no table, or fewer steps."
+            f"but the limit is {MOST_WORK:.0e}. Use revolve, which needs no table, or fewer steps."
         )
     totals = np.full((snapshots + 1, steps + 1), _NEVER, dtype=np.int64)
     choices = np.zeros((snapshots + 1, steps + 1), dtype=np.int32)

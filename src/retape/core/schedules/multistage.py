@@ -2,8 +2,8 @@
 
 Papers: P. Stumm and A. Walther, "Multistage approaches for optimal offline checkpointing", SIAM J. Sci. Comput. 31(3),
 2009; J. Herrmann and G. Pallez (Aupy), "H-Revolve: a framework for adjoint computation on synchronous hierarchical
-platforms", ACM TOMS 46(2), 2020. The dynamic program here is our own: it may put any state into any tier at any
-time, and may move a state between tiers whenever it is at hand, which H-Revolve's order of tiers forbids.
+platforms", ACM TOMS 46(2), 2020. The dynamic program is more general than theirs: it may store any state in any tier at any
+time, and may move a state between tiers while it is the working state, which H-Revolve's order of tiers does not allow.
 Cost: `forward * (steps advanced) + backward * (steps) + writes and reads`. As in those papers the run that tapes a step
 is part of its `backward` cost, and the initial state must be written like any other.
 The table takes O(n^2) operations for every combination of free slots, so O(n^2 * product of (slots + 1)).
@@ -23,14 +23,14 @@ import numpy as np
 from retape.core.actions import Action, Backward, Forward, Free, Load, Save, Tape
 from retape.core.errors import InvalidInput
 
-MOST_WORK = 10**11  # operations of a table: some minutes
+MOST_WORK = 10**11  # operations of a table: minutes
 MOST_CELLS = 10**8  # numbers of a table: 800 MB
 _Slots = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a step forward, a step back, and a copy to and from each tier cost."""
+    """Costs of a step forward, a step backward, and a write to and a read from each tier."""
 
     forward: float
     backward: float
@@ -70,7 +70,7 @@ def multistage(steps: int, slots: _Slots, costs: Costs) -> Iterator[Action]:
 
 
 def least_cost(steps: int, slots: _Slots, costs: Costs) -> float:
-    """The cost of the schedule that `multistage` gives."""
+    """Return the cost of the schedule of `multistage`."""
     table = tabulate(steps, _useful(steps, slots), costs)
     return float(table.fresh[table.slots][steps])
 
@@ -78,8 +78,8 @@ def least_cost(steps: int, slots: _Slots, costs: Costs) -> float:
 class Table:
     """Least costs, indexed by [free slots of each tier, length]. `free` counts the slot of the segment's own first state.
 
-    `fresh`: reverse `length` steps whose first state is at hand and not stored.
-    `_homed[tier]`: the same with the first state stored in `tier`, where it stays until its turn comes.
+    `fresh`: reverse `length` steps whose first state is the working state and not stored.
+    `_homed[tier]`: the same with the first state stored in `tier`, where it stays until its step is reversed.
     `_again[tier]`: advance `length` steps from there, and later read that state and reverse those steps.
     """
 
@@ -98,29 +98,29 @@ class Table:
             self._fill(length)
 
     def _fill(self, length: int) -> None:
-        """All combinations of free slots at once: one slot less in a tier is the same array, shifted."""
+        """Fill all combinations of free slots at once: one slot less in a tier is the same array, shifted."""
         for tier, write in enumerate(self._costs.write):
             some, fewer = _along(tier, slice(1, None)), _along(tier, slice(0, -1))
             parts = self._again[tier][some][..., 1:length] + self.fresh[fewer][..., length - 1 : 0 : -1]
             self._homed[tier][some][..., length] = parts.min(axis=-1)
             self.fresh[..., length] = np.minimum(self.fresh[..., length], self._homed[tier][..., length] + write)
         for tier, read in enumerate(self._costs.read):
-            # A state that is at hand can change its tier for the price of one write.
+            # The working state can change its tier at the cost of one write.
             best = np.minimum(self._homed[tier][..., length], self.fresh[..., length])
             self._again[tier][..., length] = best + (self._costs.forward * length + read)
 
     def first_home(self, length: int, free: _Slots) -> int:
-        """The tier in which to store a state that is at hand and not stored."""
+        """Return the tier in which to store a working state that is not stored."""
         return int(np.argmin(self._when_written(length, free)))
 
     def next_home(self, length: int, free: _Slots, tier: int) -> int:
-        """The tier in which a state that is at hand and stored in `tier` is best kept from now on."""
+        """Return the best tier from now on for a working state that is stored in `tier`."""
         costs = self._when_written(length, free)
         best = int(np.argmin(costs))
         return best if costs[best] < self._homed[tier][free][length] else tier
 
     def split(self, length: int, free: _Slots, tier: int) -> int:
-        """How far to advance from a state in `tier` before the next one is stored."""
+        """Return the steps to advance from a state in `tier` before the next one is stored."""
         right = self.fresh[_less(free, tier)][length - 1 : 0 : -1]
         return int((self._again[tier][free][1:length] + right).argmin()) + 1
 
@@ -130,18 +130,18 @@ class Table:
 
 @lru_cache(maxsize=4)
 def tabulate(steps: int, slots: _Slots, costs: Costs) -> Table:
-    """The table for a problem; the last few are remembered, because drawing and counting ask for the same one."""
+    """Return the table of a problem; the last four are cached, because drawing and counting use the same one."""
     cells = (2 * len(slots) + 1) * (steps + 1) * prod(count + 1 for count in slots)
     if cells > MOST_CELLS or cells * steps > MOST_WORK:
         raise InvalidInput(
             f"The table for {steps} steps and {slots} slots has {cells:.2g} numbers and takes {cells * steps:.2g} operations; "
-            f"at most {MOST_CELLS:.0e} and {MOST_WORK:.0e} are made. Take revolve, which needs no table, or fewer steps or slots."
+            f"the limits are {MOST_CELLS:.0e} and {MOST_WORK:.0e}. Use revolve, which needs no table, or fewer steps or slots."
         )
     return Table(steps, slots, costs)
 
 
 def _useful(steps: int, slots: _Slots) -> _Slots:
-    """More slots than there are states to store change nothing but the size of the table."""
+    """Return the slots without those beyond the number of states, which would only enlarge the table."""
     return tuple(min(count, max(1, steps - 1)) for count in slots)
 
 

@@ -1,19 +1,19 @@
-"""Schedules for a number of steps that nobody knows beforehand.
+"""Schedules for an unknown number of steps.
 
 Papers: Q. Wang, P. Moin and G. Iaccarino, "Minimal repetition dynamic checkpointing algorithm for unsteady adjoint
 calculation", SIAM J. Sci. Comput. 31(4), 2009; P. Stumm and A. Walther, "New algorithms for optimal online
-checkpointing", SIAM J. Sci. Comput. 32(2), 2010. The rule below is our own, built on the same binomial numbers.
+checkpointing", SIAM J. Sci. Comput. 32(2), 2010. The rule below differs from theirs and uses the same binomial numbers.
 
 Forward: all slots are always in use. *Anchors* are the states that the offline optimum stores for the longest run
-with the present number `r` of repetitions, `C(s+r, s)` steps; they are stored when they are reached and kept until that
-length is passed. The other slots follow a greedy rule: the present state takes the slot of a stored one as soon as a run
-that ended at the next step would be cheaper for it. Reverse: the end is known now, and the offline optimum (Revolve) reverses
-each segment with the slots that are free by then.
+with the current number `r` of repetitions, `C(s+r, s)` steps; they are stored when they are reached and kept until that
+length is exceeded. The other slots follow a greedy rule: the current state takes the slot of a stored one as soon as that makes a run
+that ends at the next step cheaper. Reverse: the end is known, and the offline optimum (Revolve) reverses
+each segment with the slots that are free then.
 Cost: for 3 or more snapshots and 20 or more steps the forward steps are within 1.09 of the optimum, and equal to it at every
-`C(s+r, s)` steps. With 2 snapshots they are within 1.10 but for six lengths from 22 to 67 (1.153 at worst); no rule with 2
-can stay below 1.139 there (the tests show it). A state is stored at one step in three or fewer, ever more seldom as the run
-goes on; a decision takes O(s) operations.
-Optimal: no online rule is for all lengths; where the length is known, use Revolve.
+`C(s+r, s)` steps. With 2 snapshots they are within 1.10 except for six lengths from 22 to 67 (1.153 at worst); no rule with 2
+can stay below 1.139 there (the tests show it). A state is stored at one step in three or fewer, less often as the run
+becomes longer; a decision takes O(s) operations.
+Optimal: no online rule is for all lengths; for a known length use Revolve.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _NEVER = 1 << 80
 
 
 def online(steps: int, snapshots: int) -> Iterator[Action]:
-    """The whole schedule for a run that turns out to have `steps` steps, each decision taken without knowing that.
+    """Yield the whole schedule of a run of `steps` steps; no decision uses that number.
 
-    The last step is taped as it runs. Whoever cannot know that it is the last tapes every step of the forward phase.
+    The last step is taped in its first run. A driver that cannot know which step is the last tapes every step of the forward phase.
     """
     stored: list[int] = []
     for action in forward_phase(snapshots):
@@ -54,11 +54,11 @@ def online(steps: int, snapshots: int) -> Iterator[Action]:
 
 
 def forward_phase(snapshots: int) -> Iterator[Action]:
-    """Advance without end, storing and freeing on the way. Stop whenever the run does, inside an advance or after it."""
+    """Yield advances, stores and frees without end; the caller stops when the run ends, inside an advance or after it."""
     yield Save(0)
     if snapshots == 1:
         yield from _advance_forever()
-    stored = _Stored(snapshots)
+    stored = _StoredStates(snapshots)
     here = 0
     while True:
         there = stored.next_store()
@@ -71,7 +71,7 @@ def forward_phase(snapshots: int) -> Iterator[Action]:
 
 
 def reverse_phase(stored: list[int], end: int, snapshots: int) -> Iterator[Action]:
-    """Reverse the steps before `end` from the states `stored` on the device, with nothing else at hand."""
+    """Yield the reversal of the steps before `end` from the states `stored` on the device."""
     for index in range(len(stored) - 1, -1, -1):
         start = stored[index]
         yield Load(start)
@@ -95,18 +95,18 @@ def _note(stored: list[int], action: Action) -> None:
         stored.remove(action.step)
 
 
-class _Stored:
-    """What is stored in the forward phase, and when that changes next.
+class _StoredStates:
+    """The states stored in the forward phase, and the next change of them.
 
-    Segment `i` runs from stored state `i` to the next one, the last to wherever the run ends. It will be reversed with the
-    slots that are free by then, its own among them: `snapshots - i`. The costs below are extra forward steps of a run
-    that ends one step from here; its last step is taped as it runs.
+    Segment `i` runs from stored state `i` to the next one, the last to the end of the run. It will be reversed with the
+    slots that are free then, its own included: `snapshots - i`. The costs below are extra forward steps of a run
+    that ends at the next step; its last step is taped in its first run.
     """
 
     def __init__(self, snapshots: int) -> None:
         self._snapshots = snapshots
         self._positions = [0]
-        # Running sums over the closed segments, so that a store costs no more than what lies after the state it drops:
+        # Running sums over the closed segments, so that a store updates only the entries after the dropped state:
         self._kept = [0]  # [i]: segments before i, each with the slots it has now
         self._eased = [0]  # [i]: segments 1 to i, each with one slot more
         self._drops = [(_NEVER, 0)]  # [i]: least cost (`_eased` of all still to add) and index of a drop up to i
@@ -116,17 +116,17 @@ class _Stored:
         self._look_ahead(1)
 
     def next_store(self) -> int:
-        """The next state that will be stored, if the run gets there."""
+        """Return the next state that will be stored, if the run reaches it."""
         last = self._positions[-1]
         place = bisect_right(self._anchors, last)
         anchor = self._anchors[place] if place < len(self._anchors) else self._horizon
         if len(self._positions) < self._snapshots:
             return anchor
-        # More and more pays as the last segment grows, so the first gap that pays can be searched for.
+        # Dropping a state becomes more useful as the last segment grows, so the first useful gap is found by bisection.
         return last + _first(lambda gap: self._cheapest(gap)[0] < self._staying(gap), anchor - last)
 
     def store(self, here: int) -> int | None:
-        """Store state `here`; the state that gives up its slot for it, if one does."""
+        """Store state `here`; return the state that is dropped for it, if any."""
         if here >= self._horizon:
             self._look_ahead(here)
         if len(self._positions) < self._snapshots:
@@ -138,11 +138,11 @@ class _Stored:
         return dropped
 
     def _look_ahead(self, here: int) -> None:
-        """Set the anchors for the longest run with as many repetitions as one that goes on from `here` needs."""
+        """Set the anchors for the longest run with as many repetitions as a run beyond `here` needs."""
         slots = self._snapshots
         repeats = repetitions(here + 1, slots)
         self._horizon = binomial(slots, repeats)
-        if repeats == 1:  # every state, of which there may be far more slots than a run has steps
+        if repeats == 1:  # every state; there may be more slots than steps
             self._anchors = self._anchored = range(min(slots, sys.maxsize))
         else:
             segments = (binomial(slots - index, repeats - 1) for index in range(slots - 1))
@@ -153,14 +153,14 @@ class _Stored:
     def _rebuild(self, count: int, later: list[int]) -> None:
         """Keep the first `count` states, and store `later` after them."""
         del self._positions[count:], self._kept[count:], self._eased[count:], self._drops[count:]
-        # What is known of the last state that stays depends on the one after it.
+        # The entries of the last remaining state depend on the one after it.
         last = count - 1
         if last:
             del self._eased[last:], self._drops[last:]
         self._extend(later)
 
     def _extend(self, states: list[int]) -> None:
-        """Close the last segment at each state in turn, and note what it would cost to do without the state it starts from."""
+        """Close the last segment at each state in turn, and record the cost of dropping the state from which it starts."""
         positions, kept, eased, drops = self._positions, self._kept, self._eased, self._drops
         for here in states:
             index = len(positions) - 1
@@ -169,14 +169,14 @@ class _Stored:
             if index:
                 eased.append(eased[-1] + _cost(here - start, slots + 1))
                 cost = kept[index - 1] + _cost(here - positions[index - 1], slots + 1) - eased[-1]
-                # The latest of equals goes: less has to be summed again.
+                # Of equal costs drop the latest: fewer sums must be updated.
                 better = cost <= drops[-1][0] and start not in self._anchored
                 drops.append((cost, index) if better else drops[-1])
             kept.append(kept[index] + _cost(here - start, slots))
             positions.append(here)
 
     def _cheapest(self, gap: int) -> tuple[int, int]:
-        """The least cost with the state `gap` steps after the last one in the slot of another, and that one's index."""
+        """Return the least cost of storing the state `gap` steps after the last one in another's slot, and the index of that."""
         last = len(self._positions) - 1
         rest, index = self._drops[-1]
         inner = (rest + self._eased[-1] + _cost(gap, 2), index)
@@ -192,12 +192,12 @@ class _Stored:
 
 @lru_cache(maxsize=1 << 15)
 def _cost(length: int, slots: int) -> int:
-    """The extra forward steps of a segment: to run through it once more, and to reverse it."""
+    """Return the extra forward steps of a segment: one more run through it, and its reversal."""
     return length + extra_steps(length, slots)
 
 
 def _first(holds: Callable[[int], bool], limit: int) -> int:
-    """The least number from 1 on for which `holds`, which then holds for all larger ones; at most `limit`."""
+    """Return the least number from 1 on for which the monotone `holds` is true; at most `limit`."""
     high = 1
     while high < limit and not holds(high):
         high *= 2

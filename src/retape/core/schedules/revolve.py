@@ -24,7 +24,7 @@ from math import comb, isqrt
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
 
-# Distinct (length, snapshots) pairs whose split is remembered: bounded, so that memory stays flat in a long run.
+# Cached (length, snapshots) pairs: bounded, so that memory does not grow in a long run.
 _REMEMBERED = 1 << 15
 
 
@@ -40,10 +40,10 @@ def reverse_segment(
 ) -> Iterator[Action]:
     """Reverse `length` steps from the working state `start`, which is stored on the device if `length > 1`.
 
-    `snapshots` counts the slot of `start`; that slot, too, is free at the end. `split(length, snapshots)` says how far
+    `snapshots` counts the slot of `start`, which is free at the end too. `split(length, snapshots)` returns the steps
     to advance before the next snapshot; None is the optimal rule.
     """
-    # One loop and a stack of what is left to reverse: nested generators would pay for every level at every action.
+    # A loop with a stack: nested generators would take time proportional to the depth for every action.
     advance_by = split or optimal_split
     waiting: list[tuple[int, int, int]] = []
     while True:
@@ -65,12 +65,12 @@ def reverse_segment(
 
 
 def binomial(snapshots: int, repeats: int) -> int:
-    """The most steps that `snapshots` slots can reverse when no step runs more than `repeats` extra times."""
+    """Return the most steps that `snapshots` slots can reverse if no step runs more than `repeats` extra times."""
     return comb(snapshots + repeats, snapshots) if snapshots >= 0 and repeats >= 0 else 0
 
 
 def repetitions(steps: int, snapshots: int) -> int:
-    """The least number `r` of extra runs per step with which `steps` steps can be reversed."""
+    """Return the least number `r` of extra runs per step with which `steps` steps can be reversed."""
     if snapshots == 1:
         return steps - 1
     reaches = _reaches(snapshots)
@@ -82,13 +82,13 @@ def repetitions(steps: int, snapshots: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _reaches(snapshots: int) -> list[int]:
-    """The binomial numbers of these snapshots by repetitions, as many as were needed so far."""
+    """Return the binomial numbers of these snapshots by repetitions, as many as were needed so far."""
     return [1]
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def extra_steps(steps: int, snapshots: int) -> int:
-    """The least number of forward steps beyond one per step; the closed form of the paper."""
+    """Return the least number of forward steps beyond one per step; the closed form of the paper."""
     if steps <= 1:
         return 0
     repeats = repetitions(steps, snapshots)
@@ -97,9 +97,9 @@ def extra_steps(steps: int, snapshots: int) -> int:
 
 @lru_cache(maxsize=_REMEMBERED)
 def optimal_split(length: int, snapshots: int) -> int:
-    """How far to advance before the next snapshot. Many splits are optimal in steps; this one is in writes, too.
+    """Return the steps to advance before the next snapshot. Many splits are optimal in steps; this one also in writes.
 
-    The left part is kept on a plateau of the write count, where it can grow without another write, as long as the
+    The left part stays on a plateau of the write count, where it can grow without another write, as long as the
     right part can take the rest.
     """
     if snapshots == 1:
@@ -113,29 +113,29 @@ def optimal_split(length: int, snapshots: int) -> int:
 
 
 def recursive(steps: int, snapshots: int | None = None) -> Iterator[Action]:
-    """Halve until one step is left; `snapshots` of None is as many as halving to the end needs."""
+    """Halve until one step is left; `snapshots` of None is as many as that needs."""
     if steps > 1:
         yield Save(0)
     yield from reverse_segment(0, steps, depth(steps) if snapshots is None else snapshots, _halve)
 
 
 def depth(steps: int) -> int:
-    """The slots that halving to the end needs: one a level."""
+    """Return the slots that halving down to one step needs: one per level."""
     return max(1, steps.bit_length() - 1)
 
 
 def _halve(length: int, snapshots: int) -> int:
-    # With one slot left nothing more can be stored on the way: run to the last step.
+    # With one slot left no further state can be stored: run to the last step.
     return (length + 1) // 2 if snapshots > 1 else length - 1
 
 
 def store_all(steps: int) -> Iterator[Action]:
-    """Tape every step as it runs, then go back."""
+    """Tape every step in its first run, then reverse all."""
     yield from _tape_through(0, steps)
 
 
 def recompute_all(steps: int) -> Iterator[Action]:
-    """Store the initial state alone, and run from there for every step."""
+    """Store only the initial state, and run from there for every step."""
     yield from revolve(steps, 1)
 
 
@@ -154,12 +154,12 @@ def uniform(steps: int, segments: int | None = None) -> Iterator[Action]:
 
 
 def default_segments(steps: int) -> int:
-    """The square root of the length, rounded up."""
+    """Return the square root of the length, rounded up."""
     return isqrt(steps - 1) + 1
 
 
 def segment_bounds(steps: int, segments: int | None = None) -> list[int]:
-    """Where segments start, and the end of the last; their lengths differ by one at most."""
+    """Return the starts of the segments and the end of the last; lengths differ by at most one."""
     count = min(steps, segments or default_segments(steps))
     return [steps * index // count for index in range(count + 1)]
 
@@ -170,6 +170,6 @@ def _tape_through(start: int, stop: int) -> Iterator[Action]:
         yield Tape(step)
         yield Save(step, item=Item.TAPE)
     yield Tape(stop - 1)
-    # Reversing a step takes its tape out of the device's store: nothing to free.
+    # Reversing a step deletes its tape: nothing to free.
     for step in range(stop - 1, start - 1, -1):
         yield Backward(step)

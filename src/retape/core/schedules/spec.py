@@ -28,7 +28,7 @@ _COSTS = ("forward_cost", "backward_cost", "write_cost", "read_cost", "host_writ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One kind of schedule: its name, what it is good for, and how to make its actions."""
+    """One kind of schedule: its name, a summary, and the function that makes its actions."""
 
     name: str
     summary: str
@@ -41,8 +41,8 @@ class Family:
 class Schedule:
     """One schedule for a loop of equal steps.
 
-    `snapshots` counts all slots, the initial state's among them. The tiered families take the slots of each tier: `ram`,
-    which reads and writes for nothing, `host` (hierarchical alone) and `disk`; there `snapshots` may be left out. The run that
+    `snapshots` counts all slots, that of the initial state included. The tiered families take the slots of each tier: `ram`,
+    whose reads and writes are free, `host` (hierarchical only) and `disk`; there `snapshots` may be left out. The run that
     tapes a step is part of `backward_cost`.
     """
 
@@ -76,15 +76,15 @@ class Schedule:
         _check_slots(self, family)
 
     def actions(self) -> Iterator[Action]:
-        """The actions, made one at a time as they are asked for."""
+        """Return an iterator that makes the actions one at a time."""
         return find_family(self.family).function(self)
 
     def loop(self) -> Loop:
-        """The problem that the actions solve: states and tapes weigh one byte each."""
+        """Return the problem that the actions solve, with states and tapes of one byte."""
         return Loop(steps=self.steps, forward_seconds=self.forward_cost, backward_seconds=self.backward_cost)
 
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers that the actions speak of, with their slots as capacity: simulate with these to enforce the limits."""
+        """Return the tiers of the actions with their slots as capacity; `simulate` with them enforces the limits."""
         if not find_family(self.family).tiered:
             return (Tier(name="device", capacity_bytes=_device_slots(self)),)
         slots, costs = _tier_slots(self), _tier_costs(self)
@@ -101,7 +101,7 @@ class Schedule:
 
     @property
     def limit(self) -> int:
-        """The snapshots that may be stored: those asked for, unless the family itself says how many it takes."""
+        """The snapshots that may be stored: the given number, unless the family determines it."""
         if find_family(self.family).tiered:
             return sum(_tier_slots(self))
         if self.family == "uniform":
@@ -122,7 +122,7 @@ class Schedule:
 
 
 def find_family(name: str) -> Family:
-    """The family of that name."""
+    """Return the family with a name."""
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise InvalidInput(f"There is no schedule family {name!r}; choose one of: {', '.join(FAMILIES)}.")
@@ -135,18 +135,18 @@ def _slots(schedule: Schedule) -> int:
 
 
 def _device_slots(schedule: Schedule) -> int:
-    """What the device may store: the snapshots, and the tapes where a family stores those beside them."""
+    """Return the items that the device may store: snapshots, and tapes if the family stores them too."""
     if schedule.family == "store-all":
         return schedule.steps - 1
     if schedule.family == "uniform":
         bounds = segment_bounds(schedule.steps, schedule.snapshots)
         longest = max(stop - start for start, stop in pairwise(bounds))
-        return len(bounds) - 2 + longest - 1  # every start but the last, and the tapes of one segment but the last
+        return len(bounds) - 2 + longest - 1  # all starts but the last, and all tapes of one segment but the last
     return schedule.limit
 
 
 def _tier_slots(schedule: Schedule) -> tuple[int, ...]:
-    """Slots by tier; what `snapshots` leaves over goes to the first of ram and disk that has no number of its own."""
+    """Return the slots of each tier; the rest of `snapshots` goes to the first of ram and disk without a number."""
     ram, host, disk = schedule.ram, schedule.host, schedule.disk
     rest = (schedule.snapshots or 0) - sum(count or 0 for count in (ram, host, disk))
     if ram is None:
@@ -189,21 +189,19 @@ def _check_slots(schedule: Schedule, family: Family) -> None:
     if family.tiered:
         _check_tiers(schedule)
     elif (schedule.ram, schedule.host, schedule.disk) != (None, None, None):
-        raise InvalidInput(
-            f"{family.name} stores on one tier: give snapshots, not ram, host or disk, or take multistage."
-        )
+        raise InvalidInput(f"{family.name} uses one tier: give snapshots, not ram, host or disk, or use multistage.")
     elif family.needs_snapshots and schedule.snapshots is None:
-        raise InvalidInput(f"{family.name} needs to know how many snapshots it may store; give snapshots >= 1.")
+        raise InvalidInput(f"{family.name} needs a number of snapshots; give snapshots >= 1.")
 
 
 def _check_tiers(schedule: Schedule) -> None:
     if schedule.family == "multistage" and schedule.host is not None:
-        raise InvalidInput("multistage has two tiers, ram and disk; leave host out, or take hierarchical.")
+        raise InvalidInput("multistage has two tiers, ram and disk; leave host out, or use hierarchical.")
     slots = sum(_tier_slots(schedule))
     if schedule.snapshots is not None and schedule.snapshots != slots:
         raise InvalidInput(
             f"snapshots = {schedule.snapshots}, but the tiers have {slots} slots in all; "
-            "leave snapshots out, or let it be their sum."
+            "leave snapshots out, or give their sum."
         )
     if schedule.steps > 1 and not slots:
         raise InvalidInput(
@@ -224,7 +222,7 @@ _ALL = (
     ),
     Family(
         name="uniform",
-        summary="equal segments, each taped whole in its turn (Chen et al. 2016); default sqrt(steps) segments",
+        summary="equal segments, each taped whole before it is reversed (Chen et al. 2016); default sqrt(steps) segments",
         function=lambda schedule: uniform(schedule.steps, schedule.snapshots),
     ),
     Family(
@@ -240,13 +238,13 @@ _ALL = (
     ),
     Family(
         name="mixed",
-        summary="a slot holds a state or a tape (Maddison 2024): fewest forward steps where tapes are small",
+        summary="a slot holds a state or a tape (Maddison 2024): fewest forward steps if tapes are small",
         function=lambda schedule: mixed(schedule.steps, _slots(schedule)),
         needs_snapshots=True,
     ),
     Family(
         name="online",
-        summary="number of steps unknown beforehand: replaces snapshots on the way, then reverses optimally",
+        summary="unknown number of steps: replaces snapshots during the run, then reverses optimally",
         function=lambda schedule: online(schedule.steps, _slots(schedule)),
         needs_snapshots=True,
     ),
@@ -268,10 +266,10 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCounts:
-    """The counts of one schedule, all of them found by running it on the abstract machine.
+    """The counts of one schedule, from a run on the abstract machine.
 
-    `forward_steps` contains the runs that tape. `peak_snapshots` is the most that was stored at once of what the
-    snapshots limit: states, and for `mixed` tapes, too. `cost` weighs extra steps, reversed steps and copies.
+    `forward_steps` includes the runs that tape. `peak_snapshots` is the most stored at once of what the
+    snapshots limit: states, and for `mixed` tapes too. `cost` is that of extra steps, reversed steps and copies.
     """
 
     forward_steps: int
@@ -285,9 +283,9 @@ class ScheduleCounts:
 
 
 def count(schedule: Schedule) -> ScheduleCounts:
-    """Run a schedule on the abstract machine within its limits, and count."""
+    """Run a schedule on the abstract machine within its limits; return its counts."""
     tally = _Tally()
-    outcome = simulate(schedule.loop(), tally.watch(schedule.actions()), tiers=schedule.tiers())
+    outcome = simulate(schedule.loop(), tally.counted(schedule.actions()), tiers=schedule.tiers())
     both = schedule.family == "mixed"
     return ScheduleCounts(
         forward_steps=outcome.forward_steps,
@@ -296,21 +294,21 @@ def count(schedule: Schedule) -> ScheduleCounts:
         reads=outcome.reads,
         peak_snapshots=outcome.peak_items if both else tally.peak_states,
         peak_tapes=tally.peak_tapes,
-        # The literature counts the run that tapes a step as a part of its reversal; the machine times it apart.
+        # The literature counts the run that tapes a step as part of its reversal; the machine times it separately.
         cost=outcome.seconds - schedule.steps * schedule.forward_cost,
         outcome=outcome,
     )
 
 
 class _Tally:
-    """How many states, and how many tapes, are stored at once in all tiers together."""
+    """The most states and tapes stored at once, over all tiers."""
 
     def __init__(self) -> None:
         self.peak_states = self.peak_tapes = 0
         self._states = 0
         self._tapes: set[int] = set()
 
-    def watch(self, actions: Iterator[Action]) -> Iterator[Action]:
+    def counted(self, actions: Iterator[Action]) -> Iterator[Action]:
         for action in actions:
             yield action
             if isinstance(action, Save):

@@ -4,22 +4,22 @@ Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for 
 seconds to reverse a segment within `m` levels of memory, its input counted elsewhere, is the least of
 
 - Take: an option's seconds + the rest of the segment within `m` less the option's held bytes;
-- Split: the run ahead to a cut + what lies beyond within `m` less the state there + what was run over within `m`.
+- Split: the run without tapes to a cut + the part beyond within `m` less the state there + the skipped part within `m`.
 
-A split runs over no pinned stage: where the first stage is pinned, or a later one, that is the end of the cuts.
+A split skips no pinned stage: the first pinned stage is the last cut.
 
 The needs are those of the abstract machine, transients included (`costs.py`). O(n^3 levels) time and O(n^2 levels)
-memory for n different stages, vectorised over cuts and levels; like segments share a row.
+memory for n different stages, vectorised over cuts and levels; equal segments share a row.
 
-Optimal among *persistent* schedules (what is kept stays until its own stage is reversed), where taping a stage is never
-faster than running it and a tape is never smaller than the output it contains. Schedules that forget a state and make
-it again later can be faster still: an exhaustive search over all of them beat the program in 26 of 534 random cases of 5
-to 7 stages, 25 of these exactly at the floor, by at most 1.22x (`tests/core/test_chain.py` keeps some). The floor is the
-same for both wherever it was searched.
+Optimal among *persistent* schedules (kept items stay until their own stage is reversed), if taping a stage is never
+faster than running it and a tape is never smaller than the output it contains. Schedules that delete a state and recompute
+it later can be faster: an exhaustive search over all of them beat the program in 26 of 534 random cases of 5
+to 7 stages, 25 of these exactly at the floor, by at most 1.22x (`tests/core/test_chain.py` has some). The floor was the
+same in all of them.
 
 Memory is a grid that depends on the chain alone, so one table serves every budget. Sizes rounded up give feasible plans,
 sizes rounded down a lower bound; where every size is a multiple of the grid's unit the two agree and are exact. A table
-carries each plan's true peak in bytes, so the plans of the table rounded down are candidates too.
+contains each plan's exact peak in bytes, so the plans of the table rounded down are candidates too.
 """
 
 from __future__ import annotations
@@ -34,21 +34,14 @@ import numpy as np
 import numpy.typing as npt
 
 from retape.core.schedules.chain import Move, Split, Take
-from retape.core.solvers.costs import ChainCosts, Floats, Ints
+from retape.core.solvers.costs import TUNING, ChainCosts, Floats, Ints, SolverTuning
 from retape.core.solvers.intervals import Intervals
-
-EXACT_LEVELS = 20_000  # a grid this fine, or finer, is worth having if it is exact
-FINE_LEVELS = 2_000
-BLOCK = 60_000  # rows x levels filled together: what stays near the processor
-PROBES = 16  # levels at which cuts are compared with takes first
-CELLS = 90_000_000  # cuts x levels of one table that take about a second
-
 
 Picks: TypeAlias = npt.NDArray[np.int16]
 
 
 class Rounding(Enum):
-    """Up: what fits on the grid fits in bytes. Down: what fits in bytes fits on the grid."""
+    """Rounding of sizes. UP: plans that fit on the grid fit in bytes. DOWN: plans that fit in bytes fit on the grid."""
 
     UP = "up"
     DOWN = "down"
@@ -58,7 +51,7 @@ class Rounding(Enum):
 class MemoryGrid:
     """Memory levels 0 to `top`, of `unit` bytes each.
 
-    `exact` where every size is a multiple of the unit; `whole` where the top is enough for the fastest plan of all.
+    `exact` if every size is a multiple of the unit; `whole` if the top is enough for the fastest plan of all.
     """
 
     unit: int
@@ -68,13 +61,13 @@ class MemoryGrid:
 
     @classmethod
     def exactly(cls, costs: ChainCosts) -> MemoryGrid:
-        """The grid on which nothing is rounded."""
+        """Return the grid on which nothing is rounded."""
         unit = int(np.gcd.reduce(costs.sizes())) or 1
         return cls(unit=unit, top=most_bytes(costs) // unit, exact=True)
 
     @classmethod
     def spread(cls, costs: ChainCosts, levels: int, top_bytes: int) -> MemoryGrid:
-        """So many levels up to `top_bytes`."""
+        """Return a grid of `levels` levels up to `top_bytes`."""
         most = most_bytes(costs)
         unit = max(1, -(-min(most, top_bytes) // levels))
         return cls(unit=unit, top=-(-min(most, top_bytes) // unit), exact=False, whole=top_bytes >= most)
@@ -87,15 +80,15 @@ class MemoryGrid:
 
 
 def most_bytes(costs: ChainCosts) -> int:
-    """Beyond this no plan gets faster: the peak of the fastest option everywhere, nothing run twice."""
+    """Return the bytes beyond which no plan is faster: the peak with the fastest option of every stage."""
     return costs.taken_bytes(tuple(min(options, key=lambda o: (o.seconds, o.held_bytes)) for options in costs.options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ways:
-    """Ways to begin some segments, a line each: every way leaves one segment to do with less memory, and a cut another with the same.
+class _FirstMoves:
+    """First moves of some segments, a line per segment. A move leaves segment `first` with less memory; a cut also leaves `second`.
 
-    `level` and `bytes` are what a way takes from the first of the two, `need` is its own peak and `least` the levels of that;
+    `level` and `bytes` are what a move holds while `first` is reversed, `need` is its own peak and `least` the levels of that;
     `seconds` are its own, `move` is its code in the table.
     """
 
@@ -108,16 +101,16 @@ class _Ways:
     first: Ints
     second: Ints
 
-    def __add__(self, other: _Ways) -> _Ways:
-        return _Ways(**{name: np.hstack([getattr(self, name), getattr(other, name)]) for name in _COLUMNS})
+    def __add__(self, other: _FirstMoves) -> _FirstMoves:
+        return _FirstMoves(**{name: np.hstack([getattr(self, name), getattr(other, name)]) for name in _COLUMNS})
 
 
-_COLUMNS = tuple(field.name for field in fields(_Ways))
+_COLUMNS = tuple(field.name for field in fields(_FirstMoves))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Block:
-    """Some rows between two levels: the best seconds so far, the way that has them, and from where on each way fits."""
+    """Some rows between two levels: the best seconds so far, their move, and the level from which on each move fits."""
 
     best: Floats
     pick: Picks
@@ -131,16 +124,24 @@ class _Block:
 
 
 class ChainTable:
-    """Least seconds, the move that reaches them and its true peak, for every row of segments and every level.
+    """Least seconds, their move and its exact peak, for every row of segments and every level.
 
-    Rows of one length are filled together, a cut at a time, between two levels: below the one nothing fits, from the other on
-    the fastest options all do.
+    Rows of one length are filled together, a cut at a time, between two levels: below the lower one nothing fits, from the higher
+    one on the fastest options all fit.
     """
 
-    def __init__(self, costs: ChainCosts, intervals: Intervals, grid: MemoryGrid, rounding: Rounding) -> None:
+    def __init__(
+        self,
+        costs: ChainCosts,
+        intervals: Intervals,
+        grid: MemoryGrid,
+        rounding: Rounding,
+        tuning: SolverTuning = TUNING,
+    ) -> None:
+        self._probes = tuning.probes
         self.costs, self.intervals, self.grid, self.rounding = costs, intervals, grid, rounding
         self._nothing = len(intervals.segments)  # the row of the empty segment: no seconds, no bytes
-        shape = self._nothing + 2, grid.top + 1  # the last row, -1, is that of what cannot be: it takes for ever
+        shape = self._nothing + 2, grid.top + 1  # the last row, -1, is that of impossible segments: infinite seconds
         self.seconds: Floats = np.full(shape, np.inf)
         self._beyond: Floats = np.full(shape, np.inf)  # the same, with the segment's input kept as well
         self.peak: Ints = np.zeros(shape, dtype=np.int64)
@@ -154,14 +155,14 @@ class ChainTable:
         self._low[self._nothing] = self._high[self._nothing] = 0
         segments = np.array(intervals.segments)
         lengths = segments[:, 1] - segments[:, 0]
-        most = max(1, BLOCK // shape[1])
+        most = max(1, tuning.block_entries // shape[1])
         for begin, end in pairwise([0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(segments)]):
             for row in range(begin, end, most):
                 some = segments[row : min(row + most, end)]
                 self._fill(row, some[:, 0], some[:, 1])
 
-    def _options_of(self, first: bool) -> _Ways:
-        """The options of each stage, the same number for all: what there is not needs more than there is."""
+    def _options_of(self, first: bool) -> _FirstMoves:
+        """Return the options of each stage, padded to the same number with options that never fit."""
         shape = self.costs.length, self._most
         held, work, move = np.zeros((3, *shape), dtype=np.int64)
         seconds = np.full(shape, np.inf)
@@ -172,13 +173,13 @@ class ChainTable:
         level = self.grid.levels(held, self.rounding)
         least = np.where(np.isinf(seconds), self.grid.top + 1, np.maximum(self.grid.levels(work, self.rounding), level))
         nothing = np.full(shape, self._nothing)
-        return _Ways(
+        return _FirstMoves(
             move=move, level=level, bytes=held, need=work, least=least, seconds=seconds, first=nothing, second=nothing
         )
 
     def _fill(self, row: int, starts: Ints, stops: Ints) -> None:
-        """The rows from `row` on, of these segments, which have one length."""
-        takes = self._takes(starts, stops)  # first: on a tie, what runs nothing twice
+        """Fill the rows from `row` on, of segments of one length."""
+        takes = self._takes(starts, stops)  # first, so that a tie runs nothing twice
         ways = takes + self._cuts(starts, stops)
         begin = np.maximum(np.maximum(ways.least, self._low[ways.second]), ways.level + self._low[ways.first])
         rows = slice(row, row + len(starts))
@@ -187,13 +188,13 @@ class ChainTable:
         low, high = int(self._low[rows].min()), int(self._high[rows].max())
         if low < high:
             self._find(rows, ways, begin, low, high)
-        self._settle(rows, takes, fastest)
+        self._fill_top(rows, takes, fastest)
         for line, state in zip(range(rows.start, rows.stop), self._states[starts].tolist(), strict=True):
             if state <= self.grid.top:
                 self._beyond[line, state:] = self.seconds[line, : self.grid.top + 1 - state]
 
-    def _takes(self, starts: Ints, stops: Ints) -> _Ways:
-        """Each option of the first stage."""
+    def _takes(self, starts: Ints, stops: Ints) -> _FirstMoves:
+        """Return the options of the first stage of each segment."""
         again, anew = self._options
         inner = self.intervals.row[np.minimum(starts + 1, self.costs.length), stops]
         rest = np.where(stops - starts > 1, inner, self._nothing)
@@ -202,10 +203,10 @@ class ChainTable:
             name: np.where(first, getattr(anew, name)[starts], getattr(again, name)[starts]) for name in _COLUMNS
         }
         columns["first"] = np.repeat(rest[:, None], self._most, axis=1)
-        return _Ways(**columns)
+        return _FirstMoves(**columns)
 
-    def _cuts(self, starts: Ints, stops: Ints) -> _Ways:
-        """Each cut of the segments; one that a segment does not have leaves what cannot be."""
+    def _cuts(self, starts: Ints, stops: Ints) -> _FirstMoves:
+        """Return the cuts of each segment; one that a segment does not have leaves an impossible segment."""
         last = np.minimum(stops - 1, self.costs.reach[starts])
         ahead = np.arange(1, int((last - starts).max()) + 1)
         there = starts[:, None] + ahead <= last[:, None]
@@ -215,7 +216,7 @@ class ChainTable:
         lead = np.where(first[:, 0], self.costs.lead_bytes[1][starts], self.costs.lead_bytes[0][starts])
         sweep[:, :1] = lead[:, None]
         needs = np.maximum.accumulate(sweep, axis=1)
-        return _Ways(
+        return _FirstMoves(
             move=np.broadcast_to(ahead, there.shape),
             level=self._states[middle],
             bytes=self.costs.state_bytes[middle],
@@ -226,8 +227,8 @@ class ChainTable:
             second=np.where(there, self.intervals.row[starts[:, None], middle], -1),
         )
 
-    def _find(self, rows: slice, ways: _Ways, begin: Ints, low: int, high: int) -> None:
-        """The best way of each row at each level from `low` up to `high`; a way fits from its own `begin` on."""
+    def _find(self, rows: slice, ways: _FirstMoves, begin: Ints, low: int, high: int) -> None:
+        """Find the best move of each row at each level from `low` up to `high`; a move fits from its `begin` on."""
         best = self.seconds[rows, low:high]
         pick = np.zeros(best.shape, dtype=np.int16)
         block = _Block(best=best, pick=pick, begin=begin, low=low, high=high)
@@ -235,10 +236,10 @@ class ChainTable:
             self._try_take(block, ways, way)
         self._try_cuts(block, ways)
         self._move[rows, low:high] = np.take_along_axis(ways.move, pick, axis=1)
-        self._weigh(rows, ways, pick, np.arange(low, high))
+        self._fill_peaks(rows, ways, pick, np.arange(low, high))
 
-    def _try_take(self, block: _Block, ways: _Ways, way: int) -> None:
-        """A line at a time, for each takes a size of its own."""
+    def _try_take(self, block: _Block, ways: _FirstMoves, way: int) -> None:
+        """Try an option of each line, a line at a time, because their sizes differ."""
         parts = (column[:, way].tolist() for column in (block.begin, ways.level, ways.first, ways.seconds))
         for line, (since, shift, rest, seconds) in enumerate(zip(*parts, strict=True)):
             if since < block.high:
@@ -247,8 +248,8 @@ class ChainTable:
                 np.copyto(block.pick[line, since - block.low :], way, where=total < known)
                 np.minimum(known, total, out=known)
 
-    def _try_cuts(self, block: _Block, ways: _Ways) -> None:
-        """All lines at once, where the cut can be faster than the takes."""
+    def _try_cuts(self, block: _Block, ways: _FirstMoves) -> None:
+        """Try the cuts, all lines at once, at the levels at which a cut can be faster than the options."""
         windows = zip(block.begin.min(axis=0).tolist(), self._until(block, ways), strict=True)
         sides = np.maximum(self._low[ways.second], ways.level + self._low[ways.first])
         apart = (_apart(ways.first) | _apart(ways.second)).tolist()
@@ -263,22 +264,22 @@ class ChainTable:
             total += ways.seconds[:, way, None]
             for line in np.flatnonzero(
                 block.begin[:, way] > sides[:, way]
-            ):  # running ahead needs more than either side
+            ):  # the run without tapes needs more than either side
                 total[line, : block.begin[line, way] - since] = np.inf
             np.copyto(picked, way, where=total < known)
             np.minimum(known, total, out=known)
 
-    def _until(self, block: _Block, ways: _Ways) -> list[int]:
-        """Up to which level each way can be faster than the best so far: from there on that beats it with all memory."""
+    def _until(self, block: _Block, ways: _FirstMoves) -> list[int]:
+        """Return the level up to which each move can be faster than the best so far."""
         least = self._beyond[ways.first, block.high - 1] + self.seconds[ways.second, block.high - 1] + ways.seconds
-        probes = np.linspace(0, block.best.shape[1], PROBES, endpoint=False).astype(np.int64)
+        probes = np.linspace(0, block.best.shape[1], self._probes, endpoint=False).astype(np.int64)
         slower = (block.best[:, None, probes] > least[:, :, None]).any(axis=0)
         ends = block.low + np.append(probes, block.best.shape[1])
-        until: list[int] = ends[np.where(slower, np.arange(1, PROBES + 1), 0).max(axis=1)].tolist()
+        until: list[int] = ends[np.where(slower, np.arange(1, self._probes + 1), 0).max(axis=1)].tolist()
         return until
 
-    def _weigh(self, rows: slice, ways: _Ways, pick: Picks, columns: Ints) -> None:
-        """The true peaks of what was picked."""
+    def _fill_peaks(self, rows: slice, ways: _FirstMoves, pick: Picks, columns: Ints) -> None:
+        """Fill in the exact peaks of the picked moves."""
         level, first, second = (np.take_along_axis(c, pick, axis=1) for c in (ways.level, ways.first, ways.second))
         peak = self.peak[first, np.maximum(columns - level, 0)]
         peak += np.take_along_axis(ways.bytes, pick, axis=1)
@@ -286,8 +287,8 @@ class ChainTable:
         np.maximum(peak, self.peak[second, columns], out=peak)
         self.peak[rows, columns[0] : columns[-1] + 1] = peak
 
-    def _fastest(self, rows: slice, takes: _Ways) -> Ints:
-        """The fastest option of each row, and the level from which on it fits and so do those of the rest."""
+    def _fastest(self, rows: slice, takes: _FirstMoves) -> Ints:
+        """Return the fastest option of each row, and set the level from which on the fastest options all fit."""
         order = np.lexsort((takes.bytes, takes.seconds), axis=1)
         fastest: Ints = order[:, :1]
         least, level, rest = (
@@ -296,8 +297,8 @@ class ChainTable:
         self._high[rows] = np.minimum(np.maximum(least, level + self._high[rest]), self.grid.top + 1)
         return fastest[:, 0]
 
-    def _settle(self, rows: slice, takes: _Ways, fastest: Ints) -> None:
-        """Where the fastest options all fit there is nothing to find."""
+    def _fill_top(self, rows: slice, takes: _FirstMoves, fastest: Ints) -> None:
+        """Fill the levels at which the fastest options all fit."""
         for line, way in enumerate(fastest.tolist()):
             row, rest = rows.start + line, int(takes.first[line, way])
             high = int(self._high[row])
@@ -306,7 +307,7 @@ class ChainTable:
             self.peak[row, high:] = max(takes.need[line, way], takes.bytes[line, way] + self.peak[rest, -1])
 
     def plans(self) -> ChainPlans:
-        """What a planner keeps of the table: the moves, and what the whole chain comes to."""
+        """Return the moves of the table, and the seconds and peaks of the whole chain."""
         row = self.intervals.row[0, self.costs.length]
         return ChainPlans(
             costs=self.costs,
@@ -321,7 +322,7 @@ class ChainTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainPlans:
-    """The plans of a whole chain, one per level: least seconds, the true peak with everything counted, and the moves."""
+    """The plans of a whole chain, one per level: least seconds, the exact peak with everything counted, and the moves."""
 
     costs: ChainCosts
     intervals: Intervals
@@ -332,19 +333,19 @@ class ChainPlans:
     move: npt.NDArray[np.int16]
 
     def bound_seconds(self, budget_bytes: int) -> float:
-        """No persistent plan within the budget is faster, if the sizes were rounded down or are exact."""
+        """Return seconds that no persistent plan within the budget beats, for sizes rounded down or exact."""
         level = (budget_bytes - self.costs.base_bytes) // self.grid.unit
         if level > self.grid.top and not self.grid.whole:
             return 0.0
         return float(self.seconds[min(level, self.grid.top)]) if level >= 0 else math.inf
 
     def steps(self) -> tuple[int, ...]:
-        """The levels at which the whole chain gets faster."""
+        """Return the levels at which the whole chain gets faster."""
         faster = np.append(True, self.seconds[1:] < self.seconds[:-1])
         return tuple(int(level) for level in np.flatnonzero(np.isfinite(self.seconds) & faster))
 
     def moves(self, level: int) -> tuple[Move, ...]:
-        """The plan at a level."""
+        """Return the moves of the plan at a level."""
         moves: list[Move] = []
         todo = [(0, self.costs.length, level)]
         while todo:
@@ -354,7 +355,7 @@ class ChainPlans:
         return tuple(moves)
 
     def _read(self, start: int, stop: int, level: int, todo: list[tuple[int, int, int]]) -> Move:
-        """The move of a segment; what it leaves to do goes on `todo`."""
+        """Return the move of a segment, and add the segments that it leaves to `todo`."""
         move = int(self.move[self.intervals.row[start, stop], level])
         if move < 0:
             held = self.costs.choices[start][-1 - move].held_bytes
@@ -367,11 +368,11 @@ class ChainPlans:
 
 
 def _apart(rows: Ints) -> npt.NDArray[np.bool_]:
-    """Of which columns the rows do not follow one another."""
+    """Return which columns have rows that are not consecutive."""
     apart: npt.NDArray[np.bool_] = (np.diff(rows, axis=0) != 1).any(axis=0) | (rows[0] < 0)
     return apart
 
 
 def _rows(rows: Ints, apart: bool) -> Ints | slice:
-    """An index that copies nothing where the rows follow one another, as those of stages that all differ do."""
+    """Return an index that copies nothing if the rows are consecutive, as for stages that all differ."""
     return rows if apart else slice(int(rows[0]), int(rows[-1]) + 1)

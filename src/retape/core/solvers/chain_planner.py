@@ -15,20 +15,26 @@ import numpy as np
 
 from retape.core.errors import RetapeError
 from retape.core.machine import Outcome, simulate
-from retape.core.plan import Plan, ProblemKind, judge
+from retape.core.plan import EQUAL_SECONDS, Plan, ProblemKind, judge
 from retape.core.problem import Chain
 from retape.core.schedules.chain import Move, Take, chain_actions, walk
-from retape.core.solvers.chain import CELLS, EXACT_LEVELS, FINE_LEVELS, ChainPlans, ChainTable, MemoryGrid, Rounding
+from retape.core.solvers.chain import ChainPlans, ChainTable, MemoryGrid, Rounding
 from retape.core.solvers.coarse import CoarseChain, coarsen
-from retape.core.solvers.costs import ChainCosts, Floats, OptionCost
+from retape.core.solvers.costs import TUNING, ChainCosts, Floats, OptionCost, SolverTuning
 from retape.core.solvers.floor import ChainFloor
 from retape.core.solvers.intervals import Intervals
-from retape.core.solvers.options import MOST_LABELS, option_plans
+from retape.core.solvers.options import option_plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldTapesBound:
-    """The corners of the curve: bytes of held tapes, and the least seconds with them."""
+    """A lower bound on the seconds of any persistent plan, for every budget: corners of a curve of held bytes and least seconds.
+
+    When the last stage is reversed, each other stage either holds its tape, in one of its options, or has run once
+    without and will run again; a pinned one holds its tape. All the tapes held then must fit: a multiple-choice knapsack,
+    relaxed to fractions (Sinha and Zoltners, 1979), whose optimum over all budgets is one convex curve. O(n log n). It ignores the
+    states that must be kept, so it is slightly low, but needs no grid and stays sharp for chains too long for the interval program.
+    """
 
     base_bytes: int
     held_bytes: Floats
@@ -47,53 +53,44 @@ class HeldTapesBound:
         )
 
     def bound_seconds(self, budget_bytes: int) -> float:
-        """No persistent plan within the budget is faster."""
-        # A hair lower, for these sums are made in another order than a plan's.
+        """Return seconds that no persistent plan within the budget beats."""
+        # Reduced by the rounding error of sums in another order.
         return float(np.interp(budget_bytes - self.base_bytes, self.held_bytes, self.seconds)) * (1 - 1e-12)
 
 
 def _points(options: tuple[OptionCost, ...], run: float, pinned: bool) -> list[tuple[int, float]]:
-    """Bytes held and seconds of each way to treat a stage."""
+    """Return the held bytes and seconds of each treatment of a stage."""
     again = [] if pinned else [(0, run + min(option.seconds for option in options))]
     return again + [(option.held_bytes, option.seconds) for option in options]
 
 
 def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The lower left convex hull: more bytes, fewer seconds, ever less for each byte. It begins at the fewest bytes."""
+    """Return the lower left convex hull, from the fewest bytes on."""
     hull: list[tuple[int, float]] = []
     for size, seconds in sorted(points):
         if hull and seconds >= hull[-1][1]:
             continue
         if hull and size == hull[-1][0]:
             hull.pop()
-        while len(hull) > 1 and _worth(hull[-2], hull[-1]) <= _worth(hull[-1], (size, seconds)):
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], (size, seconds)):
             hull.pop()
         hull.append((size, seconds))
     return hull
 
 
-def _worth(one: tuple[int, float], other: tuple[int, float]) -> float:
-    """Seconds saved by each further byte."""
+def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
+    """Return the seconds saved per further byte."""
     return (one[1] - other[1]) / (other[0] - one[0])
 
 
 def _steps(hull: list[tuple[int, float]]) -> list[tuple[float, int, float]]:
-    """Along one hull: (minus the worth, bytes, seconds saved), so that sorting puts the best first."""
-    return [(-_worth(a, b), b[0] - a[0], a[1] - b[1]) for a, b in pairwise(hull)]
-
-
-MOST_ROWS = 12_000
-MOST_CUTS = 500_000  # of one table: about 140 stages that all differ
-LEAST_LEVELS = 500
-ENTRIES = 20_000_000  # rows x levels of one table: half a gigabyte
-LABELS = 2_000_000  # of all stages together
-BISECTIONS = 12
-EQUAL = 1e-9  # seconds this near are the same: sums in another order
+    """Return (minus the slope, bytes, seconds saved) of each edge, so that sorting puts the best first."""
+    return [(-_slope(a, b), b[0] - a[0], a[1] - b[1]) for a, b in pairwise(hull)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
-    """A plan that can be had: its true peak and seconds, and how to make its moves."""
+    """A feasible plan: its exact peak and seconds, and a function that makes its moves."""
 
     peak_bytes: int
     seconds: float
@@ -101,10 +98,10 @@ class PlanCandidate:
 
 
 class ChainPlanner:
-    """The menu of a chain, its floor, and the plan for any budget."""
+    """The undominated candidates of a chain, its floor, and the plan for any budget."""
 
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
+    def __init__(self, chain: Chain, tuning: SolverTuning = TUNING) -> None:
+        self._chain, self._tuning = chain, tuning
         self._costs = ChainCosts.of(chain)
         self.fixed_bytes = chain.fixed_bytes
         # Waiting for host copies may take less than the options estimate: a bound for a chain with a host excludes it.
@@ -120,11 +117,11 @@ class ChainPlanner:
 
     @property
     def binding(self) -> str:
-        """The stage at which the floor plan stands highest."""
-        return self._chain.stage_name(self._costs.come_to(self._menu[0].moves()).peak_stage)
+        """The stage of the floor plan's peak."""
+        return self._chain.stage_name(self._costs.total(self._menu[0].moves()).peak_stage)
 
     def best(self, budget_bytes: int) -> Plan:
-        """The fastest plan on the menu within a budget that is not below the floor."""
+        """Return the fastest plan within a budget that is not below the floor."""
         moves, outcome = self._fastest(budget_bytes)
         bound = self._bound_seconds(budget_bytes)
         return Plan(
@@ -150,7 +147,7 @@ class ChainPlanner:
         else:
             chosen = self._menu[0]
             moves, outcome = self._replayed(chosen)
-        if self.store_all_bytes <= budget_bytes and self._plain.seconds <= chosen.seconds * (1 + EQUAL):
+        if self.store_all_bytes <= budget_bytes and self._plain.seconds <= chosen.seconds * (1 + EQUAL_SECONDS):
             plain = self._replayed(self._plain)
             if plain[1].seconds <= outcome.seconds:
                 return plain
@@ -161,7 +158,7 @@ class ChainPlanner:
         outcome = simulate(self._chain, chain_actions(self._chain.length, moves))
         if outcome.peak_bytes > chosen.peak_bytes and self._chain.host is None:
             raise RetapeError(
-                f"A plan of {outcome.peak_bytes} bytes was promised {chosen.peak_bytes}: a bug in retape."
+                f"A plan takes {outcome.peak_bytes} bytes, but {chosen.peak_bytes} were computed: a bug in retape."
             )
         return moves, outcome
 
@@ -171,55 +168,58 @@ class ChainPlanner:
         return max([held, *(plans.bound_seconds(budget_bytes) for plans in tables)])
 
     def _measured(self, moves: tuple[Move, ...]) -> PlanCandidate:
-        total = self._costs.come_to(moves)
+        total = self._costs.total(moves)
         return PlanCandidate(peak_bytes=total.peak_bytes, seconds=total.seconds, moves=lambda: moves)
 
-    # --- where candidates come from -----------------------------------------------------------------------------
+    # --- candidates ---------------------------------------------------------------------------------------------
 
     def _candidates(self) -> Iterator[PlanCandidate]:
-        intervals = Intervals.of(self._costs.kinds, reach=self._costs.reach, most_rows=MOST_ROWS)
-        if intervals is not None and _affordable(self._costs, intervals):
+        intervals = Intervals.of(self._costs.kinds, reach=self._costs.reach, most_rows=self._tuning.most_rows)
+        if intervals is not None and _affordable(self._costs, intervals, self._tuning):
             yield from self._fine(intervals)
             return
         yield from self._options()
-        yield from self._coarse(coarsen(self._costs))
+        yield from self._coarse(coarsen(self._costs, self._tuning))
         if intervals is not None:
             yield from self._bisected(ChainFloor(self._costs, intervals))
 
     def _fine(self, intervals: Intervals) -> Iterator[PlanCandidate]:
-        """The exact dynamic program; where its grid rounds, with the floor's own plan and the options' exact labels."""
+        """Yield plans of the exact dynamic program; if its grid rounds, the floor plan and the exact option plans too."""
         floor = ChainFloor(self._costs, intervals)
-        grids = _grids(self._costs, intervals, floor)
+        grids = _grids(self._costs, intervals, floor, self._tuning)
         for grid in grids:
-            low = ChainTable(self._costs, intervals, grid, Rounding.DOWN)
+            low = ChainTable(self._costs, intervals, grid, Rounding.DOWN, self._tuning)
             self._bounds = (*self._bounds, low.plans())
             yield from _menu_of(low.plans())
         if grids[0].exact:
             return
         yield self._measured(floor.moves(floor.floor_bytes, low))
-        yield from _menu_of(ChainTable(self._costs, intervals, grids[0], Rounding.UP).plans())
+        yield from _menu_of(ChainTable(self._costs, intervals, grids[0], Rounding.UP, self._tuning).plans())
         yield from self._options()
 
     def _options(self) -> Iterator[PlanCandidate]:
-        plans = option_plans(self._costs, most_labels=min(MOST_LABELS, max(64, LABELS // self._costs.length)))
+        most = max(64, self._tuning.all_labels // self._costs.length)
+        plans = option_plans(self._costs, most_labels=min(self._tuning.labels, most))
         for label, (peak, seconds) in enumerate(zip(plans.peak_bytes.tolist(), plans.seconds.tolist(), strict=True)):
             yield PlanCandidate(peak_bytes=peak, seconds=seconds, moves=partial(plans.moves, label))
 
     def _coarse(self, coarse: CoarseChain) -> Iterator[PlanCandidate]:
-        """The same program on groups of stages; it gives no bound, for their borders are our choice."""
-        intervals = Intervals.of(coarse.costs.kinds, reach=coarse.costs.reach, most_rows=MOST_ROWS)
+        """Yield plans of the same program on groups of stages, which gives no bound."""
+        intervals = Intervals.of(coarse.costs.kinds, reach=coarse.costs.reach, most_rows=self._tuning.most_rows)
         assert intervals is not None, "so few groups always fit"
         floor = ChainFloor(coarse.costs, intervals)
-        for grid in _grids(coarse.costs, intervals, floor):
-            table = ChainTable(coarse.costs, intervals, grid, Rounding.DOWN)
+        for grid in _grids(coarse.costs, intervals, floor, self._tuning):
+            table = ChainTable(coarse.costs, intervals, grid, Rounding.DOWN, self._tuning)
             for candidate in _menu_of(table.plans()):
                 yield replace(candidate, moves=partial(_expanded, coarse, candidate.moves))
         yield self._measured(coarse.expand(floor.moves(floor.floor_bytes, table)))
 
     def _bisected(self, floor: ChainFloor) -> Iterator[PlanCandidate]:
-        """Where the groups are too coarse: plans by bisection, from the floor up in equal ratios."""
-        ratio = (self.store_all_bytes / floor.floor_bytes) ** (1 / BISECTIONS) if floor.floor_bytes else 1.0
-        for power in range(BISECTIONS):
+        """Yield plans by bisection at budgets from the floor up in equal ratios, for chains whose groups are too coarse."""
+        ratio = (
+            (self.store_all_bytes / floor.floor_bytes) ** (1 / self._tuning.bisections) if floor.floor_bytes else 1.0
+        )
+        for power in range(self._tuning.bisections):
             yield self._measured(floor.moves(int(floor.floor_bytes * ratio**power)))
 
 
@@ -242,26 +242,26 @@ def _without_stalls(chain: Chain) -> Chain:
     return replace(chain, stages=tuple(stages))
 
 
-def _affordable(costs: ChainCosts, intervals: Intervals) -> bool:
-    """Whether the table is small enough to fill, at a grid fine enough for so many stages."""
-    if intervals.work <= MOST_CUTS and 3 * costs.length <= LEAST_LEVELS:
+def _affordable(costs: ChainCosts, intervals: Intervals, tuning: SolverTuning) -> bool:
+    """True if the table is small enough to fill, with at least three memory levels per stage."""
+    if intervals.work <= tuning.most_cuts and 3 * costs.length <= tuning.least_levels:
         return True
-    levels = _most_levels(intervals)
+    levels = _most_levels(intervals, tuning)
     return MemoryGrid.exactly(costs).top <= levels or 3 * costs.length <= levels
 
 
-def _most_levels(intervals: Intervals) -> int:
-    """What there is time for, and room: where most stages are pinned the rows have few cuts."""
-    return min(CELLS // intervals.work, ENTRIES // len(intervals.segments))
+def _most_levels(intervals: Intervals, tuning: SolverTuning) -> int:
+    """Return the memory levels that time and memory allow."""
+    return min(tuning.table_work // intervals.work, tuning.table_entries // len(intervals.segments))
 
 
-def _grids(costs: ChainCosts, intervals: Intervals, floor: ChainFloor) -> tuple[MemoryGrid, ...]:
-    """One exact grid, or one over everything and a finer one over small budgets; the same for every budget."""
-    levels = max(_most_levels(intervals), LEAST_LEVELS)
+def _grids(costs: ChainCosts, intervals: Intervals, floor: ChainFloor, tuning: SolverTuning) -> tuple[MemoryGrid, ...]:
+    """Return one exact grid, or one over everything and a finer one over small budgets."""
+    levels = max(_most_levels(intervals, tuning), tuning.least_levels)
     exact = MemoryGrid.exactly(costs)
-    if exact.top <= min(levels, EXACT_LEVELS):
+    if exact.top <= min(levels, tuning.exact_levels):
         return (exact,)
-    levels = min(levels, FINE_LEVELS)
+    levels = min(levels, tuning.fine_levels)
     whole = MemoryGrid.spread(costs, levels, exact.top * exact.unit)
     low = MemoryGrid.spread(costs, levels, 6 * (floor.floor_bytes - costs.base_bytes))
     return (whole,) if low.whole else (whole, low)
@@ -281,16 +281,16 @@ def _expanded(coarse: CoarseChain, moves: Callable[[], tuple[Move, ...]]) -> tup
 
 
 def _undominated(candidates: list[PlanCandidate]) -> tuple[PlanCandidate, ...]:
-    """By rising bytes, each clearly faster than the one before."""
+    """Return candidates of rising bytes, each faster than the one before by more than rounding."""
     kept: list[PlanCandidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.seconds)):
-        if not kept or candidate.seconds < kept[-1].seconds * (1 - EQUAL):
+        if not kept or candidate.seconds < kept[-1].seconds * (1 - EQUAL_SECONDS):
             kept.append(candidate)
     return tuple(kept)
 
 
 def _choices(moves: tuple[Move, ...], length: int) -> tuple[int, ...]:
-    """The option with which each stage is taped."""
+    """Return the option with which each stage is taped."""
     options = [0] * length
     for start, _, move in walk(length, moves):
         if isinstance(move, Take):

@@ -1,11 +1,11 @@
 """Long chains: stages joined into groups, so that the interval dynamic program stays small.
 
 A group is taped as a whole, in one of a few combinations of its stages' options (the lower convex hull of held bytes and
-seconds, by a sweep of Lagrange multipliers), and states are kept at group borders alone. That is a smaller class of
+seconds, by a sweep of Lagrange multipliers), and states are kept only at group borders. That is a smaller class of
 plans, so the answer is feasible, not optimal; within the class all bytes and seconds are exact.
 
-Pinned stages are in groups of their own, which are pinned too. Where there are too many of them for that, a group that
-holds one is pinned as a whole.
+Pinned stages have groups of their own, which are pinned too. If there are too many of them for that, a group that
+contains one is pinned as a whole.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from retape.core.schedules.chain import Move, Split, Take, walk
-from retape.core.solvers.costs import ChainCosts, Ints, OptionCost, reach_of
-
-GROUPS = 96
-COMBINATIONS = 12
+from retape.core.solvers.costs import TUNING, ChainCosts, Ints, OptionCost, SolverTuning, reach_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CoarseChain:
-    """A chain of groups: its costs, where each group begins (and the last one ends), and its combinations of options."""
+    """A chain of groups: its costs, the start of each group (and the end of the last), and its combinations of options."""
 
     costs: ChainCosts
     borders: tuple[int, ...]
     combinations: tuple[tuple[tuple[OptionCost, ...], ...], ...]
 
     def expand(self, moves: tuple[Move, ...]) -> tuple[Move, ...]:
-        """The same plan for the stages themselves."""
+        """Return the same plan for the stages."""
         fine: list[Move] = []
         for start, _, move in walk(len(self.combinations), moves):
             if isinstance(move, Take):
@@ -42,16 +39,16 @@ class CoarseChain:
         return tuple(fine)
 
 
-def coarsen(costs: ChainCosts, groups: int = GROUPS) -> CoarseChain:
-    """Join the stages of a chain into groups of equal length: so many, or more where pinned stages keep the table small."""
+def coarsen(costs: ChainCosts, tuning: SolverTuning = TUNING) -> CoarseChain:
+    """Join the stages of a chain into groups of equal length: `tuning.groups`, or more if pinned stages keep the table small."""
     pinned = costs.reach == np.arange(costs.length)
-    borders = _borders(pinned, groups)
+    borders = _borders(pinned, tuning.groups)
     kinds: dict[tuple[int, ...], int] = {}
     named = [kinds.setdefault(tuple(costs.kinds[a:b].tolist()), len(kinds)) for a, b in pairwise(borders)]
     made: dict[int, tuple[tuple[OptionCost, ...], ...]] = {}
     for name, (start, stop) in zip(named, pairwise(borders), strict=True):
         if name not in made:
-            made[name] = _combine(costs.options[start:stop])
+            made[name] = _combine(costs.options[start:stop], tuning.combinations)
     combinations = tuple(made[name] for name in named)
     options = tuple(tuple(_joined(i, combo) for i, combo in enumerate(combos)) for combos in combinations)
     coarse = ChainCosts(
@@ -69,7 +66,7 @@ def coarsen(costs: ChainCosts, groups: int = GROUPS) -> CoarseChain:
 
 
 def _borders(pinned: npt.NDArray[np.bool_], groups: int) -> tuple[int, ...]:
-    """The shortest groups with no more rows of segments than so many groups in a row have."""
+    """Return the shortest groups that have no more rows of segments than `groups` unpinned groups."""
     length = len(pinned)
     edges = [0, *(np.flatnonzero(pinned[1:] != pinned[:-1]) + 1).tolist(), length]
     runs = np.diff(edges)
@@ -88,17 +85,17 @@ def _sweeps(sweep: Ints, borders: tuple[int, ...]) -> Ints:
 
 
 def _leads(costs: ChainCosts, borders: tuple[int, ...], first: int) -> Ints:
-    """The first stage of a group starts from a state that is counted elsewhere."""
+    """Return the bytes of running over a group whose first state is counted elsewhere."""
     needs = costs.sweep_bytes[first].copy()
     starts = list(borders[:-1])
     needs[starts] = costs.lead_bytes[first][starts]
     return _sweeps(needs, borders)
 
 
-def _combine(stages: tuple[tuple[OptionCost, ...], ...]) -> tuple[tuple[OptionCost, ...], ...]:
-    """A few combinations, from the fastest to the smallest."""
+def _combine(stages: tuple[tuple[OptionCost, ...], ...], most: int) -> tuple[tuple[OptionCost, ...], ...]:
+    """Return about `most` combinations of options, from the fastest to the smallest."""
     slopes = sorted({slope for options in stages for slope in _slopes(options)})
-    picked = slopes if len(slopes) <= COMBINATIONS else [slopes[i] for i in _spaced(len(slopes))]
+    picked = slopes if len(slopes) <= most else [slopes[i] for i in _spaced(len(slopes), most)]
     combos = [tuple(min(o, key=lambda c: (c.seconds, c.held_bytes)) for o in stages)]
     for slope in picked:
         price = slope * (1 + 1e-9)
@@ -107,12 +104,12 @@ def _combine(stages: tuple[tuple[OptionCost, ...], ...]) -> tuple[tuple[OptionCo
     return tuple(dict.fromkeys(combos))
 
 
-def _spaced(count: int) -> list[int]:
-    return sorted({round(i * (count - 1) / (COMBINATIONS - 1)) for i in range(COMBINATIONS)})
+def _spaced(count: int, most: int) -> list[int]:
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def _slopes(options: tuple[OptionCost, ...]) -> list[float]:
-    """Seconds per byte at which one option starts to pay against another."""
+    """Return the prices in seconds per byte at which two options cost the same."""
     pairs = [(a, b) for a in options for b in options if a.held_bytes < b.held_bytes and a.seconds > b.seconds]
     return [(a.seconds - b.seconds) / (b.held_bytes - a.held_bytes) for a, b in pairs]
 

@@ -1,8 +1,8 @@
-"""The numbers of a chain, as its solvers read them: what each move of a schedule needs in bytes and costs in seconds.
+"""The numbers of a chain for its solvers: bytes and seconds of each move of a schedule; and the limits of the solvers.
 
-These are the rules of `machine.py` for persistent schedules, in closed form. A segment's input is counted by whoever
-keeps it, so every need here is beyond that input. A segment that reaches the end of the chain is in its first run;
-every other one is a re-run. A pinned stage, which is never run again, is in segments of the first run alone.
+These are the rules of `machine.py` for persistent schedules, in closed form. A segment's input is counted where it is
+kept, so all bytes here are beyond that input. A segment that reaches the end of the chain is in its first run;
+every other one is a re-run. A pinned stage, which is never run again, is only in segments of the first run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,36 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SolverTuning:
+    """Limits of the solvers. They bound time and memory; plans are exact within them."""
+
+    most_rows: int = 12_000  # rows of a table: memory of the segment index
+    most_cuts: int = 500_000  # cuts of one table: about 140 stages that all differ
+    least_levels: int = 500  # memory levels below which a table is not worth filling
+    table_entries: int = 20_000_000  # rows x levels of one table: half a gigabyte
+    table_work: int = 90_000_000  # cuts x levels of one table: about a second
+    exact_levels: int = 20_000  # levels up to which an exact grid is preferred
+    fine_levels: int = 2_000  # levels of a grid that rounds
+    block_entries: int = 60_000  # rows x levels filled together: fits in the processor's cache
+    probes: int = 16  # levels at which cuts are compared with takes first
+    groups: int = 96  # groups of stages of a long chain
+    combinations: int = 12  # combinations of options of a group
+    labels: int = 1_024  # Pareto labels of a stage
+    all_labels: int = 2_000_000  # Pareto labels of all stages together: memory
+    bisections: int = 12  # plans by bisection between the floor and store-all
+    milp_seconds: float = 10.0  # time limit of one mixed-integer program
+    graph_points: int = 8  # budgets at which a graph's frontier is sampled
+    mixed_cells: int = 50_000_000  # steps^2 x slots of the table of the mixed family: about a second
+    listed_slots: int = 64  # numbers of snapshots that a loop's frontier lists one by one
+    online_slots: int = 1_024  # snapshots of a loop of unknown length whose states have no bytes
+
+
+TUNING = SolverTuning()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptionCost:
-    """One way to tape a stage. `work_bytes` is its own peak (held bytes included), in a re-run and in the first run."""
+    """One option of a stage. `work_bytes` is its own peak (held bytes included), in a re-run and in the first run."""
 
     index: int
     held_bytes: int
@@ -30,7 +58,7 @@ class OptionCost:
     seconds: float
 
     def beats(self, other: OptionCost) -> bool:
-        """No worse in anything."""
+        """True if no number is worse than that of the other option."""
         mine = (self.held_bytes, *self.work_bytes, self.seconds)
         theirs = (other.held_bytes, *other.work_bytes, other.seconds)
         return all(a <= b for a, b in zip(mine, theirs, strict=True))
@@ -38,7 +66,7 @@ class OptionCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """What a plan comes to; `peak_stage` is where it stands highest."""
+    """Peak and seconds of a plan; the peak is at `peak_stage`."""
 
     peak_bytes: int
     peak_stage: int
@@ -57,7 +85,7 @@ class ChainCosts:
     lead_bytes: tuple[Ints, Ints]
     sweep_bytes: tuple[Ints, Ints]
     kinds: Ints  # stages of one kind are interchangeable
-    reach: Ints  # how far one may run ahead from each stage: to the next pinned one, or to the end
+    reach: Ints  # from each stage: the next pinned one, or the end; a split runs no further
 
     @classmethod
     def of(cls, chain: Chain) -> ChainCosts:
@@ -86,19 +114,19 @@ class ChainCosts:
         return len(self.options)
 
     def last_cut(self, start: int, stop: int) -> int:
-        """The cuts of a segment are the states after `start`, up to this one: none where it is `start` itself."""
+        """Return the last cut of a segment; its cuts are the states after `start`, up to this one."""
         return min(stop - 1, int(self.reach[start]))
 
     def advance_bytes(self, start: int, last: int, first: bool) -> Ints:
-        """The peak of running ahead from `start` to each cut up to `last`, the input kept."""
+        """Return the peak of running without tapes from `start` to each cut up to `last`, with the input kept."""
         needs = self.sweep_bytes[first][start:last].copy()
         needs[:1] = self.lead_bytes[first][start]
         return np.maximum.accumulate(needs)
 
-    def come_to(self, moves: Iterable[Move]) -> Total:
-        """The peak and the seconds of a plan, as the abstract machine would find them, without running it."""
+    def total(self, moves: Iterable[Move]) -> Total:
+        """Return the peak and seconds of a plan, equal to those of the abstract machine, without running it."""
         peak, stage, seconds = 0, 0, 0.0
-        outer = {0: self.base_bytes}  # what the device holds when the segment from here begins, its input included
+        outer = {0: self.base_bytes}  # start of a segment -> bytes on the device when it begins, its input included
         for start, stop, move in walk(self.length, moves):
             first = stop == self.length
             if isinstance(move, Take):
@@ -117,14 +145,14 @@ class ChainCosts:
         return Total(peak_bytes=peak, peak_stage=stage, seconds=seconds)
 
     def taken_bytes(self, chosen: tuple[OptionCost, ...]) -> int:
-        """The peak of a schedule that runs nothing ahead: every stage taped at once, as `chosen`."""
+        """Return the peak of a schedule without splits: every stage taped in its first run, as `chosen`."""
         need = 0
         for option in reversed(chosen):
             need = max(option.work_bytes[1], option.held_bytes + need)
         return need
 
     def sizes(self) -> Ints:
-        """Every size that a peak of this chain is made of."""
+        """Return every size that is a term of a peak."""
         options = [n for stage in self.options for option in stage for n in (option.held_bytes, *option.work_bytes)]
         return np.unique(
             np.concatenate([options, self.state_bytes, *self.lead_bytes, *self.sweep_bytes]).astype(np.int64)
@@ -132,7 +160,7 @@ class ChainCosts:
 
 
 def reach_of(pinned: Sequence[bool]) -> Ints:
-    """From each stage: the next one that is pinned (itself, if it is), or the end."""
+    """Return for each stage the next pinned one (itself if it is pinned), or the end."""
     reach = np.where(pinned, np.arange(len(pinned)), len(pinned))
     nearest: Ints = np.minimum.accumulate(reach[::-1])[::-1].astype(np.int64)
     return nearest

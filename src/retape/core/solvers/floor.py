@@ -1,9 +1,9 @@
-"""The floor of a chain: the smallest peak that any persistent schedule can have, in exact bytes, and a plan that has it.
+"""The floor of a chain: the smallest peak of any persistent schedule, in exact bytes, and a plan with that peak.
 
 The interval dynamic program of `chain.py` with the peak in place of the time: the least bytes to reverse a segment are
 the least, over Take and Split, of the greatest need of the move and of what it leaves to do. O(n^3), one number per
-segment and no grid, so the floor is exact. A plan is then read off from the top: of the moves that still fit in bytes,
-the one that a table of seconds (rounded down, so never pessimistic) or, without a table, bisection prefers.
+segment and no grid, so the floor is exact. A plan is then built from the whole chain down: of the moves that fit in bytes,
+the fastest by a table of seconds (rounded down, so never pessimistic) or, without a table, bisection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from retape.core.solvers.intervals import Intervals
 
 
 class ChainFloor:
-    """The least bytes of every segment, its input counted elsewhere."""
+    """The least bytes of every segment, without its input."""
 
     def __init__(self, costs: ChainCosts, intervals: Intervals) -> None:
         self._costs, self._row = costs, intervals.row
@@ -37,7 +37,7 @@ class ChainFloor:
         return min(least, int(self._cut_needs(start, stop).min(initial=least)))
 
     def _rest(self, start: int, stop: int) -> int:
-        """What the segment needs beyond its first stage."""
+        """Return the least bytes of the segment without its first stage."""
         return int(self._need[self._row[start + 1, stop]]) if stop - start > 1 else 0
 
     def _cut_needs(self, start: int, stop: int) -> Ints:
@@ -52,7 +52,7 @@ class ChainFloor:
     # --- a plan within any limit from the floor up --------------------------------------------------------------
 
     def moves(self, limit_bytes: int, table: ChainTable | None = None) -> tuple[Move, ...]:
-        """A plan whose peak is at most the limit, as fast as `table` can guide it."""
+        """Return a plan whose peak is at most the limit, the fastest by `table`."""
         moves: list[Move] = []
         todo = [(0, self._costs.length, limit_bytes - self._costs.base_bytes)]
         while todo:

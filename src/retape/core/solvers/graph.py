@@ -17,7 +17,7 @@ apart) the proved bound is reported.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import product
 
@@ -26,16 +26,22 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from retape.core.ledger import Holding, weigh
+from retape.core.ledger import Holding, evaluate_holding
 from retape.core.plan import Plan, ProblemKind, judge
 from retape.core.problem import Graph
-from retape.core.solvers.costs import Floats
+from retape.core.solvers.costs import TUNING, Floats
 
-_MOST_FLOW = 1 << 30
+_MOST_FLOW = 1 << 30  # capacities of scipy's maximum flow are 32-bit
+_SLACK = 1e-12  # relative difference of equal sums in another order
+_TOLERANCE = 4e-6  # of HiGHS's gap and of its bound, in units of the smallest cost
+_WIDENED = 1e-3  # added to a limit, in units of the smallest cost, so that HiGHS does not repair an answer at the limit
+_TRIES = 8  # answers that exceed a limit within the tolerance before the program gives up
+
+MilpSolver = Callable[..., OptimizeResult]  # scipy.optimize.milp, or a stand-in for it in tests
 
 
 def least_held(graph: Graph, banned: Collection[str] = ()) -> tuple[str, ...]:
-    """The tensors to hold, fewest bytes in all, if the `banned` ops (by name) are never run again."""
+    """Return the tensors to hold with the fewest bytes, if the `banned` ops (by name) are never run again."""
     edges = _Edges(graph)
     for op in graph.ops:
         if op.recomputable and op.name not in banned:
@@ -49,7 +55,7 @@ def least_held(graph: Graph, banned: Collection[str] = ()) -> tuple[str, ...]:
 
 
 class _Edges:
-    """The network: each tensor is an edge of its own bytes, each dependence an edge that cannot be cut."""
+    """The flow network: each tensor is an edge of its bytes, each dependence an edge that cannot be cut."""
 
     source, sink = 0, 1
 
@@ -70,7 +76,7 @@ class _Edges:
         self._capacity.update(dict.fromkeys(pairs, self._uncut))
 
     def reached_after_flow(self) -> set[int]:
-        """What the source still reaches when the flow is greatest: the near side of the cut."""
+        """Return the nodes that the source reaches at maximum flow: the near side of the cut."""
         if not self._capacity:
             return {self.source}
         size = 2 + 2 * len(self._index)
@@ -84,37 +90,30 @@ class _Edges:
         return {int(node) for node in order}
 
 
-TIME_LIMIT = 10.0
-_SLACK = 1e-12  # of sums made in another order
-_TOLERANCE = 4e-6  # of HiGHS's goals, in units of the smallest cost: its gap, and its bound's
-_HAIR = 1e-3  # by which a limit is given wider, in units of the smallest cost: an answer on it need not be mended
-_TRIES = 8
-
-
 def store_all(graph: Graph) -> Holding:
-    """Hold everything that backward reads; nothing is run again."""
+    """Return the holding of everything that backward reads; nothing is run again."""
     inputs = set(graph.inputs)
-    return weigh(graph, tuple(name for name in dict.fromkeys(graph.saved) if name not in inputs))
+    return evaluate_holding(graph, tuple(name for name in dict.fromkeys(graph.saved) if name not in inputs))
 
 
-def hold_within(graph: Graph, limit_bytes: int) -> Holding | None:
-    """The least re-run seconds within the bytes, and the fewest bytes for those seconds; None where nothing fits."""
-    least = weigh(graph, least_held(graph))
+def hold_within(graph: Graph, limit_bytes: int, program: MilpSolver = milp) -> Holding | None:
+    """Return the least re-run seconds within the bytes, with the fewest bytes for those; None if nothing fits."""
+    least = evaluate_holding(graph, least_held(graph))
     if least.held_bytes > limit_bytes:
         return None
-    program = _Program(graph)
-    if program.empty:
+    unknowns = _Program(graph, program)
+    if unknowns.empty:
         return least
-    best = program.fastest(limit_bytes) or least  # HiGHS may find nothing in its time; this still fits
-    return program.smallest(best) or best
+    best = unknowns.fastest(limit_bytes) or least  # HiGHS may find nothing in its time; this fits
+    return unknowns.smallest(best) or best
 
 
 class _Program:
     """The unknowns: one per tensor that can be held, then one per op that may be run again."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, program: MilpSolver) -> None:
         inputs = set(graph.inputs)
-        self._graph = graph
+        self._graph, self._milp = graph, program
         self._tensors = [tensor for tensor in graph.tensors if tensor.name not in inputs]
         self._ops = [op for op in graph.ops if op.recomputable]
         self._holding = {tensor.name: i for i, tensor in enumerate(self._tensors)}
@@ -130,7 +129,7 @@ class _Program:
         return costs
 
     def _requirements(self) -> LinearConstraint | None:
-        """Every saved tensor, and every input of an op that is run again, is held or made again."""
+        """Return the constraint: every saved tensor, and every input of an op that is run again, is held or made again."""
         wants: list[tuple[str, int | None]] = [(name, None) for name in dict.fromkeys(self._graph.saved)]
         wants += [(name, unknown) for unknown, op in self._running.items() for name in dict.fromkeys(op.inputs)]
         wants = [want for want in wants if want[0] in self._holding]
@@ -149,11 +148,11 @@ class _Program:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to decide."""
+        """True if there is nothing to decide."""
         return not self._tensors
 
     def fastest(self, limit_bytes: int) -> Holding | None:
-        """What to hold for the least re-run seconds, and the bound."""
+        """Return the holding with the least re-run seconds, and its bound."""
         cuts: list[LinearConstraint] = []
         bound = None
         for _ in range(_TRIES):
@@ -161,37 +160,37 @@ class _Program:
             if result.x is None:
                 return None
             bound = self._bound(result) if bound is None else bound
-            found = weigh(self._graph, self._held(result))
+            found = evaluate_holding(self._graph, self._held(result))
             if found.held_bytes <= limit_bytes:
                 return self._judged(found, bound)
-            # Not all of these together: true of every answer, so nothing is lost.
+            # Exclude these tensors together: no feasible answer holds all of them.
             cuts.append(LinearConstraint(self._row(found.held)[None, :], ub=[len(found.held) - 1]))
         return None
 
     def smallest(self, best: Holding) -> Holding | None:
-        """The fewest bytes that are no slower than the best; None where HiGHS finds none."""
+        """Return the holding with the fewest bytes that is no slower than the best; None if HiGHS finds none."""
         limit = best.rerun_seconds * (1 + _SLACK)
         cuts: list[LinearConstraint] = []
         for _ in range(_TRIES):
             result = self._solve(self._bytes, [_at_most(self._seconds, limit), *cuts])
             if result.x is None:
                 return None
-            found = weigh(self._graph, self._held(result), best.bound_seconds)
+            found = evaluate_holding(self._graph, self._held(result), best.bound_seconds)
             if found.rerun_seconds <= limit:
                 return found if found.held_bytes <= best.held_bytes else None
-            # Too slow, and holding less is slower still: something else must be held.
+            # Too slow, and holding less is slower: another tensor must be held.
             others = 1.0 - self._row(found.held)
             others[len(self._tensors) :] = 0.0
             cuts.append(LinearConstraint(others[None, :], lb=[1.0]))
         return None
 
     def _solve(self, goal: Floats, limits: list[LinearConstraint]) -> OptimizeResult:
-        return milp(
+        return self._milp(
             goal / _unit(goal),
             constraints=limits if self._needs is None else [*limits, self._needs],
             bounds=Bounds(0, 1),
             integrality=np.ones(len(goal)),
-            options={"time_limit": TIME_LIMIT, "mip_rel_gap": 0.0},
+            options={"time_limit": TUNING.milp_seconds, "mip_rel_gap": 0.0},
         )
 
     def _held(self, result: OptimizeResult) -> tuple[str, ...]:
@@ -203,11 +202,11 @@ class _Program:
         return row
 
     def _bound(self, result: OptimizeResult) -> float:
-        """The seconds that HiGHS has proved necessary."""
+        """Return the seconds that HiGHS has proved necessary."""
         return max(0.0, float(result.mip_dual_bound or 0.0)) * _unit(self._seconds)
 
     def _judged(self, found: Holding, bound_seconds: float) -> Holding:
-        """Met up to HiGHS's tolerance, the bound is the answer's own seconds; so far the proof cannot tell them apart."""
+        """Return the holding with its bound: its own seconds if they meet the proved bound within HiGHS's tolerance."""
         near = bound_seconds + _TOLERANCE * _unit(self._seconds)
         met = found.rerun_seconds <= near * (1 + _SLACK)
         bound = found.rerun_seconds if met else min(bound_seconds, found.rerun_seconds)
@@ -215,28 +214,29 @@ class _Program:
 
 
 def _unit(costs: Floats) -> float:
-    """The smallest cost that is one: in this unit no difference between two ops, or tensors, is lost to a tolerance."""
+    """Return the smallest positive cost: in this unit no difference of two costs is below a tolerance."""
     return float(costs[costs > 0].min(initial=np.inf)) if (costs > 0).any() else 1.0
 
 
 def _at_most(costs: Floats, limit: float) -> LinearConstraint:
-    """A hair more than the limit; what passes the limit itself is cut off when it is weighed."""
+    """Return a constraint slightly above the limit; an answer that exceeds the limit itself is excluded after evaluation."""
     unit = _unit(costs)
-    return LinearConstraint(costs[None, :] / unit, ub=[limit / unit + _HAIR])
-
-
-POINTS = 8
+    return LinearConstraint(costs[None, :] / unit, ub=[limit / unit + _WIDENED])
 
 
 class GraphPlanner:
-    """The floor of a graph by minimum cut, and the best holding for any budget by the exact program."""
+    """The floor of a graph by minimum cut, and the best holding for any budget by the exact program.
+
+    Each budget is solved separately, and gets the best that fits of everything found so far: a larger budget is never slower
+    than a smaller one was, even if the solver ran out of time.
+    """
 
     fixed_bytes = 0
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, hold: Callable[[Graph, int], Holding | None] = hold_within) -> None:
+        self._graph, self._hold_within = graph, hold
         self._plain = store_all(graph)
-        self._least = weigh(graph, least_held(graph))
+        self._least = evaluate_holding(graph, least_held(graph))
         self._menu = [self._plain, self._least]
         self.store_all_bytes = self._plain.held_bytes
         self.floor_bytes = self._least.held_bytes
@@ -249,15 +249,15 @@ class GraphPlanner:
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
-        """A few budgets from the floor to store-all, each solved exactly."""
+        """Bytes and seconds at a sample of budgets from the floor to store-all, each solved exactly."""
         return tuple((holding.held_bytes, holding.rerun_seconds) for holding in self.holdings())
 
     def holdings(self) -> tuple[Holding, ...]:
-        """What to hold at a few budgets from the floor to store-all, each faster than the one before."""
+        """Return the best holdings at a sample of budgets from the floor to store-all, each faster than the one before."""
         span = max(self.store_all_bytes - self.floor_bytes, 0)
         found = [self._plain]
-        for i in reversed(range(POINTS)):
-            budget = self.floor_bytes + span * i // POINTS
+        for i in reversed(range(TUNING.graph_points)):
+            budget = self.floor_bytes + span * i // TUNING.graph_points
             if found[-1].held_bytes > budget:  # else it is the best of the smaller budget too
                 found.append(self._hold(budget))
         kept: list[Holding] = []
@@ -267,7 +267,7 @@ class GraphPlanner:
         return tuple(kept)
 
     def best(self, budget_bytes: int) -> Plan:
-        """The least re-run seconds within a budget that is not below the floor, and the fewest bytes for those."""
+        """Return the plan with the least re-run seconds within a budget that is not below the floor, then the fewest bytes."""
         holding = self._hold(budget_bytes)
         return Plan(
             problem=ProblemKind.GRAPH,
@@ -282,12 +282,12 @@ class GraphPlanner:
         )
 
     def _hold(self, budget_bytes: int) -> Holding:
-        if self.store_all_bytes <= budget_bytes:  # nothing is run again, and nothing can beat that
+        if self.store_all_bytes <= budget_bytes:  # nothing is run again
             return self._plain
-        solved = hold_within(self._graph, budget_bytes)
+        solved = self._hold_within(self._graph, budget_bytes)
         assert solved is not None, "the budget is below the floor"
         self._menu.append(solved)
         fitting = [holding for holding in self._menu if holding.held_bytes <= budget_bytes]
         best = min(fitting, key=lambda holding: (holding.rerun_seconds, holding.held_bytes))
-        # A bound is about one budget: another's does not hold here.
+        # A bound is valid for one budget only.
         return replace(best, bound_seconds=min(solved.bound_seconds, best.rerun_seconds))

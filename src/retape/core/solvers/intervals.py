@@ -1,6 +1,6 @@
-"""Segments of a chain that are alike share one row of every table: 48 equal blocks make 48 rows, not 1,176.
+"""Equal segments of a chain share one row of every table: 48 equal blocks make 48 rows, not 1,176.
 
-No schedule comes to a segment that holds a pinned stage and ends before the chain does, so such segments have no row.
+No schedule uses a segment that contains a pinned stage and ends before the chain does, so such segments have no row.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Intervals:
 
     @classmethod
     def of(cls, kinds: Ints, *, most_rows: int, reach: Ints | None = None) -> Intervals | None:
-        """Group the segments of a chain by the kinds of their stages; None where that makes more than `most_rows`.
+        """Group the segments of a chain by the kinds of their stages; return None for more than `most_rows` rows.
 
-        `reach` is that of `ChainCosts`; None where no stage is pinned.
+        `reach` is that of `ChainCosts`; None if no stage is pinned.
         """
         length = len(kinds)
         reach = np.full(length, length) if reach is None else reach
@@ -42,16 +42,16 @@ class Intervals:
             starts = length - size + 1
             pairs = names[:starts] * (length + 1) + kinds[size - 1 :]
             _, example, names = np.unique(pairs, return_index=True, return_inverse=True)
-            order = np.argsort(example)  # rows in the order of the chain: those of neighbours are neighbours
+            order = np.argsort(example)  # rows in the order of the chain
             example, names = example[order], np.argsort(order)[names]
-            # Alike segments hold the same pinned stages, and none is like one that reaches the end.
+            # Equal segments contain the same pinned stages; none equals one that reaches the end.
             met = (example + size <= reach[example]) | (example + size == length)
             numbers = np.where(met, len(segments) + np.cumsum(met) - 1, -1)
             row[np.arange(starts), np.arange(starts) + size] = numbers[names]
             if len(segments) + int(met.sum()) > most_rows:
                 return None
             segments += [(int(start), int(start) + size) for start in example[met]]
-        for start in range(length - longest - 1, -1, -1):  # longer than every row of stages without a pinned one
+        for start in range(length - longest - 1, -1, -1):  # longer than every run of stages without a pinned one
             row[start, length] = len(segments)
             segments.append((start, length))
         if len(segments) > most_rows:
