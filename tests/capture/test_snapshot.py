@@ -50,7 +50,8 @@ def test_a_restored_state_is_that_of_before_and_is_left_as_it_was_found():
     with snapshot.restored(tensors) as restored:
         assert same(net.state(), before)
         net(*restored.arguments)
-    assert same(net.state(), found) and not same(found, before)
+    assert same(net.state(), found)
+    assert not same(found, before)
 
 
 def test_a_forward_that_failed_halfway_is_undone():
@@ -85,7 +86,8 @@ def test_a_state_that_cannot_be_restored_is_left_as_it_was_found():
     found = net.state()
     with pytest.raises(RegionError, match="share memory under different dtypes"):
         snapshot.restored(tensors)
-    assert same(net.state(), found) and len(seen) == 1
+    assert same(net.state(), found)
+    assert len(seen) == 1
 
 
 def test_changes_of_arguments_are_known():
@@ -94,8 +96,10 @@ def test_changes_of_arguments_are_known():
         return a + b
 
     snapshot, (a, b) = after_forward(double, torch.rand(4), torch.rand(4))
-    assert snapshot.changes_arguments and snapshot.changed == {0}
-    assert not snapshot.is_unchanged(0, a) and snapshot.is_unchanged(1, b)
+    assert snapshot.changes_arguments
+    assert snapshot.changed == {0}
+    assert not snapshot.is_unchanged(0, a)
+    assert snapshot.is_unchanged(1, b)
     assert snapshot.check([a, b]) == []
     b.mul_(2)
     assert not snapshot.is_unchanged(1, b)

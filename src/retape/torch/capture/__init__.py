@@ -1,4 +1,4 @@
-"""What a call reads, and how a re-run sees it again.
+"""Capture of everything that a call reads, and its restoration for a re-run.
 
 `call` finds the tensors, modules and containers that a call can reach; `snapshot` records their state before the call and restores it
 for a re-run, with the random streams (`rng`) and the settings around it (`ambient`). Not here: what becomes of saved tensors

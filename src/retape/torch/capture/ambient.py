@@ -39,7 +39,7 @@ Binding = tuple[ContextVar[Any], "_BoundValue"]
 
 
 class _ValueKind(Enum):
-    """What a re-run does about a value of a context variable, by its class."""
+    """Treatment of a context variable's value in a re-run, by its class."""
 
     NOTHING = "nothing"
     PLAIN = "bound again"
@@ -74,7 +74,7 @@ _KINDS = _ValueKinds()
 
 
 class _BoundValue:
-    """What a variable was bound to: held if it refers to no graph, else referred to weakly."""
+    """The value of a variable: held if it refers to no graph, else referred to weakly."""
 
     __slots__ = ("_get",)
 
@@ -193,7 +193,6 @@ def _collect(value: Any, found: dict[int, Holder], depth: int) -> None:
 
 # --- everything around a call -----------------------------------------------------------------------------------------
 
-# A name of torch's own is slow to find, and one of another module's slower than one of ours.
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, internals.set_grad_enabled
 _count_function_modes = internals.count_function_modes
 _CUDA_BUILT = internals.CUDA_BUILT
@@ -201,13 +200,13 @@ _LAST = _LastBindings()
 _rewind = rng.rewind
 
 
-# What surrounds a call: PyTorch's settings; of each device whether autocast is on, and its dtype; torch-function modes; the
-# current CUDA device; what context variables are bound to; whether some of it may be collected in.
+# PyTorch's settings; autocast on or off, and its dtype, for each device; torch-function modes; the current CUDA device; bindings of
+# context variables; and True if tensors may be collected in them.
 Ambient = tuple[list[Any], tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], int | None, tuple[Binding, ...], bool]
 
 
 def capture() -> Ambient:
-    """What surrounds the caller now."""
+    """Return the settings around the caller."""
     modes = _user_modes() if _count_function_modes() else ()
     context = copy_context()
     bound, collects = _LAST.look(context) if context else ((), False)
@@ -289,15 +288,15 @@ def _with_settings(ambient: Ambient, now: Ambient) -> Iterator[None]:
             if mode not in now[3]:
                 stack.enter_context(mode)
         for kind, enabled, dtype in zip(_DEVICES, enabled_then, dtypes, strict=True):
-            # Without the weight cache: a cast that lives in the cache belongs to another graph than the re-run's, and one
-            # that the re-run left there would be found by code outside.
+            # Without the weight cache: a cast in the cache belongs to another graph than the re-run's, and code outside would find
+            # one that the re-run left there.
             if enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
         yield
 
 
 def _put_settings(present: list[Any], wanted: list[Any]) -> None:
-    """Set what differs."""
+    """Set those settings that differ."""
     if present == wanted:
         return
     for (_, _, put), now, then in zip(internals.SETTINGS, present, wanted, strict=True):

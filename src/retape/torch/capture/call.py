@@ -1,4 +1,4 @@
-"""What a call reads: its tensors at any depth, the modules and closures behind it, and how to call it once more.
+"""Capture of a call: its tensors at any depth, the modules and closures behind it, and how to call it once more.
 
 `capture_call` walks a function and its arguments once. The result can be called again with the same state: containers of arguments
 are rebuilt, closure variables and globals are those of the first run, and what modules, lists and dicts held can be put back
@@ -280,10 +280,10 @@ class Call:
             if isinstance(value, Tensor):
                 del blanks[key]
                 self._place(container, key, value)
-                holder.then[key] = tracked(value)
+                holder.saved[key] = tracked(value)
             elif kind is tuple and holds_tensor(value):
                 del blanks[key]
-                holder.then[key] = tracked_item(value)
+                holder.saved[key] = tracked_item(value)
                 self.meet(value)
             elif kind in BLANKS:
                 self.meet(value)
@@ -314,7 +314,7 @@ class Call:
         if isinstance(value, (list, deque)) and type(value).__iter__ in (list.__iter__, deque.__iter__):
             holder = ListHolder(value)
             self.holders.append(holder)
-            if ATOMS.issuperset(map(type, holder.then)):
+            if ATOMS.issuperset(map(type, holder.saved)):
                 return
             for index, item in enumerate(list(value)):
                 if isinstance(item, Tensor):

@@ -1,7 +1,8 @@
 """Containers that a region can reach (a module's fields, a list in a closure), and what they held when it first ran.
 
-A re-run sees the contents of then; afterwards they are the contents of now, whatever the re-run put there. Tensors count, alone or
-inside tuples, lists and dicts, and so do plain values of modules; other objects are left as they are. Containers of any length count.
+A re-run sees the contents of the first run; afterwards the contents are those of before the re-run, whatever it put there. Tensors
+count, alone or inside tuples, lists and dicts, and so do plain values of modules; other objects are left as they are. Each class here
+has `enter` (restore the contents of the first run) and `leave` (put back those found by `enter`).
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Values that are what they are: nothing can be reached through them, and binding another one is the only way to change them.
+# Immutable values through which nothing can be reached.
 ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
-# What may stand where a tensor comes later: `cache.keys = None`, `losses["aux"] = 0`, an empty list.
+# Placeholders that a tensor may replace later: `cache.keys = None`, `losses["aux"] = 0`, an empty list.
 BLANKS = ATOMS | {list, tuple, dict}
 OWN_FIELDS = frozenset(nn.Module().__dict__)
 _ABSENT = object()
 
 
 def tracked(tensor: Tensor) -> Tensor:
-    """A tensor as it stands in a re-run: itself, or without its history, which could close a cycle through the graph."""
+    """Return a tensor for a re-run: itself, or without its history, which could close a cycle through the graph."""
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def tracked_item(item: Any) -> Any:
-    """`tracked` for what a container holds: a tensor, or a tuple with tensors in it; everything else is itself."""
+    """Return `tracked` of a tensor or of the tensors in a tuple; any other item unchanged."""
     if isinstance(item, Tensor):
         return tracked(item)
     if isinstance(item, tuple) and holds_tensor(item):
@@ -56,7 +57,7 @@ def holds_tensor(item: Any) -> bool:
 
 
 def _to_undo(blanks: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
-    """The keys in whose place a tensor has come, and truth values beside them that have changed."""
+    """Return the keys whose placeholder a tensor has replaced, and the bools beside them."""
     get = now.get
     came = [
         key
@@ -74,16 +75,16 @@ def _to_undo(blanks: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
 class DictHolder:
     """A dict, and what some of its keys held.
 
-    Settings and counters among them are put back too: what depends on them comes out the same, and none is counted twice.
-    `blanks` are what other keys held: it counts where a tensor has come in its place since. Truth values beside it are then as
-    they were too: `is_initialized` must not be ahead of what it speaks of.
+    `saved` values are put back, settings and counters among them, so that none is counted twice. `blanks` are placeholders under
+    other keys: one is put back where a tensor has replaced it since, and the bools beside it too, because a flag such as
+    `is_initialized` describes that tensor.
     """
 
-    __slots__ = ("_count", "_kept", "_undone", "blanks", "container", "then")
+    __slots__ = ("_count", "_kept", "_undone", "blanks", "container", "saved")
 
     def __init__(self, container: dict[Any, Any]) -> None:
         self.container = container
-        self.then: dict[Any, Any] = {}
+        self.saved: dict[Any, Any] = {}
         self.blanks: dict[Any, Any] = {}
         self._count = len(container)
         self._kept: dict[Any, Any] | None = None
@@ -92,11 +93,11 @@ class DictHolder:
     def enter(self) -> None:
         container = self.container
         self._kept = dict(container)
-        if len(container) > self._count:  # a dict keeps its order: what came since stands at the end
+        if len(container) > self._count:  # keys added since are the last ones
             for key in list(container)[self._count :]:
-                if key not in self.then and holds_tensor(container[key]):
+                if key not in self.saved and holds_tensor(container[key]):
                     del container[key]
-        for key, value in self.then.items():
+        for key, value in self.saved.items():
             now = container.get(key, _ABSENT)
             if now is not value and not _same(now, value):
                 container[key] = value
@@ -113,7 +114,7 @@ class DictHolder:
             return
         for key in [*kept, *[key for key in container if key not in kept]]:
             old, new = kept.get(key, _ABSENT), container.get(key, _ABSENT)
-            if old is new or not (key in self.then or key in undone or holds_tensor(old) or holds_tensor(new)):
+            if old is new or not (key in self.saved or key in undone or holds_tensor(old) or holds_tensor(new)):
                 continue
             if old is _ABSENT:
                 del container[key]
@@ -131,11 +132,11 @@ class StateFields(DictHolder):
 
     def __init__(self, container: dict[Any, Any]) -> None:
         super().__init__(container)
-        self.then = {key: tracked_item(value) for key, value in container.items() if _is_state(value)}
+        self.saved = {key: tracked_item(value) for key, value in container.items() if _is_state(value)}
 
     def enter(self) -> None:
         super().enter()
-        for key in [key for key, value in self.container.items() if _is_state(value) and key not in self.then]:
+        for key in [key for key, value in self.container.items() if _is_state(value) and key not in self.saved]:
             del self.container[key]
 
     def leave(self) -> None:
@@ -153,18 +154,18 @@ def _is_state(value: Any) -> bool:
 class ListHolder:
     """A list or deque, and what it held."""
 
-    __slots__ = ("_kept", "container", "then")
+    __slots__ = ("_kept", "container", "saved")
 
     def __init__(self, container: list[Any] | deque[Any]) -> None:
         self.container = container
-        self.then = list(container)
-        if not ATOMS.issuperset(map(type, self.then)):
-            self.then = [tracked_item(item) for item in self.then]
+        self.saved = list(container)
+        if not ATOMS.issuperset(map(type, self.saved)):
+            self.saved = [tracked_item(item) for item in self.saved]
         self._kept: list[Any] | None = None
 
     def enter(self) -> None:
         self._kept = list(self.container)
-        self._put(self.then, _same)
+        self._put(self.saved, _same)
 
     def leave(self) -> None:
         if self._kept is not None:
@@ -174,43 +175,43 @@ class ListHolder:
     def _put(self, items: list[Any], same: Callable[[Any, Any], bool]) -> None:
         if len(self.container) == len(items) and all(map(same, self.container, items)):
             return
-        # A list of plain values is the user's own: a counter, a log.
+        # A list of plain values, such as a counter or a log, is left to the user.
         if not ATOMS.issuperset(map(type, (*self.container, *items))):
             self.container.clear()
             self.container.extend(items)
 
 
 class ModuleHolder(DictHolder):
-    """A module's fields, and its dicts: parameters, buffers, children, forward hooks. Made only where something has changed.
+    """A module's fields and its dicts of parameters, buffers, children and forward hooks. Made only where something has changed.
 
-    Fields that have come since, of whatever kind, are not there in a re-run: `hasattr` and `vars` tell code of a setting too.
+    Fields of any kind that were added since are absent in a re-run: code may ask `hasattr` or `vars`.
     """
 
-    __slots__ = ("_dicts", "_kept_dicts", "_names", "_then_dicts")
+    __slots__ = ("_dicts", "_kept_dicts", "_names", "_saved_dicts")
 
     def __init__(
         self,
         fields: dict[str, Any],
         names: list[str],
-        then: dict[str, Any],
+        saved: dict[str, Any],
         dicts: tuple[dict[Any, Any], ...],
-        then_dicts: list[dict[Any, Any]],
+        saved_dicts: list[dict[Any, Any]],
     ) -> None:
         self.container = fields
-        self.then = then
+        self.saved = saved
         self.blanks = _EMPTY
         self._undone = []
         self._count = len(names)
         self._names = names
         self._kept = None
         self._dicts = dicts
-        self._then_dicts = then_dicts
+        self._saved_dicts = saved_dicts
         self._kept_dicts: list[dict[Any, Any]] = []
 
     def entered_with(self, fields: dict[str, Any]) -> None:
-        """It was entered while the module had these fields, and in its dicts what it had held at first."""
+        """Act as if entered while the module had these fields, and its dicts the entries of the first run."""
         self._kept = fields
-        self._kept_dicts = self._then_dicts
+        self._kept_dicts = self._saved_dicts
 
     def enter(self) -> None:
         super().enter()
@@ -220,7 +221,7 @@ class ModuleHolder(DictHolder):
             for key in self._undone:
                 del fields[key]
         self._kept_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
-        for part, then in zip(self._dicts, self._then_dicts, strict=True):
+        for part, then in zip(self._dicts, self._saved_dicts, strict=True):
             if (part or then) and not _is_alike(part, then):
                 _put_all(part, then)
 
@@ -236,37 +237,37 @@ _EMPTY: dict[Any, Any] = {}
 
 
 def _is_alike(part: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Whether two dicts hold the same objects under the same names, in the same order."""
+    """True if two dicts hold the same objects under the same names, in the same order."""
     return list(part) == list(other) and all(map(operator.is_, part.values(), other.values()))
 
 
 def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:
-    """Make a dict hold what it held, but leave a tensor that is there still."""
+    """Make a dict hold what it held, but keep a tensor that is still there."""
     now = part.copy()
     part.clear()
     part.update({key: now[key] if key in now and _same(now[key], value) else value for key, value in then.items()})
 
 
 class SlotHolder:
-    """An object that keeps its attributes in slots, and the tensors among them; and what stood where a tensor may come later."""
+    """An object with slots: the tensors in them, and placeholders that a tensor may replace later."""
 
-    __slots__ = ("_blanks", "_kept", "_object", "_then", "_undone")
+    __slots__ = ("_blanks", "_kept", "_object", "_saved", "_undone")
 
     def __init__(self, value: Any, names: list[str]) -> None:
         self._object = value
         held = {name: getattr(value, name, _ABSENT) for name in names}
-        self._then = {name: tracked_item(item) for name, item in held.items() if holds_tensor(item)}
+        self._saved = {name: tracked_item(item) for name, item in held.items() if holds_tensor(item)}
         self._blanks = {
             name: item
             for name, item in held.items()
-            if name not in self._then and (item is _ABSENT or type(item) in BLANKS)
+            if name not in self._saved and (item is _ABSENT or type(item) in BLANKS)
         }
         self._kept: dict[str, Any] = {}
         self._undone: list[str] = []
 
     def enter(self) -> None:
-        self._kept = kept = {name: getattr(self._object, name, _ABSENT) for name in (*self._then, *self._blanks)}
-        for name, tensor in self._then.items():
+        self._kept = kept = {name: getattr(self._object, name, _ABSENT) for name in (*self._saved, *self._blanks)}
+        for name, tensor in self._saved.items():
             if not _same(kept[name], tensor):
                 setattr(self._object, name, tensor)
         self._undone = _to_undo(self._blanks, kept)
@@ -276,7 +277,7 @@ class SlotHolder:
     def leave(self) -> None:
         for name, value in self._kept.items():
             now = getattr(self._object, name, _ABSENT)
-            ours = name in self._then or name in self._undone or holds_tensor(now) or holds_tensor(value)
+            ours = name in self._saved or name in self._undone or holds_tensor(now) or holds_tensor(value)
             if now is not value and ours:
                 self._put(name, value)
         self._kept, self._undone = {}, []
@@ -289,7 +290,7 @@ class SlotHolder:
 
 
 def _same(now: Any, then: Any) -> bool:
-    """Whether a container still holds what it held: the object itself, or the tensor that a detached alias stands for."""
+    """True if a container still holds the same object, or the tensor of which a detached alias was saved."""
     if now is then:
         return True
     if isinstance(now, Tensor) and isinstance(then, Tensor):

@@ -1,10 +1,10 @@
-"""Decisions of a region that are kept by themselves: which experts, which rows, which branch (Rule 10).
+"""Decisions that a re-run repeats instead of taking them again: which experts, which rows, which branch (Rule 10).
 
-Where kernels are nondeterministic, a router may choose other experts in the re-run than in the forward, and nothing but the gradient
-would show it. Integer and boolean results of functions that decide (topk, argmax, sort, nonzero, comparisons of floating-point
+With nondeterministic kernels a router may choose other experts in the re-run than in the forward, and only the gradient would show
+it. Integer and boolean results of functions that decide (topk, argmax, sort, nonzero, comparisons of floating-point
 numbers, `.item()`) are small, so the forward records them and the re-run uses the record. Only regions whose code names such a
 function run under a torch-function mode for it. A dispatch mode around a forward would see more, but some PyTorch kernels
-(`_foreach_mul_` on a view) give autograd another graph under one. What is large compared with the region's inputs is not recorded;
+(`_foreach_mul_` on a view) give autograd another graph under one. A result that is large compared with the region's inputs is not recorded;
 `retape.keep` records anything.
 """
 
@@ -27,7 +27,7 @@ _COMPARISONS = frozenset(
         *("__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__"),
     }
 )
-# Functions whose result is a Python value.
+# Functions that return a Python value.
 _READS = frozenset(
     {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"}
 )
@@ -45,7 +45,7 @@ _ALL = _COMPARISONS | _READS | _FUNCTIONS
 
 
 class Decisions:
-    """What the ops of one forward decided, in order."""
+    """The decisions of one forward, in order."""
 
     __slots__ = ("_limit_bytes", "entries")
 
@@ -75,7 +75,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _decision(func: Any, args: Any) -> str | None:
-    """The name of a function that decides, if this is a call of one."""
+    """Return the name of the function if it decides something, else None."""
     name = getattr(func, "__name__", "")
     if name not in _ALL or not args or not isinstance(args[0], Tensor):
         return None
@@ -83,7 +83,7 @@ def _decision(func: Any, args: Any) -> str | None:
 
 
 class Recording(TransparentMode):
-    """Records what a forward decides."""
+    """A mode that records what a forward decides."""
 
     def __init__(self, decisions: Decisions) -> None:
         super().__init__()
@@ -98,15 +98,14 @@ class Recording(TransparentMode):
 
 
 class Repeating(TransparentMode):
-    """Puts what the forward decided in the place of what a re-run decides; a re-run that decides otherwise is left alone from there."""
+    """A mode that repeats the decisions of the forward in a re-run, until the re-run calls a different sequence of functions."""
 
     def __init__(self, decisions: Decisions, was_run: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
         self._entries = iter(decisions.entries)
         self._follows = True
-        self._was_run = (
-            was_run  # not so for an op that a mode below answered, perhaps with what its result became later
-        )
+        # False for an op that a mode below answered, perhaps with what its result became later.
+        self._was_run = was_run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -129,7 +128,7 @@ class Repeating(TransparentMode):
 
 
 def _repeated(again: Tensor, kept: Tensor | None) -> Tensor:
-    """What was kept, in the memory of what came again, whose storage other modes know; a copy where the shape differs."""
+    """Return the kept values in the memory of the new result, whose storage other modes know; a copy if the shape differs."""
     if kept is None or again.dtype is not kept.dtype:
         return again
     with internals.unobserved(), torch.no_grad():

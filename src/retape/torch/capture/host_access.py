@@ -1,4 +1,4 @@
-"""Calls that hand a tensor's memory or values to Python, which no op shows: `.numpy()`, `.tolist()`, `.data_ptr()`."""
+"""Calls that give Python access to a tensor's memory or values, which no op shows: `.numpy()`, `.tolist()`, `.data_ptr()`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _CUDA_ARRAY = Tensor.__cuda_array_interface__.__get__
 
 
 class TransparentMode(TorchFunctionMode):
-    """A torch-function mode of retape's own: no part of what surrounds a call, and so not captured with it."""
+    """A torch-function mode of retape itself, which is not captured as a part of what surrounds a call."""
 
 
 class Exposure(TransparentMode):
-    """Tells of every tensor that such a call is made on."""
+    """A mode that reports every tensor on which such a call is made."""
 
     def __init__(self, tell: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Exposure(TransparentMode):
 
 
 class Observer(TorchDispatchMode):
-    """A dispatch mode that is told of such calls too: `exposed` is called with the tensor."""
+    """A dispatch mode whose `exposed` is called with the tensor of each such call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +60,6 @@ class Observer(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        exposure, self._exposure = self._exposure, None  # it tells us, so holding it would be a cycle
+        exposure, self._exposure = self._exposure, None  # it refers to this object, so keeping it would be a cycle
         if exposure is not None:
             exposure.__exit__(*error)

@@ -1,4 +1,4 @@
-"""What a tree of modules holds, read quickly: its layout is found once by a walk, and confirmed in every later call.
+"""Trees of modules, read quickly: a layout is found once by a walk, and confirmed in every later call.
 
 A region must know, each time, everything that its modules hold. The places (fields, parameters, buffers, children) rarely change, so
 `ModuleTrees` keeps the layout of each root module that was walked. The next call reads the fields of all modules in one sweep, in C,
@@ -29,7 +29,7 @@ _HELD = ("_buffers", "_modules", "_parameters")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _SETTINGS = ATOMS | {types.FunctionType, types.BuiltinFunctionType, type}
 _flat = chain.from_iterable
-# Of `dict` itself: an OrderedDict's own are slower, and the order is the same one each time.
+# Methods of `dict` itself: those of an OrderedDict are slower, and the order is the same.
 _values = dict.values
 _keys = dict.keys
 _vars: Callable[[Any], dict[str, Any]] = vars
@@ -253,7 +253,7 @@ def _owned(dicts: Any) -> Iterator[tuple[int, Any]]:
 
 
 class ModuleTree:
-    """What a tree of modules held when a region first ran; it puts all of it back for a re-run."""
+    """The contents of a tree of modules when a region first ran, which it puts back for a re-run."""
 
     # Defaults of fields that most trees never set: a region makes one tree per forward.
     state: list[Tensor] = []  # noqa: RUF012 - never changed, only replaced

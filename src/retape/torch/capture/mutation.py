@@ -1,4 +1,4 @@
-"""Whether a tensor has changed, by its version or its bits, and copies of tensors that a call changes.
+"""Changes of tensors, seen by version or by bits, and copies of tensors that a call changes.
 
 Versions count writes. `checksum` and `digest` notice other bits, and a swap of two rows: for `check="values"`, tensors without a
 version, and proofs of recipes. `Copies` keeps what aliased aliasing: two arguments may be views of one storage, or an argument may be

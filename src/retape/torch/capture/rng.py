@@ -23,14 +23,14 @@ _CUDA_BUILT = internals.CUDA_BUILT
 
 
 class Stream(Protocol):
-    """One source of random numbers: `peek` says where it stands, `seek` puts it there."""
+    """One source of random numbers: `peek` returns its position, `seek` puts it there."""
 
     def peek(self) -> Token: ...
     def seek(self, token: Token) -> None: ...
 
 
 class GeneratorStream:
-    """A torch.Generator, of the CPU or of a device. Its token is the raw state, or what `get_state` says where that cannot be read."""
+    """A torch.Generator of the CPU or of a device. Its token is the raw state, or `get_state` where that cannot be read."""
 
     __slots__ = ("_last", "_words", "generator", "views")
 
@@ -38,7 +38,7 @@ class GeneratorStream:
         self.generator = generator
         self._words = words = internals.generator_words(generator)
         self.views: tuple[memoryview, ...] = () if words is None else (_part(words[0], 0), memoryview(words[1]))
-        # What the views showed when the state was last read, and that state.
+        # The bytes of the views when the state was last read, and that state.
         self._last: tuple[bytes, bytes] = (b"", b"")
 
     def peek(self) -> Token:
@@ -58,7 +58,7 @@ class GeneratorStream:
         return token
 
     def is_at(self, token: Token) -> bool:
-        """Whether it stands where it stood when it was last looked at, and that was `token`: then nothing need be read."""
+        """True if it has not moved since the last read, and that read was `token`; reads no state."""
         last = self._last
         return last[1] is token and last[0] == _join(self.views) != b""
 
@@ -69,7 +69,7 @@ class GeneratorStream:
             self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
 
 
-# A twister's first words and its index tell where it stands: copying all of its 2,500 bytes is for when it has moved.
+# The first words of a Mersenne twister and its index tell its position; all of its 2,500 bytes are copied only when it has moved.
 _GLIMPSE_BYTES = 96
 
 
@@ -77,7 +77,7 @@ _join = b"".join
 
 
 def _part(words: Any, start: int, size: int = _GLIMPSE_BYTES) -> memoryview:
-    """A view of some bytes of another one."""
+    """Return a view of some bytes of another view."""
     return memoryview((ctypes.c_char * size).from_buffer(words, start))
 
 
@@ -133,7 +133,7 @@ class PythonStream:
 
 
 class NumpyStream:
-    """numpy's global generator: its state words, and the second number that its legacy normal generator keeps in hand."""
+    """numpy's global generator: its state words, and the spare number of its legacy normal generator."""
 
     __slots__ = ("_generator", "_last", "_words", "current", "views")
 
@@ -146,7 +146,7 @@ class NumpyStream:
         self._words: Any = None
         self._last: tuple[bytes, bytes] = (b"", b"")
 
-    def _meet(self, generator: Any) -> None:
+    def _find_words(self, generator: Any) -> None:
         self.current = getattr(sys.modules["numpy.random"], "get_bit_generator", None)  # numpy 1.24 and later have it
         self._generator = generator
         self._words, spare = internals.numpy_random_words(generator), internals.numpy_spare_words()
@@ -158,7 +158,7 @@ class NumpyStream:
     def peek(self) -> Token:
         generator = self.current() if self.current is not None else internals.numpy_generator()
         if generator is not self._generator:
-            self._meet(generator)
+            self._find_words(generator)
         if not self.views:
             return _OtherState(sys.modules["numpy.random"].get_state(legacy=False))
         first, index, spare = self.views
@@ -179,7 +179,7 @@ class NumpyStream:
 
 
 class _OtherState:
-    """The state of a bit generator that is not numpy's usual one, comparable by what it prints."""
+    """The state of a bit generator other than MT19937, compared by its repr."""
 
     __slots__ = ("state",)
 
@@ -197,7 +197,7 @@ _PYTHON = PythonStream()
 _NUMPY = NumpyStream()
 
 
-# Random streams, and where each stood. A plain tuple: a region makes several, and a class costs more than what it holds.
+# Random streams and their positions. A plain tuple: a region makes three, and creating an object of a class takes longer.
 Draws = tuple[tuple[Stream, ...], list[Token]]
 NONE_DRAWN: Draws = ((), [])
 
@@ -208,7 +208,7 @@ def moved(draws: Draws) -> bool:
 
 
 def drawn_by_python(draws: Draws) -> bool:
-    """Whether a stream outside torch is among these: then chance may decide what Python does, which no op shows."""
+    """True if a stream outside torch is among these: random numbers may decide what Python does, which no op shows."""
     return any(not isinstance(stream, GeneratorStream) for stream in draws[0])
 
 
@@ -239,15 +239,18 @@ def peek(found: tuple[Stream, ...]) -> list[Token]:
 
 
 def capture(generators: Sequence[Any]) -> Draws:
-    """Where every random stream stands that the caller could draw from; the first is the CPU's own."""
+    """Return every stream that the caller could draw from, with its position; the first is the CPU's.
+
+    A further stream of the process or of a device belongs to `others`.
+    """
     devices = internals.cuda_devices_in_use() if _CUDA_BUILT and internals.cuda_initialized() else ()
-    last, alone = _USUAL.last, not (devices or generators)
-    if alone and last[0] is not None:  # the three were met together: numpy is there
-        if last[0] == (_join(_USUAL.views), _PYTHON.instance.gauss_next, _NUMPY.current()):
+    last, alone = _SHARED.last, not (devices or generators)
+    if alone and last[0] is not None:  # numpy is imported, and all three streams can be viewed
+        if last[0] == (_join(_SHARED.views), _PYTHON.instance.gauss_next, _NUMPY.current()):
             return last[1]
-        return _USUAL.meet()
+        return _SHARED.record()
     if alone and "numpy.random" in sys.modules:
-        return _USUAL.meet()
+        return _SHARED.record()
     others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
     more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
     found = (*(_WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY), *more)
@@ -259,23 +262,23 @@ _WITHOUT_NUMPY = (_CPU, _PYTHON)
 _ONLY_CPU = (_CPU,)
 
 
-class _Usual:
-    """The three streams of any process, looked at in one go: regions that draw nothing share one record of where they stand."""
+class _SharedPositions:
+    """The CPU's, Python's and numpy's streams, compared at once: regions that draw nothing share one record of positions."""
 
     __slots__ = ("last", "views")
 
     def __init__(self) -> None:
         self.views: tuple[memoryview, ...] = ()
-        # What the last look saw, None where there was none; where all of them stood; where the CPU's stood.
+        # What `look` returned last (None before the first time), the positions of all three, and that of the CPU's stream.
         self.last: tuple[tuple[Any, ...] | None, Draws, Draws] = (None, NONE_DRAWN, NONE_DRAWN)
 
     def look(self) -> tuple[Any, ...]:
-        """Differs once one of them has moved. Asked only where all three can be viewed; `capture` and `drawn` have it inlined."""
+        """Return a value that differs once one of them has moved; `capture` and `drawn` have it inlined."""
         return _join(self.views), _PYTHON.instance.gauss_next, _NUMPY.current()
 
-    def meet(self) -> Draws:
+    def record(self) -> Draws:
         draws: Draws = _WITH_NUMPY, [stream.peek() for stream in _WITH_NUMPY]
-        self.last = (None, NONE_DRAWN, NONE_DRAWN)  # what it shows may be gone by now
+        self.last = (None, NONE_DRAWN, NONE_DRAWN)  # its views may be invalid by now
         if all(stream.views for stream in _WITH_NUMPY) and _NUMPY.current is not None:
             self.views = (*_CPU.views, *_PYTHON.views, *_NUMPY.views)
             seen = self.look()
@@ -284,16 +287,16 @@ class _Usual:
         return draws
 
 
-_USUAL = _Usual()
+_SHARED = _SharedPositions()
 
 
 def drawn(before: Draws) -> Draws:
-    """Those of `before` that have moved since, and torch's own: `torch.random.fork_rng` draws and puts them back."""
-    last = _USUAL.last
+    """Return the streams of `before` that have moved, and torch's: `torch.random.fork_rng` draws and puts them back."""
+    last = _SHARED.last
     if (
         last[0] is not None
         and before is last[1]
-        and last[0] == (_join(_USUAL.views), _PYTHON.instance.gauss_next, _NUMPY.current())
+        and last[0] == (_join(_SHARED.views), _PYTHON.instance.gauss_next, _NUMPY.current())
     ):
         return last[2]
     found, tokens = before

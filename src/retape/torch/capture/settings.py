@@ -1,12 +1,12 @@
-"""Everything that decides what a callable does, apart from its arguments: one walk over all that it reads.
+"""One walk over everything that decides what a callable does, apart from its arguments.
 
 `Walk` starts at a callable and goes through code, closure variables, defaults, the globals and class attributes that the code names,
 functions that are called through these, modules with their hooks, objects and containers. It has no limit of depth or of number; each
-object is entered once. What a subclass writes down for a tensor, for code and for an object that cannot be entered is its own affair:
-`Reading` (`row_guard.py`) compares by identity, inside one process; `fingerprint.py` writes texts that a file can hold.
+object is entered once. A subclass decides what to record for a tensor, for code and for an object that cannot be entered: the guard of
+`tile` compares by identity, inside one process; the fingerprint of a resumable loop is text that a file can hold.
 
 The standard library, torch, numpy, retape and packages that only report (tqdm) are not entered: their functions, classes and objects
-go by identity or by name. So what is kept in a `contextvars.ContextVar` or in `os.environ` is not seen.
+are recorded by identity or by name. State in a `contextvars.ContextVar` or in `os.environ` is not seen.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from retape.torch.capture.functions import CompiledCall, Opaque
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import hook_internals
 
-Path = tuple[Any, str]  # the path of what it is reached through, and a label
+Path = tuple[Any, str]  # the path of the object that leads to it, and a label
 
-# Values without attributes that code could bind anew, whose repr says all of them.
+# Classes of values that their repr describes completely.
 _TOLD_BY_REPR = (
     pathlib.PurePath,
     datetime.date,
@@ -55,7 +55,7 @@ _TOLD_BY_REPR = (
     re.Pattern,
     bytearray,
 )
-# Objects of a library that are what a user keeps settings in.
+# Classes of libraries in whose objects users keep settings.
 _ENTERED = (
     types.SimpleNamespace,
     argparse.Namespace,
@@ -77,30 +77,30 @@ _CHILDREN = ("_parameters", "_buffers", "_modules")
 
 
 class _Space(NamedTuple):
-    """The attributes of a class or module, of which those count that some code names."""
+    """The attributes of a class or module; those that some code names are recorded."""
 
     path: Path
     fields: Any
-    deep: bool  # a library's are compared, and not entered
+    deep: bool  # attributes of a library are compared, and not entered
     done: set[str]
 
 
 def ambient() -> dict[str, Any]:
-    """What PyTorch's own settings say that a forward depends on."""
+    """Return the settings of PyTorch that a forward depends on."""
     devices = ("cpu", "cuda")
     autocast = tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices])
     return {"autocast on cpu and cuda": autocast, "the default dtype": torch.get_default_dtype()}
 
 
 class Walk:
-    """Writes down what a callable depends on: `paths`, and one of `tokens` for each."""
+    """A record of what a callable depends on: `paths`, and a token for each."""
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
         self.tokens: list[Any] = []
         self._stack: list[tuple[Path, Any]] = []
         self._seen: dict[int, int] = {}
-        self._alive: list[Any] = []  # what was made on the way: an id must not come twice
+        self._alive: list[Any] = []  # objects made during the walk: no other object may get their ids
         self._names: set[str] = set(_CALLED_BY_TORCH)
         self._spaces: list[_Space] = []
         self._classes: set[type] = set()
@@ -114,7 +114,7 @@ class Walk:
                 self._visit(*self._stack.pop())
         self._stack, self._spaces, self._alive, self._seen, self._classes = [], [], [], {}, set()
 
-    # --- what a subclass decides ------------------------------------------------------------------------------------
+    # --- tokens, which a subclass defines ------------------------------------------------------------------------------------
 
     def atom(self, value: Any) -> Any:
         raise NotImplementedError
@@ -126,11 +126,11 @@ class Walk:
         raise NotImplementedError
 
     def thing(self, value: Any) -> Any:
-        """A class, a function of C, or an object that cannot be entered."""
+        """Return the token of a class, a C function, or an object that cannot be entered."""
         raise NotImplementedError
 
     def again(self, first: int) -> Any:
-        """An object that was entered as number `first`."""
+        """Return the token of an object that was entered as number `first`."""
         raise NotImplementedError
 
     # --- the walk ---------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Walk:
         self._stack += reversed(list(found))
 
     def _keep(self, path: Path, fields: Iterable[tuple[str, Any]]) -> None:
-        """Note the plain values and tensors among the fields of an object, which are most of them, and push the rest."""
+        """Record plain values and tensors among the fields of an object, and push the others."""
         later = []
         for name, value in fields:
             if type(value) in ATOMS:
@@ -155,14 +155,14 @@ class Walk:
         self._push(later)
 
     def _visit(self, path: Path, value: Any) -> None:
-        kind = type(value)
+        kind: Any = type(value)
         if kind in ATOMS:
             self._note(path, self.atom(value))
             return
         if isinstance(value, Tensor):
             self._note(path, self.tensor(value))
             return
-        if kind is tuple and EXACT.issuperset(map(type, value)):  # a constant: which of them are one object is chance
+        if kind is tuple and EXACT.issuperset(map(type, value)):  # a constant: the compiler may share it or not
             self._sequence(path, value)
             return
         first = self._seen.get(id(value))
@@ -171,10 +171,10 @@ class Walk:
             return
         self._seen[id(value)] = len(self.tokens)
         self._alive.append(value)
-        handler_of(kind)(self, path, value)
+        _handler_of(kind)(self, path, value)
 
     def _named_since(self) -> bool:
-        """Push the attributes of classes and modules that code met since has named; whether there are any."""
+        """Push attributes of classes and modules that code met since has named; True if there are any."""
         for space in list(self._spaces):
             new = sorted((self._names & space.fields.keys()) - space.done)
             space.done.update(new)
@@ -224,7 +224,7 @@ class Walk:
             self._stack.append(((path, ".__self__"), owner))
 
     def _wrapper(self, path: Path, value: Any) -> None:
-        """A descriptor, or a function with a cache: what counts are the functions in it."""
+        """Enter the functions in a descriptor or in a function with a cache."""
         self._note(path, type(value).__name__)
         if isinstance(value, property):
             self._push([((path, ""), value.fget), ((path, " (setter)"), value.fset)])
@@ -242,7 +242,7 @@ class Walk:
             self._push([((path, f".{name}"), fields[name]) for name in sorted(_MAKING & fields.keys())])
 
     def _add_class(self, path: Path, kind: type) -> None:
-        """Have the attributes of a class looked at, and enter the methods that are called without being named."""
+        """Register the attributes of a class, and enter the methods that are called without being named."""
         if kind in self._classes:
             return
         for base in kind.__mro__:
@@ -259,7 +259,7 @@ class Walk:
 
     def _python_module(self, path: Path, module: types.ModuleType) -> None:
         self._note(path, self.thing(module))
-        if module.__name__ != "retape":  # whose attributes come when they are first used
+        if module.__name__ != "retape":  # its attributes are imported when first used
             self._spaces.append(_Space(path, vars(module), not is_library(module.__name__), set()))
 
     # --- containers -------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Walk:
         self._push(found + self._attributes(path, value))
 
     def _attributes(self, path: Path, value: Any) -> list[tuple[Path, Any]]:
-        """The attributes of an object of a user's class, such as a list with fields of its own."""
+        """Return the attributes of an object of a user's class, such as a list with fields of its own."""
         if of_library(type(value)):
             return []
         self._add_class(path, type(value))
@@ -319,7 +319,7 @@ class Walk:
         self._push([((path, f"{name}[{index}]"), hook) for index, hook in enumerate(hooks.values())])
 
     def _scripted(self, path: Path, module: nn.Module) -> None:
-        """A module whose attributes are not Python's."""
+        """Enter a scripted module, whose attributes are not in Python."""
         self._note(path, self.thing(module), module.training)
         self._keep(path, [*module.named_parameters(), *module.named_buffers()])
 
@@ -338,7 +338,7 @@ class Walk:
         self._note(path, type(value).__name__, repr(value))
 
     def _subclassed(self, path: Path, value: Any) -> None:
-        """A number or text of a class of the user's own."""
+        """Enter a number or text of a user's class."""
         base = next(base for base in type(value).__mro__ if base in ATOMS)
         self._note(path, self.thing(type(value)), self.atom(base(value)))
         self._push(self._attributes(path, value))
@@ -351,7 +351,7 @@ class Walk:
         self._stack.append(((path, "()"), value()))
 
     def _own(self, path: Path, value: Any) -> None:
-        """An object of retape's own: what it calls is the user's, the rest is not."""
+        """Enter the user's function behind a callable of retape."""
         self._note(path, type(value).__name__)
         if isinstance(value, CompiledCall):
             self._stack.append(((path, ""), value.__self__))
@@ -366,10 +366,9 @@ class Walk:
         self._note(path, self.thing(value))
 
 
-# --- which way a type is entered ------------------------------------------------------------------------------------------
+# --- the handler of each type ------------------------------------------------------------------------------------------
 
 _Handler = Callable[[Walk, Path, Any], None]
-_HANDLERS: weakref.WeakKeyDictionary[type, _Handler] = weakref.WeakKeyDictionary()
 _BY_TYPE: tuple[tuple[Any, _Handler], ...] = (
     (types.FunctionType, Walk._function),
     (types.MethodType, Walk._method),
@@ -395,15 +394,9 @@ _BY_TYPE: tuple[tuple[Any, _Handler], ...] = (
 )
 
 
-def handler_of(kind: type) -> _Handler:
-    """How objects of a type are entered; found once for each type."""
-    found = _HANDLERS.get(kind)
-    if found is None:
-        found = _HANDLERS[kind] = _find_handler(kind)
-    return found
-
-
-def _find_handler(kind: type) -> _Handler:
+@functools.lru_cache(maxsize=4096)
+def _handler_of(kind: type) -> _Handler:
+    """Return the method that enters objects of a type."""
     for types_, handler in _BY_TYPE:
         if issubclass(kind, types_):
             return handler
@@ -421,7 +414,7 @@ def _label(key: Any) -> str:
 
 
 def path_text(path: Path) -> str:
-    """A path in words: "closure variable model.layers.0.dim"."""
+    """Return a path in words: "closure variable model.layers.0.dim"."""
     labels: list[str] = []
     at: Any = path
     while at is not None:
@@ -433,7 +426,7 @@ def path_text(path: Path) -> str:
 EXACT = frozenset({type(None), bool, int, float, complex, str, bytes})  # what `marshal` writes by value
 _NESTED = frozenset({list, tuple, dict})
 
-# --- which code is a library's ------------------------------------------------------------------------------------------
+# --- libraries ------------------------------------------------------------------------------------------
 
 _LIBRARIES = frozenset({"torch", "numpy", "retape", "triton", "builtins", "tqdm", "rich", "wandb"})
 _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -442,37 +435,33 @@ _STANDARD = sysconfig.get_path("stdlib")
 
 @functools.cache
 def is_library(name: str) -> bool:
-    """Whether a module is of the standard library, torch, numpy, retape, or of a package that only reports, as tqdm does."""
+    """True for modules of the standard library, torch, numpy, retape, and of packages that only report, as tqdm does."""
     top = name.partition(".")[0]
     if top in _LIBRARIES:
         return True
     if top not in sys.stdlib_module_names:
         return False
-    file = getattr(sys.modules.get(top), "__file__", None)  # a user's file may be called as one of the library's
+    file = getattr(sys.modules.get(top), "__file__", None)  # a user's file may have the name of a library's
     return file is None or (file.startswith(_STANDARD) and "site-packages" not in file)
 
 
 def of_library(kind: type) -> bool:
-    """Whether a class is a library's; one that was made by `exec` says that it is built in, and is not."""
+    """True if a class belongs to a library; one made by `exec` claims to be built in, and is not."""
     name = str(getattr(kind, "__module__", None) or "builtins")
     return is_library(name) and not (name == "builtins" and kind.__flags__ & _MADE_AT_RUN_TIME)
 
 
-# --- what code names ----------------------------------------------------------------------------------------------------
-
-_NAMES: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
+# --- names in code ----------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """The globals and attributes that code names, with those of functions that are made in it."""
-    found = _NAMES.get(code)
-    if found is None:
-        inner = [names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-        found = _NAMES[code] = frozenset(code.co_names).union(*inner)
-    return found
+    """Return the globals and attributes that code names, with those of functions that are made in it."""
+    inner = [names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
-# --- what stands behind a function or an object ---------------------------------------------------------------------------
+# --- contents of functions and objects ---------------------------------------------------------------------------
 
 
 def variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -494,7 +483,7 @@ def defaults_of(function: types.FunctionType) -> list[tuple[str, Any]]:
 
 
 def fields_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object keeps in its dict and in its slots, without running code of its own."""
+    """Yield the attributes in an object's dict and slots, without running its code."""
     with suppress(AttributeError):  # it has none
         yield from list(object.__getattribute__(value, "__dict__").items())
     for base in type(value).__mro__:
@@ -516,7 +505,7 @@ def slots_of(kind: type) -> list[str]:
 
 
 def digest_of_long(items: list[Any]) -> tuple[str, ...]:
-    """A digest of a long list of plain values; nothing where items have to be looked at one by one."""
+    """Return a digest of a long list of plain values; nothing where items must be entered one by one."""
     if len(items) <= TUNING.long_items or not _is_plain(items):
         return ()
     try:
@@ -526,7 +515,7 @@ def digest_of_long(items: list[Any]) -> tuple[str, ...]:
 
 
 def _is_plain(container: list[Any]) -> bool:
-    """Whether a list holds nothing but numbers, texts and containers of such, each of these once."""
+    """True if a list holds only numbers, texts and containers of such, each container once."""
     pending: list[Any] = [container]
     seen: set[int] = set()
     while pending:

@@ -1,4 +1,4 @@
-"""What tells calls of one module apart: the shapes, dtypes, devices and layouts of the tensors they are given."""
+"""Signatures of calls: shapes, dtypes, devices and strides of the tensors that a module is called with, and of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Signature: TypeAlias = tuple[Any, ...]
 
 
 def signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Signature:
-    """Shapes and dtypes of a call's tensors, in order, containers entered; equal for calls that run the same kernels."""
+    """Return shapes, dtypes and strides of a call's tensors, in order; equal for calls that run the same kernels."""
     found: list[Any] = []
     for value in arguments:
         _note(value, found)
@@ -26,7 +26,7 @@ def signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Signature
 
 def _note(value: Any, found: list[Any]) -> None:
     if isinstance(value, Tensor):
-        # Strides too: another layout takes other kernels, and copies where the first took none.
+        # Strides too: another layout runs other kernels, and may need copies.
         strides = value.stride() if value.layout is torch.strided else value.layout
         found.append((tuple(value.shape), value.dtype, value.device, strides))
     elif isinstance(value, (tuple, list)):
@@ -41,23 +41,23 @@ def _note(value: Any, found: list[Any]) -> None:
 
 
 def weights_signature(module: nn.Module) -> Signature:
-    """Shapes, strides, dtypes and what needs gradients of a module's parameters and buffers."""
+    """Return shapes, strides, dtypes and `requires_grad` of a module's parameters and buffers."""
     parameters = tuple((*_look(p), p.device, p.requires_grad) for p in module.parameters())
     return (parameters, tuple(map(_look, module.buffers())), module.training)
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:
-    # Strides too: another memory format takes other kernels, whose results lie differently in memory.
+    # Strides too: another memory format runs other kernels, whose results have other strides.
     if is_lazy(tensor):
         return (tensor.dtype,)
     return (tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else tensor.layout, tensor.dtype)
 
 
 def shapes(of: Signature) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a call's tensors, in order."""
+    """Return the shapes of a call's tensors, in order."""
     return tuple(part[0] for part in of if isinstance(part, tuple) and part and isinstance(part[0], tuple))
 
 
 def elements(of: Signature) -> int:
-    """How many numbers the tensors of a call have in all."""
+    """Return the number of elements of all tensors of a call."""
     return sum(map(math.prod, shapes(of)))

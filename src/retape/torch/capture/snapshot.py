@@ -156,7 +156,7 @@ _CHANGES = _ChangesByKind()
 
 
 class Snapshot:
-    """What a call reads, as it was before the call. Taken before the call; `finish_forward` completes it after the call."""
+    """The state that a call reads, taken before the call and completed by `finish_forward` after it."""
 
     # Defaults of fields that most calls never set: a region makes one snapshot per forward.
     _fsdp: dict[int, Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Every private interface of PyTorch's compiler that retape leans on, each behind one small function; the rest is in `internals.py`."""
+"""Private interfaces of PyTorch's compiler, each behind one small function; the others are in `internals.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def is_compiled(value: Any) -> bool:
-    """Whether a module or function is the result of torch.compile."""
+    """True if a module or function is the result of torch.compile."""
     return (
         type(value).__name__ == "OptimizedModule"
         or getattr(value, "_compiled_call_impl", None) is not None
@@ -23,7 +23,7 @@ def is_compiled(value: Any) -> bool:
 
 
 def compiler_is_on() -> bool:
-    """Whether frames that are entered now would be compiled: a compiled caller has called something that it could not take in."""
+    """True if frames entered now would be compiled: a compiled caller has broken its graph to call this."""
     return _compiler_callback() is not None
 
 
@@ -33,7 +33,7 @@ _CAN_MARK = hasattr(_eval_frame, "set_code_exec_strategy")
 
 
 def left_alone(function: _Function) -> _Function:
-    """A function whose frames, with all they call, the compiler leaves alone: a backward pass inside a compiled step calls it as it is.
+    """Mark a function so that the compiler does not compile it or what it calls; return it.
 
     Unlike `uncompiled` it costs nothing, and does not show in the graph of a caller that is being compiled.
     """
@@ -44,7 +44,7 @@ def left_alone(function: _Function) -> _Function:
 
 
 class LightMode(TorchDispatchMode):
-    """A dispatch mode whose method is called directly: the wrapper that keeps the compiler away costs as much as a small op."""
+    """A dispatch mode whose method is called without the compiler's wrapper, which takes as long as a small op."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -57,23 +57,22 @@ class LightMode(TorchDispatchMode):
 
 
 def uncompiled(function: _Function) -> _Function:
-    """A function that a caller which is being compiled calls as it is, with all that it calls; the compiler is not imported for it."""
+    """Return a function that compiled callers call uncompiled; the compiler is not imported for it."""
     return cast(_Function, _disable_dynamo(function))
 
 
-_ATTENTIONS = (  # fused ones that the partitioner of some PyTorch takes for cheap, and would run again whatever may be saved
+_ATTENTIONS = (  # fused kernels that the partitioner of some releases takes for cheap, and always recomputes
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-_A_HAIR = (
-    1e-6  # compiled code is cached by its share: another number than the same share elsewhere, where attention is cheap
-)
+# Compiled code is cached by its share: this makes it differ from the same share with cheap attention.
+_SHARE_OFFSET = 1e-6
 
 
 def inductor_saving(share: float) -> Callable[..., Any]:
-    """A backend for torch.compile whose functions save this share of the tape that they would save by themselves."""
-    budget = share - _A_HAIR if 0 < share < 1 else share
+    """Return a torch.compile backend whose functions save this share of the tensors that they would save by default."""
+    budget = share - _SHARE_OFFSET if 0 < share < 1 else share
 
     def backend(graph: Any, inputs: Any, **keywords: Any) -> Any:
         from torch._functorch import config
@@ -87,7 +86,7 @@ def inductor_saving(share: float) -> Callable[..., Any]:
 
 @contextmanager
 def costly_attention() -> Iterator[None]:
-    """Inside, a graph is cut into forward and backward by a compiler that knows attention for what it costs, like a product of matrices."""
+    """Make the compiler's partitioner treat fused attention as compute-intensive, like a matrix product."""
     from torch._functorch import partitioners
     from torch.utils.flop_counter import flop_registry
 
@@ -111,21 +110,21 @@ def costly_attention() -> Iterator[None]:
 
 
 def many_compilations() -> AbstractContextManager[Any]:
-    """Inside, a function may be compiled for many kinds of arguments, and one for which it may not is an error, not silently eager."""
+    """Allow 64 compilations of a function; one more raises an error instead of running eagerly."""
     from torch._dynamo import config
 
     return config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)  # type: ignore[no-any-return]
 
 
 def compiler_errors() -> tuple[type[BaseException], ...]:
-    """What the compiler raises when it cannot compile something."""
+    """Return the exceptions that the compiler raises when it cannot compile something."""
     from torch._dynamo import exc
 
     return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
 def replays_cuda_graphs(module: Any) -> bool:
-    """Whether a module was compiled by its user in a mode that records CUDA graphs."""
+    """True if a module was compiled by its user in a mode that records CUDA graphs."""
     compiled = getattr(module, "_compiled_call_impl", None) or module
     read = getattr(compiled, "get_compiler_config", None)
     config = read() if callable(read) else None

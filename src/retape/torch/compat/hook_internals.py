@@ -40,9 +40,9 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 class HeldBack:
-    """Takes the hooks off a leaf that run once its gradient is there, optimizers in backward above all, until `put_back`.
+    """Removal, until `put_back`, of a leaf's hooks that run after its gradient is accumulated, such as optimizers in backward.
 
-    Hooks of PyTorch's own are left: reductions among ranks need theirs.
+    PyTorch's own hooks stay: reductions among ranks need theirs.
     """
 
     def __init__(self, leaf: torch.Tensor) -> None:

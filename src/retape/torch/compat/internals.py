@@ -1,6 +1,6 @@
-"""Every private PyTorch, numpy and CPython interface that retape leans on, each behind one small function.
+"""Private interfaces of PyTorch, numpy and CPython, each behind one small function.
 
-Nothing outside this package touches a private name; the other modules here have those of the compiler, hooks, modules and processes.
+Nothing outside this package uses a private name; the other modules here have those of the compiler, hooks and processes.
 `tests/compat/test_compat.py` has a canary for each: when a new release moves one, that test says which.
 """
 
@@ -25,24 +25,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from retape.core.errors import InvalidInput
 
 PolicyFunction = Callable[..., Any]
-_NOTHING_TO_HIDE: AbstractContextManager[Any] = nullcontext()
-# torch's own functions, taken before anyone can put retape's in their place.
+_NO_MODES: AbstractContextManager[Any] = nullcontext()
+# torch's own function, read before retape's may replace it.
 TORCH_CHECKPOINT = torch_checkpoint.checkpoint
-# The context manager around these costs more than they do.
+# The public context manager takes longer than these two calls.
 push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-# The hooks in force around the caller, or None; asked with True, that a tracer is at work does not count.
+# The hooks in force around the caller, or None; with True a tracer is ignored.
 top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 # The id of the backward pass that runs in this thread, or -1.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
-# Whether the backward pass that runs in this thread leaves its graph for another one (`retain_graph`).
+# True if the backward pass that runs in this thread keeps its graph (`retain_graph`).
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 # When an autograd node was made, counted in its thread; an AccumulateGrad has the largest number there is.
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 def linear_places(node: Any) -> tuple[Any, Any] | None:
-    """Where the gradients of weight and bias of a linear layer's node go (None for one that needs none); None for other nodes."""
+    """Return the edges of weight and bias of a linear layer's node (None for one without gradient); None for other nodes."""
     kind = node.name()
     if kind == "AddmmBackward0" and node._saved_alpha == 1 and node._saved_beta == 1:
         bias, _, weight = node.next_functions
@@ -54,13 +54,13 @@ def linear_places(node: Any) -> tuple[Any, Any] | None:
 
 
 def linear_rows(node: Any) -> torch.Tensor:
-    """What a linear layer's node has saved of the rows that it multiplied."""
+    """Return the rows that a linear layer's node has saved."""
     saved: torch.Tensor = node._saved_mat1 if node.name() == "AddmmBackward0" else node._saved_self
     return saved
 
 
 def next_sequence_number() -> int:
-    """The number that the next autograd node of this thread will get."""
+    """Return the number that the next autograd node of this thread will get."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
@@ -69,17 +69,17 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 
 
 def unobserved() -> AbstractContextManager[Any]:
-    """A context in which no dispatch mode sees what retape does for itself, as if it did not happen."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING_TO_HIDE
+    """Return a context in which no dispatch mode sees retape's own ops."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_MODES
 
 
 def parametrizations_cached() -> bool:
-    """Whether the caller is inside torch.nn.utils.parametrize.cached()."""
+    """True inside torch.nn.utils.parametrize.cached()."""
     return bool(_parametrize._cache_enabled)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and no values."""
+    """True if a tensor has a shape and no values."""
     return tensor.device.type == "meta" or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
@@ -88,26 +88,26 @@ NORMS = torch.nn.modules.batchnorm._NormBase  # norms that keep running statisti
 
 
 def untyped_storage(tensor: torch.Tensor) -> Any:
-    """A tensor's storage, asked for without any torch-function mode noticing."""
+    """Return a tensor's storage, unseen by torch-function modes."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()
 
 
 def memory_of(octets: torch.Tensor) -> memoryview:
-    """The memory of a CPU tensor of bytes, asked for without any torch-function mode noticing."""
+    """Return the memory of a CPU tensor of bytes, unseen by torch-function modes."""
     with torch._C.DisableTorchFunction():
         view: memoryview = octets.numpy().data
         return view
 
 
 def waiting_frame(thread: int | None) -> Any:
-    """The innermost frame of a thread, if it is one of Python's own waits (a lock, a queue, a future, a join); else None."""
+    """Return the innermost frame of a thread if it is in a wait of `threading` (a lock, a queue, a join); else None."""
     frame = sys._current_frames().get(thread) if thread is not None else None
     return frame if frame is not None and frame.f_code.co_filename == threading.__file__ else None
 
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The index and value tensors of a sparse tensor; none of another layout."""
+    """Return the index and value tensors of a sparse tensor; none for other layouts."""
     with unobserved(), torch.no_grad():
         if tensor.layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
@@ -119,7 +119,7 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.detach()`, without a trip through the dispatch modes around the caller; a subclass dispatches for itself."""
+    """Return `tensor.detach()`, unseen by dispatch modes around the caller; a subclass dispatches itself."""
     if type(tensor) is not torch.Tensor:
         return tensor.detach()
     with _DisableTorchDispatch():
@@ -127,25 +127,24 @@ def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.detach()` inside a dispatch mode, where autograd is done already: the alias shares the tensor's version all the same."""
+    """Return `tensor.detach()` inside a dispatch mode, below autograd; the alias shares the tensor's version."""
     with _SetExcludeDispatchKeyGuard(_IN_PLACE_OR_VIEW, False):
         return tensor.detach()
 
 
-# A name of torch's own is slow to find, and these are asked for with every op.
 _DisableTorchDispatch = torch._C._DisableTorchDispatch
 _SetExcludeDispatchKeyGuard = torch._C._SetExcludeDispatchKeyGuard
 _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 
 
 def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write to a tensor without moving its version: for values that are put back before anyone else looks."""
+    """Write to a tensor without changing its version: for values that are put back before other code reads them."""
     with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
         tensor.detach().copy_(value)
 
 
 def in_odd_surroundings() -> bool:
-    """Whether a torch.func transform, a forward-mode level or torch.nn.utils.parametrize.cached() is around the caller."""
+    """True inside a torch.func transform, a forward-mode level or torch.nn.utils.parametrize.cached()."""
     return _functorch_level() is not None or _forward_ad._current_level >= 0 or _parametrize._cache_enabled > 0
 
 
@@ -157,14 +156,14 @@ _parametrize = torch.nn.utils.parametrize
 def at_trace_time(function: Callable[[], bool]) -> Callable[[], bool]:
     """Mark a function to be called while a caller is being compiled, instead of becoming a part of what is compiled.
 
-    What `torch.compiler.assume_constant_result` does, without importing the compiler.
+    The same as `torch.compiler.assume_constant_result`, without importing the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def functorch_transform() -> str | None:
-    """The name of the innermost torch.func transform around the caller, if any."""
+    """Return the name of the innermost torch.func transform around the caller, if any."""
     if torch._C._functorch.maybe_current_level() is None:
         return None
     interpreter = torch._C._functorch.peek_interpreter_stack()
@@ -172,17 +171,17 @@ def functorch_transform() -> str | None:
 
 
 def forward_mode_active() -> bool:
-    """Whether the caller is inside a forward-mode (dual number) level."""
+    """True inside a forward-mode (dual number) level."""
     return int(torch.autograd.forward_ad._current_level) >= 0
 
 
-# Whether this process uses CUDA; a build without it never does, and need not be asked.
+# A build without CUDA never initializes it.
 CUDA_BUILT = torch.backends.cuda.is_built() or torch.version.hip is not None
 cuda_initialized: Callable[[], bool] = torch.cuda.is_initialized if CUDA_BUILT else bool
 
 
 def cuda_devices_in_use() -> tuple[int, ...]:
-    """The CUDA devices on which this process has a context; others can have no generator that moved."""
+    """Return the CUDA devices on which this process has a context; generators of others cannot have moved."""
     if not torch.cuda.is_initialized():
         return ()
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext")  # noqa: B009 - CPU builds and their stubs have no such name
@@ -190,17 +189,17 @@ def cuda_devices_in_use() -> tuple[int, ...]:
 
 
 def selective_policy(context: object) -> PolicyFunction | None:
-    """The policy inside torch's selective-checkpoint context of the first run, or None if it is another context."""
+    """Return the policy of torch's selective-checkpoint context of the first run, or None for other contexts."""
     return context.policy_fn if type(context) is torch_checkpoint._CachingTorchDispatchMode else None
 
 
 def is_selective_replay(context: object) -> bool:
-    """Whether a context is torch's selective-checkpoint context of the re-run."""
+    """True for torch's selective-checkpoint context of the re-run."""
     return type(context) is torch_checkpoint._CachedTorchDispatchMode
 
 
 def policy_saves(policy: PolicyFunction, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Ask a selective policy about one call of an op."""
+    """True if a selective policy saves the output of this call of an op."""
     verdict = policy(_selective_context(out), func, *args, **kwargs)
     return verdict is True or verdict in _SAVED
 
@@ -215,7 +214,7 @@ def _selective_context_maker() -> Callable[[Any], Any]:
 
 
 def selective_key(func: Any, args: Any) -> Any:
-    """What tells calls apart: the op, and for a compiled graph which one it is."""
+    """Return the key of a call: the op, and for compiled code also the number of the graph."""
     if func is not COMPILED_CODE or not args:
         return func
     resolve = getattr(sys.modules["torch._higher_order_ops.wrap"], "_resolve_inductor_callable", None)
@@ -229,26 +228,26 @@ def _compiled_code_operator() -> Any:
 
 
 def selective_mutation_allowed(context: object) -> bool:
-    """Whether torch's selective context was told that held outputs may be changed in place."""
+    """True if torch's selective context allows in-place changes of saved outputs."""
     return bool(getattr(context, "allow_cache_entry_mutation", False))
 
 
 def checkpoint_settings() -> tuple[bool | None, bool | None]:
-    """What `set_checkpoint_debug_enabled` and `set_checkpoint_early_stop` of torch.utils.checkpoint have set, if anything."""
+    """Return what torch.utils.checkpoint's `set_checkpoint_debug_enabled` and `set_checkpoint_early_stop` have set, or None."""
     return torch_checkpoint._checkpoint_debug_enabled, torch_checkpoint._enable_checkpoint_early_stop
 
 
-FSDP_STATE = "torch.distributed._composable_state"  # the module in which what is sharded is known
+FSDP_STATE = "torch.distributed._composable_state"  # the module that knows what is sharded
 
 
 def fsdp_in_use() -> bool:
-    """Whether this process has sharded anything, asked without importing it."""
+    """True if this process has sharded a module, without importing FSDP."""
     state_module = sys.modules.get(FSDP_STATE)
-    return state_module is not None and bool(state_module._module_state_mapping.data)  # asked of every region
+    return state_module is not None and bool(state_module._module_state_mapping.data)  # read once per region
 
 
 def fsdp_parameters() -> Iterator[Any]:
-    """Every FSDP2 parameter of this process; empty unless `fully_shard` has been used."""
+    """Yield every FSDP2 parameter of this process; none unless `fully_shard` was used."""
     state_module = sys.modules.get(FSDP_STATE)
     if state_module is None:
         return
@@ -259,9 +258,9 @@ def fsdp_parameters() -> Iterator[Any]:
 
 
 def python_random_words() -> Any:
-    """A view of the state words of Python's global generator (`.raw` reads them), or None where its layout is not the known one.
+    """Return a view of the state words of Python's global generator (`.raw` reads them), or None if its layout is unknown.
 
-    `random.getstate()` builds 625 ints; comparing raw words is ten times cheaper, and enough to see whether it moved.
+    `random.getstate()` builds 625 ints; comparing raw words takes a tenth of the time, and shows whether it moved.
     """
     if sys.implementation.name != "cpython":
         return None
@@ -273,9 +272,9 @@ def python_random_words() -> Any:
 
 
 def generator_words(generator: torch.Generator) -> tuple[Any, Any] | None:
-    """Views of the state of a CPU generator, its twister and its spare normal numbers, or None where its layout is not the known one.
+    """Return views of a CPU generator's twister and spare normal numbers, or None if its layout is unknown.
 
-    `get_state()` makes a tensor of 5056 bytes; reading the memory costs a tenth.
+    `get_state()` makes a tensor of 5056 bytes; reading the memory takes a tenth of the time.
     """
     if generator.device.type != "cpu" or _GENERATOR_OFFSET is None:
         return None
@@ -284,7 +283,7 @@ def generator_words(generator: torch.Generator) -> tuple[Any, Any] | None:
 
 
 def read_generator(words: tuple[Any, Any]) -> bytes:
-    """Where a generator stands, as bytes that are the same whenever it stands there."""
+    """Return a generator's position as bytes, the same each time it is there."""
     twister, spares = words
     raw: bytes = spares.raw
     if raw[4] or raw[16]:
@@ -314,7 +313,7 @@ def _address(generator: torch.Generator) -> int:
 
 
 def _generator_offset() -> int | None:
-    """Where the twister of a CPU generator stands in memory, found with one whose state is known, spare numbers and all."""
+    """Return the offset of the twister in a CPU generator's memory, found with one whose state is known."""
     probe = torch.Generator().manual_seed(_A_SEED)
     octets = bytearray(bytes(probe.get_state().tolist()))
     if len(octets) != 5056:
@@ -341,12 +340,12 @@ def numpy_generator() -> Any:
 
 
 def numpy_random_words(generator: Any) -> Any:
-    """A view of the state words of numpy's Mersenne twister, or None if the bit generator is of another kind."""
+    """Return a view of the state words of numpy's Mersenne twister, or None for other bit generators."""
     return _Words.from_address(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else None
 
 
 def numpy_spare_words() -> Any:
-    """A view of the spare normal number of numpy's global generator (a flag and a double), or None where it is not found."""
+    """Return a view of the spare normal number of numpy's global generator (a flag and a double), or None if not found."""
     numpy_random = sys.modules["numpy.random"]
     probe = numpy_random.RandomState()
     probe.set_state((*probe.get_state()[:3], 1, _A_SPARE))
@@ -356,30 +355,29 @@ def numpy_spare_words() -> Any:
 
 
 _A_SPARE = 0.123456789
-_Words = ctypes.c_char * (
-    625 * 4
-)  # both twisters: 624 words of state and an index; Python's index comes first, numpy's last
+# Both twisters have 624 words of state and an index; Python's index comes first, numpy's last.
+_Words = ctypes.c_char * (625 * 4)
 
 
 def profiler_running() -> bool:
-    """Whether PyTorch's profiler is in use in this process, or a scale of ours in this thread."""
+    """True if PyTorch's profiler runs in this process, or a memory tracker in this thread."""
     return bool(torch.autograd.profiler._is_profiler_enabled) or torch._C._autograd._profiler_enabled()
 
 
 def memory_fraction(device: torch.device) -> float:
-    """The share of a CUDA device that this process may allocate."""
-    ask = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)  # not in every release that we run on
+    """Return the share of a CUDA device that this process may allocate."""
+    ask = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)  # some releases do not have it
     return 1.0 if ask is None else float(ask(device))
 
 
 @contextmanager
 def memory_events() -> Iterator[list[tuple[int, int | None]]]:
-    """Every report of the CPU allocator while the context lasts, as (nanoseconds, bytes); None is a `mark_memory`.
+    """Collect the CPU allocator's reports inside the context, as (nanoseconds, bytes); None is a `mark_memory`.
 
-    The list is filled when the context is left. Only the calling thread and the backward passes it starts are heard. A profiler that the
-    user starts meanwhile takes the place of this one: it is left alone, and what was counted is lost.
-    No function is recorded, only memory: a profiler that ends inside a function which it has seen begin leaves that one a pointer
-    to freed memory, and the next profiler writes there.
+    The list is filled when the context is left, with reports of the calling thread and of the backward passes that it starts. A profiler
+    that the user starts meanwhile replaces this one, and what was counted is lost.
+    Functions are not recorded: a profiler that ends inside a recorded function leaves it a pointer to freed memory, to which the next
+    profiler writes.
     """
     events: list[tuple[int, int | None]] = []
     if profiler_running():
@@ -390,7 +388,7 @@ def memory_events() -> Iterator[list[tuple[int, int | None]]]:
     experimental = profiler._ExperimentalConfig()
     config = profiler.ProfilerConfig(profiler.ProfilerState.KINETO, False, True, False, False, False, experimental)
     activities, nothing = {profiler.ProfilerActivity.CPU}, {profiler.RecordScope.STATIC_RUNTIME_MODEL}
-    with _stderr_unheard():
+    with _silent_stderr():
         torch._C._autograd._prepare_profiler(config, activities)
         torch._C._autograd._enable_profiler(config, activities, nothing)  # type: ignore[call-arg]
     results: Any = None
@@ -398,7 +396,7 @@ def memory_events() -> Iterator[list[tuple[int, int | None]]]:
         yield events
     finally:
         if torch._C._autograd._profiler_enabled() and not torch.autograd.profiler._is_profiler_enabled:
-            with _stderr_unheard():
+            with _silent_stderr():
                 results = torch._C._autograd._disable_profiler()
     if results is None:
         raise InvalidInput(
@@ -423,7 +421,7 @@ _MARK = [_MARK_BYTES[0], _MARK_BYTES[1], -_MARK_BYTES[1], -_MARK_BYTES[0]]
 
 
 def mark_memory() -> None:
-    """Leave a mark among the reports of the CPU allocator: two blocks of odd sizes, one inside the other."""
+    """Put a mark among the reports of the CPU allocator: two nested allocations of unusual sizes."""
     outer = torch.UntypedStorage(_MARK_BYTES[0])
     inner = torch.UntypedStorage(_MARK_BYTES[1])
     del inner
@@ -431,8 +429,8 @@ def mark_memory() -> None:
 
 
 @contextmanager
-def _stderr_unheard() -> Iterator[None]:
-    """The profiler of some releases announces its start and end on stderr, past Python, and has no switch after import."""
+def _silent_stderr() -> Iterator[None]:
+    """Silence the profiler, which in some releases prints to stderr at start and end, and has no switch for it."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -451,7 +449,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def function_modes() -> tuple[Any, ...]:
-    """The torch-function modes around the caller, outermost first; the default device is one."""
+    """Return the torch-function modes around the caller, outermost first; the default device is one."""
     count = torch._C._len_torch_function_stack()
     return tuple(torch._C._get_function_stack_at(i) for i in range(count)) if count else ()
 
@@ -459,7 +457,7 @@ def function_modes() -> tuple[Any, ...]:
 _selective_context = _selective_context_maker()
 _SAVED = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.CheckpointPolicy.PREFER_SAVE)
 COMPILED_CODE = _compiled_code_operator()
-# Ops that hooks and subclasses insert in one run and not in the other; they are run and not counted.
+# Ops that hooks and subclasses insert in one run and not in the other: run, but not counted.
 IGNORED_OPS = frozenset(torch_checkpoint.SAC_IGNORED_OPS)
 
 
@@ -476,7 +474,7 @@ _one_precision = torch._C._get_float32_matmul_precision
 
 
 def _matmul_precision() -> str | tuple[str, ...]:
-    """The one of all products, or where it was set for one backend, which the getter of the one refuses, that of each."""
+    """Return the precision of all products, or that of each backend where one was set separately."""
     try:
         return _one_precision()
     except RuntimeError:
@@ -491,13 +489,13 @@ def _put_matmul_precision(precision: str | tuple[str, ...]) -> None:
         torch._C._set_fp32_precision_setter(kind, op, value)
 
 
-# A region reads them all, twice: the C getters cost a fifth of the public ones, and a name of the module's is found quickest.
+# A region reads them three times; the C getters take a fifth of the time of the public ones.
 _default_dtype, _deterministic = torch.get_default_dtype, torch._C._get_deterministic_algorithms
 _warn_only, _mem_efficient = torch._C._get_deterministic_algorithms_warn_only, torch._C._get_mem_efficient_sdp_enabled
 _mkldnn, _flash, _math = torch._C._get_mkldnn_enabled, torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled
 _cudnn, _benchmark = torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark
 _cudnn_deterministic, _cudnn_attention = torch._C._get_cudnn_deterministic, torch._C._get_cudnn_sdp_enabled
-# Switches of PyTorch's that change what a kernel computes: name, getter, setter.
+# PyTorch's switches that change what a kernel computes: name, getter, setter.
 SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("default dtype", _default_dtype, torch.set_default_dtype),
     ("deterministic algorithms", _deterministic, _put_deterministic),
@@ -507,7 +505,7 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("flash attention", _flash, torch._C._set_sdp_use_flash),
     ("math attention", _math, torch._C._set_sdp_use_math),
 )
-if CUDA_BUILT:  # what the CPU's kernels never ask
+if CUDA_BUILT:  # CPU kernels do not read these
     SETTINGS += (
         ("cudnn enabled", _cudnn, torch._C._set_cudnn_enabled),
         ("cudnn benchmark", _benchmark, torch._C._set_cudnn_benchmark),
@@ -518,7 +516,7 @@ if CUDA_BUILT:  # what the CPU's kernels never ask
 
 
 def read_settings() -> list[Any]:
-    """What every getter of SETTINGS says, in order. Spelled out: a loop over them costs as much again."""
+    """Return the values of SETTINGS, in order; written out, because a loop takes twice as long."""
     try:
         precision: Any = _one_precision()
     except RuntimeError:

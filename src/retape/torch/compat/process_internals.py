@@ -1,4 +1,4 @@
-"""Private interfaces of CPython, of the C library and of process groups: what runs and is allocated in this process.
+"""Private interfaces of CPython, of the C library and of process groups: threads, frames, heap and collectives.
 
 As in `internals.py`, each is behind one small function and has a canary in `tests/compat/test_compat.py`.
 """
@@ -16,14 +16,14 @@ import torch
 
 
 def local_values(frame: FrameType) -> list[Any]:
-    """The values of a frame's local variables, none of which stays alive for having been looked at.
+    """Return the values of a frame's local variables without keeping any of them alive.
 
     Before Python 3.13 a frame keeps the dict that `f_locals` returns, and what is in it, until it is asked again or ends.
     """
     names = frame.f_locals
     values = list(names.values())
     is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-    if is_copy and sys.getrefcount(names) <= _COPY_HOLDERS:  # else somebody called locals() and keeps what it returned
+    if is_copy and sys.getrefcount(names) <= _COPY_HOLDERS:  # else code keeps the result of locals()
         names.clear()
     return values
 
@@ -32,12 +32,12 @@ _COPY_HOLDERS = 3  # of a frame's dict: the frame, a variable and the call that 
 
 
 def is_only_thread() -> bool:
-    """Whether no other thread runs Python code, and may be inside PyTorch."""
+    """True if no other thread runs Python code, and may be inside PyTorch."""
     return len(sys._current_frames()) == 1
 
 
 def heap_bytes() -> int | None:
-    """What the process has taken from the C library's heap, tensors of the CPU among it; None where they are not on it."""
+    """Return the bytes in use on the C library's heap; None where CPU tensors are not on it."""
     return _heap_in_use() if _tensors_are_on_heap() else None
 
 
@@ -46,7 +46,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _heap_in_use() -> int:
-    """What was taken in pieces of the heap and in mappings of their own; 0 where the C library (glibc before 2.33) does not say."""
+    """Return the bytes in use in the heap and in mappings of their own; 0 for glibc before 2.33."""
     if _mallinfo2 is None:
         return 0
     found = _mallinfo2()
@@ -55,7 +55,7 @@ def _heap_in_use() -> int:
 
 @functools.cache
 def _tensors_are_on_heap() -> bool:
-    """Whether the heap grows by a tensor: not where another allocator was put in front of the C library's."""
+    """True if the heap grows by a tensor: not where another allocator replaces the C library's."""
     before = _heap_in_use()
     probe = torch.UntypedStorage(1 << 20)
     return bool(_heap_in_use() - before >= probe.nbytes())
@@ -67,10 +67,10 @@ if _mallinfo2 is not None:
 
 
 def collectives_started() -> tuple[Any, ...]:
-    """How many collectives, sends and receives each backend of each process group has started; empty without groups.
+    """Return the numbers of collectives, sends and receives that the backends of all groups have started.
 
-    Where two answers differ, something was started in between. A backend that keeps no count never gives the same answer twice. NCCL
-    counts no single send or receive.
+    Empty without groups. Where two results differ, something was started in between. A backend that keeps no count never returns the
+    same value twice. NCCL counts no single send or receive.
     """
     groups = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map if _HAS_GROUPS else ()
     return tuple([_count_of(g._get_backend(kind)) for g in groups for kind in g._device_types]) if groups else ()

@@ -1,4 +1,4 @@
-"""Several processes that train one model must do the same: rank 0 decides, and the slowest or fullest of them counts."""
+"""Agreement between processes that train one model: rank 0 decides, and the slowest or fullest rank counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_distributed() -> bool:
 
 
 def decided_by_first(make: Callable[[], Value]) -> Value:
-    """What rank 0 makes of it, on every rank; an error of rank 0 is raised on all of them."""
+    """Return rank 0's result on every rank; an error of rank 0 is raised on all of them."""
     if not is_distributed():
         return make()
     box: list[Value | _Failed | None] = [None]
@@ -42,7 +42,7 @@ class _Failed:
 
 
 def largest(value: int) -> int:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     if not is_distributed():
         return value
     values: list[int] = [0] * dist.get_world_size()
