@@ -25,7 +25,7 @@ from torch._inductor.compile_fx import compile_fx
 import retape
 from retape.integrations.huggingface import checkpointable_layers
 from retape.integrations.huggingface.fused_loss import fuse_loss_as, unfuse_loss
-from retape.torch.engine.runs import plain
+from retape.torch.engine.context import plain
 
 GIB = 2**30
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import retape
 from retape.integrations.huggingface import checkpointable_layers
 from retape.integrations.huggingface.fused_loss import fuse_loss_as, unfuse_loss
-from retape.torch.engine.runs import plain
+from retape.torch.engine.context import plain
 from retape.torch.measure.memory_meter import track_memory
 
 _ATTENTION = {

@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retape
 from retape.core.problem import Tier
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
+from retape.torch.engine.context import plain
 from retape.torch.engine.host import copy_streams as lanes
-from retape.torch.engine.runs import plain
 from retape.torch.measure.memory_meter import track_memory
 from retape.torch.planning import fitting
 
@@ -213,7 +213,7 @@ def pin_beforehand(fitted, options, device, tokens: int) -> int:
     choices = fitted.plan.choices or ()
     pairs = zip(fitted.record.chain.stages, choices, strict=bool(choices))
     moved = [stage.choices[choice].moved_bytes * tokens // options.plan_tokens for stage, choice in pairs]
-    pool = lanes.lanes_of(device).pool
+    pool = lanes.STREAMS.of(device).pool
     taken = []
     try:
         for count in moved:

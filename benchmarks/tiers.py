@@ -23,8 +23,8 @@ from benchmarks.records import record
 import retape
 from retape.core.machine import simulate
 from retape.core.problem import Tier
+from retape.torch.engine.context import plain
 from retape.torch.engine.host import copy_streams as lanes
-from retape.torch.engine.runs import plain
 from retape.torch.planning import fitting
 
 GIB = 2**30
@@ -54,7 +54,7 @@ def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> 
         fitted = retape.fit(model, batch, budget=retape.Budget.activations(budget), progress=False)
     except retape.errors.BudgetTooSmall as error:
         return {"budget_gib": budget / GIB, "refused": str(error)}
-    pool = lanes.lanes_of(device).pool
+    pool = lanes.STREAMS.of(device).pool
     step(model, batch)
     before = pool.allocations
     times = in_turns({"retape": lambda: seconds(model, batch, device)}, rounds)["retape"]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from retape.torch.adaptive.manager import adaptive as adaptive
     from retape.torch.engine.checkpoint import checkpoint as checkpoint
     from retape.torch.engine.checkpoint import checkpoint_sequential as checkpoint_sequential
-    from retape.torch.engine.runs import keep as keep
-    from retape.torch.engine.runs import recomputing as recomputing
+    from retape.torch.engine.context import keep as keep
+    from retape.torch.engine.context import recomputing as recomputing
     from retape.torch.loops.scan import scan as scan
     from retape.torch.loops.scan import while_loop as while_loop
     from retape.torch.measure.memory_meter import measure as measure
@@ -39,9 +39,9 @@ _LAZY = {
     "measure": "retape.torch.measure.memory_meter",
     "checkpoint": "retape.torch.engine.checkpoint",
     "checkpoint_sequential": "retape.torch.engine.checkpoint",
-    "keep": "retape.torch.engine.runs",
+    "keep": "retape.torch.engine.context",
     "linear_cross_entropy": "retape.torch.slicing.linear_cross_entropy",
-    "recomputing": "retape.torch.engine.runs",
+    "recomputing": "retape.torch.engine.context",
     "tile": "retape.torch.slicing.tile",
     "odeint": "retape.torch.ode.odeint",
     "scan": "retape.torch.loops.scan",

@@ -11,7 +11,7 @@ from adaptive.priced import PricedTimer
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.needs import Needs, PhaseMark, RegionKind, Rerun, StepPhase
 from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
-from retape.torch.engine.host.copy_streams import lanes_of
+from retape.torch.engine.host.copy_streams import STREAMS
 from support.clocks import FakeClock
 from support.comparing import assert_equal, parameter_gradients
 from support.memory import CPU, step_peak_bytes
@@ -109,7 +109,7 @@ def drawn_instruments(model, draw):
 @pytest.fixture(scope="module", autouse=True)
 def _host_memory_is_there():
     """On the CPU the host's memory counts too: it must not be allocated in a step whose peak is checked."""
-    pool = lanes_of(CPU).pool
+    pool = STREAMS.of(CPU).pool
     for chunks in [pool.take(1 << size) for size in range(12, 20) for _ in range(24)]:
         pool.give(chunks)
 

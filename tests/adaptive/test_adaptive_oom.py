@@ -8,7 +8,7 @@ from torch import nn
 
 import retape
 from retape.errors import BudgetTooSmall, StateChanged
-from retape.torch.engine.runs import THREAD
+from retape.torch.engine.context import THREAD
 from support.comparing import assert_equal
 from support.memory import step_peak_bytes
 from support.ops import FailingOp

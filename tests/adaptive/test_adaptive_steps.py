@@ -13,7 +13,7 @@ from retape.errors import BudgetTooSmall, UnsupportedTransform
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.needs import RegionKinds
 from retape.torch.adaptive.tuning import AdaptiveTuning, DeviceMemory, Instruments
-from retape.torch.engine.runs import THREAD
+from retape.torch.engine.context import THREAD
 from retape.torch.measure.memory_meter import present_bytes, track_memory
 from support.clocks import FakeClock
 from support.comparing import assert_equal

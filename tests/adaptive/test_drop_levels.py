@@ -12,9 +12,10 @@ from adaptive.priced import PRICED, PricedTimer, build, forward, live_budget, st
 from retape.torch.adaptive.drop_levels import DropLevelPlanner, lower_hull
 from retape.torch.adaptive.needs import RegionKind
 from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.context import recomputing
 from retape.torch.engine.policy import DROP
 from retape.torch.engine.region import Region
-from retape.torch.engine.runs import recomputing
 from support.comparing import assert_equal, parameter_gradients
 from support.memory import CPU, step_peak_bytes
 from support.ops import FailingOp, OpLog
@@ -97,7 +98,7 @@ def planner(**instruments):
 
 
 def trace(module, x, **prices):
-    region = Region(module, (x,), {}, policy=DROP)
+    region = Region(capture_call(module, (x,), {}), policy=DROP)
     outputs = region.run(module, (x,), {})
     return region.trace(PricedTimer(CPU, **prices)), outputs
 

@@ -11,9 +11,9 @@ from retape.errors import OffloadError, StateChanged
 from retape.torch.adaptive.drop_levels import DropLevelPlanner, HostCopies
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
-from retape.torch.engine.host.copy_streams import lanes_of
-from retape.torch.engine.host.offload import Parcel
-from retape.torch.engine.runs import recomputing
+from retape.torch.engine.context import recomputing
+from retape.torch.engine.host.copy_streams import STREAMS
+from retape.torch.engine.host.offload import HostCopy
 from retape.torch.measure.memory_meter import measure
 from retape.torch.planning.chain.treatments import tape_storages
 from support.clocks import FakeClock
@@ -70,7 +70,7 @@ def test_it_is_off_where_the_device_has_no_memory_of_its_own():
 
 def test_the_host_gets_its_memory_back():
     model = build()
-    pool = lanes_of(CPU).pool
+    pool = STREAMS.of(CPU).pool
     live, _ = settled(model, 0.5)
     allocations, free = pool.allocations, pool.free_bytes
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_a_full_host_is_no_error():
         if full:
             full.append(slots)
             raise OffloadError("No host memory", wanted_bytes=1)
-        return Parcel(slots, source)
+        return HostCopy(slots, source)
 
     live, wanted = settled(model, 0.5, instruments={"copy_out": copy_out})
     full.append("from now on")
@@ -190,7 +190,7 @@ def test_the_lane_is_free_by_the_clock_of_the_device(regions_per_copy, sent):
         cell.register_forward_pre_hook(lambda cell, args: clock.advance(1.0))
 
     def copy_out(slots, source):
-        parcels.append(Parcel(slots, source))
+        parcels.append(HostCopy(slots, source))
         return parcels[-1]
 
     fakes = {"clock": clock, "copy_out": copy_out, "host_tier": lambda device: tiers[-1]}
@@ -209,13 +209,13 @@ def test_the_lane_is_free_by_the_clock_of_the_device(regions_per_copy, sent):
 @pytest.fixture
 def copied(monkeypatch):
     """The bytes of each copy back."""
-    found, fetch = [], lanes_of(CPU).fetch
+    found, fetch = [], STREAMS.of(CPU).fetch
 
     def counting(pairs):
         found.append(sum(there.nbytes for _, there in pairs))
         return fetch(pairs)
 
-    monkeypatch.setattr(lanes_of(CPU), "fetch", counting)
+    monkeypatch.setattr(STREAMS.of(CPU), "fetch", counting)
     return found
 
 
@@ -253,7 +253,7 @@ def test_a_pass_through_a_part_leaves_nothing_on_the_device(copied):
     copied.clear()
     torch.autograd.grad(loss, list(model[-1].parameters()), retain_graph=True)
     assert len(copied) > 1, "something was prefetched"
-    assert all(copy.parcel.returned is None for region in regions for copy in region.copies.values())
+    assert all(copy.host_copy.returned is None for region in regions for copy in region.copies.values())
     loss.backward()
     assert_equal(parameter_gradients(model), wanted)
     live.remove()

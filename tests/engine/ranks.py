@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import retape
 from retape.core.errors import BudgetTooSmall, StateChanged
-from retape.torch.engine.entrance import run_region
+from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import HOLD, Inputs, Policy
 from retape.torch.measure.baseline_memory import fixed_bytes
 

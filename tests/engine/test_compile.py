@@ -6,10 +6,10 @@ import torch.utils.checkpoint
 from torch import nn
 
 import retape
+from retape.torch.capture.call import capture_call
 from retape.torch.engine import checkpoint as checkpoint_room
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import HOLD, Inputs, Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.policy import HOLD, Inputs, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
 from support.comparing import assert_equal, seed
@@ -106,12 +106,12 @@ def test_a_compiled_region_is_never_put_under_a_recipe_that_makes_it_eager():
     module, x = block()
     compiled = torch.compile(module, backend="aot_eager")
     wanted = gradients(module, x, lambda t: compiled(t * 1))
-    region = Region(compiled, (x,), {})
+    region = Region(capture_call(compiled, (x,), {}))
     region.run(compiled, (x,), {})
     trace = region.trace()
     assert trace.opaque
     held = frozenset({0})
-    policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
+    policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
     assert_equal(gradients(module, x, lambda t: run_region(compiled, t * 1, policy=policy)), wanted)
 
 

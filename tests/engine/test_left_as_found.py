@@ -6,7 +6,7 @@ from torch import nn
 
 import retape
 from retape.torch.compat import internals
-from retape.torch.engine import runs
+from retape.torch.engine import context
 
 FORBIDDEN = torch.autograd.graph.disable_saved_tensors_hooks
 
@@ -46,7 +46,7 @@ def test_a_region_that_may_not_begin_is_not_left_running():
     for arguments in ((x,), (x.detach(),)):
         with FORBIDDEN("not now"), pytest.raises(RuntimeError, match="not now"):
             retape.checkpoint(module, *arguments, use_reentrant=False)
-        assert not runs.current_runs()
+        assert not context.current_runs()
 
 
 def test_precisions_that_were_set_for_one_backend(precisions):

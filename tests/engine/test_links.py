@@ -10,7 +10,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import retape
-from retape.torch.engine.entrance import run_region
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import DROP, HOLD, Check, Inputs, Policy
 from retape.torch.engine.region import Region
 from support.comparing import assert_equal, seed
@@ -48,7 +49,7 @@ class Chain:
             if policy is None:
                 value = step(value)
                 continue
-            region = Region(step, (value,), {}, policy=policy, **self.options)
+            region = Region(capture_call(step, (value,), {}), policy=policy, **self.options)
             value = region.run(step, (value,), {})
             self.regions.append(region)
             self.states.append(StorageWeakRef(value.untyped_storage()))
@@ -213,7 +214,7 @@ def joined(policy):
     if policy is None:
         join(*pair(x)).sum().backward()
         return [x.grad], None
-    maker = Region(pair, (x,), {})
+    maker = Region(capture_call(pair, (x,), {}))
     a, b = maker.run(pair, (x,), {})
     out = run_region(join, a, b, policy=policy)
     del a, b

@@ -15,7 +15,7 @@ import retape
 from retape.torch.capture.call import capture_call
 from retape.torch.capture.containers import DictHolder
 from retape.torch.capture.module_tree import TREES
-from retape.torch.engine.entrance import run_region
+from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.region import Region
 from support.comparing import Notes, as_region, every_way, leaf, refuses, same_as_plain
 from support.ledger import Ledger
@@ -418,7 +418,7 @@ class Flat(torch.autograd.Function):
 
 def test_a_view_of_a_parameter_that_a_function_made_keeps_nothing_alive():
     weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(16, requires_grad=True)
-    region = Region(lambda x: Flat.apply(weight) * x, (x * 1,), {})
+    region = Region(capture_call(lambda x: Flat.apply(weight) * x, (x * 1,), {}))
     out = region.run(region._call.function, (x * 1,), {})
     alive = weakref.ref(region)
     del region, out

@@ -9,7 +9,7 @@ from torch import nn
 
 import retape
 from retape.torch.capture.call import capture_call
-from retape.torch.engine.entrance import run_region
+from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import DROP_IN, HOLD, Policy
 from support.comparing import Notes, as_region, every_way, leaf, refuses, same_as_plain
 

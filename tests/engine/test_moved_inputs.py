@@ -16,10 +16,11 @@ from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind
 from retape.core.solve import solve
 from retape.errors import OffloadError, RecomputeMismatch, StateChanged
-from retape.torch.engine.entrance import run_region
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.host import copy_streams as lanes
 from retape.torch.engine.host import offload
-from retape.torch.engine.host.host_pool import HostPool
+from retape.torch.engine.host.copy_streams import HostPool
 from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.engine.region import Region
 from retape.torch.planning import fitting, profile
@@ -129,7 +130,7 @@ def test_what_a_region_moves_is_off_the_device_when_the_next_one_has_run_and_not
         x = moving(Policy(moved_inputs=frozenset({0} if number else ()), moved=frozenset(range(9))))(block, x)
         assert expired(inputs) == [True] * (number - 1) + [False] * bool(number)
         assert expired(slots) == [True] * number + [False]
-    offload.passed([])
+    offload.after_unmoved([])
     assert all(expired([*inputs, *slots]))
     x.sum().backward()
     for each in (*inputs, *slots):
@@ -159,11 +160,11 @@ def test_a_slot_that_shows_the_input_leaves_with_it(late):
     """One copy for both, and no re-run for a region whose other slots are all there."""
     x = leaf()
     made = x * 2
-    region = Region(torch.sin, (made,), {}, policy=INPUT)
+    region = Region(capture_call(torch.sin, (made,), {}), policy=INPUT)
     out = region.run(torch.sin, (made,), {})
     storage = made.untyped_storage()._weak_ref()
     del made
-    offload.passed([])
+    offload.after_unmoved([])
     assert expired([storage]) == [True]
     assert late.sent == 1
     out.sum().backward()
@@ -188,7 +189,7 @@ def test_the_input_of_the_region_before_starts_back_ahead_of_need(late):
     for number, layer in enumerate(model):
         layer[1].register_full_backward_hook(lambda *_, number=number: seen.update({number: late.fetched}))
         x = moving()(layer, x)
-    offload.passed([])
+    offload.after_unmoved([])
     x.sum().backward()
     assert [seen[number] for number in (3, 2, 1, 0)] == [2, 3, 4, 4], "its own, and that of the region before it"
 
@@ -225,7 +226,7 @@ def test_a_region_that_changes_its_own_input_in_place(late):
 
 def test_by_values_a_damaged_copy_is_an_error(late):
     out = run_region(Chain().layers[0], leaf(4, 16) * 2, policy=INPUT, check=Check.VALUES)
-    offload.passed([])
+    offload.after_unmoved([])
     chunks = [chunk for parcel in _parcels() for chunk in parcel._chunks]
     for chunk in chunks:
         chunk.memory.add_(1)
@@ -234,7 +235,7 @@ def test_by_values_a_damaged_copy_is_an_error(late):
 
 
 def _parcels():
-    return [found for found in gc.get_objects() if type(found) is offload.Parcel]
+    return [found for found in gc.get_objects() if type(found) is offload.HostCopy]
 
 
 def test_a_region_inside_another_leaves_its_inputs_to_that_one(late):
@@ -300,7 +301,7 @@ def test_host_memory_that_runs_out_is_an_error_and_the_next_step_is_right(monkey
     assert not made.faults
 
 
-class HalfWay(lanes.PlainLanes):
+class HalfWay(lanes.BlockingCopies):
     """Plain copies, of which one breaks off after its first chunk."""
 
     breaks_at, back = 999, False
@@ -491,6 +492,6 @@ def test_other_inputs_stay_where_they_are(late):
     x, table, mask = leaf(4, 4), torch.randn(4, 4), torch.ones(4, 4)
     out = run_region(Block(), table, x * 2, mask, policy=Policy(moved_inputs=frozenset({1})))
     assert late.sent == 1
-    offload.passed([])
+    offload.after_unmoved([])
     out.sum().backward()
     assert late.fetched == 1

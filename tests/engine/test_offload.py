@@ -13,11 +13,11 @@ import retape
 from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
 from retape.errors import OffloadError, RecomputeMismatch, StateChanged
-from retape.torch.engine.entrance import run_region
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.host import copy_streams as lanes
 from retape.torch.engine.host import offload
-from retape.torch.engine.policy import Check, Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.policy import Check, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.planning.attach import put_on, take_off
 from retape.torch.planning.discover import find_regions
@@ -124,12 +124,12 @@ def test_a_re_run_is_answered_from_moved_slots(late):
     seed()
     x, w = leaf(4, 8), leaf(8, 8)
     function = lambda a: (a @ w).sin().exp().cos()  # noqa: E731
-    region = Region(function, (x,), {})
+    region = Region(capture_call(function, (x,), {}))
     region.run(function, (x,), {})
     trace = region.trace()
     product = next(i for i, storage in enumerate(trace.slots) if storage in trace.ops[0].makes)
     policy = Policy(
-        moved=frozenset({product}), proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, frozenset({product}))
+        moved=frozenset({product}), proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, frozenset({product}))
     )
     same_as_plain(case, lambda f, *a: moved(f, *a, policy=policy))
     managed = moved(function, x, policy=policy)
@@ -156,7 +156,7 @@ def test_a_partial_backward_leaves_nothing_on_the_device(late):
     out = model(x)
     torch.autograd.grad(out.sum(), model.layers[-1][2].weight, retain_graph=True)
     assert late.fetched
-    assert all(parcel._copy is None for parcel in _parcels())
+    assert all(copy.returned is None for copy in _host_copies())
     out.sum().backward()
 
 
@@ -197,12 +197,12 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_what_comes_back_has_the_same_bytes_and_layout(late, view):
     tensor = view(torch.randn(4, 6))
-    region = Region(lambda: None, (), {}, policy=EVERYTHING)
-    cargo = offload.Cargo()
-    slot = offload.pack(region, cargo, tensor)
+    region = Region(capture_call(lambda: None, (), {}), policy=EVERYTHING)
+    transfers = offload.RegionTransfers()
+    slot = transfers.move(region.save(tensor), tensor, EVERYTHING.moved)
     wanted = tensor.clone()
-    cargo.close()
-    cargo.settle()
+    transfers.finish_forward()
+    transfers.free_sources()
     assert slot.value is None
     back = slot.fetch()
     for name in ("dtype", "shape"):
@@ -218,7 +218,8 @@ def test_what_comes_back_has_the_same_bytes_and_layout(late, view):
 )
 def test_what_cannot_be_moved_is_held(late, make):
     tensor = make()
-    slot = offload.pack(Region(lambda: None, (), {}, policy=EVERYTHING), offload.Cargo(), tensor)
+    region = Region(capture_call(lambda: None, (), {}), policy=EVERYTHING)
+    slot = offload.RegionTransfers().move(region.save(tensor), tensor, EVERYTHING.moved)
     assert slot.value is not None
     assert not late.sent
 
@@ -304,14 +305,14 @@ def test_a_write_to_a_moved_tensor_is_an_error(late, gone, view):
 def test_by_values_a_damaged_copy_is_an_error(late):
     out = by_values(lambda a: (a * 2).sin(), leaf())
     moved(torch.sin, leaf())
-    for parcel in _parcels():
+    for parcel in _host_copies():
         parcel._chunks[0].memory.add_(1)
     with pytest.raises(RecomputeMismatch, match="values"):
         out.sum().backward()
 
 
-def _parcels():
-    return [found for found in gc.get_objects() if type(found) is offload.Parcel]
+def _host_copies():
+    return [found for found in gc.get_objects() if type(found) is offload.HostCopy]
 
 
 # --- the pool ------------------------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def test_no_host_memory_is_allocated_after_the_first_step(late):
 def test_plain_copies_run_without_late_lanes():
     """The lanes of a CPU, as a region finds them by itself."""
     same_as_plain(lambda call: blocks_step(call, steps=2), moved)
-    pool = lanes.lanes_of(torch.device("cpu")).pool
+    pool = lanes.STREAMS.of(torch.device("cpu")).pool
     assert pool.allocations
     gc.collect()
     assert pool.free_bytes == pool.allocated_bytes
@@ -448,5 +449,5 @@ def test_threads_move_through_one_pool():
     for each in found:
         assert_equal(each, wanted)
     gc.collect()
-    pool = lanes.lanes_of(torch.device("cpu")).pool
+    pool = lanes.STREAMS.of(torch.device("cpu")).pool
     assert pool.free_bytes == pool.allocated_bytes

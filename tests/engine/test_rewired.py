@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import Check, Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.policy import Check, Policy, Proof, ProofState
+from retape.torch.engine.recipe_mode import Step
 from retape.torch.engine.region import Region
-from retape.torch.engine.select import Step, plan_recipe
+from retape.torch.engine.select import plan_recipe
 
 W = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
 
@@ -48,14 +49,14 @@ FACTORS = {
 def traced(swap=False):
     inputs = (torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1,)
     function = rewired(swap)
-    region = Region(function, inputs, {})
+    region = Region(capture_call(function, inputs, {}))
     region.run(function, inputs, {})
     return region.trace()
 
 
 def managed(function, held, check):
     """Gradients with a recipe for the other wiring, and how often the region ran again."""
-    policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(traced(), held))
+    policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(traced(), held))
     regions = []
     found = gradients(function, lambda x: run_region(function, x, policy=policy, check=check, done=regions.append))
     return found, regions[0].reruns

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import Check, Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.policy import Check, Policy, Proof, ProofState
+from retape.torch.engine.recipe_mode import Step
 from retape.torch.engine.region import Region
-from retape.torch.engine.select import Step, plan_recipe
+from retape.torch.engine.select import plan_recipe
 from support.comparing import seed
 
 
@@ -39,7 +40,7 @@ class Ops(TorchDispatchMode):
 
 def traced(function, *inputs):
     seed()
-    region = Region(function, inputs, {})
+    region = Region(capture_call(function, inputs, {}))
     region.run(function, inputs, {})
     return region.trace()
 
@@ -119,7 +120,7 @@ def test_all_subsets_of_held_slots_equal_plain(function):
     assert not trace.opaque
     assert len(trace.slots) <= 9, "all subsets would take too long"
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
         assert equal(gradients(function, [x, W], policy), plain), sorted(held)
 
 
@@ -128,7 +129,7 @@ def test_all_subsets_with_every_value_checked():
     plain = gradients(with_dropout, [x, W])
     trace = traced(with_dropout, x * 1)
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
         assert equal(gradients(with_dropout, [x, W], policy, Check.VALUES), plain), sorted(held)
 
 
@@ -142,7 +143,7 @@ def test_a_slot_that_is_a_view_of_another_dtype():
     plain = gradients(complex_view, [x])
     trace = traced(complex_view, x * 1)
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
         assert equal(gradients(complex_view, [x], policy), plain), sorted(held)
 
 
@@ -178,7 +179,7 @@ def test_a_held_matmul_is_not_run_again():
     recipe = plan_recipe(trace, held)
     assert recipe.steps[second] is Step.ANSWER
     full = rerun_ops(big_first, x * 1, Policy())
-    less = rerun_ops(big_first, x * 1, Policy(held=held, proof=Proof(Standing.TRIAL), recipe=recipe))
+    less = rerun_ops(big_first, x * 1, Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=recipe))
     assert full.count("mm") - less.count("mm") == 1
 
 
@@ -191,7 +192,7 @@ def test_what_only_feeds_held_slots_is_skipped():
     recipe = plan_recipe(trace, held)
     ran = [op.op.overloadpacket.__name__ for op, step in zip(trace.ops, recipe.steps, strict=True) if step is Step.RUN]
     assert [name for name in ran if name not in ("t", "view", "transpose")] == ["sin", "cos"][: len(ran)]
-    less = rerun_ops(big_first, x * 1, Policy(held=held, proof=Proof(Standing.TRIAL), recipe=recipe))
+    less = rerun_ops(big_first, x * 1, Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=recipe))
     plain = rerun_ops(big_first, x * 1, Policy(hold_all=True))
     assert less.count("mm") == plain.count("mm")
     assert less.count("exp") == plain.count("exp") == 0
@@ -258,7 +259,7 @@ def test_a_value_that_python_reads_is_a_true_one(read):
     plain = gradients(function, [x])
     trace = traced(function, x * 1)
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held), reuse_inputs=False)
+        policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held), reuse_inputs=False)
         assert equal(gradients(function, [x], policy), plain), sorted(held)
 
 
@@ -272,7 +273,7 @@ def test_another_branch_than_the_traced_one_falls_back_to_a_full_rerun():
     for start in (ones, (ones.detach() * -1).requires_grad_(), ones):
         plain = gradients(function, [start, W])
         for held in subsets(len(trace.slots)):
-            policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
+            policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
             assert equal(gradients(function, [start, W], policy), plain), sorted(held)
 
 
@@ -284,8 +285,8 @@ def test_a_diverged_region_does_not_try_its_recipe_again():
     x = torch.linspace(-1, 1, 8).requires_grad_()
     trace = traced(function, x * 1)
     flag[0] = False
-    policy = Policy(held=frozenset({0}), proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, frozenset({0})))
-    region = Region(function, (x,), {}, policy=policy)
+    policy = Policy(held=frozenset({0}), proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, frozenset({0})))
+    region = Region(capture_call(function, (x,), {}), policy=policy)
     out = region.run(function, (x,), {})
     out.sum().backward(retain_graph=True)
     assert region.reruns == 2
@@ -315,7 +316,7 @@ def test_streams_of_skipped_and_answered_random_ops():
     generator.manual_seed(1)
     trace = traced(function, x * 1)
     for held in subsets(len(trace.slots)):
-        assert equal(run(Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))), plain), (
+        assert equal(run(Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))), plain), (
             sorted(held)
         )
 
@@ -342,7 +343,7 @@ def test_buffers_of_a_region_under_a_recipe():
     plain = run(None)
     trace = traced(Block(), x * 1)
     for held in subsets(len(trace.slots)):
-        assert equal(run(Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))), plain), (
+        assert equal(run(Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))), plain), (
             sorted(held)
         )
 
@@ -358,5 +359,5 @@ def test_a_recipe_around_nested_regions():
     plain = gradients(lambda t: inner(t.tanh()).cos() * inner(t), [x, W])
     trace = traced(outer, x * 1)
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
         assert equal(gradients(outer, [x, W], policy), plain), sorted(held)

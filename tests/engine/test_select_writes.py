@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.test_select import Step, equal, gradients, plan_recipe, subsets, traced, uninitialised_memory_is_nan  # noqa: F401
-from retape.torch.engine.policy import Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.policy import Policy, Proof, ProofState
 from retape.torch.planning.chain.treatments import select_treatments
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -117,7 +116,7 @@ def test_all_subsets_of_held_slots_equal_plain(function):
     plain = gradients(function, [x])
     trace = traced(function, x * 1)
     for held in subsets(len(trace.slots)):
-        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
         assert equal(gradients(function, [x], policy), plain), sorted(held)
 
 
@@ -136,10 +135,10 @@ def test_running_statistics_that_the_region_reads_itself(norm):
     norm.reset_running_stats()
     trace = traced(function, x * 1)
     for treatment in select_treatments(trace):
-        policy = Policy(held=treatment.held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, treatment.held))
+        policy = Policy(held=treatment.held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, treatment.held))
         assert equal(run(policy), plain), sorted(treatment.held)
     for held in subsets(len(trace.slots))[:: 3 if len(trace.slots) > 8 else 1]:
-        assert equal(run(Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))), plain), (
+        assert equal(run(Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))), plain), (
             sorted(held)
         )
 

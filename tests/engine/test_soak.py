@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.engine.runs import plain
+from retape.torch.engine.context import plain
 from support.comparing import assert_equal, put_streams, results, seed, streams
 from support.ledger import Ledger
 

@@ -91,7 +91,7 @@ def test_one_frozen_model_shared_by_threads():
 
 
 def test_a_switch_in_one_thread_does_not_reach_another():
-    from retape.torch.engine.runs import is_plain, plain
+    from retape.torch.engine.context import is_plain, plain
 
     with plain():
         assert is_plain()

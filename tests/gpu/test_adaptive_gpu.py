@@ -11,7 +11,7 @@ from retape.errors import BudgetTooSmall
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
 from retape.torch.compat import internals
-from retape.torch.engine.host.copy_streams import lanes_of
+from retape.torch.engine.host.copy_streams import STREAMS
 from support.blocks import MlpBlock, mean_square
 from support.comparing import assert_equal, parameter_gradients
 
@@ -38,7 +38,7 @@ def adaptive():
 @pytest.fixture
 def fetches(monkeypatch):
     """The copies back from the host, counted."""
-    found, lanes = [], lanes_of(CUDA)
+    found, lanes = [], STREAMS.of(CUDA)
     fetch = lanes.fetch
 
     def counting(pairs):

@@ -12,9 +12,8 @@ import retape
 from retape.core.machine import simulate
 from retape.core.problem import OptionKind, Tier
 from retape.errors import OffloadError
-from retape.torch.engine.entrance import run_region
+from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.host import copy_streams as lanes
-from retape.torch.engine.host import offload
 from retape.torch.engine.policy import Policy
 from retape.torch.planning import fitting
 from support.comparing import plainly
@@ -135,7 +134,7 @@ def test_the_host_never_waits_and_no_memory_is_pinned_after_the_first_step():
     for _ in range(2):
         leaf_gradients(model, x, moved())
     torch.cuda.synchronize()
-    pool = lanes.lanes_of(DEVICE).pool
+    pool = lanes.STREAMS.of(DEVICE).pool
     assert pool.pinned
     before = pool.allocations
     torch.cuda.set_sync_debug_mode("error")
@@ -153,7 +152,7 @@ def test_copies_run_beside_the_computation(monkeypatch):
     """Of the time that the copies out take, the device computes during most of it."""
     model, x = blocks(count=8, width=4096, linears=8), bf16_rows(8192, 4096)
     policy = Policy(moved=frozenset({2}))  # the first matmul's result, which gelu saves
-    found = lanes.lanes_of(DEVICE)
+    found = lanes.STREAMS.of(DEVICE)
     copies, computed = [], []
 
     class Timed:
@@ -181,7 +180,7 @@ def test_copies_run_beside_the_computation(monkeypatch):
         return out
 
     leaf_gradients(model, x, moved(policy))
-    monkeypatch.setattr(offload, "lanes_of", lambda device: Timed)
+    monkeypatch.setattr(lanes.STREAMS, "instead", Timed)
     torch.cuda.synchronize()
     zero = torch.cuda.Event(enable_timing=True)
     zero.record()
@@ -197,7 +196,7 @@ def test_copies_run_beside_the_computation(monkeypatch):
 def test_a_failed_copy_leaves_the_pool_and_the_streams_in_order(deterministic, monkeypatch):
     model, x = blocks(), bf16_rows()
     wanted = leaf_gradients(model, x, plainly)
-    found = lanes.lanes_of(DEVICE)
+    found = lanes.STREAMS.of(DEVICE)
     for name in ("send", "fetch"):
         real, calls = getattr(found, name), []
 
@@ -223,7 +222,7 @@ def test_a_copy_that_breaks_off_half_way_leaves_the_streams_idle(deterministic, 
     model, x = blocks(), bf16_rows()
     inputs = Policy(moved_inputs=frozenset({0}), moved=frozenset(range(1, 99, 3)))
     wanted = leaf_gradients(model, x, plainly)
-    found = lanes.lanes_of(DEVICE)
+    found = lanes.STREAMS.of(DEVICE)
     real, calls = getattr(found, name), []
 
     def failing(pairs, *rest):

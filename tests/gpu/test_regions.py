@@ -5,11 +5,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import retape
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.context import plain
+from retape.torch.engine.policy import Policy, Proof, ProofState
 from retape.torch.engine.region import Region
-from retape.torch.engine.runs import plain
 from retape.torch.engine.select import plan_recipe
 from support.comparing import plainly
 
@@ -106,13 +106,13 @@ def test_planned_select_with_a_held_mask():
     model = nn.ModuleList([first, second])
     x = torch.randn(16, 32, device="cuda")
     probe = x.clone().requires_grad_()
-    region = Region(function, (probe,), {})
+    region = Region(capture_call(function, (probe,), {}))
     kept = region.run(function, (probe,), {})
     trace = region.trace()
     wanted = step_on_gpu(model, x, lambda model, leaf: function(leaf))
     for slot in range(len(trace.slots)):
         held = frozenset({slot})
-        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, held))
+        policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
         got = step_on_gpu(model, x, lambda model, leaf, policy=policy: run_region(function, leaf, policy=policy))
         assert all(map(torch.equal, wanted, got)), slot
     assert kept is not None

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import retape
 from retape.errors import StateChanged
-from retape.torch.engine.runs import plain
+from retape.torch.engine.context import plain
 from support.blocks import MlpBlock, Stack, mean_square
 from support.ranks import run_cases
 

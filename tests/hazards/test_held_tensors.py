@@ -10,7 +10,7 @@ from torch import nn
 
 import retape
 from retape.errors import StateChanged
-from retape.torch.engine.entrance import run_region
+from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import Policy
 from support.comparing import Notes, all_held, as_region, every_way, leaf, nested, plainly, refuses, some_held
 

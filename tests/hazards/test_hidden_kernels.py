@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from retape.torch.engine.policy import Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.policy import Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
 from support.comparing import equals_plain_every_way, leaf
@@ -56,8 +56,8 @@ def test_a_hidden_write_in_a_region(call, function):
 
 
 def planned(function, x, trace, held):
-    policy = Policy(held=frozenset(held), proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, frozenset(held)))
-    return Region(function, (x,), {}, policy=policy).run(function, (x,), {})
+    policy = Policy(held=frozenset(held), proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, frozenset(held)))
+    return Region(capture_call(function, (x,), {}), policy=policy).run(function, (x,), {})
 
 
 @hidden
@@ -65,7 +65,7 @@ def test_a_hidden_write_whatever_a_plan_holds(function):
     x = leaf()
     function(x).sum().backward()
     wanted = x.grad
-    region = Region(function, (x,), {})
+    region = Region(capture_call(function, (x,), {}))
     kept_alive = region.run(function, (x,), {})
     trace = region.trace()
     for held in every_subset(range(len(trace.slots))):

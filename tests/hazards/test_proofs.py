@@ -11,10 +11,10 @@ from torch import nn
 import retape
 from retape.core.problem import OptionKind
 from retape.errors import StateChanged
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import Policy
-from retape.torch.engine.proof import Proof, Standing
-from retape.torch.engine.select import Recipe, Step, plan_recipe
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.policy import Policy, Proof, ProofState
+from retape.torch.engine.recipe_mode import Recipe, Step
+from retape.torch.engine.select import plan_recipe
 from support.blocks import mean_square
 from support.comparing import equal, loss_and_gradients
 from support.regions import trace_region
@@ -67,13 +67,13 @@ def test_a_broken_recipe_is_rejected_in_its_first_rerun(damage, caplog):
     trace = trace_region(rewriting, torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1)
     held = held_of(trace, "aten.mm")
     recipe, proof = plan_recipe(trace, held), Proof()
-    trial = Proof(Standing.TRIAL)  # trusted without a comparison: wrong, unless the guard of its ops notices
+    trial = Proof(ProofState.TRIAL)  # trusted without a comparison: wrong, unless the guard of its ops notices
     trusted = region_gradients(rewriting, Policy(held=held, recipe=damage(recipe), proof=trial))
     assert trial.is_rejected or not torch.equal(trusted[0], wanted[0]), "the damage does no harm"
     with caplog.at_level(logging.WARNING, "retape"):
         got = region_gradients(rewriting, Policy(held=held, recipe=damage(recipe), proof=proof))
     assert all(map(torch.equal, got, wanted))
-    assert proof.standing is Standing.REJECTED
+    assert proof.state is ProofState.REJECTED
     again = region_gradients(rewriting, Policy(held=held, recipe=damage(recipe), proof=proof))
     assert all(map(torch.equal, again, wanted))
 
@@ -86,7 +86,7 @@ def test_a_good_recipe_is_proven_once_and_then_trusted():
     assert policy.proof.is_pending
     for _ in range(2):
         assert all(map(torch.equal, region_gradients(rewriting, policy), wanted))
-        assert policy.proof.standing is Standing.PROVEN
+        assert policy.proof.state is ProofState.PROVEN
 
 
 def test_a_forward_that_does_not_repeat_itself_is_no_failed_proof(caplog):
@@ -99,7 +99,7 @@ def test_a_forward_that_does_not_repeat_itself_is_no_failed_proof(caplog):
     held, proof = held_of(trace, "aten.tanh"), Proof()
     with caplog.at_level(logging.WARNING, "retape"):
         region_gradients(drifting, Policy(held=held, recipe=plan_recipe(trace, held), proof=proof))
-    assert proof.standing is Standing.PROVEN
+    assert proof.state is ProofState.PROVEN
     assert "does not reproduce its own bits" in caplog.text
 
 
@@ -284,7 +284,7 @@ def test_recurrent_layers_whose_batch_is_as_long_as_the_sequence(kind):
         generator = torch.Generator().manual_seed(number)
         share = torch.rand(len(trace.slots), generator=generator)
         held = frozenset(slot for slot in range(len(trace.slots)) if share[slot] < (number % 10) / 10)
-        policy = Policy(held=held, recipe=plan_recipe(trace, held), proof=Proof(Standing.TRIAL))
+        policy = Policy(held=held, recipe=plan_recipe(trace, held), proof=Proof(ProofState.TRIAL))
         assert equal(grads_of(layer, function, x, policy), wanted), sorted(held)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import retape
 from retape.errors import InvalidInput, RetapeError
-from retape.torch.engine.runs import plain
+from retape.torch.engine.context import plain
 from support.comparing import Notes, assert_equal, assign, results, seed, streams
 
 
@@ -70,7 +70,7 @@ class Wrong(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, a):
-        from retape.torch.engine.runs import is_plain
+        from retape.torch.engine.context import is_plain
 
         return self.linear(a).sum() * (1.0 if is_plain() else 1.5)
 
@@ -223,7 +223,7 @@ def test_regions_in_other_threads_are_off_too():
 def test_another_loss_is_found():
     class Shifted(Linear):
         def forward(self, a):
-            from retape.torch.engine.runs import is_plain
+            from retape.torch.engine.context import is_plain
 
             return self.linear(a).sum() + (0.0 if is_plain() else 5.0)
 
@@ -279,7 +279,7 @@ def test_a_generator_that_a_rerun_leaves_elsewhere_is_found():
             self.generator = torch.Generator().manual_seed(1)
 
         def forward(self, a):
-            from retape.torch.engine.runs import is_plain
+            from retape.torch.engine.context import is_plain
 
             if not is_plain():
                 torch.rand(3, generator=self.generator)

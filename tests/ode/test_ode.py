@@ -8,7 +8,7 @@ import torch
 import retape
 from retape.core.schedules import Schedule, count
 from retape.errors import InvalidInput
-from retape.torch.engine.runs import plain
+from retape.torch.engine.context import plain
 from retape.torch.ode.odeint import in_a_loop, integrate
 from support.ode_cases import (
     METHODS,

@@ -8,6 +8,7 @@ from torch import nn
 
 import retape
 from retape import Budget
+from retape.torch.capture.call import capture_call
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.compat.compiler_internals import compiler_is_on
 from retape.torch.engine.region import Region
@@ -222,7 +223,7 @@ def taped(block, batch, share):
 def traced(block, batch, share):
     call = CompiledCall(block, compiled.form_of(block, share))
     x = batch.clone().requires_grad_()
-    region = Region(call, (x,), {})
+    region = Region(capture_call(call, (x,), {}))
     region.run(call, (x,), {})
     trace = region.trace()
     assert len(trace.slots) == region.slot_count
@@ -263,7 +264,7 @@ def test_sequence_lengths_do_not_compile_for_ever():
     compilations = []
     for rows in (32, 48, 80, 96, 112, 160, 200):
         other = torch.randn(rows, WIDTH)
-        with retape.torch.engine.runs.plain():
+        with retape.torch.engine.context.plain():
             wanted = gradients(model, other)
         for found, plain in zip(gradients(model, other), wanted, strict=True):
             torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)

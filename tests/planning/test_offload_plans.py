@@ -10,6 +10,7 @@ import retape
 from retape.core.actions import Backward, Forward, Load, Tape
 from retape.core.assignment import Assignment, Choice, StageMeaning, assign
 from retape.core.problem import OptionKind, Tier
+from retape.torch.capture.call import capture_call
 from retape.torch.engine.host import copy_streams as lanes
 from retape.torch.engine.host import offload
 from retape.torch.engine.policy import Check
@@ -149,7 +150,7 @@ def traced():
     def function(a):
         return torch.nn.functional.gelu(a @ w).exp() @ v
 
-    region = Region(function, (x,), {})
+    region = Region(capture_call(function, (x,), {}))
     out = region.run(function, (x,), {})
     return region.trace(), out
 
@@ -285,7 +286,7 @@ def test_a_region_that_moves_nothing_brings_back_the_one_before_it(monkeypatch):
     assert per_region
     # When backward is inside the kept region 2, region 1 has started back; when it is inside 1, so has 0.
     assert [seen[3], seen[2], seen[1]] == [0, per_region, 2 * per_region]
-    assert offload._THREAD.last() is None, "nothing of the step is left"
+    assert offload.last_transfers() is None, "nothing of the step is left"
 
 
 def test_no_host_tier_without_a_device_of_its_own():

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from retape.torch.engine import links
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.policy import Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
+from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import track_memory
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import attach, detach
@@ -57,7 +57,7 @@ def block_of(name):
 def example(request):
     block, args, keywords = block_of(request.param)
     inputs = entering(args)
-    region = Region(block, inputs, keywords)
+    region = Region(capture_call(block, inputs, keywords))
     torch.manual_seed(1)
     region.run(block, inputs, keywords)
     return block, args, keywords, region.trace(OpTimer(CPU))
@@ -78,7 +78,7 @@ def gradients(block, args, keywords, policy=None):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.retain_grad()
     out = block(*inputs, **keywords) if policy is None else run_region(block, *inputs, keywords=keywords, policy=policy)
-    sum(t.square().sum() for t in links.tensors_of(out) if t.is_floating_point()).backward()
+    sum(t.square().sum() for t in tensors_of(out) if t.is_floating_point()).backward()
     found = [t.grad for t in inputs if isinstance(t, torch.Tensor)]
     return [*found, *(p.grad for p in block.parameters())]
 
@@ -97,13 +97,13 @@ def test_gradients_of_every_way(example):
     assert is_steady(trace)
     plain = gradients(block, args, keywords)
     for way in ways(trace):
-        policy = Policy(held=way.held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, way.held))
+        policy = Policy(held=way.held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, way.held))
         assert same(gradients(block, args, keywords, policy), plain)
 
 
 def weighed(block, args, keywords, trace, way):
     """What lives after a forward, and how high it stood, above its start."""
-    policy = Policy(held=way.held, proof=Proof(Standing.TRIAL), recipe=plan_recipe(trace, way.held))
+    policy = Policy(held=way.held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, way.held))
     torch.manual_seed(1)
     inputs = entering(args)
     with track_memory(CPU) as scale:
@@ -152,7 +152,7 @@ def test_what_cannot_be_steered():
     assert select_treatments(None) == ()
     linear = nn.Linear(4, 4)
     inputs = (torch.randn(2, 4, requires_grad=True) * 1,)
-    region = Region(linear, inputs, {})
+    region = Region(capture_call(linear, inputs, {}))
     region.run(linear, inputs, {})
     assert select_treatments(region.trace()) == ()  # its tape is its input and its weight
     assert tape_storages(region.trace()) == {}
@@ -163,7 +163,7 @@ def test_values_that_decide_shapes_are_not_steady():
         return x[x > 0].sin()
 
     inputs = (torch.linspace(-1, 1, 8).requires_grad_() * 1,)
-    region = Region(function, inputs, {})
+    region = Region(capture_call(function, inputs, {}))
     region.run(function, inputs, {})
     trace = region.trace()
     assert not is_steady(trace)

@@ -25,7 +25,7 @@ from torch import nn
 
 import retape
 from retape.core.errors import BudgetTooSmall, RetapeError
-from retape.torch.engine.runs import plain
+from retape.torch.engine.context import plain
 
 WIDTH, RANKS, LIMIT_S = 8, 2, 60
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from unittest import mock
 
 from retape.core.errors import RetapeError
-from retape.torch.engine.host import offload
-from retape.torch.engine.policy import Check, Policy
-from retape.torch.engine.proof import Proof, Standing
-from retape.torch.engine.select import Recipe, plan_recipe
+from retape.torch.engine.host.copy_streams import STREAMS
+from retape.torch.engine.policy import Check, Policy, Proof, ProofState
+from retape.torch.engine.recipe_mode import Recipe
+from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.planning.chain.treatments import is_steady, select_treatments, tape_storages, treat
 from support import late_copies
@@ -41,7 +41,7 @@ class Selection:
     check: Check = Check.METADATA
 
     def policy(self, recipe: Recipe | None) -> Policy:
-        proof = Proof(Standing.TRIAL if self.trial else Standing.PENDING)
+        proof = Proof(ProofState.TRIAL if self.trial else ProofState.PENDING)
         return Policy(held=self.held, moved=self.moved, recipe=recipe, proof=proof, reuse_inputs=self.reuse_inputs)
 
 
@@ -158,7 +158,7 @@ class SelectionFuzzer:
 
     def run(self) -> Tally:
         lanes = late_copies.LateLanes(seed=self._case.seed)
-        with strict(), mock.patch.object(offload, "lanes_of", return_value=lanes):
+        with strict(), mock.patch.object(STREAMS, "instead", lanes):
             self._run()
         if lanes.faults:
             self._fail("lanes", lanes.faults[0])
@@ -230,7 +230,7 @@ class SelectionFuzzer:
             self._fail(f"{selection} {note}", f"raw {type(error).__name__}: {str(error)[:300]}")
             return selection.origin != "recompute"
         self.tally.selections[selection.origin] += 1
-        standing = "none" if recipe is None else policy.proof.standing.value
+        standing = "none" if recipe is None else policy.proof.state.value
         self.tally.recipes[f"{selection.origin}: {standing}"] += 1
         return True
 

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from retape.torch.capture.call import capture_call
 from retape.torch.compat import internals
-from retape.torch.engine.entrance import run_region
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.context import THREAD, current_runner, plain
 from retape.torch.engine.policy import Check, Policy
 from retape.torch.engine.region import Region
-from retape.torch.engine.runs import THREAD, current_runner, plain
 
 from . import ways
 from .function_ops import LYING
@@ -108,7 +109,7 @@ class Subject:
         self.rewind(salt=1)
         function, arguments, keywords = self.call()
         with ways.session(Mode.MANAGED):
-            region = Region(function, arguments, keywords)
+            region = Region(capture_call(function, arguments, keywords))
             region.run(function, arguments, keywords)
             return region.trace(_Stopwatch(self.seed))
 

@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import Check, Policy
-from retape.torch.engine.proof import Proof, Standing
-from retape.torch.engine.select import Step, plan_recipe
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.policy import Check, Policy, Proof, ProofState
+from retape.torch.engine.recipe_mode import Step
+from retape.torch.engine.select import plan_recipe
 from support.regions import trace_region
 
 from .programs import SHAPE, draw, run_program
@@ -65,7 +65,7 @@ def compare(seed, steps):
     for held in holdings(trace, rng):
         recipe = plan_recipe(trace, held)
         steps.update(() if recipe is None else recipe.steps)
-        policy = Policy(held=held, proof=Proof(Standing.TRIAL), recipe=recipe, reuse_inputs=rng.random() < 0.5)
+        policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=recipe, reuse_inputs=rng.random() < 0.5)
         got = gradient(function, seed, policy, rng.choice((Check.METADATA, Check.VALUES)))
         assert torch.equal(got[0], plain[0]), (seed, sorted(held), program)
         assert torch.equal(got[1], plain[1]), (seed, sorted(held), program)

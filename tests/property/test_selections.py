@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from retape.torch.engine.select import Step
+from retape.torch.engine.recipe_mode import Step
 
 from .regions import LEAF_OPS, WIDE_OPS, Op, Spec
 from .selections import SelectionCase, SelectionFuzzer, Tally, describe, run_selection_case, selection_case

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import retape
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.policy import Check, Inputs, Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.policy import Check, Inputs, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
 
@@ -143,7 +143,7 @@ def _policy(way, block, function, arguments, keywords, recipe=None):
         inputs=way.inputs,
         reuse_inputs=way.reuse_inputs,
         recipe=recipe,
-        proof=Proof(Standing.TRIAL),
+        proof=Proof(ProofState.TRIAL),
     )
     check = Check.of(way.check)
     return run_region(function, *arguments, keywords=keywords, policy=policy, check=check, early_stop=way.early_stop)
@@ -156,7 +156,7 @@ def _planned(way, block, function, arguments, keywords):
         return _policy(way, block, function, arguments, keywords, recipe)
     if not torch.is_grad_enabled():
         return function(*arguments, **keywords)
-    region = Region(function, arguments, keywords)
+    region = Region(capture_call(function, arguments, keywords))
     out = region.run(function, arguments, keywords)
     if not retape.recomputing():
         current.traced.append((block, way, region))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import retape
 from retape.errors import InvalidInput, RegionError, StateChanged, UnsupportedTransform
-from retape.torch.engine.runs import plain
+from retape.torch.engine.context import plain
 from retape.torch.measure.memory_meter import track_memory
 from support.comparing import Notes, assert_equal, leaf, seed, streams
 from support.ledger import Ledger

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import retape
-from retape.torch.engine.entrance import run_region
+from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import HOLD, Policy
 
 Caller = Callable[..., Any]

@@ -10,8 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from retape.torch.compat import internals
-from retape.torch.engine.host import offload
-from retape.torch.engine.host.host_pool import HostPool
+from retape.torch.engine.host.copy_streams import STREAMS, HostPool
 
 
 class Late:
@@ -58,7 +57,7 @@ def _where(part):
 
 
 class LateLanes:
-    """What `retape.torch.engine.host.copy_streams.Lanes` asks for, on the CPU."""
+    """`retape.torch.engine.host.copy_streams.CopyStreams` on the CPU."""
 
     device = torch.device("cpu")
 
@@ -97,5 +96,5 @@ class LateLanes:
 
 def use(monkeypatch, made):
     """Let every region move its slots through these lanes."""
-    monkeypatch.setattr(offload, "lanes_of", lambda device: made)
+    monkeypatch.setattr(STREAMS, "instead", made)
     return made

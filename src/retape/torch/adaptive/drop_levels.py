@@ -256,5 +256,5 @@ class HostCopies:
             self._busy_seconds = max(self._busy_seconds, self._computed_seconds) + tier.write_seconds(parcel.nbytes)
         self.moved_bytes += parcel.nbytes
         for copy in copies:
-            copy.parcel = parcel
+            copy.host_copy = parcel
             region.copies[copy.index] = copy

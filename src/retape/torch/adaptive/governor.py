@@ -34,15 +34,16 @@ from retape.torch.adaptive.needs import (
 )
 from retape.torch.capture.call import Call, capture_call
 from retape.torch.compat import internals, process_internals
-from retape.torch.engine import links
+from retape.torch.engine.context import THREAD
+from retape.torch.engine.inputs import REFILLED
 from retape.torch.engine.policy import HOLD, Check, Policy
-from retape.torch.engine.region import RERUN, Region
-from retape.torch.engine.runs import THREAD
+from retape.torch.engine.region import Region
+from retape.torch.engine.rerun import RERUN
 
 if TYPE_CHECKING:
     from retape.core.problem import Budget
     from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
-    from retape.torch.engine.host.offload import MovedSlot, Parcel
+    from retape.torch.engine.host.offload import HostCopy, MovedSlot
     from retape.torch.engine.slots import Slot
 
 _LOG = logging.getLogger("retape")
@@ -362,8 +363,8 @@ class Governor:
         with RERUN:
             step = self.step
             self.turn, step.position = (region.serial, task), region.number
-            if links.others_refilled(task):
-                links.refilled(region.region, task)
+            if REFILLED.any_in(task):
+                REFILLED.begin_refill(region.region, task)
             self._update_opened()
             region.forget_copies_on_device()
             _, before = step.opened.get(region.serial, (None, -1))
@@ -406,7 +407,7 @@ class Governor:
         """Start to copy back everything that the host has of a region."""
         parcels = region.away()
         if parcels:
-            links.refilled(region.region, self.turn[1])
+            REFILLED.begin_refill(region.region, self.turn[1])
             self._copy_back_in_room(region, parcels)
 
     def _prefetch_next(self, region: ManagedRegion) -> bool:
@@ -418,11 +419,11 @@ class Governor:
         parcels = following.away()
         for parcel in parcels:
             if self.limit.live_bytes() + need + parcel.nbytes <= self.limit.aim_bytes:
-                links.prepared(following.region, self.turn[1])
+                REFILLED.release_at_end(following.region, self.turn[1])
                 self._copy_back(parcel)
         return any(is_here(parcel) for parcel in parcels)
 
-    def _copy_back_in_room(self, region: ManagedRegion, parcels: list[Parcel]) -> None:
+    def _copy_back_in_room(self, region: ManagedRegion, parcels: list[HostCopy]) -> None:
         """Copy back, after making room beside what the region's backward needs."""
         size = sum(parcel.nbytes for parcel in parcels)
         over = self.limit.live_bytes() + size + self._backward_bytes(region) - self.limit.aim_bytes
@@ -431,23 +432,23 @@ class Governor:
         for parcel in parcels:
             self._copy_back(parcel)
 
-    def _copy_back(self, parcel: Parcel) -> None:
+    def _copy_back(self, parcel: HostCopy) -> None:
         with internals.unobserved():
-            parcel.start()
+            parcel.start_return()
         if parcel.returned is not None:  # it counts until it is freed
             self.account.release(self.account.hold(parcel.returned))
 
     def _fetch(self, region: ManagedRegion, wanted: Slot, copy: MovedSlot) -> Tensor:
         """Return what the host has of a slot; it is freed when the caller is done with it."""
-        links.refilled(region.region, _graph_task())
-        parcel = copy.parcel
+        REFILLED.begin_refill(region.region, _graph_task())
+        parcel = copy.host_copy
         assert parcel is not None
         if not is_here(parcel):
             self._copy_back_in_room(region, [parcel])
         value = copy.fetch()
         wanted.version = copy.version  # the copy notices a write to what was saved
         if not region.others_wait_for(wanted, parcel):
-            parcel.send_away()
+            parcel.free_returned()
         return value
 
     # --- re-runs -------------------------------------------------------------------------------------------------

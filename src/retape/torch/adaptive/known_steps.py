@@ -19,7 +19,7 @@ from retape.torch.capture import rng
 from retape.torch.capture.mutation import version_of
 from retape.torch.capture.signature import Signature
 from retape.torch.compat import compiler_internals, process_internals
-from retape.torch.engine import links
+from retape.torch.engine.slots import tensors_of
 
 if TYPE_CHECKING:
     from retape.torch.adaptive.needs import RegionKind, RegionVisit
@@ -158,7 +158,7 @@ class UnmanagedStep:
     def returned(self, outputs: Any) -> None:
         """Count a forward whose backward has not begun: until then the next call must be managed."""
         self._without_backward += 1
-        for tensor in links.tensors_of(outputs):
+        for tensor in tensors_of(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._backward_began)
                 return

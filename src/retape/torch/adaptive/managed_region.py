@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from retape.torch.capture.mutation import checksum
 from retape.torch.compat import internals
-from retape.torch.engine import links
-from retape.torch.engine.host.offload import MovedSlot, Parcel
+from retape.torch.engine.context import THREAD
+from retape.torch.engine.host.offload import HostCopy, MovedSlot
+from retape.torch.engine.inputs import HeldHere, Link, Made, maker_of
 from retape.torch.engine.policy import HOLD, Check, Inputs, Policy
 from retape.torch.engine.region import Region, RegionObserver
-from retape.torch.engine.runs import THREAD
 from retape.torch.engine.slots import Slot
 from retape.torch.engine.trace import OpStopwatch, RegionTrace
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from retape.torch.adaptive.governor import Governor
     from retape.torch.adaptive.needs import RegionKind
     from retape.torch.capture.call import Call
-    from retape.torch.engine.proof import Proof
+    from retape.torch.engine.policy import Proof
 
 _DROPPED = Policy()
 _NO_KEYS: Keys = ()
 _graph_task = internals.graph_task
 
 
-class ManagedInputs(links.HeldHere):
+class ManagedInputs(HeldHere):
     """Inputs that can be dropped: per input the region that made it, as long as that lives, and the keys of its storages."""
 
     def __init__(self, held: list[Any]) -> None:
@@ -44,17 +44,17 @@ class ManagedInputs(links.HeldHere):
         self.makers: list[Any] = [None] * len(held)
         self.keys: list[Keys] = [_NO_KEYS] * len(held)
 
-    def load(self, region: Region, skip: frozenset[int], made: links.Made) -> list[Tensor]:
+    def load(self, region: Any, skip: frozenset[int], made: Made) -> list[Tensor]:
         if self.holds_here:
             return self.held
         managed = managed_by(region)
         managed.governor.make_inputs(managed)
-        return [held.load(region, made) if type(held) is links.Link else held for held in self.held]
+        return [held.load(region, made) if type(held) is Link else held for held in self.held]
 
     def value(self, place: int) -> Tensor | None:
         """The tensor that is held there now."""
         held = self.held[place]
-        return held.value if type(held) is links.Link else held
+        return held.value if type(held) is Link else held
 
 
 class ManagedRegion(RegionObserver):
@@ -117,17 +117,7 @@ class ManagedRegion(RegionObserver):
             own = set(map(id, call.state))
             makers = [None if id(t) in own else self._maker_of(t) for t in tensors]
             self.inputs = ManagedInputs([t if t.grad_fn is None else t.detach() for t in tensors])
-        region = Region(
-            function,
-            arguments,
-            keywords,
-            policy=policy,
-            check=check,
-            early_stop=early_stop,
-            captured=call,
-            inputs=self.inputs,
-            observer=self,
-        )
+        region = Region(call, policy, check, early_stop, inputs=self.inputs, observer=self)
         region.copies = self.copies
         self._region = weakref.ref(region)
         self._take_inputs(makers)
@@ -144,7 +134,7 @@ class ManagedRegion(RegionObserver):
                 self.inputs.makers[place] = (weakref.ref(maker[0]), maker[1])
 
     def _maker_of(self, tensor: Tensor) -> tuple[ManagedRegion, int] | None:
-        made = links.maker_of(tensor)
+        made = maker_of(tensor)
         maker = None if made is None else made[0].observer
         if made is None or not isinstance(maker, ManagedRegion) or maker.governor is not self.governor:
             return None
@@ -168,7 +158,7 @@ class ManagedRegion(RegionObserver):
         waiting = set() if all_slots else {id(parcel) for parcel in self._waiting_parcels()}
         for parcel in parcels_of(self.copies.values()):
             if id(parcel) not in waiting:
-                parcel.send_away()
+                parcel.free_returned()
         self.update_account()
         return not waiting
 
@@ -302,30 +292,30 @@ class ManagedRegion(RegionObserver):
                 slot.value = None
         self._release_device_copies()
         for parcel in parcels_of(self.copies.values()):
-            parcel.send_away()
+            parcel.free_returned()
         self.update_account()
 
     def forget_copies_on_device(self) -> None:
         """Forget host copies of slots that are still on the device: they would keep a slot there after backward has used it."""
-        for index in [index for index, copy in self.copies.items() if copy.parcel and copy.parcel.is_on_device]:
+        for index in [index for index, copy in self.copies.items() if copy.host_copy and copy.host_copy.is_on_device]:
             del self.copies[index]
 
     def _release_device_copies(self) -> None:
         for parcel in parcels_of(self.copies.values()):
             if parcel.is_on_device:
-                parcel.release(wait=True)
+                parcel.free_source(wait=True)
 
-    def away(self) -> list[Parcel]:
+    def away(self) -> list[HostCopy]:
         """The copies on the host that are not on the device, and that backward has not used yet."""
         return [parcel for parcel in self._waiting_parcels() if not is_here(parcel)] if self.copies else []
 
-    def _waiting_parcels(self) -> list[Parcel]:
+    def _waiting_parcels(self) -> list[HostCopy]:
         return parcels_of(copy for index, copy in self.copies.items() if self._waits(index))
 
-    def others_wait_for(self, wanted: Slot, parcel: Parcel) -> bool:
+    def others_wait_for(self, wanted: Slot, parcel: HostCopy) -> bool:
         """True if another slot shows the same bytes and has not been used yet."""
         return any(
-            copy.parcel is parcel and index != wanted.index and self._waits(index)
+            copy.host_copy is parcel and index != wanted.index and self._waits(index)
             for index, copy in self.copies.items()
         )
 
@@ -374,7 +364,7 @@ class ManagedRegion(RegionObserver):
         if self.collective or self.inputs is None:
             return False
         held = self.inputs.held[place]
-        return type(held) is links.Link or self.region.snapshot.is_unchanged(place, held)
+        return type(held) is Link or self.region.snapshot.is_unchanged(place, held)
 
     def drop_input(self, place: int, maker: ManagedRegion, output: int) -> None:
         """Replace an input by a link to the region that makes it."""
@@ -386,11 +376,11 @@ class ManagedRegion(RegionObserver):
             if keys and own.issuperset(keys) and slot is not None and slot.value is not None:
                 region.drop(slot)
         held = inputs.held[place]
-        if type(held) is links.Link:
+        if type(held) is Link:
             held.value = None
         else:
             total = checksum if region.check is Check.VALUES else None
-            inputs.held[place] = links.Link(maker.region, output, tape=True, total=total, tensor=held)
+            inputs.held[place] = Link(maker.region, output, tape=True, checksum=total, tensor=held)
             inputs.holds_here = False
         dropped, inputs.keys[place] = inputs.keys[place], ()
         self._account.release(dropped)
@@ -401,7 +391,7 @@ class ManagedRegion(RegionObserver):
         """Hold an input that was recomputed, if it was dropped."""
         inputs = self.inputs
         link = None if inputs is None else inputs.held[place]
-        if inputs is not None and type(link) is links.Link and link.value is None:
+        if inputs is not None and type(link) is Link and link.value is None:
             link.hold(self.region, output)
             assert link.value is not None
             inputs.keys[place] = self._account.hold(link.value)
@@ -448,12 +438,12 @@ def managed_by(region: Region) -> ManagedRegion:
     return region.observer
 
 
-def parcels_of(copies: Iterable[MovedSlot]) -> list[Parcel]:
+def parcels_of(copies: Iterable[MovedSlot]) -> list[HostCopy]:
     """Each parcel of some copies once."""
-    return list({id(copy.parcel): copy.parcel for copy in copies if copy.parcel is not None}.values())
+    return list({id(copy.host_copy): copy.host_copy for copy in copies if copy.host_copy is not None}.values())
 
 
-def is_here(parcel: Parcel) -> bool:
+def is_here(parcel: HostCopy) -> bool:
     """True if the bytes are on the device, or being copied there."""
     return parcel.is_on_device or parcel.returned is not None
 

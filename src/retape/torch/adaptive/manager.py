@@ -22,9 +22,9 @@ from retape.torch.adaptive.governor import Governor
 from retape.torch.adaptive.known_steps import UnmanagedCall, UnmanagedStep
 from retape.torch.adaptive.needs import RegionKind
 from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
-from retape.torch.engine.entrance import run_region
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.context import THREAD, current_runner, enter_runner, managed_elsewhere
 from retape.torch.engine.policy import HOLD
-from retape.torch.engine.runs import THREAD, current_runner, enter_runner, managed_elsewhere
 from retape.torch.model_libraries import LIBRARIES
 
 

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from retape.core.errors import InvalidInput
 from retape.torch.capture.signature import Signature, elements, signature, weights_signature
 from retape.torch.compat import internals
-from retape.torch.engine.proof import Proof
+from retape.torch.engine.policy import Proof
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.memory_meter import BACKGROUND_TRACKERS
 from retape.torch.planning.attach import original_class

@@ -16,7 +16,7 @@ import torch
 from retape.core.problem import Budget, Tier
 from retape.torch.compat import internals, process_internals
 from retape.torch.engine.host.copy_streams import host_tier
-from retape.torch.engine.host.offload import Parcel
+from retape.torch.engine.host.offload import HostCopy
 from retape.torch.engine.trace import OpStopwatch
 from retape.torch.measure.budgets import resolved
 from retape.torch.measure.memory_meter import MemoryTracker, present_bytes, track_memory
@@ -180,4 +180,4 @@ class Instruments:
     # The bandwidth of copies to the host; None where they take no time.
     host_tier: Callable[[torch.device], Tier | None] = host_tier
     # Starts to copy a storage to the host.
-    copy_out: Callable[[Sequence[Any], torch.Tensor], Parcel] = Parcel
+    copy_out: Callable[[Sequence[Any], torch.Tensor], HostCopy] = HostCopy

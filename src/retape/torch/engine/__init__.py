@@ -1,5 +1,21 @@
 """Regions: calls whose saved tensors are held, dropped and recomputed, or moved to the host.
 
-Not here: which of them to choose (`planning`, `adaptive`). Start from `region.Region`, `entrance.run_region`, `policy.Policy`,
-`select.plan_recipe` with `proof.Proof`, and `checkpoint.checkpoint`, the drop-in.
+Not here: which of them to choose (`planning`, `adaptive`), and what a call reads (`capture`). Start from `checkpoint.run_region`,
+`region.Region` with `region.RegionObserver`, `policy.Policy`, `inputs.InputSource` and `select.plan_recipe`. `host` has the offload.
 """
+
+__all__ = [
+    "checkpoint",
+    "context",
+    "graph_ancestry",
+    "host",
+    "inputs",
+    "messages",
+    "policy",
+    "recipe_mode",
+    "region",
+    "rerun",
+    "select",
+    "slots",
+    "trace",
+]

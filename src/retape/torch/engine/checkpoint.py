@@ -1,7 +1,7 @@
-"""The drop-in for torch.utils.checkpoint: the same signatures on the region engine.
+"""How a call becomes a region (`run_region`), and the drop-in for torch.utils.checkpoint on it.
 
-`use_reentrant=True` gets the same engine, and `preserve_rng_state=False` changes nothing: a stream is kept only if the
-region draws from it, and dropping it there is a wrong gradient.
+`use_reentrant=True` gets the same engine, and `preserve_rng_state=False` changes nothing: the state of a random stream is kept only if
+the region draws from it, and dropping it there would give a wrong gradient.
 """
 
 from __future__ import annotations
@@ -16,17 +16,70 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from retape.core.errors import InvalidInput
+from retape.torch.capture.call import capture_call
 from retape.torch.compat import internals
-from retape.torch.engine.debug import debug_contexts
-from retape.torch.engine.entrance import run_call, run_region
-from retape.torch.engine.policy import DROP_IN, Check, Inputs, Policy
-from retape.torch.engine.region import Contexts
+from retape.torch.engine.context import PROCESS, THREAD, is_plain, recomputing
+from retape.torch.engine.messages import OpLog, refuse_cached_parametrizations, refuse_transforms
+from retape.torch.engine.policy import DROP, DROP_IN, Check, Inputs, Policy
+from retape.torch.engine.region import Region
+from retape.torch.engine.rerun import Contexts
 from retape.torch.engine.select import select_contexts
 
+# Looked up with every region: a global of this module is found fastest.
 _METADATA = Check.METADATA
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_in_odd_surroundings = internals.in_odd_surroundings
 _FIRST = Policy(reuse_inputs=False)
 _SEGMENT = Policy(inputs=Inputs.SEGMENT, reuse_inputs=False)
+
+
+def run_region(
+    function: Callable[..., Any],
+    *arguments: Any,
+    keywords: dict[str, Any] | None = None,
+    policy: Policy = DROP,
+    check: Check = Check.METADATA,
+    early_stop: bool = True,
+    contexts: Contexts | None = None,
+    done: Callable[[Region], None] | None = None,
+) -> Any:
+    """Call `function(*arguments, **keywords)` as a region; `done` is called with it when its first run is over."""
+    return _run_call(function, arguments, keywords or {}, policy, check, early_stop, contexts, done)
+
+
+def _run_call(  # noqa: PLR0917 - by position: passing keywords twice is a part of what a region costs
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    policy: Policy,
+    check: Check,
+    early_stop: bool,
+    contexts: Contexts | None,
+    done: Callable[[Region], None] | None,
+) -> Any:
+    if not _is_grad_enabled() or THREAD.plain or (PROCESS.plain and is_plain()):
+        return function(*arguments, **keywords)
+    odd = _in_odd_surroundings()
+    if odd:
+        refuse_transforms(function)
+    call = capture_call(function, arguments, keywords)
+    if odd:
+        refuse_cached_parametrizations(call)
+    if not call.only_parameters and call.is_lazy:
+        return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
+    runner = THREAD.runner
+    if runner is not None and contexts is None and not policy.moves and not recomputing():
+        return runner.run(
+            call, function, arguments, keywords, policy=policy, check=check, early_stop=early_stop, done=done
+        )
+    region = Region(call, policy, check, early_stop, contexts)
+    outputs = region.run(function, arguments, keywords)
+    if done is not None:
+        done(region)
+    return outputs
+
+
+# --- the drop-in ----------------------------------------------------------------------------------------------------
 
 
 def checkpoint(
@@ -41,7 +94,7 @@ def checkpoint(
     check: str | Check | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call `function(*args, **kwargs)` and forget what autograd saves in it until backward asks.
+    """Call `function(*args, **kwargs)`, drop what autograd saves in it, and recompute that in backward.
 
     Takes what `torch.utils.checkpoint.checkpoint` takes; `check` is "off", "metadata" or "values".
     """
@@ -56,7 +109,7 @@ def checkpoint(
     unusual = debug or context_fn is not noop_context_fn
     if use_reentrant and unusual:
         raise InvalidInput("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
-    return run_call(
+    return _run_call(
         function,
         args,
         kwargs,
@@ -70,7 +123,7 @@ def checkpoint(
 
 @internals.at_trace_time
 def _say_delegated() -> bool:
-    """Say, while a caller is being compiled, that its regions are not retape's."""
+    """Log, while a caller is being compiled, that its regions are not retape's."""
     return _said()
 
 
@@ -91,7 +144,7 @@ def checkpoint_sequential(
     use_reentrant: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run functions one after the other in `segments` segments, of which all but the last are forgotten until backward.
+    """Run functions one after the other in `segments` segments, of which all but the last are recomputed in backward.
 
     Each function is a region of its own, linked to the one before: a segment holds its first input alone.
     """
@@ -128,5 +181,5 @@ def _contexts_of(context_fn: Callable[[], Contexts], debug: bool) -> Contexts | 
             "debug=True is incompatible with non-default context_fn; use check='values' to find what differs."
         )
     if debug:
-        return debug_contexts()
+        return OpLog(), OpLog()
     return None if context_fn is noop_context_fn else select_contexts(context_fn())

@@ -8,7 +8,9 @@ first difference ends it. What a recipe is, and how it is planned, is in `select
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +18,7 @@ from torch.utils import _pytree as pytree
 
 from retape.torch.capture.containers import ATOMS
 from retape.torch.compat import compiler_internals, internals
-from retape.torch.engine.select import BLANK, Recipe, Step, is_view, written_by
-from retape.torch.engine.trace import Given, Hole, TracedOp, given_of, hides_ops, settings_of
-
-if TYPE_CHECKING:
-    from retape.torch.engine.region import Region
+from retape.torch.engine.trace import Given, Hole, TracedOp, given_of, hides_ops, is_view, settings_of, written_by
 
 _LISTS = frozenset({list, tuple})
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -28,18 +26,75 @@ _STRIDED = torch.strided
 _NO_STEP: tuple[Any, ...] = (None, False, None, None, (), (), (), None)
 
 
+BLANK = -1  # in the place of a slot: the result is not needed
+
+
+class Step(Enum):
+    """What a re-run does with one op."""
+
+    RUN = "run"
+    ANSWER = "answer"
+    BECOME = "become"
+    SKIP = "skip"
+
+
+# What a re-run asks of each op, side by side: its overload, whether it is simply run, the op, its step, the slots that answer, the
+# storages it reads, what its tensor arguments look like, and the storage that it makes (None: no new one, or several).
+PlannedOp = tuple[Any, bool, TracedOp, Step, tuple[int, ...], tuple[int, ...], tuple[Given, ...], "int | None"]
+
+
+def _made(op: TracedOp) -> int | None:
+    return op.results[0][0] if op.makes and op.returns_one else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What to do with each op of a region's re-run; `slots` names the held slot that answers each result of each op.
+
+    Where the op's result was written to in place afterwards, the answer is what it became, and those writes are skipped;
+    such an answer stands apart, with a version of its own, which the skipped writes move: its step is BECOME.
+    `saved` has the storage of each slot. The same ops may be wired differently this time: what is saved again must be the same
+    storage, and a re-run goes on until the slots in `checked` have been, whose answers something missing is made from.
+    """
+
+    ops: tuple[TracedOp, ...]
+    steps: tuple[Step, ...]
+    slots: tuple[tuple[int, ...], ...]
+    saved: tuple[int, ...] = ()
+    checked: frozenset[int] = frozenset()
+    plan: tuple[PlannedOp, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rows = zip(self.ops, self.steps, self.slots, strict=True)
+        plan = tuple(
+            [(op.op, step is Step.RUN, op, step, slots, op.reads, op.given, _made(op)) for op, step, slots in rows]
+        )
+        object.__setattr__(self, "plan", plan)
+
+    @property
+    def runs_custom_ops(self) -> bool:
+        """True if it runs an op whose schema may not tell what it writes to: none of PyTorch's own."""
+        return any(
+            step is Step.RUN and op.op.namespace != "aten" for op, step in zip(self.ops, self.steps, strict=True)
+        )
+
+    @property
+    def run(self) -> int:
+        return sum(step is Step.RUN for step in self.steps)
+
+
 class Diverged(BaseException):
     """The re-run does other ops than the recipe was made for; it has to start again without one."""
 
 
-class Replay(compiler_internals.LightMode):
+class RecipeMode(compiler_internals.LightMode):
     """Follows a recipe through a re-run."""
 
     divergence = Diverged
 
-    def __init__(self, recipe: Recipe, region: Region) -> None:
+    def __init__(self, recipe: Recipe, held: dict[int, Tensor]) -> None:
         super().__init__()
-        self._values = region.held_values()
+        self._values = held
         self.last_checked = max(recipe.checked, default=-1)
         self._saved = recipe.saved
         self._plan = recipe.plan

@@ -9,9 +9,6 @@ instead of run leaves its generator where the op had left it.
 from __future__ import annotations
 
 from collections.abc import Set
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -23,66 +20,11 @@ from retape.core.errors import RecomputeMismatch, StateChanged
 from retape.torch.capture.mutation import version_of
 from retape.torch.capture.rng import GeneratorStream
 from retape.torch.compat import internals
-from retape.torch.engine.trace import Given, RegionTrace, TracedOp
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
+from retape.torch.engine.recipe_mode import BLANK, Recipe, Step
+from retape.torch.engine.rerun import Contexts
+from retape.torch.engine.trace import RegionTrace, TracedOp, is_view, written_by
 
 # --- planned: a recipe ---------------------------------------------------------------------------------------------
-
-
-class Step(Enum):
-    """What a re-run does with one op."""
-
-    RUN = "run"
-    ANSWER = "answer"
-    BECOME = "become"
-    SKIP = "skip"
-
-
-# What a re-run asks of each op, side by side: its overload, whether it is simply run, the op, its step, the slots that answer, the
-# storages it reads, what its tensor arguments look like, and the storage that it makes (None: no new one, or several).
-PlannedOp = tuple[Any, bool, TracedOp, Step, tuple[int, ...], tuple[int, ...], tuple[Given, ...], "int | None"]
-
-
-def _made(op: TracedOp) -> int | None:
-    return op.results[0][0] if op.makes and op.returns_one else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """What to do with each op of a region's re-run; `slots` names the held slot that answers each result of each op.
-
-    Where the op's result was written to in place afterwards, the answer is what it became, and those writes are skipped;
-    such an answer stands apart, with a version of its own, which the skipped writes move: its step is BECOME.
-    `saved` has the storage of each slot. The same ops may be wired differently this time: what is saved again must be the same
-    storage, and a re-run goes on until the slots in `checked` have been, whose answers something missing is made from.
-    """
-
-    ops: tuple[TracedOp, ...]
-    steps: tuple[Step, ...]
-    slots: tuple[tuple[int, ...], ...]
-    saved: tuple[int, ...] = ()
-    checked: frozenset[int] = frozenset()
-    plan: tuple[PlannedOp, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        rows = zip(self.ops, self.steps, self.slots, strict=True)
-        plan = tuple(
-            [(op.op, step is Step.RUN, op, step, slots, op.reads, op.given, _made(op)) for op, step, slots in rows]
-        )
-        object.__setattr__(self, "plan", plan)
-
-    @property
-    def runs_custom_ops(self) -> bool:
-        """True if it runs an op whose schema may not tell what it writes to: none of PyTorch's own."""
-        return any(
-            step is Step.RUN and op.op.namespace != "aten" for op, step in zip(self.ops, self.steps, strict=True)
-        )
-
-    @property
-    def run(self) -> int:
-        return sum(step is Step.RUN for step in self.steps)
 
 
 def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
@@ -180,9 +122,6 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
     return Step.SKIP
 
 
-BLANK = -1  # in the place of a slot: nobody needs this result
-
-
 # --- through PyTorch's context_fn: a policy per op --------------------------------------------------------------------
 
 
@@ -193,7 +132,7 @@ def select_contexts(contexts: Contexts) -> Contexts:
     if policy is None or not internals.is_selective_replay(again):
         return contexts
     log = _Log(policy, internals.selective_mutation_allowed(again))
-    return _Holding(log), Answering(log)
+    return _Holding(log), _Answering(log)
 
 
 _RUN_AGAIN = object()
@@ -285,8 +224,10 @@ class _Holding(TorchDispatchMode):
         return out
 
 
-class Answering(TorchDispatchMode):
+class _Answering(TorchDispatchMode):
     """The re-run: answers what is held, runs the rest."""
+
+    is_selective = True
 
     def __init__(self, log: _Log) -> None:
         super().__init__()
@@ -334,20 +275,6 @@ class Answering(TorchDispatchMode):
             return entry.out
         copied = [target.copy_(value) for target, value in zip(written, outputs, strict=True)]
         return copied[0] if isinstance(entry.out, Tensor) else type(entry.out)(copied)
-
-
-def is_view(func: Any) -> bool:
-    schema = func._schema
-    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an op writes to, in the order of its arguments."""
-    found = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs[argument.name])
-    return found
 
 
 _ITEM = torch.ops.aten._local_scalar_dense.default

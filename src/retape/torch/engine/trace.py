@@ -131,6 +131,21 @@ class Hole(Enum):
     TENSOR = "tensor"
 
 
+def is_view(func: Any) -> bool:
+    """True if an op writes to nothing and returns a view of an argument."""
+    schema = func._schema
+    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an op writes to, in the order of its arguments."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs[argument.name])
+    return found
+
+
 def given_of(tensor: Tensor) -> Given:
     """What a re-run compares of a tensor argument."""
     return tensor.shape, tensor.stride(), tensor.dtype

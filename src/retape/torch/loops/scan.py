@@ -18,8 +18,8 @@ from retape.core.problem import BudgetLike, Tier
 from retape.core.units import is_whole, shown
 from retape.torch.capture import rng
 from retape.torch.capture.call import Call, capture_call, name_of
-from retape.torch.engine.runs import is_plain
-from retape.torch.engine.transforms import refuse_transforms
+from retape.torch.engine.context import is_plain
+from retape.torch.engine.messages import refuse_transforms
 from retape.torch.loops import plan as planning
 from retape.torch.loops.captured_tensors import CapturedTensors, tensors_of_params
 from retape.torch.loops.driver import Driver, LoopNode, ReturnedTensors

@@ -18,7 +18,7 @@ from torch import Tensor
 from retape.core.errors import InvalidInput, RecomputeMismatch
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.mutation import versions_of
-from retape.torch.engine import runs
+from retape.torch.engine import context
 from retape.torch.loops.plan import StepCost
 from retape.torch.loops.state import Spec, State, check_same_kind, checksum_of, flatten, storage_bytes, unflatten
 
@@ -303,14 +303,14 @@ class Body:
         self.alias: dict[int, tuple[int, ...]] = {}
         self.rerun = False
         self.checksums: dict[int, int | None] = {}  # of states that the first run reached, by step
-        self._shared_run: runs.Run | None = None
+        self._shared_run: context.RegionRun | None = None
         self.y_spec: Spec | None = None
 
     def tape(self, state: State, start: int, stop: int) -> tuple[TapedSteps, State]:
         """Run steps as one graph; return it and the state after them."""
         carry_in = carry = state.fresh()
         ends: list[StepEnds] = []
-        running = runs.current_runs()
+        running = context.current_runs()
         if self.rerun:
             spec = state.spec
             for step in range(start, stop):
@@ -331,7 +331,7 @@ class Body:
     def advance(self, state: State, start: int, stop: int) -> State:
         """Run steps again and keep only the state after them."""
         carry, spec = state.fresh(), state.spec
-        running = runs.current_runs()
+        running = context.current_runs()
         for step in range(start, stop):
             out, spec = flatten(self._run(unflatten(carry, spec), self.xs.at(step), step, running)[0])
             carry = [
@@ -377,8 +377,8 @@ class Body:
             self._kept[step] = run.region.kept
         return result
 
-    def _new_run(self, kept: list[Any]) -> runs.Run:
-        return runs.Run(_KeptByStep(self.name, kept), rerun=self.rerun)  # type: ignore[arg-type]  # all that a run reads of a region
+    def _new_run(self, kept: list[Any]) -> context.RegionRun:
+        return context.RegionRun(_KeptByStep(self.name, kept), rerun=self.rerun)  # type: ignore[arg-type]  # all that a run reads of a region
 
     def _check_kind(self, before: State, step: int, leaves: list[Any], spec: Spec) -> None:
         if not (self._first_differs and step == 0):

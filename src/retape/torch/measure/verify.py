@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.torch.capture.mutation import checksum, equal_bits
-from retape.torch.engine.runs import plain_everywhere
+from retape.torch.engine.context import plain_everywhere
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_lazy, scalar_loss
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retape.torch.engine.policy import DROP, HOLD, Policy
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.capture.call import capture_call
+from retape.torch.engine.policy import DROP, HOLD, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
 from retape.torch.planning.chain.region_ways import Overheads
@@ -43,7 +43,7 @@ class _Taken(NamedTuple):
 def _on_cpu() -> Overheads:
     with torch.enable_grad():
         half = frozenset(range(1, OPS, 2))  # every second op is answered, the others are run
-        select = Policy(held=half, recipe=plan_recipe(_region(DROP).trace(), half), proof=Proof(Standing.TRIAL))
+        select = Policy(held=half, recipe=plan_recipe(_region(DROP).trace(), half), proof=Proof(ProofState.TRIAL))
         plain, held, dropped, followed = _least(None, HOLD, DROP, select)
     whole, part = dropped.backward - held.backward, followed.backward - held.backward
     return Overheads(
@@ -62,7 +62,7 @@ def _least(*policies: Policy | None) -> list[_Taken]:
 def _timed(policy: Policy | None) -> _Taken:
     start = time.perf_counter()
     value = _leaf()
-    made = _many(value) if policy is None else _run(Region(_many, (value,), {}, policy=policy), value)
+    made = _many(value) if policy is None else _run(Region(capture_call(_many, (value,), {}), policy=policy), value)
     between = time.perf_counter()
     torch.autograd.grad(made.sum(), value)
     return _Taken(between - start, time.perf_counter() - between)
@@ -70,7 +70,7 @@ def _timed(policy: Policy | None) -> _Taken:
 
 def _region(policy: Policy) -> Region:
     value = _leaf()
-    region = Region(_many, (value,), {}, policy=policy)
+    region = Region(capture_call(_many, (value,), {}), policy=policy)
     _run(region, value)
     return region
 

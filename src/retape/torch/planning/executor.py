@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from retape.core.assignment import Assignment, Choice, Passing
+from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.signature import Signature, elements, shapes, signature
 from retape.torch.compat import compiler_internals
-from retape.torch.engine import links
-from retape.torch.engine.entrance import run_region
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.context import current_runner, managed_elsewhere
 from retape.torch.engine.host import offload
-from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Way
-from retape.torch.engine.proof import Proof, Standing
+from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Proof, ProofState
+from retape.torch.engine.recipe_mode import Recipe
 from retape.torch.engine.region import Region
-from retape.torch.engine.runs import current_runner, managed_elsewhere
-from retape.torch.engine.select import Recipe, plan_recipe
+from retape.torch.engine.select import plan_recipe
+from retape.torch.engine.slots import tensors_of
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.profile import Profile
@@ -104,7 +104,7 @@ class Executor:
             self._counts.clear()
         LIBRARIES.begin_forward(args, keywords)
         outputs = plain_call(*args, **keywords)
-        for tensor in links.tensors_of(outputs):
+        for tensor in tensors_of(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._backward_begins)
                 break
@@ -132,7 +132,7 @@ class Executor:
         except CannotCompile:
             outputs = self._ran(number, self._as_it_can_be(choice, plain_call), plain_call, args, keywords)
         if self._moves and not choice.moves:
-            offload.passed(links.tensors_of(outputs))
+            offload.after_unmoved(tensors_of(outputs))
         return outputs
 
     @staticmethod
@@ -201,7 +201,7 @@ class Executor:
         return made, partial(self._work_out, made, choice, key)
 
     def _new_proof(self) -> Proof:
-        return Proof(Standing.TRIAL if self._trial else Standing.PENDING)
+        return Proof(ProofState.TRIAL if self._trial else ProofState.PENDING)
 
     def _remember(self, own: _Key, selection: _Selection) -> _Selection:
         self._selections[own] = selection
@@ -224,8 +224,8 @@ class Executor:
         """Prove every recipe before it is used from now on."""
         self._trial = False
         for selection in self._selections.values():
-            if selection.proof.standing is Standing.TRIAL:
-                selection.proof.standing = Standing.PENDING
+            if selection.proof.state is ProofState.TRIAL:
+                selection.proof.state = ProofState.PENDING
 
     @property
     def rejected(self) -> bool:
@@ -297,14 +297,5 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None, proof: Proof |
         proof=proof,
         stage=number,
         tiles=choice.tiles,
-        way=tuple(_way(passing) for passing in choice.passing),
-    )
-
-
-def _way(passing: Passing) -> Way:
-    return Way(
-        stage=passing.region,
-        fill_all=passing.fill_all,
-        fill=frozenset(passing.fill),
-        hold_input=passing.hold_input,
+        passing=choice.passing,
     )

@@ -21,13 +21,13 @@ from retape.torch.capture.call import capture_call
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.signature import Signature, signature, weights_signature
 from retape.torch.compat.ranks import is_distributed
-from retape.torch.engine import links
+from retape.torch.engine.context import is_plain, managed_elsewhere
+from retape.torch.engine.inputs import maker_of
+from retape.torch.engine.messages import refuse_transforms
 from retape.torch.engine.policy import Inputs, Policy
 from retape.torch.engine.region import Region, RegionObserver
-from retape.torch.engine.runs import is_plain, managed_elsewhere
-from retape.torch.engine.slots import Slot
+from retape.torch.engine.slots import Slot, tensors_of
 from retape.torch.engine.trace import RegionTrace
-from retape.torch.engine.transforms import refuse_transforms
 from retape.torch.measure.memory_meter import storage_bytes, synchronize
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import original_class
@@ -263,10 +263,10 @@ class ProfileSession:
         stage, self._stage = self._stage, self._stage + 1
         inputs = list(captured.tensors)
         observer = ProfiledRegion(self, stage)
-        region = Region(plain_call, args, keywords, policy=self._policy, captured=captured, observer=observer)
+        region = Region(captured, self._policy, observer=observer)
         outputs = region.run(partial(self._body, stage, plain_call), args, keywords)
         self.mark(Phase.FORWARD_END, stage)
-        made = links.tensors_of(outputs)
+        made = tensors_of(outputs)
         self._watch_gradients(made, Phase.BACKWARD, stage)
         self._watch_gradients([t for t in inputs if not t.is_leaf], Phase.BACKWARD_END, stage)
         if self.instrument is None:
@@ -292,7 +292,12 @@ class ProfileSession:
         call = self._counts.get(id(module), 0)
         self._counts[id(module)] = call + 1
         home = self._home(module, tensors)
-        kind = (original_class(type(module)), inputs, weights_signature(module), region.slot_metadata())
+        kind = (
+            original_class(type(module)),
+            inputs,
+            weights_signature(module),
+            tuple(slot.described for slot in region.live_slots()),
+        )
         if kind not in self.profile.traces:
             self.profile.traces[kind] = self._traced(region, home) if region.slot_count else None
         makers = [_maker_stage(tensor) for tensor in tensors]
@@ -365,7 +370,7 @@ class ProfiledRegion(RegionObserver):
 
 
 def _maker_stage(tensor: Tensor) -> int | None:
-    made = links.maker_of(tensor)
+    made = maker_of(tensor)
     return made[0].observer.stage if made is not None and isinstance(made[0].observer, ProfiledRegion) else None
 
 

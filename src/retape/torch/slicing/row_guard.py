@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retape.torch.capture.settings import Walk, ambient, path_text
 from retape.torch.compat import internals
-from retape.torch.engine import runs
+from retape.torch.engine import context
 
 _LOG = logging.getLogger("retape")
 _MOST_READINGS = 1024  # of one function; the oldest are forgotten, and would be checked again
@@ -90,7 +90,7 @@ def read_settings(function: Callable[..., Any], given: list[Any], dim: int) -> R
 
     A re-run is a call that was checked when it first ran, and tensors without values show nothing.
     """
-    if runs.recomputing() or any(internals.is_fake(value) for value in given if isinstance(value, Tensor)):
+    if context.recomputing() or any(internals.is_fake(value) for value in given if isinstance(value, Tensor)):
         return None
     return Reading({"": function}, [*given, dim])
 

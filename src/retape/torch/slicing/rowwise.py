@@ -19,9 +19,10 @@ from torch import Tensor
 
 from retape.core.errors import RegionError
 from retape.torch.capture.mutation import equal_bits
-from retape.torch.engine import runs
-from retape.torch.engine.links import Link, Made, SavedInNode
+from retape.torch.engine import context
+from retape.torch.engine.inputs import Link, Made, SavedInNode
 from retape.torch.engine.region import Region
+from retape.torch.engine.slots import SlotOwner
 from retape.torch.slicing.row_guard import Reading, known_of
 
 # How far kernels may round apart, as a share of the largest number.
@@ -78,15 +79,15 @@ class SavedPart:
     def links(self) -> list[Link]:
         return []
 
-    def load(self, region: Region, skip: frozenset[int], made: Made) -> list[Tensor]:
+    def load(self, region: SlotOwner, skip: frozenset[int], made: Made) -> list[Tensor]:
         whole = self._nodes.load(region, frozenset(), made)
         return [whole[place].narrow(*self._where) for place in self._places]
 
-    def hold_again(self, region: Region, made: Made) -> None:
+    def hold_again(self, region: SlotOwner, made: Made) -> None:
         """Nothing was made again: the nodes have them."""
 
 
-class _Question(runs.Run):
+class _Question(context.RegionRun):
     """A run that only asks: what it is told to keep is not recorded."""
 
     def keep(self, value: Any) -> Any:
@@ -95,7 +96,7 @@ class _Question(runs.Run):
 
 def _ask(region: Region, tensors: list[Tensor], *, decided: bool = False) -> list[Any]:
     """Return what a region's function returns for other tensors; `decided`: as `retape.keep` decided at first."""
-    run = runs.Run if decided else _Question
+    run = context.RegionRun if decided else _Question
     try:
         return region.run_on(tensors, run=run(region, rerun=True), pack=_forget, unpack=_remember)
     except _TakesGradients:

@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import InvalidInput, RegionError, UnsupportedTransform
 from retape.torch.capture.call import Call, capture_call, name_of
 from retape.torch.compat import compiler_internals, internals
+from retape.torch.engine.context import is_plain
 from retape.torch.engine.graph_ancestry import computed_from_another
+from retape.torch.engine.messages import refuse_transforms
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.region import Region
-from retape.torch.engine.runs import is_plain
-from retape.torch.engine.transforms import refuse_transforms
 from retape.torch.slicing.products import wide
 from retape.torch.slicing.row_guard import read_settings
 from retape.torch.slicing.rowwise import Arguments, SavedPart, SavedRows, Slicing, assert_rowwise
@@ -244,7 +244,7 @@ class _Slice:
         self._tensors = list(call.tensors)
         self._outside = _with_history(call, self._given)
         saved = None if whole is None else self._part_of(*whole, tape.slicing.dim)
-        self.region = Region(fn, tuple(self._given), {}, policy=_SLICE, captured=call, inputs=saved)
+        self.region = Region(call, _SLICE, inputs=saved)
 
     def _part_of(self, saved: SavedRows, rows: tuple[Any, ...], start: int, length: int, dim: int) -> SavedPart | None:
         """Its inputs as a part of rows that are saved whole; None where it has others besides."""

@@ -1,4 +1,6 @@
-"""Saved tensors and inputs in host memory: pinned buffers, copy streams, and when to fetch.
+"""Saved tensors and inputs in host memory: pinned buffers, copy streams, and when to copy back.
 
-Start from `offload.Cargo`, `moved_inputs.MovedInputs`, `copy_streams.lanes_of` and `host_pool`.
+Start from `offload.RegionTransfers`, `offload.MovedInputs`, `offload.HostCopy`, `copy_streams.STREAMS` and `copy_streams.host_tier`.
 """
+
+__all__ = ["copy_streams", "offload"]

@@ -1,34 +1,202 @@
-"""The copy lanes of a device: one stream out, one stream back, and how fast each is.
+"""Host memory for offloaded tensors, and the streams that copy to it and back.
 
-Copies run beside the computation. A lane waits for what was computed before, the computation waits for a copy's event where it
-needs it, and the host waits for neither. Without CUDA the same calls copy at once.
+`HostPool` has pinned chunks that are used again step after step, within a limit. Sizes are cut into chunks of powers of two, so a step
+with other shapes finds what the one before it returned, and PyTorch's allocator of pinned memory, which rounds up to a power of two,
+wastes nothing.
+
+Copies overlap with the computation: a copy stream waits for what was computed before, the computation waits for a copy's event where
+it needs the bytes, and the host waits for neither. Without CUDA the same calls copy at once.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from retape.core.errors import OffloadError
 from retape.core.problem import Tier
-from retape.torch.engine.host.host_pool import Event, HostPool
+from retape.core.units import format_bytes
 
-PROBE_BYTES = 64 * 2**20
-PROBES = 3
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTuning:
+    """Thresholds of the engine."""
+
+    max_backward_passes: int = (
+        64  # passes whose refills are tracked: one that ended in an exception never reports its end
+    )
+    largest_chunk_bytes: int = (
+        32 * 2**20
+    )  # of host memory: bounds the waste of a tensor whose size is not a power of two
+    smallest_chunk_bytes: int = 4096  # of host memory: one page
+    chunk_grain_bytes: int = 2**20  # larger sizes are rounded up to a multiple of this before they are cut into chunks
+    host_share: float = 0.8  # of the machine's available memory that offloaded tensors may take
+    probe_bytes: int = (
+        64 * 2**20
+    )  # copied to measure the bandwidth between device and host: large enough to reach its peak
+    probes: int = 3  # copies each way, of which the fastest counts
+
+
+TUNING = EngineTuning()
+
+
+class Event(Protocol):
+    """The end of a copy."""
+
+    def query(self) -> bool: ...
+
+
+class Chunk:
+    """A piece of host memory, and the last copy that reads from it."""
+
+    __slots__ = ("memory", "read")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.read: Event | None = None
+
+
+class HostPool:
+    """Chunks of host memory by size. `allocations` counts those ever made: it is constant once a step has run.
+
+    `take` may fail with OffloadError and then leaves everything as it was. `give` takes no lock, because it is called while objects
+    are being destroyed, in any thread. `available` returns the bytes that the machine has left.
+    """
+
+    def __init__(
+        self, *, pinned: bool, limit_bytes: int | None = None, available: Callable[[], int] | None = None
+    ) -> None:
+        self._available = available or available_bytes
+        self.limit_bytes = int(TUNING.host_share * self._available()) if limit_bytes is None else limit_bytes
+        self.pinned = pinned
+        self.allocations = 0
+        self.allocated_bytes = 0
+        self._free: dict[int, deque[Chunk]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def free_bytes(self) -> int:
+        """Allocated bytes that are not in use."""
+        return sum(size * len(chunks) for size, chunks in list(self._free.items()))
+
+    def take(self, count: int) -> list[Chunk]:
+        """Return chunks for `count` bytes, of which the last may be larger than what is left for it."""
+        taken: list[Chunk] = []
+        try:
+            for size in chunk_sizes(count):
+                taken.append(self._take(size, count))
+        except BaseException:
+            self.give(taken)
+            raise
+        return taken
+
+    def give(self, chunks: list[Chunk]) -> None:
+        """Return chunks to the pool; the copy that next writes to one waits for a copy that still reads from it."""
+        for chunk in chunks:
+            self._free[chunk.memory.numel()].append(chunk)
+
+    def _take(self, size: int, wanted: int) -> Chunk:
+        found = self._free.get(size)
+        if found is None:
+            with self._lock:
+                found = self._free.setdefault(size, deque())
+        try:
+            return found.pop()
+        except IndexError:
+            return self._allocate(size, wanted)
+
+    def _allocate(self, size: int, wanted: int) -> Chunk:
+        with self._lock:
+            available = self._available()
+            if size > min(self.limit_bytes - self.allocated_bytes, available):
+                raise OffloadError(
+                    f"No host memory for {format_bytes(wanted)} more of moved slots: {format_bytes(self.allocated_bytes)} are in use of "
+                    f"{format_bytes(self.limit_bytes)}, and the machine has {format_bytes(available)} left. "
+                    "Free host memory, use a smaller batch, or raise the budget of the device so that less is moved.",
+                    wanted_bytes=wanted,
+                    limit_bytes=self.limit_bytes,
+                )
+            chunk = Chunk(self._memory(size))
+            self.allocated_bytes += size
+            self.allocations += 1
+            return chunk
+
+    def _memory(self, size: int) -> Tensor:
+        if self.pinned:
+            try:
+                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self.pinned = False  # so this is said once
+                warnings.warn(
+                    f"Host memory cannot be pinned ({str(error).splitlines()[0]}): moved slots go to pageable memory, whose copies are "
+                    "slow and do not run beside the computation. Raise the limit of locked memory (ulimit -l), or the budget.",
+                    stacklevel=2,
+                )
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def chunk_sizes(count: int) -> list[int]:
+    """Return powers of two that hold `count` bytes: whole large chunks, then smaller and smaller ones."""
+    grain, largest = TUNING.chunk_grain_bytes, TUNING.largest_chunk_bytes
+    if count <= grain:
+        return [max(TUNING.smallest_chunk_bytes, 1 << (count - 1).bit_length())]
+    sizes = [largest] * (count // largest)
+    rest = -(-(count % largest) // grain) * grain
+    return sizes + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
+
+
+def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Return how much of the machine's memory this process may still take."""
+    found = [_meminfo_bytes(meminfo), _cgroup_bytes(cgroup)]
+    return min((each for each in found if each is not None), default=2**62)
+
+
+def _meminfo_bytes(meminfo: Path) -> int | None:
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+    except OSError:  # not a Linux machine: the allocation itself will tell
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return 1024 * int(fields["MemAvailable"].split()[0]) if "MemAvailable" in fields else None
+
+
+def _cgroup_bytes(cgroup: Path) -> int | None:
+    """Return the bytes that the container has left, its page cache included."""
+    try:
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+
+
+# --- streams --------------------------------------------------------------------------------------------------------
+
 Pairs = list[tuple[Tensor, Tensor]]  # a chunk of host memory, and the part of the device's that belongs to it
 
 
-class Lanes(Protocol):
-    """Moves bytes between one device and the host."""
+class CopyStreams(Protocol):
+    """Copies bytes between one device and the host."""
 
     pool: HostPool
     device: torch.device
 
     def stream(self) -> Any:
-        """Where the caller computes now."""
+        """Return the stream on which the caller computes now."""
 
     def send(self, pairs: Pairs, after: list[Event]) -> Event:
         """Copy to the host what has been computed so far, once the events `after` are done."""
@@ -37,14 +205,14 @@ class Lanes(Protocol):
         """Copy from the host."""
 
     def wait(self, event: Event, stream: Any) -> None:
-        """Let what `stream` computes from now on wait for a copy."""
+        """Make later work on `stream` wait for a copy."""
 
     def share(self, tensor: Tensor, owner: Any) -> None:
-        """The caller computes on a tensor that was allocated for `owner`."""
+        """Note that the caller computes on a tensor that was allocated for `owner`."""
 
 
 class _Done:
-    """A copy that was done at once."""
+    """The end of a copy that was done at once."""
 
     def query(self) -> bool:
         return True
@@ -53,8 +221,8 @@ class _Done:
 DONE = _Done()
 
 
-class PlainLanes:
-    """Without streams: a copy is done when the call returns."""
+class BlockingCopies:
+    """Copies without streams: a copy is done when the call returns."""
 
     def __init__(self, device: torch.device, pool: HostPool) -> None:
         self.device, self.pool = device, pool
@@ -73,14 +241,14 @@ class PlainLanes:
         return DONE
 
     def wait(self, event: Event, stream: Any) -> None:
-        """Nothing: it is done."""
+        """Do nothing: the copy is done."""
 
     def share(self, tensor: Tensor, owner: Any) -> None:
-        """Nothing: there is one stream."""
+        """Do nothing: there is one stream."""
 
 
-class CudaLanes:
-    """Two streams of one CUDA device."""
+class CudaCopyStreams:
+    """Two streams of one CUDA device: one out, one back."""
 
     def __init__(self, device: torch.device, pool: HostPool) -> None:
         self.device, self.pool = device, pool
@@ -91,14 +259,14 @@ class CudaLanes:
 
     def send(self, pairs: Pairs, after: list[Event]) -> Event:
         for event in after:
-            self._out.wait_event(event)  # type: ignore[arg-type]  # every event of these lanes is CUDA's
+            self._out.wait_event(event)  # type: ignore[arg-type]  # every event of these streams is CUDA's
         self._out.wait_stream(self.stream())
         try:
             with torch.cuda.stream(self._out):
                 for host, device in pairs:
                     host.copy_(device, non_blocking=True)
         except BaseException:
-            self.stream().wait_stream(self._out)  # what was begun still reads memory that is about to be freed
+            self.stream().wait_stream(self._out)  # copies that have begun still read memory that is about to be freed
             raise
         return _recorded(self._out)
 
@@ -129,12 +297,29 @@ def _recorded(stream: torch.cuda.Stream) -> Event:
     return event
 
 
-@cache
-def lanes_of(device: torch.device) -> Lanes:
-    """The lanes of a device, which all regions share; made when something is first moved."""
-    if device.type == "cuda":
-        return CudaLanes(device, _host_pool(pinned=True))
-    return PlainLanes(device, _host_pool(pinned=False))
+class DeviceStreams:
+    """The copy streams of each device, which all regions share; they are made when something is first moved.
+
+    `instead` is used for every device if it is set: to test or to time copies.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, CopyStreams] = {}
+        self.instead: CopyStreams | None = None
+
+    def of(self, device: torch.device) -> CopyStreams:
+        """Return the copy streams of a device."""
+        if self.instead is not None:
+            return self.instead
+        found = self._made.get(device)
+        if found is None:
+            cuda = device.type == "cuda"
+            found = (CudaCopyStreams if cuda else BlockingCopies)(device, _host_pool(pinned=cuda))
+            found = self._made.setdefault(device, found)
+        return found
+
+
+STREAMS = DeviceStreams()
 
 
 @cache
@@ -142,33 +327,36 @@ def _host_pool(*, pinned: bool) -> HostPool:
     return HostPool(pinned=pinned)
 
 
+# --- bandwidth ------------------------------------------------------------------------------------------------------
+
+
 def host_tier(device: torch.device) -> Tier | None:
-    """Host memory as the planner knows it: how much, and how fast each way. None where it is the device's own memory."""
+    """Return host memory as a tier of the planner: capacity and measured bandwidth. None where it is the device's own memory."""
     return None if device.type != "cuda" else _measured(torch.device("cuda", device.index or 0))
 
 
 @cache
 def _measured(device: torch.device) -> Tier:
-    pool = _host_pool(pinned=True)
-    chunks = pool.take(PROBE_BYTES)
+    pool, size = _host_pool(pinned=True), TUNING.probe_bytes
+    chunks = pool.take(size)
     try:
-        there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
+        there = torch.empty(size, dtype=torch.uint8, device=device)
         parts = there.split([chunk.memory.numel() for chunk in chunks])
         pairs = [(chunk.memory, part) for chunk, part in zip(chunks, parts, strict=True)]
-        out = min(_seconds([(host, part) for host, part in pairs], device) for _ in range(PROBES))
-        back = min(_seconds([(part, host) for host, part in pairs], device) for _ in range(PROBES))
+        out = min(_seconds([(host, part) for host, part in pairs], device) for _ in range(TUNING.probes))
+        back = min(_seconds([(part, host) for host, part in pairs], device) for _ in range(TUNING.probes))
     finally:
         pool.give(chunks)
     return Tier(
         name="host",
         capacity_bytes=pool.limit_bytes,
-        write_bytes_per_second=PROBE_BYTES / out if out else math.inf,
-        read_bytes_per_second=PROBE_BYTES / back if back else math.inf,
+        write_bytes_per_second=size / out if out else math.inf,
+        read_bytes_per_second=size / back if back else math.inf,
     )
 
 
 def _seconds(pairs: Pairs, device: torch.device) -> float:
-    """What it takes to copy the second of each pair into the first, on the device's clock."""
+    """Return the time to copy the second of each pair into the first, on the device's clock."""
     with torch.cuda.device(device):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

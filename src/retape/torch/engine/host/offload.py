@@ -1,16 +1,16 @@
-"""The host tier: slots that leave the device after their forward and are back before their backward.
+"""Offload: slots and inputs that leave the device after their forward and are back before their backward.
 
-A region whose policy moves slots has a `Cargo`. Until its forward ends they are held; then each storage among them becomes one
-`Parcel`, however many slots show parts of it, and is copied out: what leaves is what holding it would have kept. It is gone from
-the device at the first later save that finds the copy done. A copy that is not done when the region after this one ends is
-waited for by the device, never by the host, so no more than two regions' bytes are on their way out. When backward reaches a
-region, its parcels and those of the region before it start back; `unpack` makes the computing stream wait for the copy. A
-parcel's host memory is kept until its slots die.
+A region whose policy moves slots has `RegionTransfers`. Until its forward ends the slots are held; then each storage among them
+becomes one `HostCopy`, however many slots show parts of it, and is copied out: the bytes that leave are those that holding would have
+kept. They are freed on the device at the first later save that finds the copy done. A copy that is not done when the region after
+this one ends is waited for by the device, never by the host, so at most two regions' bytes are on their way out. When backward
+reaches a region, its copies and those of the region before it start back; `unpack` makes the computing stream wait for the copy. Host
+memory is kept until the slots die.
 
-Inputs of a region that leave (`moved_inputs.py`) are there before it runs, so their copies start then. They too have until the region
-after this one ends, though most are done before: so a region that moves more than its neighbours has their time too.
+Inputs that are moved are there before the region runs, so their copies start then; they too have until the region after this one
+ends. Slots that show a moved input leave with it.
 
-What is no plain tensor with a memory of its own (subclasses, sparse, inference tensors) is held instead.
+A tensor that is not plain or has no memory of its own (subclasses, sparse, inference tensors) is held instead.
 """
 
 from __future__ import annotations
@@ -30,69 +30,75 @@ from retape.core.errors import OffloadError, RetapeError
 from retape.core.units import format_bytes
 from retape.torch.capture.mutation import checksum, hold, version_of
 from retape.torch.compat import compiler_internals, internals
-from retape.torch.engine.host.copy_streams import Pairs, lanes_of
-from retape.torch.engine.host.host_pool import Chunk, Event
-from retape.torch.engine.mismatch import different_values
-from retape.torch.engine.slots import Slot, changed_in_place
+from retape.torch.engine.host.copy_streams import STREAMS, TUNING, Chunk, Event, Pairs
+from retape.torch.engine.messages import different_values
+from retape.torch.engine.slots import Slot, SlotOwner, changed_in_place
 
 if TYPE_CHECKING:
-    from retape.torch.engine.region import Region
+    from retape.torch.engine.inputs import Link, Made
 
-_MOST_TASKS = 64
 _NO_MEMORY = torch.empty(0)
+_NOT_LOADED = torch.empty(0)
 
 
-class Parcel:
-    """One storage: on its way out, out, on its way back, or back."""
+class MovedTensor(Protocol):
+    """A tensor of a host copy: it has a value until the bytes are freed on the device."""
+
+    value: Tensor | None
+    host_copy: HostCopy | None
+
+
+class HostCopy:
+    """One storage and its copy in host memory: on its way out, out, on its way back, or back."""
 
     __slots__ = (
         "__weakref__",
-        "_arrived",
         "_chunks",
-        "_copy",
-        "_lanes",
-        "_left",
+        "_copied_back",
+        "_copied_out",
         "_lock",
         "_owner",
-        "_slots",
+        "_returned",
+        "_saved_version",
         "_source",
-        "_version",
+        "_streams",
+        "_tensors",
         "nbytes",
     )
 
-    def __init__(self, slots: Sequence[Away], source: Tensor) -> None:
-        self._slots = [weakref.ref(slot) for slot in slots]
+    def __init__(self, tensors: Sequence[MovedTensor], source: Tensor) -> None:
+        self._tensors = [weakref.ref(each) for each in tensors]
         self._source: Tensor | None = source  # the bytes on the device
-        self._version = None if slots[0].value is None else version_of(slots[0].value)
+        self._saved_version = None if tensors[0].value is None else version_of(tensors[0].value)
         self.nbytes = source.numel()
-        self._lanes = lanes = lanes_of(source.device)
+        self._streams = streams = STREAMS.of(source.device)
         self._lock = threading.Lock()
-        self._owner = lanes.stream()
-        self._copy: Tensor | None = None
-        self._arrived: Event | None = None
-        self._chunks = lanes.pool.take(self.nbytes)
+        self._owner = streams.stream()
+        self._returned: Tensor | None = None
+        self._copied_back: Event | None = None
+        self._chunks = streams.pool.take(self.nbytes)
         try:
             after = [chunk.read for chunk in self._chunks if chunk.read is not None]
-            self._left = lanes.send(self._pairs(source), after)
+            self._copied_out = streams.send(self._pairs(source), after)
         except BaseException as error:
-            lanes.pool.give(self._chunks)
+            streams.pool.give(self._chunks)
             self._chunks = []
             _explain(error, self.nbytes, "to the host")
             raise
 
-    def carries(self, tensor: Tensor) -> bool:
-        """Whether a tensor shows what left with it: its memory, not written to since."""
+    def shows(self, tensor: Tensor) -> bool:
+        """True if a tensor shows this storage, and was not written to since the copy."""
         source = self._source
         return (
             source is not None
             and internals.untyped_storage(source)._cdata == internals.untyped_storage(tensor)._cdata
-            and version_of(tensor) == self._version
+            and version_of(tensor) == self._saved_version
         )
 
     def add(self, slot: MovedSlot) -> None:
-        """Another one that shows what is on its way."""
-        self._slots.append(weakref.ref(slot))
-        slot.parcel = self
+        """Add a slot that shows the same storage."""
+        self._tensors.append(weakref.ref(slot))
+        slot.host_copy = self
 
     def _pairs(self, there: Tensor) -> Pairs:
         pairs, begin = [], 0
@@ -102,78 +108,80 @@ class Parcel:
             begin += part.numel()
         return pairs
 
-    def release(self, *, wait: bool) -> bool:
-        """Let go of the device's memory if the copy is done; with `wait`, after making the device wait for it."""
-        if self._source is None:
-            return True
-        if not self._left.query():
-            if not wait:
-                return False
-            self._lanes.wait(self._left, self._owner)
-        for slot in [reference() for reference in self._slots]:
-            if slot is not None:
-                slot.value = None
-        self._source = None
-        return True
-
-    def start(self) -> None:
-        """Begin to copy it back, if it is not here."""
-        with self._lock:
-            if self._source is not None or self._copy is not None:
-                return
-            self._owner = self._lanes.stream()
-            copy = torch.empty(self.nbytes, dtype=torch.uint8, device=self._lanes.device)
-            try:
-                self._arrived = self._lanes.fetch(self._pairs(copy))
-            except BaseException as error:
-                _explain(error, self.nbytes, "back from the host")
-                raise
-            self._copy = copy
-            for chunk in self._chunks:
-                chunk.read = self._arrived
-
-    def arrive(self) -> Any:
-        """Its storage; what the caller computes from now on waits until the bytes are there."""
-        source = self._source
-        if source is not None:
-            return internals.untyped_storage(source)
-        self.start()
-        copy, arrived = self._copy, self._arrived
-        assert copy is not None
-        assert arrived is not None
-        self._lanes.wait(arrived, self._lanes.stream())
-        self._lanes.share(copy, self._owner)
-        return internals.untyped_storage(copy)
-
     @property
     def is_on_device(self) -> bool:
-        """True if the bytes have not left the device yet."""
+        """True if the bytes have not been freed on the device yet."""
         return self._source is not None
 
     @property
     def returned(self) -> Tensor | None:
         """The bytes that were copied back, or are being copied back."""
-        return self._copy
+        return self._returned
 
-    def send_away(self) -> None:
-        """Let go of what was copied back; the host still has it."""
+    def free_source(self, *, wait: bool) -> bool:
+        """Free the device's memory if the copy is done, with `wait` after making the device wait; return True if freed."""
+        if self._source is None:
+            return True
+        if not self._copied_out.query():
+            if not wait:
+                return False
+            self._streams.wait(self._copied_out, self._owner)
+        for tensor in [reference() for reference in self._tensors]:
+            if tensor is not None:
+                tensor.value = None
+        self._source = None
+        return True
+
+    def start_return(self) -> None:
+        """Start to copy it back, if it is not on the device."""
         with self._lock:
-            if self._copy is not None and self._arrived is not None:
-                self._lanes.wait(self._arrived, self._owner)  # nobody may get the memory before the copy is done
-            self._copy = None
+            if self._source is not None or self._returned is not None:
+                return
+            self._owner = self._streams.stream()
+            copy = torch.empty(self.nbytes, dtype=torch.uint8, device=self._streams.device)
+            try:
+                self._copied_back = self._streams.fetch(self._pairs(copy))
+            except BaseException as error:
+                _explain(error, self.nbytes, "back from the host")
+                raise
+            self._returned = copy
+            for chunk in self._chunks:
+                chunk.read = self._copied_back
+
+    def storage(self) -> Any:
+        """Return its storage on the device; later work of the caller waits until the bytes are there."""
+        source = self._source
+        if source is not None:
+            return internals.untyped_storage(source)
+        self.start_return()
+        copy, copied_back = self._returned, self._copied_back
+        assert copy is not None
+        assert copied_back is not None
+        self._streams.wait(copied_back, self._streams.stream())
+        self._streams.share(copy, self._owner)
+        return internals.untyped_storage(copy)
+
+    def free_returned(self) -> None:
+        """Free what was copied back; the host still has it."""
+        with self._lock:
+            if self._returned is not None and self._copied_back is not None:
+                self._streams.wait(
+                    self._copied_back, self._owner
+                )  # the memory may not be reused before the copy is done
+            self._returned = None
 
     def __del__(self) -> None:
         chunks: list[Chunk] = getattr(self, "_chunks", [])
         if sys.is_finalizing() or not chunks:
             return
-        for event in (self._left, self._arrived):
+        for event in (self._copied_out, self._copied_back):
             if event is not None and not event.query():
-                self._lanes.wait(event, self._owner)
-        self._lanes.pool.give(chunks)
+                self._streams.wait(event, self._owner)
+        self._streams.pool.give(chunks)
 
 
 def _explain(error: BaseException, count: int, where: str) -> None:
-    """A copy failed: what PyTorch itself raises is said in our words."""
+    """Raise an OffloadError for a copy that failed with an error of PyTorch's own."""
     if isinstance(error, RuntimeError) and not isinstance(error, (RetapeError, torch.OutOfMemoryError)):
         raise OffloadError(
             f"Copying {format_bytes(count)} of slots {where} failed: {str(error).splitlines()[0]}. "
@@ -182,24 +190,17 @@ def _explain(error: BaseException, count: int, where: str) -> None:
         ) from error
 
 
-class Away(Protocol):
-    """What a parcel carries for: it has a value until the parcel is gone from the device."""
+class TensorLayout:
+    """Shape, strides and bits of a tensor that leaves, to show it again on other memory.
 
-    value: Tensor | None
-    parcel: Parcel | None
-
-
-class Waybill:
-    """How a tensor looked that leaves, so that it can be shown again on other memory, and whether it was written to since.
-
-    `_witness` shares the version of the tensor, and none of its memory: a write to the tensor is noticed whether or not its
-    bytes are here (Rule 3).
+    `_witness` shares the tensor's version counter and none of its memory: a write to the tensor is noticed whether or not its bytes
+    are on the device (Rule 3).
     """
 
-    __slots__ = ("_layout", "_version", "_witness")
+    __slots__ = ("_layout", "_saved_version", "_witness")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._version = version_of(tensor)
+        self._saved_version = version_of(tensor)
         self._witness = tensor.detach()
         self._witness.data = _NO_MEMORY
         self._layout = (
@@ -217,14 +218,14 @@ class Waybill:
 
     @property
     def was_written_to(self) -> bool:
-        return bool(version_of(self._witness) != self._version)
+        return bool(version_of(self._witness) != self._saved_version)
 
-    def arrived(self, parcel: Parcel) -> Tensor:
-        """What left, with the same bytes, shape, strides and bits."""
+    def restore(self, host_copy: HostCopy) -> Tensor:
+        """Return the tensor that left, with the same bytes, shape, strides and bits."""
         with internals.unobserved():
-            value = self._shown(parcel.arrive())
-        if internals.graph_task() < 0:  # outside a backward pass nobody says when it was used
-            parcel.send_away()
+            value = self._shown(host_copy.storage())
+        if internals.graph_task() < 0:  # outside a backward pass there is no event after which it could be freed
+            host_copy.free_returned()
         return value
 
     def _shown(self, storage: Any) -> Tensor:
@@ -236,31 +237,87 @@ class Waybill:
 
 
 class MovedSlot(Slot):
-    """A slot that leaves. It has a value until its parcel is gone from the device; after that each read makes one."""
+    """A slot that leaves. It has a value until its bytes are freed on the device; after that each read makes one."""
 
-    __slots__ = ("_waybill", "parcel")
+    __slots__ = ("_layout", "host_copy")
 
     def __init__(self, slot: Slot, tensor: Tensor) -> None:
         super().__init__(slot.region, slot.index, slot.metadata)
         self.value = hold(tensor)
         self.version = version_of(tensor)
-        self._waybill = Waybill(tensor)
-        self.parcel: Parcel | None = None
+        self._layout = TensorLayout(tensor)
+        self.host_copy: HostCopy | None = None
 
     def fetch(self) -> Tensor:
-        """What was saved, with the same bytes, shape, strides and bits."""
-        if self._waybill.was_written_to:
-            raise changed_in_place(self, self._waybill.shape)
-        assert self.parcel is not None
-        value = self._waybill.arrived(self.parcel)
+        """Return what was saved, with the same bytes, shape, strides and bits."""
+        if self._layout.was_written_to:
+            raise changed_in_place(self, self._layout.shape)
+        assert self.host_copy is not None
+        value = self._layout.restore(self.host_copy)
         self.version = version_of(value)
         if self.metadata is not None and len(self.metadata) > 3 and checksum(value) != self.metadata[3]:
             raise different_values(self.region.name, self.index)
         return value
 
 
+class MovedInput:
+    """An input that leaves. It has a value until its bytes are freed on the device; after that each read makes one."""
+
+    __slots__ = ("__weakref__", "_checksum", "_layout", "host_copy", "value")
+
+    def __init__(self, tensor: Tensor, *, checked: bool) -> None:
+        self.value: Tensor | None = hold(tensor)
+        self.host_copy: HostCopy | None = None
+        self._layout = TensorLayout(tensor)
+        self._checksum = checksum(tensor) if checked else None
+
+    def load(self, region: SlotOwner, index: int) -> Tensor:
+        """Return the input; raise if it was written to since."""
+        if self._layout.was_written_to:
+            raise region.snapshot.has_changed(index)
+        present = self.value  # read once: another thread may free it
+        if present is not None:
+            return present
+        assert self.host_copy is not None
+        value = self._layout.restore(self.host_copy)
+        if self._checksum is not None and checksum(value) != self._checksum:
+            raise different_values(region.name, index)
+        return value
+
+
+class MovedInputs:
+    """A region's inputs, of which those with the numbers `moved` leave and the rest is held: an `InputSource`."""
+
+    holds_here = False
+
+    def __init__(
+        self, tensors: list[Tensor], moved: frozenset[int], transfers: RegionTransfers, *, checked: bool
+    ) -> None:
+        self._held = [
+            MovedInput(tensor, checked=checked) if index in moved and can_be_moved(tensor) else hold(tensor)
+            for index, tensor in enumerate(tensors)
+        ]
+        transfers.send_inputs([held for held in self._held if isinstance(held, MovedInput)])
+
+    def present(self) -> list[Tensor | None]:
+        return [held if isinstance(held, Tensor) else None for held in self._held]
+
+    @property
+    def links(self) -> list[Link]:
+        return []
+
+    def load(self, region: SlotOwner, skip: frozenset[int], made: Made) -> list[Tensor]:
+        return [
+            held if isinstance(held, Tensor) else _NOT_LOADED if index in skip else held.load(region, index)
+            for index, held in enumerate(self._held)
+        ]
+
+    def hold_again(self, region: SlotOwner, made: Made) -> None:
+        """Do nothing: the host has them."""
+
+
 def can_be_moved(tensor: Tensor) -> bool:
-    """Whether it is a plain tensor with a memory of its own."""
+    """True if it is a plain tensor with a memory of its own."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -270,220 +327,215 @@ def can_be_moved(tensor: Tensor) -> bool:
     )
 
 
-class Cargo:
-    """The parcels of one call of a region, in the order they were saved. It does not keep them: their slots do."""
+class RegionTransfers:
+    """The host copies of one call of a region, in save order. It holds them weakly: their slots keep them alive."""
 
-    __slots__ = ("__weakref__", "_before", "_inputs", "_parcels", "_slots", "_task", "announced")
+    __slots__ = ("__weakref__", "_before", "_copies", "_inputs", "_slots", "prefetch_hooked", "task")
 
     def __init__(self) -> None:
         self._before = _THREAD.last
         self._slots: list[weakref.ref[MovedSlot]] = []
-        self._inputs: list[weakref.ref[Parcel]] = []
-        self._parcels: list[weakref.ref[Parcel]] = []
-        self._task = -1
-        self.announced = False
+        self._inputs: list[weakref.ref[HostCopy]] = []
+        self._copies: list[weakref.ref[HostCopy]] = []
+        self.task = -1  # the backward pass that reached the region last
+        self.prefetch_hooked = False
 
     # --- out -----------------------------------------------------------------------------------------------------
 
-    def add(self, slot: MovedSlot) -> None:
-        """A slot was saved: it leaves when the region's forward is over."""
-        self._slots.append(weakref.ref(slot))
+    def send_inputs(self, inputs: Sequence[MovedTensor]) -> None:
+        """Start to copy inputs out, before the region runs."""
+        self._inputs = [weakref.ref(copy) for copy in _send(inputs)]
 
-    def send_inputs(self, inputs: Sequence[Away]) -> None:
-        """Inputs are there before the region runs: they start out at once."""
-        self._inputs = [weakref.ref(parcel) for parcel in _sent(inputs)]
+    def move(self, slot: Slot, tensor: Tensor, moved: frozenset[int]) -> Slot:
+        """Return a slot that leaves in place of `slot`, if it shows a moved input or its number is in `moved`."""
+        _THREAD.outgoing.free_finished()
+        with internals.unobserved():
+            of_input = self._input_shown_by(tensor)
+            if of_input is None:
+                if slot.value is not None or slot.index not in moved:
+                    return slot
+                if not can_be_moved(tensor):
+                    slot.value, slot.version = hold(tensor), version_of(tensor)
+                    return slot
+            leaving = MovedSlot(slot, tensor)
+        if of_input is None:
+            self._slots.append(weakref.ref(leaving))  # it leaves when the region's forward is over
+        else:
+            of_input.add(leaving)
+        return leaving
 
-    def input_shown_by(self, tensor: Tensor) -> Parcel | None:
-        """The parcel of an input that a tensor shows."""
+    def _input_shown_by(self, tensor: Tensor) -> HostCopy | None:
         if not self._inputs or not can_be_moved(tensor):
             return None
-        return next((parcel for parcel in _alive(self._inputs) if parcel.carries(tensor)), None)
+        return next((copy for copy in _alive(self._inputs) if copy.shows(tensor)), None)
 
-    def close(self) -> None:
-        """The region's forward is over: its slots start out, and what regions before it moved is off the device now."""
+    def finish_forward(self) -> None:
+        """Start to copy the slots out, and free on the device what regions before this one moved."""
         found = [slot for slot in [reference() for reference in self._slots] if slot is not None]
         self._slots.clear()
-        self._parcels = [weakref.ref(parcel) for parcel in _sent(found)]
-        _THREAD.leaving.region_ended(self._inputs, self._parcels)
+        self._copies = [weakref.ref(copy) for copy in _send(found)]
+        _THREAD.outgoing.finish_region(self._inputs, self._copies)
         _THREAD.last = weakref.ref(self)
 
-    def settle(self) -> None:
-        """Let go of what is still here, the device waiting for copies that are not done."""
-        for parcel in _alive([*self._inputs, *self._parcels]):
-            parcel.release(wait=True)
+    def free_sources(self) -> None:
+        """Free what is still on the device, which waits for copies that are not done."""
+        for copy in _alive([*self._inputs, *self._copies]):
+            copy.free_source(wait=True)
 
     # --- back ----------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to copy everything back, what was saved last first; what does not fit now is fetched when it is needed."""
+    def start_return(self) -> None:
+        """Start to copy everything back, last saved first; what does not fit now is fetched when it is needed."""
         try:
             with internals.unobserved():
-                for parcel in (
-                    *_alive(self._inputs),
-                    *reversed(_alive(self._parcels)),
-                ):  # a re-run begins with its inputs
-                    parcel.start()
+                for copy in (*_alive(self._inputs), *reversed(_alive(self._copies))):  # a re-run begins with its inputs
+                    copy.start_return()
         except torch.OutOfMemoryError:
             return
 
-    def reached(self, ahead: int) -> None:
-        """Backward reads a slot of this region: once in each pass, start this region's parcels, and those `ahead` of need."""
+    def on_backward(self, ahead: int) -> None:
+        """Start the copies of this region and of `ahead` regions before it, once in each backward pass."""
         task = internals.graph_task()
-        if task in (self._task, -1):
+        if task in (self.task, -1):
             return
-        self._task = task
-        _note(self, task)
-        self.start()
+        self.task = task
+        _RETURNED.add(self, task)
+        self.start_return()
         before = self._before()
         while before is not None and ahead > 0:
-            _note(before, task)
-            before.start()
+            _RETURNED.add(before, task)
+            before.start_return()
             before, ahead = before._before(), ahead - 1
 
-    def send_away(self) -> None:
-        """Let go of everything that was copied back."""
-        for parcel in _alive([*self._inputs, *self._parcels]):
-            parcel.send_away()
+    def free_returned(self) -> None:
+        """Free everything that was copied back."""
+        for copy in _alive([*self._inputs, *self._copies]):
+            copy.free_returned()
 
 
-class Leaving:
-    """The parcels of one thread that are on their way out, in the order of their copies. A region that is gone takes none along."""
+class OutgoingCopies:
+    """The copies of one thread that are on their way out, in order. They are held weakly: a region that is gone takes them along."""
 
-    __slots__ = ("_parcels",)
+    __slots__ = ("_copies",)
 
     def __init__(self) -> None:
-        self._parcels: deque[weakref.ref[Parcel]] = deque()
+        self._copies: deque[weakref.ref[HostCopy]] = deque()
 
-    def region_ended(self, inputs: list[weakref.ref[Parcel]], slots: list[weakref.ref[Parcel]]) -> None:
-        """A region's slots are on their way, its inputs since it began; what regions before it moved is off the device now."""
-        self.settle(wait=True)
-        self._parcels += inputs
-        self.settle()
-        self._parcels += slots
+    def finish_region(self, inputs: list[weakref.ref[HostCopy]], slots: list[weakref.ref[HostCopy]]) -> None:
+        """Add the copies of a region whose forward is over; those of regions before it are freed on the device."""
+        self.free_finished(wait=True)
+        self._copies += inputs
+        self.free_finished()
+        self._copies += slots
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Release what has left; with `wait` everything, the device waiting for copies that are not done."""
-        while self._parcels and _is_gone(self._parcels[0](), wait=wait):
-            self._parcels.popleft()
+    def free_finished(self, *, wait: bool = False) -> None:
+        """Free on the device what has been copied; with `wait` everything, after making the device wait."""
+        while self._copies:
+            copy = self._copies[0]()
+            if copy is not None and not copy.free_source(wait=wait):
+                return
+            self._copies.popleft()
 
 
-def _is_gone(parcel: Parcel | None, *, wait: bool) -> bool:
-    return parcel is None or parcel.release(wait=wait)
-
-
-def _sent(leaving: Sequence[Away]) -> list[Parcel]:
-    """A parcel for each storage among what leaves, on its way out; whoever leaves holds it."""
-    by_storage: dict[int, list[Away]] = {}
+def _send(leaving: Sequence[MovedTensor]) -> list[HostCopy]:
+    """Start to copy out each storage among the tensors once; the tensors hold the copies."""
+    by_storage: dict[int, list[MovedTensor]] = {}
     for each in leaving:
         if each.value is not None:
             by_storage.setdefault(internals.untyped_storage(each.value)._cdata, []).append(each)
-    parcels = []
+    copies = []
     with internals.unobserved():
         for sharing in by_storage.values():
             value = sharing[0].value
             assert value is not None
             storage = internals.untyped_storage(value)
-            parcel = Parcel(sharing, torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage))
+            copy = HostCopy(sharing, torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage))
             for each in sharing:
-                each.parcel = parcel
-            parcels.append(parcel)
-    return parcels
+                each.host_copy = copy
+            copies.append(copy)
+    return copies
 
 
-def _alive(references: list[weakref.ref[Parcel]]) -> list[Parcel]:
-    return [parcel for parcel in [reference() for reference in references] if parcel is not None]
+def _alive(references: list[weakref.ref[HostCopy]]) -> list[HostCopy]:
+    return [copy for copy in [reference() for reference in references] if copy is not None]
 
 
-def _gone() -> None:
+def _none() -> None:
     return None
 
 
-class _Thread(threading.local):
-    """The cargo that was closed last in this thread, and what is on its way out."""
+class _ThreadTransfers(threading.local):
+    """The transfers whose region ended last in this thread, and what is on its way out."""
 
-    last: Callable[[], Cargo | None] = staticmethod(_gone)
+    last: Callable[[], RegionTransfers | None] = staticmethod(_none)
 
     def __init__(self) -> None:
-        self.leaving = Leaving()
+        self.outgoing = OutgoingCopies()
 
 
-_THREAD = _Thread()
+_THREAD = _ThreadTransfers()
 
 
-# --- hooks of a region ------------------------------------------------------------------------------------------------
+def last_transfers() -> RegionTransfers | None:
+    """Return the transfers of the region that ended last in this thread, while its slots live."""
+    return _THREAD.last()
 
 
-def pack(region: Region, cargo: Cargo, tensor: Tensor) -> Slot:
-    """What a region that moves slots does with a tensor that autograd saves."""
-    _THREAD.leaving.settle()
-    slot = region.save(tensor)
-    with internals.unobserved():
-        parcel = cargo.input_shown_by(tensor)
-        if parcel is None:
-            if slot.value is not None or slot.index not in region.policy.moved:
-                return slot
-            if not can_be_moved(tensor):
-                slot.value, slot.version = hold(tensor), version_of(tensor)
-                return slot
-        moved = MovedSlot(slot, tensor)
-    region.replace_slot(moved)
-    if parcel is None:
-        cargo.add(moved)
-    else:
-        parcel.add(moved)
-    return moved
+def after_unmoved(tensors: list[Tensor]) -> None:
+    """Note that a module that moves nothing was called, with these outputs.
 
-
-def passed(tensors: list[Tensor]) -> None:
-    """A module that moves nothing was called.
-
-    What was moved before it is off the device now, and starts back when backward reaches these outputs of the module.
+    What was moved before it is freed on the device now, and starts back when backward reaches these outputs.
     """
-    _THREAD.leaving.settle(wait=True)
+    _THREAD.outgoing.free_finished(wait=True)
     last = _THREAD.last()
-    if last is None or last.announced:
+    if last is None or last.prefetch_hooked:
         return
-    last.announced = True
+    last.prefetch_hooked = True
     for tensor in tensors:
         if tensor.requires_grad:
-            tensor.register_hook(partial(_comes_near, weakref.ref(last)))
+            tensor.register_hook(partial(_prefetch, weakref.ref(last)))
             return
 
 
 @compiler_internals.left_alone
-def _comes_near(reference: weakref.ref[Cargo], gradient: Any) -> None:
-    cargo = reference()
-    if cargo is not None:
-        _note(cargo, internals.graph_task())
-        cargo.start()
+def _prefetch(reference: weakref.ref[RegionTransfers], gradient: Any) -> None:
+    transfers = reference()
+    if transfers is not None:
+        _RETURNED.add(transfers, internals.graph_task())
+        transfers.start_return()
 
 
-# --- which cargo came back in which backward pass -------------------------------------------------------------------------
-
-_BACK: OrderedDict[int, list[weakref.ref[Cargo]]] = OrderedDict()
+# --- which transfers came back in which backward pass ---------------------------------------------------------------
 
 
-def _note(cargo: Cargo, task: int) -> None:
-    """A cargo comes back. Where the graph is kept, those that backward reached before it in this pass are let go of (Rule 5)."""
-    if task < 0:
-        return
-    cargos = _BACK.get(task)
-    if cargos is None:
-        cargos = _BACK[task] = []
-        internals.at_end_of_backward(partial(_end, task))
-        if len(_BACK) > _MOST_TASKS:  # passes that ended in an exception never called back
-            _BACK.popitem(last=False)
-    elif internals.graph_is_kept():
-        for other in [reference() for reference in cargos]:
-            if other is not None and other is not cargo and other._task == task:
-                other.send_away()
-    cargos.append(weakref.ref(cargo))
+class _ReturnedTransfers:
+    """The transfers that came back, by backward pass: at its end nothing that was not consumed stays on the device."""
+
+    def __init__(self) -> None:
+        self._by_pass: OrderedDict[int, list[weakref.ref[RegionTransfers]]] = OrderedDict()
+
+    def add(self, transfers: RegionTransfers, task: int) -> None:
+        """Note that transfers come back. With a retained graph, those that the pass reached before are freed (Rule 5)."""
+        if task < 0:
+            return
+        found = self._by_pass.get(task)
+        if found is None:
+            found = self._by_pass[task] = []
+            internals.at_end_of_backward(partial(self._end, task))
+            if len(self._by_pass) > TUNING.max_backward_passes:
+                self._by_pass.popitem(last=False)
+        elif internals.graph_is_kept():
+            for other in [reference() for reference in found]:
+                if other is not None and other is not transfers and other.task == task:
+                    other.free_returned()
+        found.append(weakref.ref(transfers))
+
+    def _end(self, task: int) -> None:
+        for reference in self._by_pass.pop(task, []):
+            transfers = reference()
+            if transfers is not None:
+                transfers.free_sources()
+                transfers.free_returned()
 
 
-def _end(task: int) -> None:
-    """At the end of a backward pass nothing that came back and was not consumed stays on the device."""
-    for reference in _BACK.pop(task, []):
-        cargo = reference()
-        if cargo is not None:
-            cargo.settle()
-            cargo.send_away()
+_RETURNED = _ReturnedTransfers()

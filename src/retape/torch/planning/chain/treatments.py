@@ -15,7 +15,8 @@ import torch
 
 from retape.core.problem import Graph, GraphTensor, Op
 from retape.core.solvers.graph import GraphPlanner
-from retape.torch.engine.select import Step, plan_recipe
+from retape.torch.engine.recipe_mode import Step
+from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.trace import RegionTrace, TracedOp
 
 SMALL_PARTS = 64  # a storage that is less than one of so many parts of a tape is not worth a copy

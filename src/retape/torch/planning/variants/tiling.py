@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import RetapeError
-from retape.torch.engine.entrance import run_region
-from retape.torch.engine.links import tensors_of
+from retape.torch.engine.checkpoint import run_region
+from retape.torch.engine.context import current_runs, is_plain
 from retape.torch.engine.policy import Policy
-from retape.torch.engine.runs import current_runs, is_plain
+from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import synchronize, track_memory
 from retape.torch.slicing.tile import call_in_tiles
 

@@ -1,4 +1,4 @@
-"""Which region runs in this thread, what user code can ask of it, and the exception that ends a re-run early."""
+"""The regions that run in this thread, what runs them, and what user code can ask of them: `keep` and `recomputing`."""
 
 from __future__ import annotations
 
@@ -20,50 +20,37 @@ if TYPE_CHECKING:
 
     from retape.torch.capture.call import Call
     from retape.torch.engine.policy import Check, Policy
-    from retape.torch.engine.region import Region
 
 
-class Stop(BaseException):
-    """Ends a re-run, of one `filler`, after the last missing slot.
+class RunningRegion(Protocol):
+    """A region, as far as its runs ask: its name, its policy, and what was given to `retape.keep`."""
 
-    No Exception, so that `except Exception` in user code does not catch it. The filler is no argument: PyTorch asks for an
-    exception's text on its way through C++, and an argument would be spelled out for that.
-    """
-
-    filler: Any = None
-
-
-def stop_of(filler: Any) -> Stop:
-    """What a filler raises. Made here: a frame that raises what it has a name for is a cycle, and keeps its tensors."""
-    stop = Stop()
-    stop.filler = filler
-    return stop
+    @property
+    def name(self) -> str: ...
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def kept(self) -> list[Any]: ...
 
 
 class Running(Protocol):
-    """One run of a region's function. A region itself stands for its first one, the filler of its slots for a re-run."""
+    """One run of a region's function: the region itself is its first run, a `RegionRerun` each later one."""
 
     @property
     def rerun(self) -> bool: ...
     @property
-    def region(self) -> Region: ...
+    def region(self) -> Any: ...
 
     def keep(self, value: Any) -> Any: ...
 
 
-def record(kept: list[Any], value: Any) -> Any:
-    """Write down what `keep` was given in a first run."""
-    kept.append(pytree.tree_map_only(Tensor, _Kept, value))
-    return value
-
-
-class Run:
-    """A run that records what `keep` is given, or a re-run that returns it."""
+class RegionRun:
+    """A run that records what `keep` is given, or a re-run that returns what was recorded."""
 
     __slots__ = ("_cursor", "region", "rerun")
 
-    def __init__(self, region: Region, *, rerun: bool) -> None:
-        self.region = region
+    def __init__(self, region: RunningRegion, *, rerun: bool) -> None:
+        self.region: Any = region
         self.rerun = rerun
         self._cursor = 0
 
@@ -77,30 +64,39 @@ class Run:
                 "Keep the value that decides how often it is called, too."
             )
         self._cursor += 1
-        return pytree.tree_map_only(_Kept, lambda kept: kept.again(self.region), recorded[self._cursor - 1])
+        return pytree.tree_map_only(_KeptTensor, lambda kept: kept.again(self.region.name), recorded[self._cursor - 1])
 
 
-class _Kept:
+def record(kept: list[Any], value: Any) -> Any:
+    """Append what `keep` was given in a first run, and return it."""
+    kept.append(pytree.tree_map_only(Tensor, _KeptTensor, value))
+    return value
+
+
+class _KeptTensor:
     """A tensor that was given to `keep`, without its history."""
 
-    __slots__ = ("_needs_grad", "_tensor", "_version")
+    __slots__ = ("_kept_version", "_needs_grad", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = hold(tensor)
-        self._version = version_of(tensor)
+        self._kept_version = version_of(tensor)
         self._needs_grad = tensor.requires_grad
 
-    def again(self, region: Region) -> Tensor:
-        if version_of(self._tensor) != self._version:
+    def again(self, name: str) -> Tensor:
+        if version_of(self._tensor) != self._kept_version:
             raise StateChanged(
-                f"Region {region.name}: a tensor given to retape.keep has been modified by an inplace operation afterwards. "
+                f"Region {name}: a tensor given to retape.keep has been modified by an inplace operation afterwards. "
                 "Keep a copy (.clone())."
             )
         return self._tensor.detach().requires_grad_(self._needs_grad)
 
 
+# --- what runs regions here -----------------------------------------------------------------------------------------
+
+
 class RegionRunner(Protocol):
-    """Runs regions in the place of the engine, in the thread that has entered it: the manager of a live budget."""
+    """Runs regions in place of the engine, in the thread that has entered it: the manager of a live budget."""
 
     def run(
         self,
@@ -112,46 +108,41 @@ class RegionRunner(Protocol):
         policy: Policy,
         check: Check,
         early_stop: bool,
-        done: Callable[[Region], None] | None,
+        done: Callable[[Any], None] | None,
     ) -> Any:
         """Call `function(*arguments, **keywords)` as a region."""
 
 
-class _Thread(threading.local):
+class _ThreadContext(threading.local):
     def __init__(self) -> None:
         self.runs: list[Running] = []
         self.plain = 0
         self.runner: RegionRunner | None = None
 
 
-class _Process:
-    """What goes for every thread."""
+class _ProcessContext:
+    """Settings of every thread."""
 
     plain = 0
 
 
-THREAD = _Thread()
-PROCESS = _Process()
+THREAD = _ThreadContext()
+PROCESS = _ProcessContext()
 _COUNTING = threading.Lock()
 
 
 def current_runs() -> list[Running]:
-    """The runs that the caller is inside of, outermost first."""
+    """Return the runs that the caller is inside of, outermost first."""
     return THREAD.runs
 
 
-def is_plain() -> bool:
-    """Whether regions are switched off here, so that their functions are simply called."""
-    return THREAD.plain > 0 or (PROCESS.plain > 0 and not THREAD.runs)
-
-
 def current_runner() -> RegionRunner | None:
-    """Return what runs regions in this thread in the place of the engine, if something was entered."""
+    """Return what was entered to run the regions of this thread, or None for the engine itself."""
     return THREAD.runner
 
 
 def enter_runner(runner: RegionRunner | None) -> RegionRunner | None:
-    """Let `runner` run the regions of this thread; returns what did so before, which is entered again at the end."""
+    """Let `runner` run the regions of this thread, and return the one before, to be entered again at the end."""
     before, THREAD.runner = THREAD.runner, runner
     return before
 
@@ -166,9 +157,14 @@ def running_regions(runner: RegionRunner) -> Iterator[None]:
         enter_runner(before)
 
 
+def is_plain() -> bool:
+    """True if regions are switched off here, so that their functions are simply called."""
+    return THREAD.plain > 0 or (PROCESS.plain > 0 and not THREAD.runs)
+
+
 @contextmanager
 def plain() -> Iterator[None]:
-    """Switch regions off in this thread: what runs inside is plain autograd."""
+    """Switch regions off in this thread: the code inside is plain autograd."""
     THREAD.plain += 1
     try:
         yield
@@ -178,7 +174,7 @@ def plain() -> Iterator[None]:
 
 @contextmanager
 def plain_everywhere() -> Iterator[None]:
-    """Switch regions off in every thread. A thread that is inside a region goes on as it began: its re-runs must match."""
+    """Switch regions off in every thread. A thread inside a region continues as it began: its re-runs must match."""
     with _COUNTING:
         PROCESS.plain += 1
     try:
@@ -186,6 +182,17 @@ def plain_everywhere() -> Iterator[None]:
     finally:
         with _COUNTING:
             PROCESS.plain -= 1
+
+
+def managed_elsewhere() -> bool:
+    """True inside another checkpoint's forward or re-run, whose saved tensors are not retape's to keep.
+
+    The first run and the re-run of such a checkpoint must do the same, so a plan leaves what is inside alone in both.
+    """
+    return internals.graph_task() >= 0 or internals.top_hooks(True) is not None
+
+
+# --- for user code --------------------------------------------------------------------------------------------------
 
 
 def keep(value: Any) -> Any:
@@ -205,13 +212,5 @@ def _keep(value: Any) -> Any:
 
 
 def recomputing() -> bool:
-    """Whether the caller runs inside a re-run; for effects on plain Python objects that no re-run can undo."""
+    """True if the caller runs inside a re-run; for effects on plain Python objects that no re-run can undo."""
     return any(run.rerun for run in current_runs())
-
-
-def managed_elsewhere() -> bool:
-    """Whether saved tensors are somebody else's to keep here: inside another checkpoint, or where one runs something again.
-
-    The first run and the re-run of such a checkpoint must do the same, so a plan leaves what is inside alone in both.
-    """
-    return internals.graph_task() >= 0 or internals.top_hooks(True) is not None

@@ -1,0 +1,257 @@
+"""One re-run of a region: the state of its forward restored, the missing slots refilled, and the stop after the last one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from retape.torch.capture.decisions import Decisions, Repeating
+from retape.torch.capture.functions import CompiledCall
+from retape.torch.capture.mutation import checksum, version_of
+from retape.torch.capture.snapshot import RerunLock
+from retape.torch.compat import compiler_internals, internals
+from retape.torch.engine.context import THREAD, RegionRun
+from retape.torch.engine.messages import (
+    RerunMismatch,
+    different_metadata,
+    different_values,
+    more_tensors,
+    with_op_logs,
+)
+from retape.torch.engine.policy import Check
+from retape.torch.engine.slots import Slot, tensors_of
+from retape.torch.engine.trace import OpStopwatch, Recorder, RegionTrace
+
+if TYPE_CHECKING:
+    from retape.torch.capture.call import Call
+    from retape.torch.capture.snapshot import ReadGuard, Snapshot
+    from retape.torch.engine.recipe_mode import RecipeMode
+
+Contexts = tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]  # around the first run, and around each re-run
+
+_push_hooks, _pop_hooks = internals.push_hooks, internals.pop_hooks
+_detach = Tensor.detach
+
+# Re-runs restore process-wide state (buffers, streams, flags), so only one may do so at a time.
+RERUN = RerunLock()
+
+
+class Stop(BaseException):
+    """Ends one `rerun` after the last missing slot.
+
+    Not an Exception, so that `except Exception` in user code does not catch it (Rule 2). The re-run is not an argument: PyTorch asks
+    for an exception's text on its way through C++, and an argument would be printed for that.
+    """
+
+    rerun: Any = None
+
+
+def _stop_of(rerun: Any) -> Stop:
+    # Made here: a frame that raises an exception it has a name for is a cycle, and keeps its tensors alive.
+    stop = Stop()
+    stop.rerun = rerun
+    return stop
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    """Unpack in a re-run whose function runs a backward pass of its own."""
+    return tensor
+
+
+class RegionRerun(RegionRun):
+    """One re-run of a region, and its hooks: they fill the missing slots in save order and stop after the last.
+
+    `slots` are those of the region; their number grows while its first run continues.
+    """
+
+    # Defaults of fields that most re-runs never set. Fields that every `pack` reads are set on the instance: lookup is faster.
+    rerun = True
+    _cursor = 0
+    _observer: ReadGuard | Recorder | None = None
+    _recipe_mode: RecipeMode | None = None
+
+    def __init__(  # noqa: PLR0917 - made for every re-run: by position
+        self,
+        region: Any,
+        slots: list[weakref.ref[Slot]],
+        targets: dict[int, Slot],
+        early_stop: bool,
+        guard: ReadGuard | None = None,
+        recipe_mode: RecipeMode | None = None,
+    ) -> None:
+        self.region = region
+        self._slots = slots
+        self._targets = targets
+        self._last = next(reversed(targets), -1)
+        self._early_stop = early_stop
+        self._filled: list[Slot] = []
+        self._next = 0
+        self.done = self._observed = False
+        # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
+        self._for_itself = region.backward_inside
+        self._mode: Any = None
+        if guard is not None:
+            self._mode = self._observer = guard
+            self._observed = True
+        if recipe_mode is not None:
+            self._mode = self._recipe_mode = recipe_mode
+            self._observed = True
+            self._last = max(self._last, recipe_mode.last_checked)
+        # Modes of our own need not see what the hooks do; those of others may count on it.
+        self._detach: Callable[[Tensor], Tensor] = internals.detach_unseen if region.is_selective else _detach
+
+    # --- the hooks ----------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        if self.done:
+            raise _stop_of(self)  # user code swallowed the first one (Rule 2)
+        index = self._next
+        self._next = index + 1
+        if self._observed:
+            if self._observer is not None:
+                self._observer.saw_slot(tensor)
+            if self._recipe_mode is not None:
+                self._recipe_mode.saw_slot(index, tensor)
+        slot = self._targets.get(index)
+        plain = None
+        if slot is not None:
+            wanted = slot.metadata
+            if wanted is not None and wanted != (tensor.shape, tensor.dtype, tensor.device):
+                self._compare(slot, wanted, tensor)
+            slot.value = plain = tensor if tensor.is_leaf else self._detach(tensor)  # a leaf has no history
+            slot.version = plain._version if type(plain) is Tensor else version_of(plain)
+            slot.refilled, slot.consumed = True, False
+            self._filled.append(slot)
+        elif index >= len(self._slots):
+            self._one_too_many(index)
+        if index >= self._last and self._early_stop:
+            self.done = True
+            raise _stop_of(self)
+        if not self._for_itself:
+            return None
+        return plain if plain is not None else tensor if tensor.is_leaf else tensor.detach()
+
+    def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
+        metadata = (tensor.shape, tensor.dtype, tensor.device)
+        if wanted[:3] != metadata:
+            error = different_metadata(self.region.name, slot.index, wanted[:3], metadata)
+        elif checksum(tensor) != wanted[3]:
+            error = different_values(self.region.name, slot.index)
+        else:
+            return
+        if self._recipe_mode is not None:
+            raise self._recipe_mode.divergence()  # the recipe may be for another wiring: only a whole re-run can tell
+        raise error
+
+    def _one_too_many(self, index: int) -> None:
+        # While the first run continues (the function calls backward itself), the number of slots is not known yet.
+        if not self.region.is_running and self.region.check is not Check.OFF:
+            raise more_tensors(self.region.name, len(self._slots), index + 1)
+
+    def undo(self) -> None:
+        """Drop what was refilled."""
+        for slot in self._filled:
+            slot.value = None
+
+    # --- the run ------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        call: Call,
+        snapshot: Snapshot,
+        held: list[Tensor],
+        contexts: Contexts | None = None,
+        decisions: Decisions | None = None,
+    ) -> Any:
+        """Call the function again on the `held` arguments; return its outputs, or None if it was stopped."""
+        running = THREAD.runs
+        running.append(self)
+        try:
+            return self._restored(call, snapshot, held, contexts, decisions)
+        except RerunMismatch as error:
+            self.undo()
+            raise error if contexts is None else with_op_logs(error, *contexts) from error
+        except BaseException as error:
+            # User code may have caught Stop and raised another exception; the refill is complete, so it is ignored.
+            if self.done and (type(error) is not Stop or error.rerun is self):
+                return None
+            self.undo()
+            raise
+        finally:
+            running.pop()
+
+    def record(  # noqa: PLR0917
+        self,
+        call: Call,
+        snapshot: Snapshot,
+        held: list[Tensor],
+        contexts: Contexts | None,
+        decisions: Decisions | None,
+        stopwatch: OpStopwatch | None,
+    ) -> tuple[Any, RegionTrace]:
+        """Call the function again to its end; return its outputs and the trace of its ops."""
+        self._observer = recorder = Recorder(stopwatch)
+        self._observed = True
+        compiled = is_compiled(call)  # one opaque op, which a mode would silently make eager
+        if not compiled:
+            self._mode = recorder
+        outputs = self.run(call, snapshot, held, contexts, decisions)
+        if compiled:
+            return outputs, recorder.compiled_trace([*held, *call.state, *call.extras], tensors_of(outputs))
+        return outputs, recorder.trace(tensors_of(outputs), opaque=snapshot.drew_outside_torch)
+
+    def _restored(
+        self,
+        call: Call,
+        snapshot: Snapshot,
+        held: list[Tensor],
+        contexts: Contexts | None,
+        decisions: Decisions | None,
+    ) -> Any:
+        """Call the function with the state of the forward restored; afterwards everything is as it was."""
+        restored = snapshot.restored(held)
+        try:
+            tensors = restored.arguments
+            args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
+            if self._for_itself:
+                restored.keep_gradients()
+            mode = self._mode
+            if mode is None and contexts is None and decisions is None:
+                return self._hooked(call, args, keywords)
+            with contexts[1] if contexts else nullcontext(), mode or nullcontext(), self._repeating(decisions):
+                return self._hooked(call, args, keywords)
+        finally:
+            restored.leave()
+
+    def _repeating(self, decisions: Decisions | None) -> AbstractContextManager[Any]:
+        """Return the mode that repeats the decisions of the forward."""
+        if decisions is None:
+            return nullcontext()
+        return Repeating(decisions) if self._recipe_mode is None else Repeating(decisions, self._recipe_mode.ran_last)
+
+    def _hooked(self, call: Call, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        _push_hooks(self.pack, _identity)
+        try:
+            function = call.function
+            if type(function) is FunctionType:
+                function = call.function_again()
+            return function(*args, **keywords)
+        except Stop as stop:
+            if stop.rerun is not self:
+                raise
+            return None
+        finally:
+            _pop_hooks()
+
+
+def is_compiled(call: Call) -> bool:
+    """True if the function, or a module of it, is compiled: a dispatch mode around it would silently make it eager."""
+    function = call.function
+    return type(function) is CompiledCall or any(map(compiler_internals.is_compiled, (function, *call.modules)))
