@@ -75,7 +75,8 @@ class ModelLibraries(ModelLibrary):
         self._registered[library] = module
 
     def _imported(self) -> tuple[ModelLibrary, ...]:
-        if not self._registered.keys().isdisjoint(sys.modules):
+        # `keys().isdisjoint(sys.modules)` would visit every module of the process, 100 us for each region.
+        if any(map(sys.modules.__contains__, self._registered)):
             self._load()
         return self._active
 
