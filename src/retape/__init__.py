@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from retape.torch.slicing.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from retape.torch.slicing.tile import tile as tile
 
-# Names that need PyTorch are imported when they are first used: the planner and its command start without it.
+# Names that need PyTorch are imported on first use: the planner and its command start without it.
 _LAZY = {
     "Fit": "retape.api",
     "adaptive": "retape.torch.adaptive.manager",
@@ -75,11 +75,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("EXACT", "ALL"):  # values for fit(options=...), rather than names to learn
+    if name in ("EXACT", "ALL"):  # values for fit(options=...), not public names of their own
         return getattr(importlib.import_module("retape.core.problem"), name)
     if name not in _LAZY:
         raise AttributeError(f"module 'retape' has no attribute {name!r}")
-    drawn = random.getstate()  # what is imported now may draw, which the first use of a name must not show
+    drawn = random.getstate()  # imports may draw random numbers; the first use of a name must not
     value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
     random.setstate(drawn)
     return value

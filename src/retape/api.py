@@ -1,6 +1,6 @@
-"""`fit`, `apply` and `Fit`: the one place where the runtime and the reports meet.
+"""`fit`, `apply` and `Fit`: where the runtime and the reports meet.
 
-What is measured, solved and attached is in `fitting.py`; what it looks like, in `report/`.
+Measuring, solving and attaching are in `retape.torch.planning`; text and pictures are in `retape.report`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ __all__ = ["ALL", "EXACT", "Fit", "Promise", "apply", "fit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a plan said before it ran: peak bytes with everything counted, seconds, and those over a step that keeps everything.
+    """The prediction of a plan: peak bytes with everything counted, seconds, and the ratio to a step that keeps everything.
 
-    Of a model on several devices the peak is that of the first; `record.views` has all of them.
+    For a model on several devices the peak is that of the first; `record.views` has all of them.
     """
 
     peak_bytes: int
@@ -54,10 +54,10 @@ class Promise:
 
 
 class Fit:
-    """A model that runs inside a budget. It stays so until `remove` is called.
+    """A model that runs inside a budget, until `remove` is called.
 
-    `plan` is what was solved, `frontier` the best seconds at every number of bytes, `promised` what the plan said and `measured`
-    what a real step took.
+    `plan` is the solved plan, `frontier` the best seconds at every number of bytes, `promised` the plan's prediction and `measured`
+    the measurement of a real step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Fit:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget as bytes, everything counted; of a model on several devices that of the first."""
+        """The budget in bytes, everything counted; for a model on several devices that of the first."""
         return self.record.budget_bytes
 
     @property
@@ -93,26 +93,26 @@ class Fit:
         )
 
     def explain(self) -> str:
-        """A table: per kind of region what is held, what is recomputed and why, bytes and milliseconds each."""
+        """Return a table: what each kind of region holds and recomputes, why, and its bytes and seconds."""
         return explain(self.record)
 
     def plot(self, path: str | Path, *, device: str | None = None) -> None:
-        """Draw the frontier, with this plan and its budget, into a file that ends in .svg or (with `retape[plot]`) .png.
+        """Draw the frontier, with this plan and its budget, to a file that ends in .svg or (with `retape[plot]`) .png.
 
-        Of a model on several devices that of `device`, or of the first.
+        For a model on several devices, draw that of `device`, by default the first.
         """
         write_frontier(self.record.view(device), path)
 
     def report(self, path: str | Path, *, device: str | None = None) -> None:
-        """Write one HTML page about this fit, or about one `device` of several; it opens from disk and needs no network."""
+        """Write one HTML page about this fit, or about one `device` of several; it needs no network."""
         write_report(self.record.view(device), path)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan and all that was measured as JSON; `retape.apply` puts it on a model of the same structure."""
+        """Write the plan and its measurements as JSON; `retape.apply` attaches it to a model of the same structure."""
         Path(path).write_text(self.record.to_json() + "\n", encoding="utf-8")
 
     def largest_batch(self) -> int:
-        """How many rows the budget would carry, by the frugalest plan: activations grow with the rows, the rest does not."""
+        """Return the rows of the largest batch that fits by the floor plan, if activations are proportional to the rows."""
         if not self.record.rows:
             raise InvalidInput(
                 "The batch has no tensor with rows, so there is nothing to count. Fit again with another batch."
@@ -120,7 +120,7 @@ class Fit:
         return min(_largest_batch(view) for view in self.record.views)
 
     def remove(self) -> None:
-        """Leave the model as it was before the fit, without a trace."""
+        """Restore the model as it was before the fit."""
         if self._executor is not None:
             take_off(unwrapped(self._model), self._regions)
             self._executor = None
@@ -128,7 +128,7 @@ class Fit:
             LIBRARIES.unfuse_loss(unwrapped(self._model))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The engine, and what it has seen, stays with the model it runs: a model that is copied or pickled is a plain one."""
+        """Return the state without the executor: a copied or pickled model is a plain one."""
         return {**self.__dict__, "_executor": None, "_regions": {}}
 
     def _repr_html_(self) -> str:
@@ -149,8 +149,8 @@ def _largest_batch(record: FitRecord) -> int:
 
 
 @contextmanager
-def _python_stream_left_alone() -> Iterator[None]:
-    """What draws the progress bar draws random numbers too, when it is imported and when it makes a style."""
+def _python_random_restored() -> Iterator[None]:
+    """Restore Python's random stream: the progress bar's library draws from it when imported and for styles."""
     before = random.getstate()
     try:
         yield
@@ -160,7 +160,7 @@ def _python_stream_left_alone() -> Iterator[None]:
 
 @contextmanager
 def _undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Where an exception comes out, the model is as it was: nothing attached or fused that was not so before."""
+    """On an exception, restore the model: detach and unfuse what was not attached or fused before."""
     attached = {id(module) for module in model.modules() if is_attached(module)}
     was_fused = LIBRARIES.is_loss_fused(model)
     try:
@@ -174,7 +174,7 @@ def _undone_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-@_python_stream_left_alone()
+@_python_random_restored()
 def fit(
     model: nn.Module,
     batch: Any,
@@ -188,20 +188,20 @@ def fit(
     check: str = "metadata",
     progress: bool = True,
 ) -> Fit:
-    """Make a model train inside `budget` bytes, as fast as those allow, with the gradients of plain autograd bit for bit.
+    """Make a model train inside `budget` bytes, as fast as they allow, with the gradients of plain autograd bit for bit.
 
     With `options=ALL` the loss of a Hugging Face causal language model may be computed in slices, without whole logits: its
     gradients are then summed in another order, and the output has no `.logits` in training.
 
-    Runs a few real steps of `batch` to measure (never the optimizer's), solves, attaches the plan to the model and measures it.
-    A dict is called as keyword arguments, a tuple as positional ones; `step(model, batch)` returns the scalar loss where the
-    model does not. Weights, buffers, gradients and random streams are afterwards as before.
+    Runs a few real steps of `batch` to measure (never the optimizer), solves, attaches the plan to the model and measures it.
+    A dict is passed as keyword arguments, a tuple as positional ones; `step(model, batch)` returns the scalar loss if the
+    model does not. Weights, buffers, gradients and random streams are restored afterwards.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     refuse_replicas(model)
     say_evaluation(unwrapped(model))
-    with _undone_on_error(unwrapped(model)), _telling(progress) as tell:
+    with _undone_on_error(unwrapped(model)), _progress_bar(progress) as tell:
         asked = Budget.of(budget)
         fitter = (SpreadFitter if len(devices_of(model, asked)) > 1 else Fitter)(
             model,
@@ -233,12 +233,12 @@ def fit(
     )
     made = Fit(model, record, fitter.regions, found.executor)
     if progress:
-        _say(made)
+        _print_result(made)
     return made
 
 
 def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = "metadata") -> Fit:
-    """Put a saved fit on a model without profiling; PlanMismatch where the model is built differently."""
+    """Attach a saved fit to a model without profiling; raise PlanMismatch if the structure of the model differs."""
     record = _record_of(plan)
     refuse_replicas(model)
     found = fingerprint(model)
@@ -258,9 +258,7 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
         executor = Executor(record.assignment, names, check=Check.of(check))
     with _undone_on_error(unwrapped(model)):
         if executor is not None:
-            put_on(
-                unwrapped(model), regions, executor
-            )  # refused where a fit manages it already, whose loss may be fused
+            put_on(unwrapped(model), regions, executor)  # raises if a fit is attached already
         if record.fused_loss:
             room_bytes = record.budget_bytes - record.measured.base_bytes
             LIBRARIES.fuse_loss(unwrapped(model), room_bytes=room_bytes, compiled=record.assignment.is_compiled)
@@ -292,8 +290,8 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 @contextmanager
-def _telling(progress: bool) -> Iterator[Callable[[str], None]]:
-    """What to call with each thing that is being done; on a terminal it is a progress bar."""
+def _progress_bar(progress: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current stage; with `progress`, in a progress bar on standard error."""
     if not progress:
         yield lambda what: None
         return
@@ -302,7 +300,7 @@ def _telling(progress: bool) -> Iterator[Callable[[str], None]]:
 
     columns = (TextColumn("[bold]fit[/]"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=_USUAL_STEPS)
+        task = bar.add_task("starting", total=_STAGES)
 
         def tell(what: str) -> None:
             bar.update(task, description=what, advance=1)
@@ -310,11 +308,11 @@ def _telling(progress: bool) -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-_USUAL_STEPS = 7
+_STAGES = 7  # stages of a fit without corrections, for the length of the bar
 
 
-def _say(made: Fit) -> None:
-    """Promise and measurement, one line each."""
+def _print_result(made: Fit) -> None:
+    """Print promise and measurement, one line each, on standard error."""
     from rich.console import Console
 
     record, promised = made.record, made.promised

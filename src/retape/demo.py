@@ -1,7 +1,7 @@
-"""The demonstration: a small GPT trained on this machine plainly and inside several budgets, side by side, and compared.
+"""The demonstration: a small GPT is trained plainly and inside several budgets, and the runs are compared.
 
-Every copy sees the same batches and the same random numbers, one step of each in turn, so that the times can be compared and
-every gradient of every step can be held against plain autograd's. What it looks like is in `cli/demo.py`.
+All copies use the same batches and random numbers, one step of each in turn, so that times can be compared and
+every gradient of every step is compared with plain autograd. The output is in `cli/demo.py`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, is_whole, shown
 
 VOCABULARY = 256
-BUDGETS = (1.0, 0.5, 0.25)
+BUDGETS = (1.0, 0.5, 0.25)  # fractions of the activations
 SEED = 0
 LEARNING_RATE = 0.5
-FLOOR_TRIES = 4
-TIMED_ROWS = 4
-LEAST_ROWS, MOST_ROWS = 2, 8
-# Plain steps that fitting and comparing take in all, about; the batch is made as large as the time allows.
-STEPS_OF_A_DEMO = 110
-SECONDS_OF_A_DEMO = 70.0
+FLOOR_TRIES = 4  # each fit measures its own floor, which may be a little higher
+TIMED_STEPS = 4
+LEAST_ROWS, MOST_ROWS = 2, 8  # of the batch
+# Fitting and comparing take about 110 plain steps; the batch is as large as 70 seconds allow.
+PLAIN_STEPS = 110
+TOTAL_SECONDS = 70.0
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """The model and how long it is trained. `rows` of None is as many as this machine does in the time."""
+    """Sizes of the model and its training. `rows` of None is as many as this machine processes in the time."""
 
     layers: int = 8
     width: int = 320
@@ -51,15 +51,15 @@ class DemoConfig:
             if not (name == "rows" and count is None) and (not is_whole(count) or count < 1):
                 raise InvalidInput(f"{name} = {shown(count)}; give a whole number >= 1.")
         if self.width % self.heads:
-            raise InvalidInput(f"A width of {self.width} is no multiple of {self.heads} heads; give one that is.")
+            raise InvalidInput(f"A width of {self.width} is not a multiple of {self.heads} heads; give one that is.")
 
 
 class Block(nn.Module):
-    """A block of a GPT, as everybody writes it."""
+    """A standard block of a GPT."""
 
-    def __init__(self, sizes: DemoConfig) -> None:
+    def __init__(self, config: DemoConfig) -> None:
         super().__init__()
-        width, self.heads = sizes.width, sizes.heads
+        width, self.heads = config.width, config.heads
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.queries_keys_values, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
@@ -73,14 +73,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each next token; called with tokens it returns the loss."""
+    """A GPT that returns the loss of predicting each next token."""
 
-    def __init__(self, sizes: DemoConfig) -> None:
+    def __init__(self, config: DemoConfig) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, sizes.width)
-        self.places = nn.Parameter(torch.zeros(sizes.tokens, sizes.width))
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, config.width)
+        self.places = nn.Parameter(torch.zeros(config.tokens, config.width))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm, self.head = nn.LayerNorm(config.width), nn.Linear(config.width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens[:, :-1]) + self.places
@@ -91,7 +91,7 @@ class GPT(nn.Module):
 
 @dataclass(slots=True)
 class Runner:
-    """One copy of the model in training: its losses, its seconds, and what its gradients were compared to."""
+    """One copy of the model in training: its losses, its seconds, and the comparison of its gradients."""
 
     name: str
     model: GPT
@@ -102,7 +102,7 @@ class Runner:
     equal: int = 0
 
     def gradients(self, batch: Tensor, seed: int) -> None:
-        """One forward and backward, timed, from the same random numbers as everybody's."""
+        """Run one timed forward and backward from a seed."""
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
         start = time.perf_counter()
@@ -112,7 +112,7 @@ class Runner:
         self.losses.append(loss.item())
 
     def compare(self, plain: Runner) -> None:
-        """Hold every gradient against plain autograd's, bit for bit."""
+        """Compare every gradient with plain autograd, bit for bit."""
         for own, other in zip(self.model.parameters(), plain.model.parameters(), strict=True):
             self.compared += 1
             if own.grad is not None and other.grad is not None and torch.equal(own.grad, other.grad):
@@ -127,7 +127,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of one budget. `time_ratio` is the median over the steps of its seconds over plain's, taken in turn."""
+    """The result of one budget. `time_ratio` is the median over the steps of its seconds divided by plain's."""
 
     name: str
     record: FitRecord
@@ -143,7 +143,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """All of it: the plain run and one result per budget."""
+    """The plain run and one result per budget."""
 
     parameters: int
     rows: int
@@ -153,7 +153,7 @@ class Demonstration:
 
     @property
     def as_promised(self) -> bool:
-        """Every gradient and every loss equal to plain autograd's, and every measured peak inside its budget."""
+        """True if every gradient and loss equals that of plain autograd and every measured peak is inside its budget."""
         return all(
             result.all_equal
             and result.losses == self.losses
@@ -162,23 +162,23 @@ class Demonstration:
         )
 
 
-def demonstrate(sizes: DemoConfig, tell: Tell = lambda what: None) -> Demonstration:
+def demonstrate(config: DemoConfig, tell: Tell = lambda what: None) -> Demonstration:
     """Fit a copy of the model into each budget, train all of them together, and compare."""
     threads = torch.get_num_threads()
     try:
         tell("a few plain steps")
-        row_seconds = _quickest_row(sizes, threads)
-        rows = sizes.rows or max(LEAST_ROWS, min(MOST_ROWS, int(SECONDS_OF_A_DEMO / STEPS_OF_A_DEMO / row_seconds)))
-        return _demonstrate(sizes, _batches(sizes, rows), tell)
+        row_seconds = _quickest_row(config, threads)
+        rows = config.rows or max(LEAST_ROWS, min(MOST_ROWS, int(TOTAL_SECONDS / PLAIN_STEPS / row_seconds)))
+        return _demonstrate(config, _batches(config, rows), tell)
     finally:
         torch.set_num_threads(threads)
 
 
-def _demonstrate(sizes: DemoConfig, batches: list[Tensor], tell: Tell) -> Demonstration:
-    plain = Runner("plain", _new_model(sizes))
-    runners = list(_fitted(sizes, batches[0], tell))
+def _demonstrate(config: DemoConfig, batches: list[Tensor], tell: Tell) -> Demonstration:
+    plain = Runner("plain", _new_model(config))
+    runners = list(_fitted(config, batches[0], tell))
     for number, batch in enumerate(batches):
-        tell(f"training step {number + 1} of {sizes.steps}, in turn")
+        tell(f"training step {number + 1} of {config.steps}, in turn")
         plain.gradients(batch, seed=number)
         for runner in runners:
             runner.gradients(batch, seed=number)
@@ -188,28 +188,28 @@ def _demonstrate(sizes: DemoConfig, batches: list[Tensor], tell: Tell) -> Demons
     return Demonstration(
         parameters=sum(parameter.numel() for parameter in plain.model.parameters()),
         rows=len(batches[0]),
-        tokens=sizes.tokens,
+        tokens=config.tokens,
         losses=tuple(plain.losses),
         results=tuple(_result(runner, plain) for runner in runners),
     )
 
 
-def _fitted(sizes: DemoConfig, batch: Tensor, tell: Tell) -> Iterator[Runner]:
+def _fitted(config: DemoConfig, batch: Tensor, tell: Tell) -> Iterator[Runner]:
     floor_bytes = 0
     for share in BUDGETS:
         tell(f"fitting into {share:.0%} of the activations")
-        runner = Runner(f"{share:.0%}", _new_model(sizes))
+        runner = Runner(f"{share:.0%}", _new_model(config))
         runner.fitted = fit(runner.model, batch, budget=share, progress=False)
         floor_bytes = runner.fitted.frontier.floor_bytes
         yield runner
     tell(f"fitting into the floor, {format_bytes(floor_bytes)}")
-    runner = Runner("floor", _new_model(sizes))
+    runner = Runner("floor", _new_model(config))
     runner.fitted = _fit_floor(runner.model, batch, floor_bytes)
     yield runner
 
 
 def _fit_floor(model: GPT, batch: Tensor, floor_bytes: int) -> Fit:
-    """The floor is measured anew by each fit and may come out a little higher; the error then says where it is."""
+    """Fit into the floor. Each fit measures its own floor; if that is higher, try again with the one in the error."""
     for _ in range(FLOOR_TRIES - 1):
         try:
             return fit(model, batch, budget=floor_bytes, progress=False)
@@ -231,28 +231,28 @@ def _result(runner: Runner, plain: Runner) -> Result:
     )
 
 
-def _new_model(sizes: DemoConfig) -> GPT:
+def _new_model(config: DemoConfig) -> GPT:
     torch.manual_seed(SEED)
-    return GPT(sizes)
+    return GPT(config)
 
 
-def _batches(sizes: DemoConfig, rows: int) -> list[Tensor]:
-    """Sequences that count on by a fixed stride each, so that there is something to learn."""
+def _batches(config: DemoConfig, rows: int) -> list[Tensor]:
+    """Return sequences that count with a fixed stride each, so that there is something to learn."""
     torch.manual_seed(SEED)
-    starts, strides = torch.randint(VOCABULARY, (sizes.steps, rows, 1)), torch.randint(1, 8, (sizes.steps, rows, 1))
-    tokens = (starts + strides * torch.arange(sizes.tokens + 1)) % VOCABULARY
+    starts, strides = torch.randint(VOCABULARY, (config.steps, rows, 1)), torch.randint(1, 8, (config.steps, rows, 1))
+    tokens = (starts + strides * torch.arange(config.tokens + 1)) % VOCABULARY
     return list(tokens)
 
 
-def _quickest_row(sizes: DemoConfig, threads: int) -> float:
-    """Seconds of a plain step of one row, with all threads or with one: on a busy machine one may be quicker, and is left set."""
-    model, batch = _new_model(sizes), _batches(sizes, 1)[0]
-    _timed(model, batch)  # the first one also wakes everything up
+def _quickest_row(config: DemoConfig, threads: int) -> float:
+    """Return the seconds of a plain step of one row with the faster of all threads or one, and leave that number set."""
+    model, batch = _new_model(config), _batches(config, 1)[0]
+    _timed(model, batch)  # the first step also initialises PyTorch
     seconds: dict[int, float] = {}
     for count in dict.fromkeys((threads, 1)):
         torch.set_num_threads(count)
         # The mean, not the least: a busy machine stays busy.
-        seconds[count] = mean(_timed(model, batch) for _ in range(TIMED_ROWS))
+        seconds[count] = mean(_timed(model, batch) for _ in range(TIMED_STEPS))
     best = min(seconds, key=lambda count: seconds[count])
     torch.set_num_threads(best)
     return seconds[best]

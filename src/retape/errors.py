@@ -1,4 +1,4 @@
-"""The tree of errors, under its public name; it is drawn and defined in `retape.core.errors`."""
+"""The tree of errors under its public name; it is defined and drawn in `retape.core.errors`."""
 
 from retape.core.errors import (
     BudgetTooSmall,

@@ -101,7 +101,7 @@ def test_threads_are_put_back():
     ("field", "message"),
     [
         ({"layers": 0}, r"layers = 0; give a whole number >= 1"),
-        ({"heads": 3}, r"A width of 320 is no multiple of 3 heads"),
+        ({"heads": 3}, r"A width of 320 is not a multiple of 3 heads"),
     ],
 )
 def test_sizes_that_cannot_be_meant(field, message):

@@ -9,7 +9,7 @@ on two copy streams, one per direction, beside the computation. Offloaded bytes 
 after their copy is done; the machine never waits for that. Prefetched bytes are waited for by the first action that needs them.
 
 Host copies of a chain's options (`Option.moved_bytes`): for a chain with a `host`, `simulate(chain, actions)` plays them on the copy
-streams of the host (`HostCopies`) and returns the resulting peak and seconds. Without one, the options' own estimates are used.
+streams of the host (`OptionCopies`) and returns the resulting peak and seconds. Without one, the options' own estimates are used.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Machine:
             raise InvalidInput(f"tiers = {shown(tiers)}; give a tuple of Tier values, the device first.")
         self._ledger = _ledger_of(problem)
         host = problem.host if isinstance(problem, Chain) else None
-        self._copies = HostCopies(host) if host is not None else None
+        self._copies = OptionCopies(host) if host is not None else None
         self._tiers = tiers
         self._stored: list[dict[_Key, float]] = [{} for _ in tiers]  # key -> seconds at which the copy is done
         self._stored_bytes = [0] * len(tiers)
@@ -431,7 +431,7 @@ class _CopyOut:
     done_seconds: float
 
 
-class HostCopies:
+class OptionCopies:
     """The copies of options that move bytes to the host, on one stream per direction, by the rules of the engine.
 
     Out: the copy of an input starts with its stage's forward, that of slots at its end. Copied bytes leave the device when the next
