@@ -298,10 +298,9 @@ def grads_of(layer, function, x, policy=None):
 
 def test_the_plan_of_the_test_blocks_selects():
     """At least one of the budgets above is met by a plan that re-runs a part, or the tests above would show nothing."""
-    kinds = set()
-    for budget in (0.9, 0.8, 0.7, 0.6, 0.55):
+    for budget in (0.9, 0.7, 0.55):
         model, x = turned_model()
         fitted = retape.fit(model, x, budget=budget, step=mean_square_step, progress=False)
-        kinds |= {choice.option for choice in fitted.record.assignment.choices}
-        fitted.remove()
-    assert OptionKind.SELECT in kinds
+        if OptionKind.SELECT in {choice.option for choice in fitted.record.assignment.choices}:
+            return
+    pytest.fail("no budget was met by a plan that re-runs a part of a block")
