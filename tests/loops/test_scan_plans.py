@@ -29,7 +29,7 @@ from retape.torch.loops.plan import (
     tier_slots,
 )
 from retape.torch.loops.side_state import NOTHING_SAVED
-from retape.torch.loops.snapshots import DeviceTier, DiskTier, HostTier, LoopSnapshot, TierStore
+from retape.torch.loops.snapshots import DeviceSnapshots, DiskSnapshots, HostSnapshots, LoopSnapshot, TierStore
 from retape.torch.loops.state import State
 from retape.torch.loops.step import Body, Xs
 from support.ledger import Ledger
@@ -287,7 +287,7 @@ def test_retained_graph_with_tiers():
 
 
 def test_old_snapshots_move_to_the_next_tier():
-    tiers = [DeviceTier(), HostTier(), DiskTier()]
+    tiers = [DeviceSnapshots(), HostSnapshots(), DiskSnapshots()]
     store = TierStore(tiers, [1, 2, 3])
     for step in range(6):
         store.put(step, LoopSnapshot(State.of(torch.full((2,), float(step))), [], NOTHING_SAVED))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retape.core.actions import Backward, Forward, Free, Item, Load, Save
-from retape.core.errors import RegionError, StateChanged, UnsupportedTransform
+from retape.core.errors import InvalidInput, RegionError, StateChanged, UnsupportedTransform
 from retape.core.schedules.online import forward_phase
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.mutation import versions_of
@@ -24,7 +24,7 @@ from retape.torch.loops.captured_tensors import CapturedTensors
 from retape.torch.loops.plan import StepAction, TapeSteps, reversal
 from retape.torch.loops.side_state import NOTHING_SAVED, SideState
 from retape.torch.loops.snapshots import LoopSnapshot, SnapshotLost, TierStore
-from retape.torch.loops.state import State, checksum_of
+from retape.torch.loops.state import State, checksum_of, unflatten
 from retape.torch.loops.step import Body, Grads, LoopGradients, TapedSteps
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Driver:
         self.initial = initial
         self.steps = 0
         self.final = initial
+        self._nothing = initial.emptied()
         self.store = store
         self.block = block
         self.snapshots = snapshots
@@ -88,8 +89,8 @@ class Driver:
             self._rest = lambda: islice(actions(), done, None)
         self._finish_forward(from_files=begin.ended)
 
-    def run_while(self, goes_on: Callable[[State, int], bool]) -> None:
-        """Run while `goes_on` returns true, by the online schedule, which keeps at most `snapshots` snapshots."""
+    def run_while(self, cond: Callable[[Any], Any], most: int | None) -> None:
+        """Run while `cond` is true, at most `most` steps, by the online schedule, which keeps at most `snapshots` snapshots."""
         begin = self._begin()
         self.steps = begin.at
         asked: dict[int, bool] = {}
@@ -97,7 +98,7 @@ class Driver:
         def more() -> bool:
             if self.steps not in asked:
                 asked.clear()
-                asked[self.steps] = goes_on(self._working, self.steps)
+                asked[self.steps] = (most is None or self.steps < most) and self._ask(cond)
             return asked[self.steps]
 
         with ambient.RestoredAmbient(self.ambient, first_run=True):
@@ -114,6 +115,20 @@ class Driver:
         if not begin.ended:
             self._plan_reversal()
         self._finish_forward(from_files=begin.ended)
+
+    def _ask(self, cond: Callable[[Any], Any]) -> bool:
+        """Call `cond`; InvalidInput if it draws random numbers or changes its carry."""
+        state, before = self._working, (self.streams, rng.peek(self.streams))
+        with torch.no_grad():
+            verdict = bool(cond(unflatten(state.leaves, state.spec)))
+        if rng.moved(before):
+            raise InvalidInput(
+                f"{self.body.name}: cond draws random numbers, which a re-run of the steps would not draw. Draw them in the step, and "
+                "put what follows from them into the carry."
+            )
+        if state.modified_leaf() is not None:
+            raise InvalidInput(f"{self.body.name}: cond changed its carry in place. Let it only read the carry.")
+        return verdict
 
     def _advance_while(self, more: Callable[[], bool], stop: int) -> bool:
         while self.steps < stop:
@@ -288,7 +303,7 @@ class Driver:
 
     def take_tape(self, step: int) -> tuple[TapedSteps, bool]:
         """Return the tape of the steps from `step` on, and True if it had been stored. Drops the working state."""
-        self._working = self.initial.emptied()
+        self._working = self._nothing
         if step in self._tapes:
             return self._tapes.pop(step), True
         assert self._tape is not None
@@ -297,7 +312,7 @@ class Driver:
 
     def drop_results(self) -> None:
         """Drop the results: referencing them here would be a cycle through their own graph."""
-        self._working = self.final = self.initial.emptied()
+        self._working = self.final = self._nothing
         self.body.ys = None
 
     def release(self) -> None:
@@ -306,7 +321,7 @@ class Driver:
         self.store.close()
         self._tapes.clear()
         self._tape = None
-        self._working = self.final = self.initial = self.initial.emptied()
+        self._working = self.final = self.initial = self._nothing
         if self.resume is not None:
             self.resume.finish()
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike, Tier
 from retape.core.units import is_whole, shown
-from retape.torch.capture import rng
 from retape.torch.capture.call import Call, capture_call, name_of
 from retape.torch.engine.context import is_plain
 from retape.torch.engine.messages import refuse_transforms
@@ -112,7 +111,7 @@ def while_loop(
     if levels:
         slots = sum(planning.tier_slots(levels, parts.initial.nbytes, slots))
     driver = parts.driver(planning.LoopPlan(steps=1, snapshots=slots, block=size), levels, resume)
-    driver.run_while(_checked_cond(driver, cond, most))
+    driver.run_while(cond, most)
     if not driver.steps:
         driver.release()
         return carry, 0
@@ -223,27 +222,6 @@ def _reducing(step: Any, reduce: Any) -> Any:
         return (inner, y if total is _NO_TOTAL else reduce(total, y)), ()
 
     return reducing
-
-
-def _checked_cond(driver: Driver, cond: Callable[[Any], Any], most: int | None) -> Callable[[State, int], bool]:
-    """Return `cond` with the limit on steps, and checks that it neither draws random numbers nor changes its carry."""
-
-    def goes_on(state: State, steps: int) -> bool:
-        if most is not None and steps >= most:
-            return False
-        before = driver.streams, rng.peek(driver.streams)
-        with torch.no_grad():
-            verdict = bool(cond(unflatten(state.leaves, state.spec)))
-        if rng.moved(before):
-            raise InvalidInput(
-                f"{driver.body.name}: cond draws random numbers, which a re-run of the steps would not draw. Draw them in the step, and "
-                "put what follows from them into the carry."
-            )
-        if state.modified_leaf() is not None:
-            raise InvalidInput(f"{driver.body.name}: cond changed its carry in place. Let it only read the carry.")
-        return verdict
-
-    return goes_on
 
 
 def _results(driver: Driver, carry: Any, ys: Ys | None) -> tuple[Any, Any]:

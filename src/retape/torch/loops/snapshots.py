@@ -148,7 +148,7 @@ class LoopSnapshot(NamedTuple):
         return [leaf.device if isinstance(leaf, Tensor) else None for leaf in self.state.leaves]
 
 
-class DeviceTier:
+class DeviceSnapshots:
     """Snapshots by step, as they are. Other tiers store something else in their place."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class DeviceTier:
             self.drop(step)
 
 
-class HostTier(DeviceTier):
+class HostSnapshots(DeviceSnapshots):
     """CUDA tensors in pinned memory, copied on a separate stream; CPU tensors as they are."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ def _to_host(leaf: Any, stream: torch.cuda.Stream) -> Any:
     return buffer
 
 
-class DiskTier(DeviceTier):
+class DiskSnapshots(DeviceSnapshots):
     """Tensors in files with checksums, in a temporary folder; the rest of a snapshot stays in memory."""
 
     def __init__(self) -> None:
@@ -255,20 +255,20 @@ class DiskTier(DeviceTier):
         self._remove_folder()
 
 
-TIERS = {"device": DeviceTier, "host": HostTier, "disk": DiskTier}
+TIERS = {"device": DeviceSnapshots, "host": HostSnapshots, "disk": DiskSnapshots}
 
 
 class TierStore:
     """All snapshots of a loop, by step and tier. `slots`: the capacity of each tier if the schedule does not choose tiers."""
 
-    def __init__(self, tiers: Sequence[DeviceTier], slots: Sequence[int] | None = None) -> None:
+    def __init__(self, tiers: Sequence[DeviceSnapshots], slots: Sequence[int] | None = None) -> None:
         self._tiers = list(tiers)
         self._slots = list(slots) if slots is not None else None
 
     @classmethod
     def named(cls, names: Sequence[str], slots: Sequence[int] | None) -> TierStore:
         """Return a store with a tier for each name; one device tier if there are none."""
-        return cls([TIERS[name]() for name in names], slots) if names else cls([DeviceTier()])
+        return cls([TIERS[name]() for name in names], slots) if names else cls([DeviceSnapshots()])
 
     @property
     def slowest(self) -> int:
@@ -313,7 +313,7 @@ class _ForkedStore(TierStore):
     """A store whose drops do not reach the original; new snapshots stay on the device."""
 
     def __init__(self, origin: TierStore) -> None:
-        super().__init__([DeviceTier()])
+        super().__init__([DeviceSnapshots()])
         self._origin = origin
         self._borrowed = set(origin.steps())
         self._moving: set[int] = set()  # saved in another tier, not yet freed in the one before
