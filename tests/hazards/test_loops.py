@@ -10,20 +10,15 @@ from torch import nn
 
 from retape import scan
 from retape.errors import InvalidInput, RecomputeMismatch, RegionError, StateChanged
-from support.loops import assert_as_plain, gradients, same, unrolled
+from support.loops import DTYPE, assert_as_plain, gradients, normal, same, unrolled
 
-DTYPE = torch.float64
 STEPS = 17
-
-
-def number(*shape, grad=False):
-    return torch.randn(*shape, dtype=DTYPE, requires_grad=grad)
 
 
 def compare(make, *, block=1, snapshots=3):
     """`make()` gives a step, its tensors, and what to look at afterwards; all equal to the plain loop, and untouched by backward."""
     found = []
-    xs, start = number(STEPS, 3, 4), number(3, 4, grad=True)
+    xs, start = normal(STEPS, 3, 4), normal(3, 4, grad=True)
     for loop in (unrolled, lambda *a: scan(*a, snapshots=snapshots, block=block)):
         torch.manual_seed(1)
         random.seed(1)
@@ -41,7 +36,7 @@ def compare(make, *, block=1, snapshots=3):
 
 
 def loop_index_in_a_variable():
-    table, index = number(STEPS, 4, grad=True), 0
+    table, index = normal(STEPS, 4, grad=True), 0
 
     def step(h, x):
         nonlocal index
@@ -53,7 +48,7 @@ def loop_index_in_a_variable():
 
 
 def loop_index_in_a_list():
-    table, index = number(STEPS, 4, grad=True), [0]
+    table, index = normal(STEPS, 4, grad=True), [0]
 
     def step(h, x):
         h = torch.tanh(h * table[index[0]] + x)
@@ -64,7 +59,7 @@ def loop_index_in_a_list():
 
 
 def loop_index_in_a_dict():
-    table, state = number(STEPS, 4, grad=True), {"index": 0}
+    table, state = normal(STEPS, 4, grad=True), {"index": 0}
 
     def step(h, x):
         h = torch.tanh(h * table[state["index"]] + x)
@@ -79,7 +74,7 @@ class Counting(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(number(4))
+        self.weight = nn.Parameter(normal(4))
         self.register_buffer("average", torch.zeros(4, dtype=DTYPE))
         self.calls = 0
 
@@ -109,7 +104,7 @@ def batch_norm_and_dropout():
 
 
 def captured_array_written_to():
-    weight, array = number(4, grad=True), torch.zeros(4, dtype=DTYPE)
+    weight, array = normal(4, grad=True), torch.zeros(4, dtype=DTYPE)
 
     def step(h, x):
         array[0] += 1
@@ -121,7 +116,7 @@ def captured_array_written_to():
 
 
 def captured_array_first_written_to_by_a_later_step():
-    weight, array, calls = number(4, grad=True), torch.zeros(4, dtype=DTYPE), [0]
+    weight, array, calls = normal(4, grad=True), torch.zeros(4, dtype=DTYPE), [0]
 
     def step(h, x):
         calls[0] += 1
@@ -134,7 +129,7 @@ def captured_array_first_written_to_by_a_later_step():
 
 
 def views_of_one_array():
-    weight, array = number(4, grad=True), torch.zeros(8, dtype=DTYPE)
+    weight, array = normal(4, grad=True), torch.zeros(8, dtype=DTYPE)
     half = array[4:]
 
     def step(h, x):
@@ -146,7 +141,7 @@ def views_of_one_array():
 
 
 def state_many_steps_back_in_the_carry():
-    weight = number(4, grad=True)
+    weight = normal(4, grad=True)
 
     def step(h, x):
         ring = torch.stack([h, h * 0.5, x])
@@ -157,7 +152,7 @@ def state_many_steps_back_in_the_carry():
 
 
 def detached_states_in_a_list():
-    weight, seen = number(4, grad=True), [torch.zeros(3, 4, dtype=DTYPE)]
+    weight, seen = normal(4, grad=True), [torch.zeros(3, 4, dtype=DTYPE)]
 
     def step(h, x):
         h = torch.tanh(h * weight + x + seen[max(0, len(seen) - 5)])
@@ -168,7 +163,7 @@ def detached_states_in_a_list():
 
 
 def variable_bound_anew():
-    weight, last = number(4, grad=True), torch.zeros(3, 4, dtype=DTYPE)
+    weight, last = normal(4, grad=True), torch.zeros(3, 4, dtype=DTYPE)
 
     def step(h, x):
         nonlocal last
@@ -180,7 +175,7 @@ def variable_bound_anew():
 
 
 def random_numbers_of_every_kind():
-    weight, own, other = number(4, grad=True), torch.Generator().manual_seed(5), np.random.default_rng(4)
+    weight, own, other = normal(4, grad=True), torch.Generator().manual_seed(5), np.random.default_rng(4)
 
     def step(h, x):
         factor = random.random() + np.random.rand() + torch.rand((), generator=own, dtype=DTYPE) + other.random()
@@ -220,27 +215,27 @@ class Elsewhere:
 
 @pytest.mark.parametrize("snapshots", [1, 3, 30])
 def test_state_that_no_walk_reaches_is_noticed(snapshots):
-    weight = number(4, grad=True)
+    weight = normal(4, grad=True)
 
     def step(h, x):
         Elsewhere.calls += 1
         h = torch.tanh(h * weight * Elsewhere.calls / 20 + x)
         return h, h
 
-    h, _ = scan(step, number(4), number(STEPS, 4), snapshots=snapshots, block=1)
+    h, _ = scan(step, normal(4), normal(STEPS, 4), snapshots=snapshots, block=1)
     with pytest.raises(RecomputeMismatch, match=r"running the steps before step \d+ again gave another state"):
         h.sum().backward()
 
 
 def test_long_log_in_a_list():
-    weight, log = number(4, grad=True), list(range(250))
+    weight, log = normal(4, grad=True), list(range(250))
 
     def step(h, x):
         log.append(len(log))
         h = torch.tanh(h * weight + x * log[-1] / 100)
         return h, h
 
-    xs, start = number(30, 4), number(4)
+    xs, start = normal(30, 4), normal(4)
     plain = gradients(lambda: unrolled(step, start, xs), [weight])
     del log[250:]
     result = scan(step, start, xs, snapshots=3, block=1)
@@ -250,8 +245,8 @@ def test_long_log_in_a_list():
 
 
 def test_results_of_earlier_steps_kept_outside_the_carry():
-    weight, seen = number(4, grad=True), []
-    start = number(4)
+    weight, seen = normal(4, grad=True), []
+    start = normal(4)
 
     def step(h, _):
         h = torch.tanh(h * weight + (seen[-1] if seen else 0))
@@ -266,7 +261,7 @@ def test_module_that_keeps_its_last_output():
     class Keeps(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(number(4))
+            self.weight = nn.Parameter(normal(4))
             self.last = torch.zeros(4, dtype=DTYPE)
 
         def forward(self, h, x):
@@ -274,17 +269,17 @@ def test_module_that_keeps_its_last_output():
             return self.last, None
 
     with pytest.raises(RegionError, match="keeps a tensor with a history in 'last' of a module"):
-        scan(Keeps(), number(4), length=5)
+        scan(Keeps(), normal(4), length=5)
 
 
 def test_iterator_in_a_closure():
     numbers = itertools.count()
     with pytest.raises(InvalidInput, match="reads an iterator"):
-        scan(lambda h, _: (h * next(numbers), None), number(4, grad=True), length=5)
+        scan(lambda h, _: (h * next(numbers), None), normal(4, grad=True), length=5)
 
 
 def test_parameter_that_the_step_changes_itself():
-    weight = number(4, grad=True)
+    weight = normal(4, grad=True)
 
     def step(h, _):
         with torch.no_grad():
@@ -294,12 +289,12 @@ def test_parameter_that_the_step_changes_itself():
     with pytest.raises(
         StateChanged, match="step 0 changed its variable 'weight' in place, whose value before the loop is lost"
     ):
-        scan(step, number(4), length=5)
+        scan(step, normal(4), length=5)
 
 
 def test_tensor_in_a_list_that_is_overwritten_after_it_was_kept():
-    weight, seen = number(4, grad=True), []
-    start = number(4)
+    weight, seen = normal(4, grad=True), []
+    start = normal(4)
 
     def step(h, _):
         h = torch.tanh(h * weight + (seen[-1] if seen else 0))
@@ -314,8 +309,8 @@ def test_tensor_in_a_list_that_is_overwritten_after_it_was_kept():
 
 
 def test_parameter_changed_between_two_evaluations():
-    weight = number(4, grad=True)
-    xs, start = number(9, 4), number(4)
+    weight = normal(4, grad=True)
+    xs, start = normal(9, 4), normal(4)
 
     def step(h, x):
         h = torch.tanh(h * weight + x)
@@ -333,8 +328,8 @@ def test_parameter_changed_between_two_evaluations():
 
 
 def test_variable_bound_anew_after_the_loop():
-    factor, weight = 2.0, number(4, grad=True)
-    xs, start = number(9, 4), number(4)
+    factor, weight = 2.0, normal(4, grad=True)
+    xs, start = normal(9, 4), normal(4)
 
     def step(h, x):
         h = torch.tanh(h * weight * factor + x)
@@ -343,7 +338,7 @@ def test_variable_bound_anew_after_the_loop():
     plain = gradients(lambda: unrolled(step, start, xs), [weight])
     kept = weight
     result = scan(step, start, xs, snapshots=2)
-    factor, weight = 3.0, number(4)
+    factor, weight = 3.0, normal(4)
     assert same(plain, gradients(lambda: result, [kept]))
     assert factor == 3.0
     assert weight is not kept
@@ -351,8 +346,8 @@ def test_variable_bound_anew_after_the_loop():
 
 def test_training_flag_switched_after_the_loop():
     module = nn.Dropout(0.5)
-    weight = number(4, grad=True)
-    xs, start = number(9, 4), number(4)
+    weight = normal(4, grad=True)
+    xs, start = normal(9, 4), normal(4)
 
     def step(h, x):
         h = torch.tanh(module(h * weight) + x)
@@ -375,15 +370,15 @@ def test_two_loops_over_one_module_before_one_backward():
         second = loop(module, start * 2, xs)
         return [*gradients(lambda: (first, second), [module.weight]), module.average, torch.tensor(module.calls)]
 
-    xs, start = number(7, 3, 4), number(3, 4)
+    xs, start = normal(7, 3, 4), normal(3, 4)
     # Each loop hands over its sum at once, so the order of addition is another.
     for ours, plain in zip(run(lambda *a: scan(*a, snapshots=2)), run(unrolled), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-13, atol=1e-13)
 
 
 def test_taylor_of_hidden_state_at_two_points():
-    weight = number(4, grad=True)
-    xs, start = number(9, 4), number(4, grad=True)
+    weight = normal(4, grad=True)
+    xs, start = normal(9, 4), normal(4, grad=True)
 
     def run(loop):
         index = 0

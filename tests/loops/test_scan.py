@@ -13,13 +13,17 @@ from torch import nn
 import retape
 from retape import scan
 from retape.errors import RegionError, UnsupportedTransform
-from support.loops import assert_as_plain, assert_scan_as_plain, gradients, loss_of, same, taylor_order, unrolled
-
-DTYPE = torch.float64
-
-
-def random(*shape, grad=False):
-    return torch.randn(*shape, dtype=DTYPE, requires_grad=grad)
+from support.loops import (
+    DTYPE,
+    assert_as_plain,
+    assert_scan_as_plain,
+    gradients,
+    loss_of,
+    normal,
+    same,
+    taylor_order,
+    unrolled,
+)
 
 
 def gru():
@@ -33,52 +37,148 @@ def gru():
     return step, [*cell.parameters(), *head.parameters()]
 
 
-def lstm():
-    torch.manual_seed(0)
+def lstm_with_a_carry_of_two():
     cell = nn.LSTMCell(3, 4, dtype=DTYPE)
+    carry = (normal(2, 4, grad=True), normal(2, 4))
 
     def step(carry, x):
         h, c = cell(x, carry)
         return (h, c), h * 2
 
-    return step, list(cell.parameters())
+    return step, carry, normal(9, 2, 3), [*cell.parameters(), carry[0]]
 
 
-def attention():
-    torch.manual_seed(0)
+def attention_with_dropout():
     layer = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True, dtype=DTYPE)
-    mix = nn.Linear(3, 4, dtype=DTYPE)
+    mix, xs = nn.Linear(3, 4, dtype=DTYPE), normal(7, 2, 3, grad=True)
 
     def step(memory, x):
         query = mix(x)[:, None]
         out, _ = layer(query, memory, memory, need_weights=False)
         return torch.cat([memory[:, 1:], torch.tanh(out)], dim=1), out
 
-    return step, [*layer.parameters(), *mix.parameters()]
+    return step, normal(2, 5, 4), xs, [*layer.parameters(), *mix.parameters(), xs]
+
+
+def default_plan():
+    step, tensors = gru()
+    return step, normal(2, 4), normal(40, 2, 3), tensors
+
+
+def one_step():
+    step, tensors = gru()
+    xs, carry = normal(1, 2, 3, grad=True), normal(2, 4, grad=True)
+    return step, carry, xs, [*tensors, xs, carry]
+
+
+def weights_by_index():
+    weights = normal(9, 3, grad=True)
+
+    def step(h, index):
+        h = torch.sin(h * weights[index])
+        return h, h
+
+    return step, normal(3, grad=True), torch.arange(9), [weights]
+
+
+def inference_tensors():
+    weight = normal(3, grad=True)
+    with torch.inference_mode():
+        shift = normal(3)
+
+    def step(h, x):
+        h = torch.tanh(h * weight + x + shift)
+        return h, h
+
+    return step, normal(3), normal(7, 3), [weight]
+
+
+def region_inside_a_step():
+    layer, start = nn.Linear(4, 4, dtype=DTYPE), normal(2, 4, grad=True)
+
+    def step(h, x):
+        h = retape.checkpoint(lambda a: torch.tanh(layer(a)), h + x)
+        return h, h
+
+    return step, start, normal(6, 2, 4), [*layer.parameters(), start]
+
+
+def keep_in_some_steps_only():
+    weight = normal(3, grad=True)
+
+    def step(h, x):
+        h = torch.tanh(h * weight)
+        for _ in range(int(x) % 3):
+            h = h * (1 + retape.keep(float(torch.rand(()))))
+        return h, h
+
+    return step, normal(3), torch.arange(12), [weight]
+
+
+def parameter_that_only_a_later_step_uses():
+    first, later = normal(3, grad=True), normal(3, grad=True)
+
+    def step(h, index):
+        h = torch.tanh(h * first) if index < 5 else torch.tanh(h * later)
+        return h, h
+
+    return step, normal(3), torch.arange(9), [first, later]
+
+
+def carry_leaf_that_needs_gradients_from_a_later_step_on():
+    weight = normal(3, grad=True)
+
+    def step(carry, index):
+        h, extra = carry
+        extra = extra * weight if index == 4 else extra + 1
+        return (torch.tanh(h * weight), extra), h + extra
+
+    return step, (normal(3), normal(3)), torch.arange(9), [weight]
+
+
+def step_that_takes_gradients_itself():
+    matrix, start = normal(4, 4, grad=True), (normal(4, grad=True), normal(4))
+
+    def step(carry, _):
+        q, p = carry
+        (force,) = torch.autograd.grad(torch.sin(matrix @ q).sum(), q, create_graph=True)
+        p = p - 0.1 * force
+        return (q + 0.1 * p, p), q
+
+    return step, start, torch.arange(7), [matrix, start[0]]
+
+
+CASES = {
+    lstm_with_a_carry_of_two: {"snapshots": 2, "block": 1},
+    attention_with_dropout: {"snapshots": 2, "block": 2},
+    default_plan: {},
+    one_step: {"snapshots": 1},
+    weights_by_index: {"snapshots": 3, "block": 1},
+    inference_tensors: {"snapshots": 2},
+    region_inside_a_step: {"snapshots": 2},
+    keep_in_some_steps_only: {"snapshots": 2},
+    parameter_that_only_a_later_step_uses: {"snapshots": 2},
+    carry_leaf_that_needs_gradients_from_a_later_step_on: {"snapshots": 2},
+    step_that_takes_gradients_itself: {"snapshots": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_as_plain(case):
+    step, carry, xs, tensors = case()
+    assert_scan_as_plain(step, carry, xs, tensors, **CASES[case])
 
 
 @pytest.mark.parametrize("block", [1, 4, 13, 50])
 @pytest.mark.parametrize("snapshots", [1, 3, 30])
 def test_gru_with_each_parameter_used_and_outputs_that_are_states(snapshots, block):
     step, tensors = gru()
-    xs, carry = random(13, 2, 3, grad=True), random(2, 4, grad=True)
+    xs, carry = normal(13, 2, 3, grad=True), normal(2, 4, grad=True)
     assert_scan_as_plain(step, carry, xs, [*tensors, xs, carry], snapshots=snapshots, block=block)
 
 
-def test_lstm_with_a_carry_of_two():
-    step, tensors = lstm()
-    xs, carry = random(9, 2, 3), (random(2, 4, grad=True), random(2, 4))
-    assert_scan_as_plain(step, carry, xs, [*tensors, carry[0]], snapshots=2, block=1)
-
-
-def test_attention_with_dropout():
-    step, tensors = attention()
-    xs, carry = random(7, 2, 3, grad=True), random(2, 5, 4)
-    assert_scan_as_plain(step, carry, xs, [*tensors, xs], snapshots=2, block=2)
-
-
 def test_random_numbers_go_on_as_after_the_plain_loop():
-    weight = random(4, grad=True)
+    weight = normal(4, grad=True)
 
     def step(h, x):
         return torch.tanh(F.dropout(h * weight, 0.5) + x), None
@@ -90,17 +190,11 @@ def test_random_numbers_go_on_as_after_the_plain_loop():
         loss_of(result).backward()
         return drawn, torch.rand(3)
 
-    xs = random(11, 4)
-    plain = after(lambda: unrolled(lambda h, x: (step(h, x)[0], h), random(4), xs)[0])
-    ours = after(lambda: scan(step, random(4), xs, snapshots=2)[0])
+    xs = normal(11, 4)
+    plain = after(lambda: unrolled(lambda h, x: (step(h, x)[0], h), normal(4), xs)[0])
+    ours = after(lambda: scan(step, normal(4), xs, snapshots=2)[0])
     assert same(list(plain)[1:], list(ours)[1:])
     assert not torch.equal(*ours)
-
-
-def test_default_plan():
-    step, tensors = gru()
-    xs = random(40, 2, 3)
-    assert_scan_as_plain(step, random(2, 4), xs, tensors)
 
 
 Pair = namedtuple("Pair", "left right")
@@ -125,8 +219,8 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("wrap", CONTAINERS.values(), ids=CONTAINERS)
 def test_containers(wrap):
-    weight = random(3, grad=True)
-    start = random(3, grad=True)
+    weight = normal(3, grad=True)
+    start = normal(3, grad=True)
 
     def first_of(tree):
         while not isinstance(tree, torch.Tensor):
@@ -139,7 +233,7 @@ def test_containers(wrap):
         h = torch.tanh(first_of(carry) * weight + x)
         return wrap(h), h
 
-    xs = random(8, 3)
+    xs = normal(8, 3)
 
     def plain():
         carry, ys = unrolled(step, wrap(start), xs)
@@ -154,7 +248,7 @@ def test_containers(wrap):
 
 
 def test_values_that_are_no_tensors_pass_through():
-    weight = random(3, grad=True)
+    weight = normal(3, grad=True)
 
     def step(carry, x):
         h, count, words = carry
@@ -164,10 +258,10 @@ def test_values_that_are_no_tensors_pass_through():
             "none": None,
         }
 
-    (_, count, words), ys = scan(step, (random(3), 0, ["a", "b", "c"]), length=5, snapshots=2)
+    (_, count, words), ys = scan(step, (normal(3), 0, ["a", "b", "c"]), length=5, snapshots=2)
     assert (count, words) == (5, ["c", "a", "b"])
     assert (ys["n"], ys["none"]) == ([0, 1, 2, 3, 4], None)
-    start = random(3)
+    start = normal(3)
     assert_as_plain(
         lambda: unrolled(lambda c, _: (step((c[0], c[1], [1, 2, 3]), None)[0], c[0]), (start, 0, []), length=6)[0][0],
         lambda: scan(step, (start, 0, ["a"]), length=6, snapshots=2)[0][0],
@@ -176,8 +270,8 @@ def test_values_that_are_no_tensors_pass_through():
 
 
 def test_xs_of_several_leaves_some_without_gradients():
-    a, b = random(6, 3, grad=True), torch.arange(6)
-    table = random(6, 3, grad=True)
+    a, b = normal(6, 3, grad=True), torch.arange(6)
+    table = normal(6, 3, grad=True)
 
     def step(h, x):
         h = torch.tanh(h * table[x["i"]] + x["a"]) * x["scale"]
@@ -190,24 +284,14 @@ def test_xs_of_several_leaves_some_without_gradients():
             ys.append(y)
         return h, torch.stack(ys)
 
-    start = random(3)
+    start = normal(3)
     assert_as_plain(plain, lambda: scan(step, start, {"a": a, "i": b, "scale": 0.5}, snapshots=2, block=2), [a, table])
-
-
-def test_step_that_reads_the_loop_index_from_xs():
-    weights = random(9, 3, grad=True)
-
-    def step(h, index):
-        h = torch.sin(h * weights[index])
-        return h, h
-
-    assert_scan_as_plain(step, random(3, grad=True), torch.arange(9), [weights], snapshots=3, block=1)
 
 
 @pytest.mark.parametrize("used", ["carry", "ys", "one y", "half of the ys"])
 def test_results_that_are_used_in_part(used):
     step, tensors = gru()
-    xs, carry = random(10, 2, 3, grad=True), random(2, 4, grad=True)
+    xs, carry = normal(10, 2, 3, grad=True), normal(2, 4, grad=True)
 
     def part(result):
         h, ys = result
@@ -221,22 +305,16 @@ def test_results_that_are_used_in_part(used):
 
 
 def test_zero_steps():
-    carry = random(3, grad=True)
-    out, ys = scan(lambda h, x: (h * 2, h), carry, random(0, 3))
+    carry = normal(3, grad=True)
+    out, ys = scan(lambda h, x: (h * 2, h), carry, normal(0, 3))
     assert out is carry
     assert ys is None
     assert scan(lambda h, x: (h * 2, h), carry, length=0, reduce=operator.add) == (carry, None)
 
 
-def test_one_step():
-    step, tensors = gru()
-    xs, carry = random(1, 2, 3, grad=True), random(2, 4, grad=True)
-    assert_scan_as_plain(step, carry, xs, [*tensors, xs, carry], snapshots=1)
-
-
 def test_reduction_in_place_of_stacked_outputs():
     step, tensors = gru()
-    xs, start = random(12, 2, 3, grad=True), random(2, 4)
+    xs, start = normal(12, 2, 3, grad=True), normal(2, 4)
 
     def losses(h, x):
         h, y = step(h, x)
@@ -257,8 +335,8 @@ def test_reduction_in_place_of_stacked_outputs():
 
 def test_a_result_used_twice_and_a_graph_that_is_retained():
     step, tensors = gru()
-    xs = random(9, 2, 3)
-    start = random(2, 4)
+    xs = normal(9, 2, 3)
+    start = normal(2, 4)
     h, ys = unrolled(step, start, xs)
     plain = torch.autograd.grad((h * h).sum() + (h * 3).sum() + ys.sum(), tensors)
     h, ys = scan(step, start, xs, snapshots=2, block=2)
@@ -272,7 +350,7 @@ def test_a_result_used_twice_and_a_graph_that_is_retained():
 
 def test_two_losses_one_after_the_other():
     step, tensors = gru()
-    xs, start = random(9, 2, 3), random(2, 4)
+    xs, start = normal(9, 2, 3), normal(2, 4)
 
     def both(run):
         h, ys = run()
@@ -284,7 +362,7 @@ def test_two_losses_one_after_the_other():
 
 def test_backward_into_grad_with_hooks():
     step, tensors = gru()
-    xs, start = random(9, 2, 3), random(2, 4)
+    xs, start = normal(9, 2, 3), normal(2, 4)
     calls = []
     handle = tensors[0].register_hook(lambda grad: calls.append(grad.clone()) or grad * 2)
     after = tensors[1].register_post_accumulate_grad_hook(lambda tensor: calls.append(tensor.grad.clone()))
@@ -303,7 +381,7 @@ def test_backward_into_grad_with_hooks():
 
 def test_create_graph_is_refused():
     step, tensors = gru()
-    h, _ = scan(step, random(2, 4), random(5, 2, 3), snapshots=2)
+    h, _ = scan(step, normal(2, 4), normal(5, 2, 3), snapshots=2)
     with pytest.raises(UnsupportedTransform, match="create_graph=True; its backward pass has no graph"):
         torch.autograd.grad(h.sum(), tensors, create_graph=True)
 
@@ -318,23 +396,23 @@ def test_transforms_are_refused():
 
 def test_without_gradients_it_is_the_plain_loop():
     step, _ = gru()
-    xs, start = random(9, 2, 3), random(2, 4)
+    xs, start = normal(9, 2, 3), normal(2, 4)
     with torch.no_grad():
         assert same(list(unrolled(step, start, xs)), list(scan(step, start, xs)))
         assert same([unrolled(step, start, xs)[1].sum(0)], [scan(step, start, xs, reduce=operator.add)[1]]) is not None
-    h, ys = scan(lambda h, x: (h + x, h), start, random(4, 2, 4))
+    h, ys = scan(lambda h, x: (h + x, h), start, normal(4, 2, 4))
     assert not h.requires_grad
     assert not ys.requires_grad
 
 
 def test_outputs_require_gradients_as_in_the_plain_loop():
-    weight = random(3, grad=True)
+    weight = normal(3, grad=True)
 
     def step(carry, x):
         h, t = carry
         return (torch.tanh(h * weight), t + 1.0), (h.detach(), t)
 
-    (h, t), (detached, times) = scan(step, (random(3), torch.zeros(())), length=4, snapshots=1)
+    (h, t), (detached, times) = scan(step, (normal(3), torch.zeros(())), length=4, snapshots=1)
     assert [h.requires_grad, t.requires_grad, detached.requires_grad, times.requires_grad] == [
         True,
         False,
@@ -372,32 +450,9 @@ def test_autocast(forward, backward, inside):
         assert same(plain, run(lambda: scan(step, start, xs, snapshots=2, block=block)))  # noqa: B023 - called at once
 
 
-def test_inference_tensors():
-    weight, start, xs = random(3, grad=True), random(3), random(7, 3)
-    with torch.inference_mode():
-        shift = random(3)
-
-    def step(h, x):
-        h = torch.tanh(h * weight + x + shift)
-        return h, h
-
-    assert_scan_as_plain(step, start, xs, [weight], snapshots=2)
-
-
-def test_a_region_inside_a_step():
-    layer = nn.Linear(4, 4, dtype=DTYPE)
-    xs, start = random(6, 2, 4), random(2, 4, grad=True)
-
-    def step(h, x):
-        h = retape.checkpoint(lambda a: torch.tanh(layer(a)), h + x)
-        return h, h
-
-    assert_scan_as_plain(step, start, xs, [*layer.parameters(), start], snapshots=2)
-
-
 def test_a_loop_inside_a_step():
     layer = nn.Linear(4, 4, dtype=DTYPE)
-    start = random(2, 4, grad=True)
+    start = normal(2, 4, grad=True)
     tensors = [*layer.parameters(), start]
 
     def step_with(inner):
@@ -419,7 +474,7 @@ def test_a_loop_inside_a_step():
 
 def test_inside_a_region():
     step, tensors = gru()
-    xs, start = random(6, 2, 3), random(2, 4, grad=True)
+    xs, start = normal(6, 2, 3), normal(2, 4, grad=True)
 
     def whole(h):
         return scan(step, h, xs, snapshots=2)[1]
@@ -427,20 +482,8 @@ def test_inside_a_region():
     assert_as_plain(lambda: unrolled(step, start, xs)[1], lambda: retape.checkpoint(whole, start), [*tensors, start])
 
 
-def test_keep_in_some_steps_only():
-    weight, start, xs = random(3, grad=True), random(3), torch.arange(12)
-
-    def step(h, x):
-        h = torch.tanh(h * weight)
-        for _ in range(int(x) % 3):
-            h = h * (1 + retape.keep(float(torch.rand(()))))
-        return h, h
-
-    assert_scan_as_plain(step, start, xs, [weight], snapshots=2)
-
-
 def test_keep_records_a_decision_of_each_step():
-    weight = random(3, grad=True)
+    weight = normal(3, grad=True)
     draws = iter(range(1000))
 
     def step(h, _):
@@ -452,21 +495,21 @@ def test_keep_records_a_decision_of_each_step():
         return state["next"]()
 
     state = {"next": draws.__next__}
-    start = random(3)
+    start = normal(3)
     ours = gradients(lambda: scan(step, start, length=8, snapshots=2), [weight])
     state["next"] = iter(range(1000)).__next__
     assert same(gradients(lambda: unrolled(step, start, length=8), [weight]), ours)
 
 
 def test_recomputing_is_said():
-    weight = random(3, grad=True)
+    weight = normal(3, grad=True)
     seen = []
 
     def step(h, _):
         seen.append(retape.recomputing())
         return torch.tanh(h * weight), None
 
-    h, _ = scan(step, random(3), length=5, snapshots=1, block=1)
+    h, _ = scan(step, normal(3), length=5, snapshots=1, block=1)
     assert seen == [False] * 5
     calls = len(seen)
     h.sum().backward()
@@ -475,13 +518,13 @@ def test_recomputing_is_said():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at the carry's
 def test_compiled_step():
-    weight = random(3, grad=True)
+    weight = normal(3, grad=True)
 
     def step(h, x):
         h = torch.tanh(h * weight + x)
         return h, h
 
-    xs, start = random(7, 3), random(3)
+    xs, start = normal(7, 3), normal(3)
     compiled = torch.compile(step, backend="aot_eager")
     assert same(
         gradients(lambda: unrolled(compiled, start, xs), [weight]),

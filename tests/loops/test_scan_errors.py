@@ -6,13 +6,7 @@ from torch import nn
 
 from retape import scan
 from retape.errors import InvalidInput, StateChanged
-
-DTYPE = torch.float64
-
-
-def random(*shape, grad=False):
-    return torch.randn(*shape, dtype=DTYPE, requires_grad=grad)
-
+from support.loops import DTYPE, normal
 
 START = torch.zeros(3, dtype=DTYPE, requires_grad=True)
 BAD_STEPS = {
@@ -53,22 +47,22 @@ def test_steps_that_are_refused(step, message):
 )
 def test_arguments_that_are_refused(options, message):
     with pytest.raises(InvalidInput, match=message):
-        scan(lambda h, x: (h * 2, None), START, random(4, 3), **options)
+        scan(lambda h, x: (h * 2, None), START, normal(4, 3), **options)
 
 
 def test_lengths_that_are_refused():
     with pytest.raises(InvalidInput, match="cannot tell how many steps to run"):
         scan(lambda h, x: (h, None), START)
     with pytest.raises(InvalidInput, match=r"different leading dimensions, \[3, 4\]"):
-        scan(lambda h, x: (h, None), START, (random(3, 1), random(4, 1)))
+        scan(lambda h, x: (h, None), START, (normal(3, 1), normal(4, 1)))
     with pytest.raises(InvalidInput, match="a tensor without dimensions"):
         scan(lambda h, x: (h, None), START, torch.tensor(3.0))
 
 
 def changed_later(what):
-    weight, xs, carry = random(3, grad=True), random(5, 3), random(3)
+    weight, xs, carry = normal(3, grad=True), normal(5, 3), normal(3)
     module = nn.Linear(3, 3, dtype=DTYPE)
-    constant = random(3)
+    constant = normal(3)
 
     def step(h, x):
         return torch.tanh(module(h) * weight + x * constant), None

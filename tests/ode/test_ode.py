@@ -14,6 +14,8 @@ from support.ode_cases import (
     METHODS,
     Evaluations,
     Net,
+    assert_as_plain,
+    equal_steps,
     gradients,
     lorenz,
     recorded_steps,
@@ -26,29 +28,16 @@ F64 = torch.float64
 LOOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 
-def constant_steps(method, size):
-    """Options under which an adaptive method takes equal steps whatever their error: a smooth function of all inputs."""
-    if method in ("dopri5", "tsit5"):
-        return {"first_step": size, "min_step": size, "max_step": size}
-    return {"step_size": size}
-
-
 @pytest.mark.parametrize(("snapshots", "block"), [(1, 1), (2, 1), (8, 1), (2, 4), (100, 8)])
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=lambda v: v if isinstance(v, str) else "")
 def test_gradients_equal_plain_autograd_bit_for_bit(method, options, snapshots, block):
     net = Net()
-    blocks = {**options, "block": block}
-    named = {"method": method, "options": options, **LOOSE}
+    named = {"method": method, "options": {**options, "block": block}, **LOOSE}
     for _ in range(2):  # at one point, and again at another
         y0 = torch.randn(4, 3, dtype=F64, requires_grad=True)
         t = torch.tensor([0.0, 0.3, 0.31, 1.0, 1.7], dtype=F64, requires_grad=True)
         weights = torch.randn(5, 4, 3, dtype=F64)
-        inputs = (y0, t, *net.parameters())
-        wanted = gradients(lambda y0=y0, t=t: solve_plainly(net, y0, t, **named), inputs, weights)
-        in_blocks = {**named, "options": blocks, "snapshots": snapshots}
-        found = gradients(lambda y0=y0, t=t, n=in_blocks: retape.odeint(net, y0, t, **n), inputs, weights)
-        for one, other in zip(wanted, found, strict=True):
-            assert torch.equal(one, other)
+        found = assert_as_plain(net, y0, t, (y0, t, *net.parameters()), weights, snapshots, **named)
         assert all(gradient.abs().max() > 1e-4 for gradient in found[1:])
 
 
@@ -58,7 +47,7 @@ def test_taylor_remainders_are_of_second_order(method):
     y0 = torch.randn(2, 3, dtype=F64, requires_grad=True)
     t = torch.tensor([0.0, 0.33, 0.94, 1.45], dtype=F64, requires_grad=True)
     weights = torch.randn(4, 2, 3, dtype=F64)
-    options = constant_steps(method, 0.1)
+    options = equal_steps(method, 0.1)
 
     def loss():
         return (retape.odeint(net, y0, t, method=method, options=options, snapshots=3) * weights).sum().sin()
@@ -124,7 +113,7 @@ def test_f_is_evaluated_as_often_as_the_schedule_promises():
     """Six evaluations a step: the seventh slope is the next step's first. One at the start; a given first step needs no trial."""
     net, y0 = Net(), torch.randn(2, 3, dtype=F64, requires_grad=True)
     t, steps = torch.tensor([0.0, 1.0], dtype=F64), 16
-    options = {**constant_steps("dopri5", 1 / steps), "block": 1}
+    options = {**equal_steps("dopri5", 1 / steps), "block": 1}
     with Evaluations() as forward:
         solution = retape.odeint(net, y0, t, options=options, snapshots=steps)
     assert forward.count == 1 + 6 * steps
@@ -143,7 +132,7 @@ def test_f_is_evaluated_as_often_as_the_schedule_promises():
 
 def test_steps_of_small_states_are_taped_in_blocks():
     net, t, steps = Net(), torch.tensor([0.0, 1.0], dtype=F64), 32
-    options = constant_steps("dopri5", 1 / steps)
+    options = equal_steps("dopri5", 1 / steps)
     counts = {}
     for rows in (2, 4000):  # of three numbers: below and above 64 KiB
         y0 = torch.randn(rows, 3, dtype=F64, requires_grad=True)
@@ -173,10 +162,10 @@ def test_without_gradients_nothing_is_kept_or_run_again():
     net, y0 = Net(), torch.randn(2, 3, dtype=F64)
     t = torch.tensor([0.0, 1.0], dtype=F64)
     with torch.no_grad(), Evaluations() as forward:
-        solution = retape.odeint(net, y0, t, options=constant_steps("dopri5", 0.125))
+        solution = retape.odeint(net, y0, t, options=equal_steps("dopri5", 0.125))
     assert forward.count == 1 + 6 * 8
     assert not solution.requires_grad
-    assert torch.equal(solution, solve_plainly(net, y0, t, options=constant_steps("dopri5", 0.125)))
+    assert torch.equal(solution, solve_plainly(net, y0, t, options=equal_steps("dopri5", 0.125)))
 
 
 def test_a_tuple_of_states():
@@ -243,10 +232,7 @@ def test_float32_states_keep_their_dtype(method):
     t = torch.tensor([0.0, 0.4, 1.0], requires_grad=True)
     weights = torch.randn(3, 5, 3)
     inputs = (y0, t, *net.parameters())
-    named = {"method": method, "rtol": 1e-4, "atol": 1e-5}
-    wanted = gradients(lambda: solve_plainly(net, y0, t, **named), inputs, weights)
-    found = gradients(lambda: retape.odeint(net, y0, t, snapshots=2, **named), inputs, weights)
-    assert all(map(torch.equal, wanted, found))
+    found = assert_as_plain(net, y0, t, inputs, weights, 2, method=method, rtol=1e-4, atol=1e-5)
     assert {tensor.dtype for tensor in found} == {torch.float32}
 
 
@@ -326,10 +312,7 @@ def test_random_numbers_in_f_are_drawn_again(method, options):
 def test_lorenz_many_outputs_in_few_steps_and_many_steps_between_outputs():
     y0 = torch.tensor([1.0, 1.0, 1.0], dtype=F64, requires_grad=True)
     for t in (torch.linspace(0, 0.2, 101, dtype=F64), torch.tensor([0.0, 2.0, 2.001], dtype=F64)):
-        weights = torch.randn(len(t), 3, dtype=F64)
-        wanted = gradients(lambda t=t: solve_plainly(lorenz, y0, t), (y0,), weights)
-        found = gradients(lambda t=t: retape.odeint(lorenz, y0, t, snapshots=6), (y0,), weights)
-        assert all(map(torch.equal, wanted, found))
+        assert_as_plain(lorenz, y0, t, (y0,), torch.randn(len(t), 3, dtype=F64), 6)
 
 
 def test_parameters_in_a_closure_and_times_with_a_history():
@@ -381,9 +364,6 @@ def test_autocast_rounds_as_it_does_in_plain_autograd():
     net, y0 = Net(dtype=torch.float32), torch.randn(4, 3, requires_grad=True)
     t, weights = torch.tensor([0.0, 1.0]), torch.randn(2, 4, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        named = {"rtol": 1e-2, "atol": 1e-2}
-        wanted = gradients(lambda: solve_plainly(lambda t, y: net(t, y).float(), y0, t, **named), (y0,), weights)
-        found = gradients(lambda: retape.odeint(lambda t, y: net(t, y).float(), y0, t, **named), (y0,), weights)
+        assert_as_plain(lambda t, y: net(t, y).float(), y0, t, (y0,), weights, rtol=1e-2, atol=1e-2)
         with pytest.raises(InvalidInput, match="under autocast: return it"):
             retape.odeint(net, y0, t)
-    assert all(map(torch.equal, wanted, found))

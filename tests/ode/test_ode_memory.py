@@ -13,27 +13,6 @@ WIDTH = 2000
 STATE = WIDTH * 8
 
 
-class QuickLedger(Ledger):
-    """Looks for what has been freed only when a new peak is possible: as exact, and quick over very many ops."""
-
-    def __init__(self):
-        super().__init__()
-        self._at_most = 0
-        self._live = 0
-
-    @property
-    def live(self):
-        if self._at_most > self.peak:
-            self._live = self._at_most = super().live
-        return self._live
-
-    def _enter(self, tensor):
-        known = len(self._known)
-        super()._enter(tensor)
-        if len(self._known) > known:
-            self._at_most += tensor.untyped_storage().nbytes()
-
-
 def peak_units(solve, steps, times=2, block=1):
     """The most bytes that live at once in forward and backward, in states."""
     y0 = torch.randn(WIDTH, dtype=torch.float64, requires_grad=True)
@@ -45,7 +24,7 @@ def peak_units(solve, steps, times=2, block=1):
         "max_step": size,
         **({} if solve is solve_plainly else {"block": block}),
     }
-    with QuickLedger() as ledger:
+    with Ledger() as ledger:
         solve(lambda t, y: torch.sin(y) * t, y0, t, options=options)[-1].sum().backward()
     return ledger.peak / STATE
 
@@ -64,7 +43,7 @@ def test_the_peak_is_flat_in_the_number_of_steps():
     assert plain_long > 4 * plain_short > 2 * (tape + 2 * snapshots)
 
 
-def test_outputs_weigh_themselves_and_their_gradients():
+def test_outputs_take_their_bytes_and_those_of_their_gradients():
     few, many = (peak_units(in_a_loop(4), 40, times) for times in (2, 52))
     assert 50 <= many - few <= 3 * 50 + 10
 

@@ -12,7 +12,7 @@ import retape
 from retape.core.tableaux import TABLEAUX
 from retape.errors import IntegrationFailed, InvalidInput, RetapeError, StateChanged, UnsupportedTransform
 from retape.torch.ode.odeint import PLAIN, integrate
-from support.ode_cases import Net, recorded_steps, solve_plainly, van_der_pol
+from support.ode_cases import Net, equal_steps, recorded_steps, solve_plainly, van_der_pol
 
 F64 = torch.float64
 ADAPTIVE = ("dopri5", "tsit5")
@@ -28,12 +28,6 @@ def swing(t, y):
 def exact(t):
     phase = t + torch.sin(t)
     return torch.stack([torch.sin(phase), torch.cos(phase)], dim=-1)
-
-
-def equal_steps(method, size):
-    if method in ADAPTIVE:
-        return {"first_step": size, "min_step": size, "max_step": size}
-    return {"step_size": size}
 
 
 # --- accuracy -------------------------------------------------------------------------------------------------------
@@ -273,7 +267,7 @@ def decay(t, y):
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(changed, words):
+def test_invalid_arguments_are_refused(changed, words):
     t = torch.tensor([2.0, 4.0], dtype=F64) if "4" in words and "strictly" in words else T
     arguments = {"f": decay, "y0": Y0, "t": t, **changed}
     with pytest.raises(InvalidInput, match=words):

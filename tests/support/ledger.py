@@ -17,6 +17,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self._known: dict[StorageWeakRef, int] = {}
         self._outside: set[StorageWeakRef] = set()
+        self._at_most = 0  # live bytes at the last count, and all that was made since
         self.peak = 0
 
     @property
@@ -34,7 +35,9 @@ class Ledger(TorchDispatchMode):
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._enter(leaf)
-        self.peak = max(self.peak, self.live)
+        if self._at_most > self.peak:  # only then a new peak is possible, and counting takes long
+            self._at_most = self.live
+            self.peak = max(self.peak, self._at_most)
         return out
 
     def _enter(self, tensor: Tensor) -> None:
@@ -42,3 +45,4 @@ class Ledger(TorchDispatchMode):
         reference = StorageWeakRef(storage)
         if reference not in self._known and reference not in self._outside:
             self._known[reference] = storage.nbytes()
+            self._at_most += storage.nbytes()

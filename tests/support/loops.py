@@ -6,6 +6,13 @@ import torch
 
 from retape import scan
 
+DTYPE = torch.float64
+
+
+def normal(*shape, grad=False):
+    """Random float64 numbers: Taylor's test needs the digits."""
+    return torch.randn(*shape, dtype=DTYPE, requires_grad=grad)
+
 
 def unrolled(step, carry, xs=None, length=None):
     """A scan in plain autograd."""

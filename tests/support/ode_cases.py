@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retape import odeint
 from retape.torch.ode.odeint import PLAIN, in_a_loop, integrate
 
 # Every method with options under which it takes a fair number of steps; the grid of the last is the times themselves.
@@ -71,6 +72,24 @@ def gradients(solve: Callable[[], Tensor], inputs: Sequence[Tensor], weights: Te
     """The solution and the gradients of a weighted sum of it."""
     solution = solve()
     return solution.detach(), *torch.autograd.grad((solution * weights).sum(), inputs)
+
+
+def assert_as_plain(
+    f: Any, y0: Any, t: Tensor, inputs: Sequence[Tensor], weights: Tensor, snapshots: int = 32, **named: Any
+) -> tuple[Tensor, ...]:
+    """The same bits as plain autograd over the same steps; returns the solution and the gradients."""
+    plain = {**named, "options": {k: v for k, v in (named.get("options") or {}).items() if k != "block"}}
+    wanted = gradients(lambda: solve_plainly(f, y0, t, **plain), inputs, weights)
+    found = gradients(lambda: odeint(f, y0, t, snapshots=snapshots, **named), inputs, weights)
+    assert all(map(torch.equal, wanted, found))
+    return found
+
+
+def equal_steps(method: str, size: float) -> dict[str, float]:
+    """Options for equal steps whatever their error: the solution is a smooth function of all inputs."""
+    if method in ("dopri5", "tsit5"):
+        return {"first_step": size, "min_step": size, "max_step": size}
+    return {"step_size": size}
 
 
 def taylor_orders(loss: Callable[[], Tensor], inputs: Sequence[Tensor], size: float) -> list[float]:
