@@ -165,9 +165,9 @@ def test_a_chunk_of_the_compiled_loss_holds_more_rows(monkeypatch):
     standing = lazy_logits.LazyLogits(rows, head)
     standing.device = CUDA
     vars(head)[lazy_logits.CHUNK_BYTES] = 2**40
-    assert standing._chunk_rows() == 200, "twice what is usual, on a GPU"
+    assert standing.chunk_rows() == 200, "twice what is usual, on a GPU"
     with may_compile(True):
-        assert standing._chunk_rows() == 333, "four bytes of a logit and two of its slope"
+        assert standing.chunk_rows() == 333, "four bytes of a logit and two of its slope"
         vars(head)[lazy_logits.CHUNK_BYTES] = 6 * CLASSES * 150
-        assert standing._chunk_rows() == 150
-        assert (standing / 5.0).tanh()._chunk_rows() < 150
+        assert standing.chunk_rows() == 150
+        assert (standing / 5.0).tanh().chunk_rows() < 150

@@ -18,19 +18,18 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.integrations.huggingface.lazy_logits import CHUNK_BYTES, COMPILED, LazyLogits
+from retape.integrations.huggingface.lazy_logits import CHUNK_BYTES, COMPILED, TUNING, LazyLogits
 
 _LOG = logging.getLogger("retape")
-_CHUNKS_IN_ROOM = 4  # a chunk of logits takes at most this part of the bytes for activations
 
 
-class _Thread(threading.local):
+class _HeadCalls(threading.local):
     def __init__(self) -> None:
         # Heads whose next call returns lazy logits, by id, and the rows that the head was called with.
         self.heads: dict[int, Tensor | None] = {}
 
 
-_THREAD = _Thread()
+_CALLS = _HeadCalls()
 
 
 def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: bool = False) -> nn.Module:
@@ -127,7 +126,7 @@ def fuse_loss_as(model: nn.Module, record: FitRecord) -> None:
 
 def chunk_within(room_bytes: int | None) -> int | None:
     """Return the most bytes of a chunk if activations may take `room_bytes`; None if that is not known."""
-    return None if room_bytes is None else max(1, room_bytes // _CHUNKS_IN_ROOM)
+    return None if room_bytes is None else max(1, room_bytes // TUNING.chunks_in_room)
 
 
 def _head_of(model: nn.Module) -> nn.Linear:
@@ -176,26 +175,26 @@ def _loss_of(
 
 def _before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     head = _head_of(model)
-    _THREAD.heads.pop(id(head), None)
+    _CALLS.heads.pop(id(head), None)
     if model.training and kwargs.get("labels") is not None:
         log_fused_once()
-        _THREAD.heads[id(head)] = None
+        _CALLS.heads[id(head)] = None
 
 
 def _before_head(head: nn.Module, args: tuple[Any, ...]) -> Any:
-    if id(head) not in _THREAD.heads:
+    if id(head) not in _CALLS.heads:
         return None
-    _THREAD.heads[id(head)] = args[0]
+    _CALLS.heads[id(head)] = args[0]
     return (args[0][:0],)  # no rows: the head's own forward costs nothing
 
 
 def _after_head(head: Any, args: Any, output: Any) -> Any:
-    rows = _THREAD.heads.pop(id(head), None)
+    rows = _CALLS.heads.pop(id(head), None)
     return None if rows is None else LazyLogits(rows, head)
 
 
 def _after_model(model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    _THREAD.heads.pop(id(_head_of(model)), None)
+    _CALLS.heads.pop(id(_head_of(model)), None)
     if isinstance(output, tuple):
         return tuple(None if isinstance(value, LazyLogits) else value for value in output)
     if not isinstance(getattr(output, "logits", None), LazyLogits):

@@ -55,15 +55,15 @@ def _caches_in(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any
     return [value for value in (*arguments, *keywords.values()) if _is_cache(value)]
 
 
-class _Thread(threading.local):
-    given: tuple[weakref.ref[Any], ...] = ()  # caches that the caller gave to the model that runs now
+class _GivenCaches(threading.local):
+    caches: tuple[weakref.ref[Any], ...] = ()  # caches that the caller gave to the model that runs now
 
 
 class CacheUse:
     """Caches that callers gave to models, and caches that were left out of regions, with the modules that did not get them."""
 
     def __init__(self) -> None:
-        self._thread = _Thread()
+        self._current = _GivenCaches()
         self._left_out: dict[int, tuple[weakref.ref[Any], set[int]]] = {}
 
     def begin_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class CacheUse:
         for cache in given:
             if id(cache) in self._left_out:
                 raise _read_after_left_out(cache)
-        self._thread.given = tuple(weakref.ref(cache) for cache in given)
+        self._current.caches = tuple(weakref.ref(cache) for cache in given)
 
     def left_out(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> RegionArguments:
         """Return the arguments of a layer in training without an empty cache of the model's own."""
@@ -93,7 +93,7 @@ class CacheUse:
     def _is_left_out(self, value: Any) -> bool:
         if not _is_cache(value) or not is_empty(value):
             return False
-        given = [reference() for reference in self._thread.given]
+        given = [reference() for reference in self._current.caches]
         # An encoder-decoder model puts the caller's cache into one of its own.
         return not any(one is each for each in given for one in (value, *vars(value).values()) if each is not None)
 

@@ -6,6 +6,7 @@ the values do not exist.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,20 @@ from retape.torch.slicing.products import wide
 
 CHUNK_BYTES = "_retape_chunk_bytes"  # attribute of a head: the most bytes that the buffers of a chunk may take
 COMPILED = "_retape_compiled_loss"  # attribute of a head: True if the ops between matrix products may be compiled
-_MIN_ROWS = 64  # rows of a chunk: smaller matrix products do not fill a GPU
-_ROOMY = 2  # times the default bytes: larger products are faster, and the weight's gradient is accumulated less often
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceTuning:
+    """Thresholds of the fused loss."""
+
+    min_chunk_rows: int = 64  # rows: smaller matrix products do not fill a GPU
+    gpu_chunk_factor: int = (
+        2  # times the default bytes: larger products are faster, and the weight's gradient is accumulated less often
+    )
+    chunks_in_room: int = 4  # a chunk of logits takes at most this part of the bytes for activations
+
+
+TUNING = HuggingFaceTuning()
 
 
 class LazyLogits:
@@ -47,22 +60,22 @@ class LazyLogits:
                 soft_cap=self.cap,
                 reduction=reduction,
                 shift=shift,
-                chunk_rows=self._chunk_rows(),
+                chunk_rows=self.chunk_rows(),
             )
 
-    def _chunk_rows(self) -> int | None:
+    def chunk_rows(self) -> int | None:
         """Return the rows of a chunk that fit the head's limit, at most twice the default on a GPU; None for the default."""
         weight, most = self.head.weight, getattr(self.head, CHUNK_BYTES, None)
         if most is None:
             return None
         usual = usual_chunk_bytes(self.device, *weight.shape, weight_gradient=weight.requires_grad)
-        roomy = _ROOMY * usual if self.device.type == "cuda" else usual
+        roomy = TUNING.gpu_chunk_factor * usual if self.device.type == "cuda" else usual
         if usual == roomy <= most:
             return None
         plain = self.cap is None and self.head.bias is None and loss_is_compiled(self.device)
         # Compiled, the loss's derivatives overwrite the logits, without a buffer in between.
         each = (wide(weight.dtype).itemsize + weight.dtype.itemsize,) if plain else ()
-        return max(_MIN_ROWS, rows_within(min(most, roomy), len(weight), *each))
+        return max(TUNING.min_chunk_rows, rows_within(min(most, roomy), len(weight), *each))
 
     def __mul__(self, factor: Any) -> LazyLogits:
         if not isinstance(factor, (int, float)) or (self.cap is not None and factor <= 0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ class FitCallback(TrainerCallback):
     `fitted` is the Fit, None before the first step. It is removed when training ends or begins again.
     """
 
+    # Models with a fit or waiting for one, and their callback.
+    owners: ClassVar[WeakKeyDictionary[nn.Module, ref[FitCallback]]] = WeakKeyDictionary()
+
     def __init__(self, *, budget: BudgetLike, **options: Any) -> None:
         self._budget, self._options = budget, options
         self._optimizer: Any = None
@@ -53,7 +56,7 @@ class FitCallback(TrainerCallback):
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         attach(model, self._first_call)
         self._waiting = model
-        self._managed, _MANAGED[model] = model, ref(self)
+        self._managed, self.owners[model] = model, ref(self)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._leave()
@@ -66,7 +69,7 @@ class FitCallback(TrainerCallback):
         if self.fitted is not None:
             self.fitted.remove()  # does nothing the second time, so a later fit stays
         if self._managed is not None:
-            _MANAGED.pop(self._managed, None)
+            self.owners.pop(self._managed, None)
             self._managed = None
 
     def _first_call(
@@ -82,13 +85,13 @@ class FitCallback(TrainerCallback):
         options = {"optimizer": self._optimizer, "step": _loss_of_model, **self._options}
         self.fitted = fit(model, keywords, budget=self._budget, **options)
         if not is_attached(model) and not self.fitted.record.fused_loss:
-            _MANAGED.pop(model, None)  # the plan keeps everything: nothing to remove later
+            self.owners.pop(model, None)  # the plan keeps everything: nothing to remove later
         return model(**keywords)
 
 
 def _leave_others(model: nn.Module) -> None:
     """Remove the fit of another callback whose run an exception ended."""
-    owner = _MANAGED.pop(model, None)
+    owner = FitCallback.owners.pop(model, None)
     if owner is None:
         return
     other = owner()
