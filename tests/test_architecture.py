@@ -16,7 +16,7 @@ import retape
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_LINES_OF_A_FILE = 600
+MOST_LINES_OF_A_FILE = 650  # a file is one idea, usually 150 to 600 lines
 MOST_LINES_OF_AN_INTEGRATION = 250
 MOST_PUBLIC_NAMES = 20
 
