@@ -1,5 +1,6 @@
 """The registry of model libraries: an integration is imported once its library is, and all libraries are asked as one."""
 
+import importlib
 import subprocess
 import sys
 import types
@@ -73,3 +74,28 @@ def test_regions_of_other_models_import_nothing_of_hugging_face():
         "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "defined_in"),
+    [
+        ("huggingface.enable", "switch"),
+        ("huggingface.disable", "switch"),
+        ("huggingface.checkpointable_layers", "switch"),
+        ("huggingface.FitCallback", "trainer"),
+        ("trainer.FitCallback", "trainer"),
+        ("huggingface.fuse_loss", "fused_loss"),
+        ("huggingface_loss.fuse_loss", "fused_loss"),
+        ("huggingface_loss.unfuse_loss", "fused_loss"),
+    ],
+)
+def test_import_paths_that_users_know(path, defined_in):
+    pytest.importorskip("transformers")
+    module, _, name = path.partition(".")
+    found = getattr(importlib.import_module(f"retape.integrations.{module}"), name)
+    assert found.__module__ == f"retape.integrations.huggingface.{defined_in}"
+
+
+def test_an_unknown_name_of_the_integration_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'enabled'"):
+        importlib.import_module("retape.integrations.huggingface").enabled  # noqa: B018

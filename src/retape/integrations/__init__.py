@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from retape.torch.model_libraries import LIBRARIES
 
-__all__ = ["huggingface", "huggingface_loss"]
+__all__ = ["huggingface", "huggingface_loss", "trainer"]
 
 LIBRARIES.register("transformers", "retape.integrations.huggingface.library")
