@@ -5,8 +5,9 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.chains import option, stage
 
-from retape.core import Chain, Option, OptionKind, Stage, frontier, solve
+from retape.core import Chain, OptionKind, frontier, solve
 from retape.core.actions import Backward, Forward, Item, Save, Tape
 from retape.core.assignment import Assignment, Choice, Passing, StageMeaning, assign
 from retape.core.machine import simulate
@@ -25,48 +26,33 @@ def chains(draw):
         output, tape = draw(st.integers(1, 9)), draw(st.integers(10, 60))
         seconds = draw(st.integers(1, 5))
         if draw(st.integers(0, 5)) == 0:
-            stages.append(_stage(number, state, output + tape, seconds, pinned=True))
+            stages.append(stage(state, output + tape, seconds, 2 * seconds, name=str(number), pinned=True))
         else:
             part = output + draw(st.integers(0, tape))
+            times = (seconds, 2 * seconds)
             options = (
-                _option(OptionKind.SELECT, part, seconds, seconds / 2),
-                _option(OptionKind.RECOMPUTE, output, seconds, seconds, output + tape - output),
+                option(OptionKind.SELECT, part, *times, rerun_seconds=seconds / 2),
+                option(OptionKind.RECOMPUTE, output, *times, rerun_seconds=seconds, backward_transient_bytes=tape),
             )
-            stages.append(_stage(number, state, output + tape, seconds, options=options))
+            stages.append(stage(state, output + tape, *times, name=str(number), options=options))
         state = output
     return Chain(stages=tuple(stages), fixed_bytes=5)
 
 
-def _stage(number, state, tape, seconds, **more):
-    return Stage(
-        name=str(number),
-        forward_seconds=seconds,
-        backward_seconds=2 * seconds,
-        state_bytes=state,
-        tape_bytes=tape,
-        **more,
-    )
-
-
-def _option(kind, held, seconds, rerun, transient=0):
-    return Option(
-        kind=kind,
-        held_bytes=held,
-        forward_seconds=seconds,
-        backward_seconds=2 * seconds,
-        rerun_seconds=rerun,
-        backward_transient_bytes=transient,
-    )
+def plan_at(chain, share):
+    """The plan for a share of the way from the floor to store-all."""
+    found = frontier(chain)
+    return solve(chain, found.floor_bytes + int(share * (found.store_all_bytes - found.floor_bytes)))
 
 
 def meanings(chain):
     found = []
-    for number, stage in enumerate(chain.stages):
-        if stage.pinned:
+    for number, each in enumerate(chain.stages):
+        if each.pinned:
             found.append(StageMeaning(choice=None))
             continue
         held = ((), SELECT_SLOTS, ())
-        kinds = tuple(option.kind for option in stage.choices)
+        kinds = tuple(option.kind for option in each.choices)
         found.append(StageMeaning(choice=Choice(name=str(number), slots=3), held=held, kinds=kinds))
     return tuple(found)
 
@@ -105,8 +91,8 @@ def runs_of(chain, actions):
     runs, again = [0] * chain.length, [False] * chain.length
     for action, following in zip(actions, [*actions[1:], None], strict=True):
         if isinstance(action, Forward):
-            for stage in range(action.start, action.stop):
-                runs[stage] += 1
+            for step in range(action.start, action.stop):
+                runs[step] += 1
         elif isinstance(action, Tape):
             turn = following == Backward(action.step) and runs[action.step] > 0
             runs[action.step] += 1
@@ -115,14 +101,13 @@ def runs_of(chain, actions):
             )
         elif isinstance(action, Backward):
             runs[action.step] += again[action.step]
-    return [count for count, stage in zip(runs, chain.stages, strict=True) if not stage.pinned]
+    return [count for count, each in zip(runs, chain.stages, strict=True) if not each.pinned]
 
 
 @settings(max_examples=80, deadline=None)
 @given(chains(), st.floats(0, 1))
 def test_the_regions_run_as_often_as_the_plan_says(chain, share):
-    found = frontier(chain)
-    plan = solve(chain, found.floor_bytes + int(share * (found.store_all_bytes - found.floor_bytes)))
+    plan = plan_at(chain, share)
     assignment = assign(meanings(chain), plan.actions())
     assert [choice.name for choice in assignment.choices] == [s.name for s in chain.stages if not s.pinned]
     assert Player(assignment).play() == runs_of(chain, plan.actions())
@@ -133,8 +118,7 @@ def test_the_regions_run_as_often_as_the_plan_says(chain, share):
 @given(chains(), st.floats(0, 1))
 def test_what_is_held_when_the_backward_begins(chain, share):
     """Of each region its tape as the plan treats it, or its input alone, or nothing."""
-    found = frontier(chain)
-    plan = solve(chain, found.floor_bytes + int(share * (found.store_all_bytes - found.floor_bytes)))
+    plan = plan_at(chain, share)
     taped, saved = {}, set()
     for action in plan.actions():
         if isinstance(action, Backward):
@@ -144,24 +128,23 @@ def test_what_is_held_when_the_backward_begins(chain, share):
         elif isinstance(action, Save) and action.item is Item.STATE:
             saved.add(action.step)
     for choice in assign(meanings(chain), plan.actions()).choices:
-        stage = int(choice.name)
-        assert choice.option is taped.get(stage, OptionKind.RECOMPUTE)
+        step = int(choice.name)
+        assert choice.option is taped.get(step, OptionKind.RECOMPUTE)
         assert choice.held == (SELECT_SLOTS if choice.option is OptionKind.SELECT else ())
         # A tape holds the output of its stage, which is the input of the next.
-        assert choice.drop_input == (not {stage, stage - 1} & taped.keys() and stage not in saved)
+        assert choice.drop_input == (not {step, step - 1} & taped.keys() and step not in saved)
 
 
 @settings(max_examples=40, deadline=None)
 @given(chains(), st.floats(0, 1))
 def test_round_trip(chain, share):
-    found = frontier(chain)
-    plan = solve(chain, found.floor_bytes + int(share * (found.store_all_bytes - found.floor_bytes)))
+    plan = plan_at(chain, share)
     assignment = assign(meanings(chain), plan.actions())
     assert Assignment.from_dict(json.loads(json.dumps(assignment.to_dict()))) == assignment
 
 
 def test_a_plan_that_stores_everything_keeps_everything():
-    chain = Chain(stages=(_stage(0, 1, 9, 1), _stage(1, 1, 9, 1)))
+    chain = Chain(stages=(stage(1, 9), stage(1, 9)))
     kept = assign(
         tuple(StageMeaning(choice=Choice(name=str(i)), held=((),), kinds=(OptionKind.KEEP,)) for i in range(2)),
         solve(chain, frontier(chain).store_all_bytes).actions(),
@@ -179,12 +162,15 @@ def test_what_is_no_assignment(data):
         Assignment.from_dict(data)
 
 
-def test_choices_are_checked_when_made():
-    with pytest.raises(InvalidInput, match=r"Choice.held = \(-1,\); give a tuple, each item a whole number >= 0"):
-        Choice(name="a", held=(-1,))
-    with pytest.raises(InvalidInput, match=r"Choice.name = 3; give a text"):
-        Choice(name=3)
-    with pytest.raises(InvalidInput, match=r"Choice.saved_share = nan; give a finite number >= 0, or None"):
-        Choice(name="a", saved_share=float("nan"))
-    with pytest.raises(InvalidInput, match=r"Passing.hold_input = 1; give True or False"):
-        Passing(region=0, hold_input=1)
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Choice, {"name": "a", "held": (-1,)}, r"Choice.held = \(-1,\); give a tuple, each item a whole number >= 0"),
+        (Choice, {"name": 3}, "Choice.name = 3; give a text"),
+        (Choice, {"name": "a", "saved_share": float("nan")}, "saved_share = nan; give a finite number >= 0, or None"),
+        (Passing, {"region": 0, "hold_input": 1}, "Passing.hold_input = 1; give True or False"),
+    ],
+)
+def test_choices_are_checked_when_made(kind, fields, message):
+    with pytest.raises(InvalidInput, match=message):
+        kind(**fields)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from tests.support import chains
 
 from retape.core import codec
 from retape.core.actions import Backward, Forward, Free, Item, Load, Save, Tape
@@ -157,21 +158,12 @@ def test_chains_that_move_nothing_keep_their_digest():
 
 def offloadable(*, estimate):
     """Six stages that can move 10 of their 11 tape bytes; the option estimates `estimate` seconds of waiting each way."""
-    option = Option(
-        kind=OptionKind.OFFLOAD,
-        held_bytes=1,
-        forward_seconds=FORWARD + estimate,
-        backward_seconds=BACKWARD + estimate,
-        forward_stall_seconds=estimate,
-        backward_stall_seconds=estimate,
-        moved_bytes=MOVED,
-        forward_transient_bytes=2 * MOVED,
-        backward_transient_bytes=2 * MOVED,
-        forward_flight_bytes=MOVED,
-        backward_flight_bytes=MOVED,
-    )
-    kept = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "state_bytes": 1, "tape_bytes": 11}
-    return (Stage(**kept, options=(option,)),) * 6
+    waiting = {"forward_stall_seconds": estimate, "backward_stall_seconds": estimate}
+    sizes = {"forward_transient_bytes": 2 * MOVED, "backward_transient_bytes": 2 * MOVED}
+    flights = {"forward_flight_bytes": MOVED, "backward_flight_bytes": MOVED, "moved_bytes": MOVED}
+    times = FORWARD + estimate, BACKWARD + estimate
+    moved = chains.option(OptionKind.OFFLOAD, 1, *times, **waiting, **sizes, **flights)
+    return (chains.stage(1, 11, FORWARD, BACKWARD, options=(moved,)),) * 6
 
 
 @pytest.mark.parametrize("speed", [1.0, 5.0, 10.0, 1e6])

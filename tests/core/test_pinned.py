@@ -146,7 +146,8 @@ def test_a_block_between_glue_is_run_over_alone():
     plan = planner.best((planner.floor_bytes + planner.store_all_bytes) // 2)
     outcome = simulate(chain, plan.actions())
     assert outcome.rerun_steps == 12
-    moves = ChainPlanner(chain)._menu[0].moves()
+    planner = ChainPlanner(chain)
+    moves = planner.moves(planner.floor_bytes)
     assert {move.advance for move in moves if isinstance(move, Split)} == {1}
     assert sum(isinstance(move, Split) for move in moves) == 24
 
@@ -195,6 +196,8 @@ def test_plans_of_pinned_chains_are_text_and_are_checked():
     plan = planner.best(planner.floor_bytes)
     assert Plan.from_json(plan.to_json()) == plan
     plan.check(chain)
-    starts = {start for start, _, move in walk(chain.length, planner._menu[0].moves()) if isinstance(move, Split)}
+    starts = {
+        start for start, _, move in walk(chain.length, planner.moves(planner.floor_bytes)) if isinstance(move, Split)
+    }
     assert starts
     assert not any(chain.stages[start].pinned for start in starts)

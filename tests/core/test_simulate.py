@@ -1,29 +1,12 @@
 """The abstract machine: what it refuses and how it says so, what it counts, and how copies overlap computation."""
 
-from dataclasses import replace
-
 import pytest
+from tests.support.chains import option, stage
 
-from retape.core import (
-    Backward,
-    Chain,
-    Forward,
-    Free,
-    Item,
-    Load,
-    Loop,
-    Machine,
-    Offload,
-    Option,
-    OptionKind,
-    Prefetch,
-    Save,
-    Stage,
-    Tape,
-    Tier,
-    simulate,
-)
+from retape.core.actions import Backward, Forward, Free, Item, Load, Offload, Prefetch, Save, Tape
 from retape.core.errors import IllegalAction, InvalidInput
+from retape.core.machine import Machine, simulate
+from retape.core.problem import Chain, Loop, OptionKind, Tier
 
 HOST = Tier(name="host", write_bytes_per_second=1, read_bytes_per_second=1)
 DEVICE = Tier(name="device")
@@ -31,6 +14,12 @@ DEVICE = Tier(name="device")
 
 def loop(steps=3, **sizes):
     return Loop(steps=steps, **sizes)
+
+
+def running(machine, actions):
+    for action in actions:
+        machine.run(action)
+    return machine
 
 
 # --- what it refuses -----------------------------------------------------------------------------------------------
@@ -165,9 +154,7 @@ def offloaded(computation):
 @pytest.mark.parametrize(("computation", "seconds", "stall"), [(9, 11 + 5, 0), (1, 5 + 5, 2)])
 def test_an_offload_overlaps_and_a_load_waits_for_it(computation, seconds, stall):
     steps, actions = offloaded(computation)
-    machine = Machine(loop(steps, state_bytes=5), tiers=(DEVICE, HOST))
-    for action in actions:
-        machine.run(action)
+    machine = running(Machine(loop(steps, state_bytes=5), tiers=(DEVICE, HOST)), actions)
     # 9 steps, a tape and a backward take 11 s, and the copy of 5 s hides behind them; 1 step does not hide it.
     assert machine.seconds == seconds
     for step in range(steps - 2, -1, -1):
@@ -186,46 +173,27 @@ def test_a_prefetch_overlaps_and_its_user_waits_only_for_the_rest():
     assert outcome.seconds == 5 + 1 + 5 + 1 + 1
 
 
-def test_two_offloads_share_one_lane():
-    # Each copy takes 5 s; the second starts when the first is done, so the load of state 1 is complete at 10 s.
-    actions = [
-        Save(0),
-        Offload(0, tier=1),
-        Forward(0, 1),
-        Save(1),
-        Offload(1, tier=1),
-        Tape(1),
-        Backward(1),
-        Load(1, tier=1),
-    ]
-    machine = Machine(loop(2, state_bytes=5), tiers=(DEVICE, HOST))
-    for action in actions:
-        machine.run(action)
-    assert machine.seconds == 10 + 5
+# Every copy takes 5 s and every step 1 s.
+COPIES = {
+    "two offloads share one stream": (
+        [Save(0), Offload(0, 1), Forward(0, 1), Save(1), Offload(1, 1), Tape(1), Backward(1), Load(1, 1)],
+        10 + 5,  # the second copy out is done at 10 s, then the load
+    ),
+    "a prefetch does not wait for an offload": (
+        [Save(0, 1), Forward(0, 1), Save(1), Offload(1, 1), Prefetch(0, 1), Load(0)],
+        5 + 1 + 5,
+    ),
+    "a save waits for the stream of an offload": ([Save(0), Offload(0, 1), Forward(0, 1), Save(1, 1)], 5 + 5),
+}
 
 
-def test_offloads_and_prefetches_run_on_lanes_of_their_own():
-    actions = [Save(0, tier=1), Forward(0, 1), Save(1), Offload(1, tier=1), Prefetch(0, tier=1), Load(0)]
-    machine = Machine(loop(2, state_bytes=5), tiers=(DEVICE, HOST))
-    for action in actions:
-        machine.run(action)
-    assert machine.seconds == 5 + 1 + 5  # the prefetch did not wait for the offload
+@pytest.mark.parametrize(("actions", "seconds"), COPIES.values(), ids=COPIES)
+def test_copies_share_a_stream_per_direction(actions, seconds):
+    assert running(Machine(loop(2, state_bytes=5), tiers=(DEVICE, HOST)), actions).seconds == seconds
 
 
-def test_a_save_waits_for_the_lane_that_an_offload_holds():
-    actions = [Save(0), Offload(0, tier=1), Forward(0, 1), Save(1, tier=1)]
-    machine = Machine(loop(2, state_bytes=5), tiers=(DEVICE, HOST))
-    for action in actions:
-        machine.run(action)
-    assert machine.seconds == 5 + 5
-
-
-def chain(*bytes_of_stages, seconds=1.0):
-    stages = [
-        Stage(forward_seconds=seconds, backward_seconds=seconds, state_bytes=state, tape_bytes=tape)
-        for state, tape in bytes_of_stages
-    ]
-    return Chain(stages=tuple(stages))
+def chain(*bytes_of_stages):
+    return Chain(stages=tuple(stage(*sizes) for sizes in bytes_of_stages))
 
 
 def test_an_offloaded_tape_leaves_the_device_when_its_copy_is_done_and_not_before():
@@ -234,10 +202,10 @@ def test_an_offloaded_tape_leaves_the_device_when_its_copy_is_done_and_not_befor
     host = Tier(name="host", write_bytes_per_second=10, read_bytes_per_second=10)
     actions = [Tape(0), Save(0, item=Item.TAPE), Offload(0, tier=1, item=Item.TAPE)]
     held = []
-    machine = Machine(problem, tiers=(DEVICE, host), timeline=True)
+    machine = Machine(problem, tiers=(DEVICE, host))
     for action in [*actions, Tape(1), Save(1, item=Item.TAPE), Tape(2), Save(2, item=Item.TAPE), Tape(3)]:
         machine.run(action)
-        held.append((machine.seconds, machine._timeline[-1][1]))
+        held.append((machine.seconds, machine.device_bytes))
     assert held[3] == (2, 1 + 20 + 5)  # state 0, tape 0 (it contains state 1) on its way, tape 1
     assert held[5] == (3, 1 + 20 + 5 + 5)  # the copy ends at 3 s: tape 2 started before that
     assert held[7] == (4, 1 + 5 + 5 + 5)  # tape 0 and state 0 have gone; state 1 stands by itself
@@ -278,30 +246,13 @@ def test_advancing_holds_the_state_before_and_the_state_after():
 
 
 def test_loading_what_a_held_tape_contains_costs_no_read():
-    actions = [
-        Tape(0),
-        Save(0, item=Item.TAPE),
-        Tape(1),
-        Save(1, item=Item.TAPE),
-        Load(1),
-        Tape(1),
-        Backward(1),
-        Backward(0),
-    ]
-    assert simulate(chain((3, 4), (5, 6)), actions).reads == 0
+    kept = [Tape(0), Save(0, item=Item.TAPE), Tape(1), Save(1, item=Item.TAPE)]
+    assert simulate(chain((3, 4), (5, 6)), [*kept, Load(1), Tape(1), Backward(1), Backward(0)]).reads == 0
 
 
 def test_transients_and_fixed_bytes_count_while_they_are_there():
-    stage = Stage(
-        forward_seconds=1,
-        backward_seconds=1,
-        state_bytes=2,
-        tape_bytes=4,
-        forward_transient_bytes=10,
-        backward_transient_bytes=30,
-        rerun_transient_bytes=50,
-    )
-    problem = Chain(stages=(stage,), fixed_bytes=100)
+    transients = {"forward_transient_bytes": 10, "backward_transient_bytes": 30, "rerun_transient_bytes": 50}
+    problem = Chain(stages=(stage(2, 4, **transients),), fixed_bytes=100)
     assert simulate(problem, [Tape(0), Backward(0)]).peak_bytes == 100 + 2 + 4 + 30
     rerun = [Save(0), Tape(0), Load(0), Free(0), Tape(0), Backward(0)]
     assert simulate(problem, rerun).peak_bytes == 100 + 2 + 4 + 50
@@ -309,16 +260,8 @@ def test_transients_and_fixed_bytes_count_while_they_are_there():
 
 def test_a_run_without_a_tape_has_a_transient_of_its_own():
     """What it makes on the way is in no tape that is counted already; where a tape is made, it is."""
-    stage = Stage(
-        forward_seconds=1,
-        backward_seconds=1,
-        state_bytes=2,
-        tape_bytes=40,
-        forward_transient_bytes=1,
-        rerun_transient_bytes=3,
-        untaped_transient_bytes=70,
-    )
-    problem = Chain(stages=(stage,) * 2)
+    transients = {"forward_transient_bytes": 1, "rerun_transient_bytes": 3, "untaped_transient_bytes": 70}
+    problem = Chain(stages=(stage(2, 40, **transients),) * 2)
     kept = [Tape(0), Save(0, item=Item.TAPE), Tape(1), Backward(1), Backward(0)]
     assert simulate(problem, kept).peak_bytes == 2 + 40 + 40 + 1
     over = [Save(0), Forward(0, 1), Tape(1), Backward(1), Load(0), Tape(0), Backward(0)]
@@ -328,11 +271,8 @@ def test_a_run_without_a_tape_has_a_transient_of_its_own():
 
 
 def test_an_option_brings_its_own_bytes_and_seconds():
-    option = Option(
-        kind=OptionKind.SELECT, held_bytes=3, forward_seconds=2, backward_seconds=4, rerun_seconds=0.5, label="select"
-    )
-    stage = Stage(forward_seconds=1, backward_seconds=1, state_bytes=2, tape_bytes=9, options=(option,))
-    outcome = simulate(Chain(stages=(stage,)), [Tape(0, option=1), Backward(0)])
+    select = option(OptionKind.SELECT, 3, 2, 4, rerun_seconds=0.5)
+    outcome = simulate(Chain(stages=(stage(2, 9, options=(select,)),)), [Tape(0, option=1), Backward(0)])
     assert (outcome.peak_bytes, outcome.seconds) == (2 + 3, 2 + 4 + 0.5)
 
 
@@ -344,26 +284,14 @@ def test_the_timeline_is_kept_only_when_asked_for():
     assert [seconds for seconds, _ in timeline] == sorted(seconds for seconds, _ in timeline)
 
 
-@pytest.mark.parametrize(
-    "action",
-    [
-        Tape("x"),
-        Tape(None),
-        Forward("a", 1),
-        Save(0, tier=None),
-        Save(0, item="state"),
-        Load(0, item="state"),
-        Backward(()),
-    ],
-)
+STRANGE = [Tape("x"), Tape(None), Forward("a", 1), Save(0, tier=None), Save(0, item="state"), Backward(())]
+
+
+@pytest.mark.parametrize("action", [*STRANGE, Load(0, item="state")])
 def test_an_action_of_other_values_is_illegal(action):
-    with pytest.raises(IllegalAction):
+    words = "its steps, tiers and options must be whole numbers, and its item an Item" if action == STRANGE[0] else None
+    with pytest.raises(IllegalAction, match=words):
         simulate(Loop(steps=2), [action])
-
-
-def test_words_for_an_action_of_other_values():
-    with pytest.raises(IllegalAction, match="its steps, tiers and options must be whole numbers, and its item an Item"):
-        simulate(Loop(steps=2), [Tape("x")])
 
 
 @pytest.mark.parametrize("tiers", [None, (), [Tier(name="device")], ("device",)])
@@ -381,8 +309,7 @@ def test_actions_that_cannot_be_meant():
 
 
 def pinned_chain():
-    plain = Stage(forward_seconds=1, backward_seconds=1, state_bytes=2, tape_bytes=5)
-    return Chain(stages=(plain, replace(plain, pinned=True), plain))
+    return Chain(stages=(stage(2, 5), stage(2, 5, pinned=True), stage(2, 5)))
 
 
 @pytest.mark.parametrize(
@@ -404,10 +331,7 @@ def test_a_refused_run_over_a_pinned_stage_leaves_the_machine_as_it_was():
     machine = Machine(pinned_chain())
     with pytest.raises(IllegalAction):
         machine.run(Forward(0, 3))
-    for action in [Save(0), Forward(0, 1), Tape(1), Save(1, item=Item.TAPE), Tape(2), Backward(2), Backward(1)]:
-        machine.run(action)
-    for action in [Load(0), Free(0), Tape(0), Backward(0)]:
-        machine.run(action)
-    outcome = machine.finish()
+    first = [Save(0), Forward(0, 1), Tape(1), Save(1, item=Item.TAPE), Tape(2), Backward(2), Backward(1)]
+    outcome = running(machine, [*first, Load(0), Free(0), Tape(0), Backward(0)]).finish()
     assert (outcome.forward_steps, outcome.rerun_steps) == (4, 1)
     assert outcome.peak_bytes == 2 + 2 + 5 + 5  # state 0, state 1, tape 1 (state 2 in it), tape 2

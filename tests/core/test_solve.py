@@ -5,6 +5,7 @@ import math
 import pickle
 
 import pytest
+from tests.support.chains import option, stage
 
 from retape.core import (
     Budget,
@@ -32,32 +33,16 @@ MIB = 1 << 20
 def block_chain(blocks: int) -> Chain:
     """A model of equal blocks with a prologue, a heavy loss, and odd sizes."""
     options = tuple(
-        Option(
-            kind=kind,
-            label=kind.value,
-            held_bytes=held,
-            forward_seconds=1e-3,
-            backward_seconds=2e-3,
-            rerun_seconds=rerun,
-            backward_transient_bytes=70 * MIB - held,
-        )
+        option(kind, held, 1e-3, 2e-3, rerun_seconds=rerun, backward_transient_bytes=70 * MIB - held)
         for kind, held, rerun in (
             (OptionKind.SELECT, 41 * MIB + 1234, 1e-4),
             (OptionKind.SELECT, 23 * MIB + 77, 4e-4),
             (OptionKind.RECOMPUTE, 4 * MIB, 1e-3),
         )
     )
-    block = Stage(
-        name="block",
-        forward_seconds=1e-3,
-        backward_seconds=2e-3,
-        state_bytes=4 * MIB,
-        tape_bytes=70 * MIB + 13,
-        forward_transient_bytes=9 * MIB,
-        backward_transient_bytes=12 * MIB,
-        options=options,
-    )
-    embed = Stage(name="embed", forward_seconds=1e-4, backward_seconds=1e-4, state_bytes=999, tape_bytes=5 * MIB)
+    transients = {"forward_transient_bytes": 9 * MIB, "backward_transient_bytes": 12 * MIB}
+    block = stage(4 * MIB, 70 * MIB + 13, 1e-3, 2e-3, name="block", options=options, **transients)
+    embed = stage(999, 5 * MIB, 1e-4, 1e-4, name="embed")
     loss = dataclasses.replace(block, name="loss", tape_bytes=200 * MIB + 1, options=())
     return Chain(stages=(embed, *(block,) * blocks, loss), fixed_bytes=1000 * MIB + 5)
 

@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
+from tests.support.chains import option, stage
 
 from retape.core.actions import Backward, Forward, Item, Load, Save, Tape
 from retape.core.machine import simulate
-from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
+from retape.core.problem import Chain, OptionKind, Tier
 from retape.report.page.replay import Share, SpanKind, groups_of, replay, replay_plain
 
 MIB = 1 << 20
@@ -83,24 +84,9 @@ def test_keeping_everything_is_the_outline(record):
 @pytest.mark.parametrize(("moved", "again", "flying"), [(0, 6, 5), (4, 2, 9), (20, 0, 11)])
 def test_what_comes_back_from_the_host_is_not_run_again(moved, again, flying):
     """A backward that needs 5 of its own and 11 in all: some of it is made again, some comes back."""
-    way = Option(
-        kind=OptionKind.OFFLOAD,
-        held_bytes=1,
-        moved_bytes=moved,
-        forward_seconds=1.0,
-        backward_seconds=2.0,
-        rerun_seconds=0.5,
-        backward_transient_bytes=11,
-    )
-    stage = Stage(
-        forward_seconds=1.0,
-        backward_seconds=2.0,
-        state_bytes=3,
-        tape_bytes=10,
-        backward_transient_bytes=5,
-        options=(way,),
-    )
-    replayed = replay(Chain(stages=(stage,)), (Tape(0, 1), Backward(0)))
+    back = option(OptionKind.OFFLOAD, 1, 1.0, 2.0, moved_bytes=moved, rerun_seconds=0.5, backward_transient_bytes=11)
+    chain = Chain(stages=(stage(3, 10, 1.0, 2.0, backward_transient_bytes=5, options=(back,)),))
+    replayed = replay(chain, (Tape(0, 1), Backward(0)))
     assert (1.0, (3, 1, again, flying)) in {(level.seconds, level.parts[SNAPSHOTS:]) for level in replayed.levels}
     assert [span.kind for span in replayed.spans] == [SpanKind.FORWARD, SpanKind.RERUN, SpanKind.BACKWARD]
     assert replayed.spans[1].end_seconds - replayed.spans[1].begin_seconds == 0.5
@@ -108,16 +94,8 @@ def test_what_comes_back_from_the_host_is_not_run_again(moved, again, flying):
 
 def test_classes_of_a_small_chain_by_hand():
     """Two stages; the first is run over, then run again. Tapes of 10 with an output of 3; transients 1, 2 and 5."""
-    stage = Stage(
-        forward_seconds=1.0,
-        backward_seconds=2.0,
-        state_bytes=3,
-        tape_bytes=10,
-        forward_transient_bytes=1,
-        rerun_transient_bytes=2,
-        backward_transient_bytes=5,
-    )
-    chain = Chain(stages=(stage, stage), fixed_bytes=100)
+    transients = {"forward_transient_bytes": 1, "rerun_transient_bytes": 2, "backward_transient_bytes": 5}
+    chain = Chain(stages=(stage(3, 10, 1.0, 2.0, **transients),) * 2, fixed_bytes=100)
     actions = (Save(0), Forward(0, 1), Tape(1), Backward(1), Load(0), Tape(0), Backward(0))
     levels = replay(chain, actions).levels
     found = {(level.seconds, level.parts[SNAPSHOTS:]) for level in levels}
@@ -135,12 +113,16 @@ def test_classes_of_a_small_chain_by_hand():
 @pytest.mark.parametrize("actions", [(Tape(0, 1), Save(0, item=Item.TAPE), Tape(1), Backward(1), Backward(0)),
                                      (Save(0), Forward(0, 1), Tape(1), Backward(1), Load(0), Tape(0, 1), Backward(0))])  # fmt: skip
 def test_copies_to_a_host_are_in_the_totals_and_no_class_is_negative(actions, speed):
-    moved = Option(kind=OptionKind.OFFLOAD, held_bytes=3, moved_bytes=7, forward_seconds=2.0, backward_seconds=3.0,
-                   forward_stall_seconds=1.0, backward_stall_seconds=1.0, forward_transient_bytes=9, backward_transient_bytes=12,
-                   forward_flight_bytes=7, backward_flight_bytes=7)  # fmt: skip
-    stage = Stage(forward_seconds=1.0, backward_seconds=2.0, state_bytes=3, tape_bytes=10, options=(moved,))
+    times = {"forward_stall_seconds": 1.0, "backward_stall_seconds": 1.0}
+    sizes = {
+        "forward_transient_bytes": 9,
+        "backward_transient_bytes": 12,
+        "forward_flight_bytes": 7,
+        "backward_flight_bytes": 7,
+    }
+    moved = option(OptionKind.OFFLOAD, 3, 2.0, 3.0, moved_bytes=7, **times, **sizes)
     host = Tier(name="host", write_bytes_per_second=speed, read_bytes_per_second=speed)
-    chain = Chain(stages=(stage, stage), host=host)
+    chain = Chain(stages=(stage(3, 10, 1.0, 2.0, options=(moved,)),) * 2, host=host)
     levels = replay(chain, actions).levels
     assert [(level.seconds, level.total_bytes) for level in levels] == list(
         simulate(chain, actions, timeline=True).timeline

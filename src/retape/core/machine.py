@@ -387,7 +387,7 @@ class Machine:
 
     def _mark(self, step: int, transient: int) -> None:
         """Record the device's bytes now, with the transient bytes of the running action."""
-        count = self._device_bytes() + transient
+        count = self.device_bytes + transient
         if count > self._peak_bytes[0]:
             self._peak_step, self._peak_position = step, self._position
         self._mark_tier(0, count)
@@ -402,9 +402,11 @@ class Machine:
 
     def _record(self) -> None:
         if self._timeline is not None:
-            self._timeline.append((self.seconds, self._device_bytes()))
+            self._timeline.append((self.seconds, self.device_bytes))
 
-    def _device_bytes(self) -> int:
+    @property
+    def device_bytes(self) -> int:
+        """The bytes on the device now."""
         copies = self._copies.device_bytes if self._copies is not None else 0
         return self._ledger.device_bytes(self._stored_bytes[0]) + copies
 

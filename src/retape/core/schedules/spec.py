@@ -26,7 +26,7 @@ _COUNTS = ("snapshots", "ram", "host", "disk")
 _COSTS = ("forward_cost", "backward_cost", "write_cost", "read_cost", "host_write_cost", "host_read_cost")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Family:
     """One kind of schedule: its name, a summary, and the function that makes its actions."""
 
@@ -211,53 +211,46 @@ def _check_tiers(schedule: Schedule) -> None:
 
 _ALL = (
     Family(
-        name="store-all",
-        summary="store every tape: no extra forward step, memory linear in the steps",
-        function=lambda schedule: store_all(schedule.steps),
+        "store-all", "store every tape: no extra forward step, memory linear in the steps", lambda s: store_all(s.steps)
     ),
     Family(
-        name="recompute-all",
-        summary="one snapshot: the least memory, extra forward steps quadratic in the steps",
-        function=lambda schedule: recompute_all(schedule.steps),
+        "recompute-all",
+        "one snapshot: the least memory, extra forward steps quadratic in the steps",
+        lambda s: recompute_all(s.steps),
     ),
     Family(
-        name="uniform",
-        summary="equal segments, each taped whole before it is reversed (Chen et al. 2016); default sqrt(steps) segments",
-        function=lambda schedule: uniform(schedule.steps, schedule.snapshots),
+        "uniform",
+        "equal segments, each taped whole before it is reversed (Chen et al. 2016); default sqrt(steps) segments",
+        lambda s: uniform(s.steps, s.snapshots),
     ),
     Family(
-        name="recursive",
-        summary="recursive halving: steps*log(steps)/2 extra forward steps, log(steps) snapshots",
-        function=lambda schedule: recursive(schedule.steps, schedule.snapshots),
+        "recursive",
+        "recursive halving: steps*log(steps)/2 extra forward steps, log(steps) snapshots",
+        lambda s: recursive(s.steps, s.snapshots),
     ),
     Family(
-        name="revolve",
-        summary="binomial (Griewank & Walther 2000): fewest forward steps, then fewest writes",
-        function=lambda schedule: revolve(schedule.steps, _slots(schedule)),
+        "revolve",
+        "binomial (Griewank & Walther 2000): fewest forward steps, then fewest writes",
+        lambda s: revolve(s.steps, _slots(s)),
         needs_snapshots=True,
     ),
     Family(
-        name="mixed",
-        summary="a slot holds a state or a tape (Maddison 2024): fewest forward steps if tapes are small",
-        function=lambda schedule: mixed(schedule.steps, _slots(schedule)),
+        "mixed",
+        "a slot holds a state or a tape (Maddison 2024): fewest forward steps if tapes are small",
+        lambda s: mixed(s.steps, _slots(s)),
         needs_snapshots=True,
     ),
     Family(
-        name="online",
-        summary="unknown number of steps: replaces snapshots during the run, then reverses optimally",
-        function=lambda schedule: online(schedule.steps, _slots(schedule)),
+        "online",
+        "unknown number of steps: replaces snapshots during the run, then reverses optimally",
+        lambda s: online(s.steps, _slots(s)),
         needs_snapshots=True,
     ),
+    Family("multistage", "two tiers (ram, disk) with write and read costs: least total cost", _tiered, tiered=True),
     Family(
-        name="multistage",
-        summary="two tiers (ram, disk) with write and read costs: least total cost",
-        function=_tiered,
-        tiered=True,
-    ),
-    Family(
-        name="hierarchical",
-        summary="two or three tiers (ram, host, disk) with write and read costs: least total cost",
-        function=_tiered,
+        "hierarchical",
+        "two or three tiers (ram, host, disk) with write and read costs: least total cost",
+        _tiered,
         tiered=True,
     ),
 )

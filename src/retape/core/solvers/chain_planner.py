@@ -137,6 +137,10 @@ class ChainPlanner:
             schedule_actions=tuple(chain_actions(self._chain.length, moves)),
         )
 
+    def moves(self, budget_bytes: int) -> tuple[Move, ...]:
+        """Return the moves of the fastest plan within a budget that is not below the floor."""
+        return self._fastest(budget_bytes)[0]
+
     def _fastest(self, budget_bytes: int) -> tuple[tuple[Move, ...], Outcome]:
         """Return the plain plan if it fits and is no slower, to the last bit of the machine's sum; else the fastest that fits."""
         fitting = [candidate for candidate in self._menu if candidate.peak_bytes <= budget_bytes]

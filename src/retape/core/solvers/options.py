@@ -4,13 +4,11 @@ Memory is constrained at every position of forward and backward: what the earlie
 working set. From the end of the chain this is two numbers, the bytes that the stages from here on need and their
 seconds, so Pareto labels with dominance are exact (Held and Karp's principle; as in multiple-choice knapsack). O(n labels
 log labels) time. Optimal among plans that tape every stage in the forward; the frontier of all budgets is the last label
-set. Above `most_labels` labels are thinned: the remaining ones are exact plans, and the corners of the removed
-ones (least bytes, least seconds) are kept as the lower bound. Suitable for thousands of stages.
+set. Above `most_labels` labels are thinned; the remaining ones are exact plans. Suitable for thousands of stages.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,11 +20,10 @@ from retape.core.solvers.costs import TUNING, ChainCosts, Floats, Ints, OptionCo
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OptionPlans:
-    """Every plan on the frontier: more bytes, fewer seconds. `bounds` are (bytes, seconds) that no plan beats."""
+    """Every plan on the frontier: more bytes, fewer seconds."""
 
     peak_bytes: Ints
     seconds: Floats
-    bounds: tuple[Ints, Floats]
     steps: tuple[tuple[npt.NDArray[np.int16], npt.NDArray[np.int32]], ...]  # per stage: option, label of the next
 
     def choices(self, label: int) -> tuple[int, ...]:
@@ -40,19 +37,12 @@ class OptionPlans:
     def moves(self, label: int) -> tuple[Move, ...]:
         return tuple(Take(option) for option in self.choices(label))
 
-    def bound_seconds(self, budget_bytes: int) -> float:
-        """Return seconds that no plan within the budget beats if it tapes every stage in the forward."""
-        label = int(np.searchsorted(self.bounds[0], budget_bytes, side="right")) - 1
-        return float(self.bounds[1][label]) if label >= 0 else math.inf
-
 
 def option_plans(costs: ChainCosts, *, most_labels: int = TUNING.labels) -> OptionPlans:
     """Return the frontier of all budgets."""
     labels: tuple[Ints, Floats] = (np.zeros(1, dtype=np.int64), np.zeros(1))
-    bounds = labels
     steps = []
     for options in reversed(costs.options):
-        bounds = _corners(*_extend(*bounds, options)[:2], most_labels)
         need, seconds, option, following = _extend(*labels, options)
         kept = _thin(need, most_labels)
         labels = need[kept], seconds[kept]
@@ -60,7 +50,6 @@ def option_plans(costs: ChainCosts, *, most_labels: int = TUNING.labels) -> Opti
     return OptionPlans(
         peak_bytes=labels[0] + costs.base_bytes,
         seconds=labels[1],
-        bounds=(bounds[0] + costs.base_bytes, bounds[1]),
         steps=tuple(reversed(steps)),
     )
 
@@ -83,21 +72,10 @@ def undominated(first: Ints, second: Floats) -> Ints:
     return kept
 
 
-def _cells(need: Ints, most: int) -> Ints:
-    """Return the first sorted label of each of at most `most` equal ranges of bytes."""
-    span = max(1, -(-int(need[-1] - need[0] + 1) // most))
-    return np.flatnonzero(np.diff((need - need[0]) // span, prepend=-1)).astype(np.int64)
-
-
 def _thin(need: Ints, most: int) -> Ints:
-    """Return the fastest label of each range, and the smallest of all."""
+    """Return the fastest of the sorted labels in each of at most `most` equal ranges of bytes, and the smallest of all."""
     if len(need) <= most:
         return np.arange(len(need))
-    return np.unique(np.append(np.append(_cells(need, most)[1:] - 1, len(need) - 1), 0))
-
-
-def _corners(need: Ints, seconds: Floats, most: int) -> tuple[Ints, Floats]:
-    if len(need) <= most:
-        return need, seconds
-    begins = _cells(need, most)
-    return need[begins], seconds[np.append(begins[1:] - 1, len(need) - 1)]
+    width = max(1, -(-int(need[-1] - need[0] + 1) // most))
+    starts = np.flatnonzero(np.diff((need - need[0]) // width, prepend=-1))
+    return np.unique(np.append(np.append(starts[1:] - 1, len(need) - 1), 0)).astype(np.int64)
