@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import retape
-from retape.torch.slicing import products
-from retape.torch.slicing.loss_kernels import may_compile
+from retape.torch.slicing import linear_layers as products
+from retape.torch.slicing.linear_cross_entropy import may_compile
 from support.blocks import TiledMlpBlock
 from support.comparing import plainly
 

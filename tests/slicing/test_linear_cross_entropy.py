@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.errors import InvalidInput, UnsupportedTransform
+from retape.torch.slicing.linear_cross_entropy import chunks_of
+from retape.torch.slicing.rowwise import TUNING
 from support.ledger import Ledger
 
 ROWS, FEATURES, CLASSES = (2, 7), 5, 11
@@ -254,24 +256,14 @@ def test_no_tensor_holds_the_logits_of_more_than_a_chunk(dtype, reduction):
 
 
 def test_chunks_follow_the_bytes():
-    from retape.torch.slicing.linear_cross_entropy import (
-        _BYTES_PER_LOGIT,
-        _CHUNK_BYTES_ELSEWHERE,
-        Reduction,
-        _chunks,
-        _Loss,
-    )
-
-    loss = _Loss(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, soft_cap=None, logit_scale=1.0,
-                 reduction=Reduction.MEAN, chunk_rows=None, dtype=torch.float32)  # fmt: skip
-    rows = torch.empty(100_000, 16, device="meta")
-    parts = list(_chunks(rows, 32_000, loss, False))
+    rows = torch.empty(100_000, 8, device="meta")
+    parts = list(chunks_of(rows, 32_000, None, weight_gradient=False))
     longest = max(part.stop - part.start for part in parts)
-    assert longest * 32_000 * _BYTES_PER_LOGIT <= _CHUNK_BYTES_ELSEWHERE
+    assert longest * 32_000 * TUNING.bytes_per_logit <= TUNING.cpu_chunk_bytes
     assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
     assert parts[-1].stop == 100_000
     wide = torch.empty(100_000, 4096, device="meta")  # the weight's gradient is what a chunk is measured against
-    assert max(p.stop - p.start for p in _chunks(wide, 32_000, loss, True)) > longest
+    assert max(p.stop - p.start for p in chunks_of(wide, 32_000, None, weight_gradient=True)) > longest
 
 
 # --- around ---------------------------------------------------------------------------------------------------------

@@ -10,21 +10,19 @@ from torch.nn import functional as F
 import retape
 from retape.integrations.huggingface import lazy_logits
 from retape.torch.compat import compiler_internals
-from retape.torch.slicing import linear_cross_entropy as head_loss
-from retape.torch.slicing import loss_kernels
-from retape.torch.slicing.loss_kernels import compiled_loss, loss_is_compiled, losses_and_slopes, may_compile
+from retape.torch.slicing.linear_cross_entropy import LossCompiler, loss_is_compiled, losses_and_slopes, may_compile
 
 ROWS, FEATURES, CLASSES = 40, 16, 33
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def nothing_refused(monkeypatch):
-    monkeypatch.setattr(loss_kernels, "_REFUSED", [])
+def compiled_as(function):
+    """Inside, the loss of a chunk on the CPU is `function`, as if the compiler had made it."""
+    return may_compile(True, LossCompiler(lambda plain: function, ("cpu",)))
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls():
     """As if it were compiled, with what it was called for."""
     found = []
 
@@ -32,8 +30,8 @@ def calls(monkeypatch):
         found.append(len(logits))
         return losses_and_slopes(logits, labels, narrow)
 
-    monkeypatch.setattr(head_loss, "compiled_loss", counted)
-    return found
+    with compiled_as(counted):
+        yield found
 
 
 def errors(logits, labels):
@@ -76,13 +74,13 @@ def case(dtype):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_usual_loss_goes_through_it(calls, monkeypatch, dtype, reduction):
+def test_the_usual_loss_goes_through_it(calls, dtype, reduction):
     hidden, weight, labels = case(dtype)
     loss = retape.linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_rows=16)
     found = (loss, *torch.autograd.grad(loss, [hidden, weight]))
     assert sum(calls) == ROWS
-    monkeypatch.undo()
-    loss = retape.linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_rows=16)
+    with may_compile(False):
+        loss = retape.linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_rows=16)
     for one, other in zip(found, (loss, *torch.autograd.grad(loss, [hidden, weight])), strict=True):
         assert one.dtype is other.dtype
         torch.testing.assert_close(one, other)
@@ -116,45 +114,44 @@ def test_it_is_compiled_on_a_gpu_where_it_may_be():
 
 
 @pytest.mark.parametrize("said", ["never", ""])
-def test_where_it_does_not_compile_it_stays_eager_and_says_so(monkeypatch, caplog, said):
+def test_where_it_does_not_compile_it_stays_eager_and_says_so(caplog, said):
+    asked = []
+
     def refusing(*arguments):
+        asked.append(arguments)
         raise compiler_internals.compiler_errors()[0](said)
 
-    monkeypatch.setattr(loss_kernels, "_compiled", lambda: refusing)
-    monkeypatch.setattr(loss_kernels, "loss_is_compiled", lambda device: not loss_kernels._REFUSED)
     hidden, weight, labels = case(torch.float32)
-    wanted = retape.linear_cross_entropy(hidden, weight, labels, reduction="sum")
-    with caplog.at_level(logging.WARNING, "retape"):
-        assert torch.equal(retape.linear_cross_entropy(hidden, weight, labels, reduction="sum"), wanted)
+    wanted = retape.linear_cross_entropy(hidden, weight, labels, reduction="sum", chunk_rows=10)
+    with caplog.at_level(logging.WARNING, "retape"), compiled_as(refusing):
+        assert torch.equal(retape.linear_cross_entropy(hidden, weight, labels, reduction="sum", chunk_rows=10), wanted)
     assert "does not compile and stays eager" in caplog.text
-    assert len(loss_kernels._REFUSED) == 1, "it is not asked again"
+    assert len(asked) == 1, "it is not asked again"
 
 
-def test_too_many_compilations_are_an_error_and_not_silently_eager(monkeypatch):
+def test_too_many_compilations_are_an_error_and_not_silently_eager():
     limits = []
 
     def compiled(*arguments):
         limits.append(torch._dynamo.config.fail_on_recompile_limit_hit)
+        return losses_and_slopes(*arguments)
 
-    monkeypatch.setattr(loss_kernels, "_compiled", lambda: compiled)
-    monkeypatch.setattr(loss_kernels, "loss_is_compiled", lambda device: True)
-    compiled_loss(torch.randn(2, 3), torch.zeros(2, 1, dtype=torch.long), torch.float32)
+    with compiled_as(compiled):
+        retape.linear_cross_entropy(*case(torch.float32))
     assert limits == [True]
 
 
-def test_the_slopes_of_a_chunk_are_gone_before_the_next(monkeypatch):
+def test_the_slopes_of_a_chunk_are_gone_before_the_next():
     alive, made = [], []
-    run = head_loss._Head.run
 
-    def watched(self, *arguments, **keywords):
+    def watched(*arguments):
         alive.append(sum(reference() is not None for reference in made))
-        found = run(self, *arguments, **keywords)
+        found = losses_and_slopes(*arguments)
         made.append(weakref.ref(found[1]))
         return found
 
-    monkeypatch.setattr(head_loss._Head, "run", watched)
-    hidden, weight, labels = case(torch.float32)
-    retape.linear_cross_entropy(hidden, weight, labels, chunk_rows=10)
+    with compiled_as(watched):
+        retape.linear_cross_entropy(*case(torch.float32), chunk_rows=10)
     assert alive == [0] * 4
 
 

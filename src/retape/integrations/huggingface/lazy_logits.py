@@ -13,9 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
-from retape.torch.slicing.linear_cross_entropy import linear_cross_entropy, rows_within, usual_chunk_bytes
-from retape.torch.slicing.loss_kernels import loss_is_compiled, may_compile
-from retape.torch.slicing.products import wide
+from retape.torch.slicing.linear_cross_entropy import (
+    linear_cross_entropy,
+    loss_is_compiled,
+    may_compile,
+    rows_within,
+    usual_chunk_bytes,
+)
+from retape.torch.slicing.linear_layers import wide
 
 CHUNK_BYTES = "_retape_chunk_bytes"  # attribute of a head: the most bytes that the buffers of a chunk may take
 COMPILED = "_retape_compiled_loss"  # attribute of a head: True if the ops between matrix products may be compiled

@@ -2,15 +2,21 @@
 
 The rows of `hidden` go through head, softmax and loss chunk by chunk. Where the loss is one number, the gradients of `hidden`
 and `weight` are computed in the forward pass, while a chunk's logits are there: three matrix products, as many as plain
-autograd needs. With `reduction="none"` the upstream gradient of each row must be known first, so the backward pass makes the
-chunks again. Softmax, loss and the sum of the weight's gradients are in float32 for 16-bit inputs.
+autograd needs. With `reduction="none"` the upstream gradient of each row must be known first, so the backward pass recomputes the
+chunks. Softmax, loss and the sum of the weight's gradients are in float32 for 16-bit inputs.
 
-The matrix products themselves are in `products.py`; slices of any other function in `tile.py`.
+On a GPU, plain cross entropy of a chunk may run as one compiled function, with two passes over the logits instead of four: a pass
+costs a third of a matrix product. It is used only where the model is compiled as well (`may_compile`).
+
+The matrix products themselves are in `linear_layers.py`; slices of any other function in `tile.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,16 +26,16 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput, UnsupportedTransform
 from retape.torch.compat import compiler_internals, internals
-from retape.torch.slicing.loss_kernels import compiled_loss
-from retape.torch.slicing.products import Products, add_product, products_of, wide
+from retape.torch.slicing.linear_layers import Products, add_product, products_of, wide
+from retape.torch.slicing.rowwise import TUNING
 
-_CHUNK_BYTES = {"cuda": 512 * 1024 * 1024}
-_CHUNK_BYTES_ELSEWHERE = 64 * 1024 * 1024
-_BYTES_PER_LOGIT = 10  # two buffers of float32, and the slope in 16 bit
+Slopes = tuple[Tensor, Tensor]  # the losses of rows, and their derivatives by the logits
+
+_LOG = logging.getLogger("retape")
 
 
 class Reduction(Enum):
-    """What becomes of the losses of the rows."""
+    """The result: the losses of the rows, their mean or their sum."""
 
     NONE = "none"
     MEAN = "mean"
@@ -45,7 +51,7 @@ class Reduction(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:
-    """What is computed from a chunk of logits, and in which dtype the head multiplies."""
+    """The options of the loss, and the dtype in which the head multiplies."""
 
     ignore_index: int
     label_smoothing: float
@@ -81,7 +87,7 @@ def linear_cross_entropy(
     shift: bool = False,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(linear(hidden, weight, bias), labels)` of which the logits are never whole.
+    """Return `cross_entropy(linear(hidden, weight, bias), labels)` without ever having the whole logits in memory.
 
     `hidden` is (..., features), `weight` (classes, features), `labels` (...). The logits are multiplied with `logit_scale`,
     then capped (`soft_cap * tanh(logits / soft_cap)`); `z_loss` times the square of their log-sum-exp is added to each row's
@@ -96,7 +102,7 @@ def linear_cross_entropy(
         "reduction": reduction,
         "chunk_rows": chunk_rows,
     }
-    # A compiled caller is left for the call: what the compiler makes of head and loss has whole logits.
+    # A compiled caller breaks its graph here: what the compiler makes of head and loss has whole logits.
     run = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
     return run((hidden, weight, bias, labels, class_weight), shift, options)
 
@@ -120,7 +126,7 @@ def _run(tensors: tuple[Any, ...], shift: bool, options: dict[str, Any]) -> Tens
 
 
 def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Labels one place earlier. The last place predicts nothing; it is ignored rather than cut off, which would copy `hidden`."""
+    """Return labels one place earlier. The last place is ignored rather than cut off, which would copy `hidden`."""
     if labels.dim() == 0 or labels.shape[-1] < 2:
         raise InvalidInput(f"shift=True needs two labels in a row or more, and labels are {tuple(labels.shape)}.")
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
@@ -146,7 +152,7 @@ class _Head:
         self._rest = loss.label_smoothing / max(1, len(weight))  # of every class
 
     def divisor(self) -> Tensor | None:
-        """What the sum of the losses is divided by."""
+        """Return the number that the sum of the losses is divided by."""
         if self.loss.reduction is not Reduction.MEAN:
             return None
         if self._class_weight is None:
@@ -154,19 +160,19 @@ class _Head:
         return (self._class_weight[self._labels.squeeze(1)] * self.valid).sum()
 
     def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
-        """The sum of the losses, or their mean. There is one number a row, so it costs nothing to add them up in float64."""
+        """Return the sum of the losses, or their mean, added up in float64: there is one number per row."""
         exact = torch.float64 if losses.device.type in ("cpu", "cuda") else self.wide
         total = losses.sum(dtype=exact)
         return (total if divisor is None else total / divisor).to(self.wide)
 
     def run(self, rows: Tensor, part: slice, *, slope: bool) -> tuple[Tensor, Tensor | None]:
-        """The losses of some rows; with `slope` also their derivatives by the logits before scale and cap (less `logit_scale`).
+        """Return the losses of some rows; with `slope` also their derivatives by the logits before scale and cap.
 
-        Rows that are ignored have a loss of 0, and a slope that is to be multiplied with 0.
+        The factor `logit_scale` is left out of the slope. Ignored rows have a loss of 0, and a slope that must be multiplied by 0.
         """
         loss, labels = self.loss, self._labels[part]
         logits = self._logits(rows)
-        found = compiled_loss(logits, labels, self.products.slope_dtype) if slope and self._is_usual else None
+        found = _compiled_loss(logits, labels, self.products.slope_dtype) if slope and self._is_plain else None
         if found is not None:
             return found[0].where(self.valid[part], 0.0), found[1]
         bent = None if loss.soft_cap is None else logits.div_(loss.soft_cap).tanh_()
@@ -189,8 +195,8 @@ class _Head:
         return losses, self._slope(chances, labels, weights, log_sum, bent)
 
     @property
-    def _is_usual(self) -> bool:
-        """Whether it is plain cross entropy, without anything else that uses the slopes of a chunk as they are before rounding."""
+    def _is_plain(self) -> bool:
+        """True if it is plain cross entropy, and nothing else uses the slopes of a chunk before they are rounded."""
         loss = self.loss
         extras = (
             loss.label_smoothing,
@@ -212,7 +218,7 @@ class _Head:
     def _slope(
         self, chances: Tensor, labels: Tensor, weights: Tensor | None, log_sum: Tensor, bent: Tensor | None
     ) -> Tensor:
-        """`chances` are logarithms, and their memory becomes the slope's."""
+        """Return the slope, in the memory of `chances`, which are logarithms."""
         slope, loss = chances.exp_(), self.loss
         if weights is not None or loss.z_loss:
             ones = torch.ones_like(log_sum) if weights is None else weights
@@ -229,7 +235,7 @@ class _Head:
 
 
 class _Gradients:
-    """The sums of a head's gradients over chunks; what nobody asked for stays None."""
+    """The sums of a head's gradients over chunks; None for those that are not needed."""
 
     def __init__(self, rows: Tensor, weight: Tensor, head: _Head, wanted: Sequence[bool]) -> None:
         self._head = head
@@ -238,7 +244,7 @@ class _Gradients:
         self.bias = weight.new_zeros(len(weight), dtype=head.wide) if wanted[2] else None
 
     def add(self, rows: Tensor, part: slice, slope: Tensor, factor: Tensor, early: Tensor | None) -> None:
-        """Take in one chunk. Row i counts `factor[i]` times; `early` multiplies the gradients of rows before they are rounded."""
+        """Add one chunk. Row i counts `factor[i]` times; `early` multiplies the gradients of rows before they are rounded."""
         products = self._head.products
         if self.bias is not None:
             self.bias += factor @ slope
@@ -252,24 +258,24 @@ class _Gradients:
 
 
 def usual_chunk_bytes(device: torch.device, classes: int, features: int, *, weight_gradient: bool) -> int:
-    """What the buffers of a chunk take where nobody says: 512 MiB on a GPU and 64 MiB elsewhere.
+    """Return the default bytes of a chunk's buffers: 512 MiB on a GPU and 64 MiB elsewhere.
 
     Or as much as the sum of the weight's gradients, where that is more: every chunk reads and writes all of that sum, which
     must not cost more than the chunk itself.
     """
-    at_least = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE)
+    at_least = TUNING.cuda_chunk_bytes if device.type == "cuda" else TUNING.cpu_chunk_bytes
     return max(at_least, classes * features * 4 if weight_gradient else 0)
 
 
-def rows_within(chunk_bytes: int, classes: int, bytes_per_logit: int = _BYTES_PER_LOGIT) -> int:
-    """How many rows of logits have buffers of so many bytes."""
+def rows_within(chunk_bytes: int, classes: int, bytes_per_logit: int = TUNING.bytes_per_logit) -> int:
+    """Return how many rows of logits have buffers of `chunk_bytes`."""
     return max(1, chunk_bytes // (bytes_per_logit * max(1, classes)))
 
 
-def _chunks(rows: Tensor, classes: int, loss: _Loss, weight_gradient: bool) -> Iterator[slice]:
-    """Chunks of equal length: as many rows as their buffers fit the chunk's bytes."""
+def chunks_of(rows: Tensor, classes: int, chunk_rows: int | None, *, weight_gradient: bool) -> Iterator[slice]:
+    """Return chunks of equal length whose buffers fit the chunk's bytes."""
     count, features = rows.shape
-    most = loss.chunk_rows
+    most = chunk_rows
     if most is None:
         usual = usual_chunk_bytes(rows.device, classes, features, weight_gradient=weight_gradient)
         most = rows_within(usual, classes)
@@ -279,11 +285,78 @@ def _chunks(rows: Tensor, classes: int, loss: _Loss, weight_gradient: bool) -> I
         yield slice(start, min(start + step, count))
 
 
+# --- the compiled loss of a chunk -----------------------------------------------------------------------------------
+
+
+class LossCompiler:
+    """The plain loss of a chunk, compiled when first used on one of `device_types`. After a failure it stays eager."""
+
+    def __init__(
+        self, compile: Callable[..., Callable[..., Slopes]] = torch.compile, device_types: tuple[str, ...] = ("cuda",)
+    ) -> None:
+        self._compile, self._device_types = compile, device_types
+        self._compiled: Callable[..., Slopes] | None = None
+        self.refused: str | None = None  # the compiler's message; then it is not asked again
+
+    def runs_on(self, device: torch.device) -> bool:
+        return device.type in self._device_types and self.refused is None
+
+    def loss(self, logits: Tensor, labels: Tensor, narrow: torch.dtype) -> Slopes | None:
+        """Return `losses_and_slopes` from the compiled function; None where it does not run or does not compile."""
+        if not self.runs_on(logits.device):
+            return None
+        if self._compiled is None:
+            self._compiled = self._compile(losses_and_slopes)
+        try:
+            # Too many compilations are an error here: eager, it would take more memory than was planned.
+            with compiler_internals.many_compilations():
+                return self._compiled(logits, labels, narrow)
+        except compiler_internals.compiler_errors() as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self.refused = lines[0]
+            _LOG.warning("retape: the loss does not compile and stays eager: %s", lines[0])
+            return None
+
+
+_COMPILER = LossCompiler()
+_CURRENT: ContextVar[LossCompiler | None] = ContextVar("retape_loss_compiler", default=None)
+
+
+@contextmanager
+def may_compile(allowed: bool, compiler: LossCompiler = _COMPILER) -> Iterator[None]:
+    """Allow the plain loss of a chunk to run compiled inside, or forbid it."""
+    token = _CURRENT.set(compiler if allowed else None)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def loss_is_compiled(device: torch.device) -> bool:
+    """True if the plain loss of a chunk on the device runs compiled."""
+    compiler = _CURRENT.get()
+    return compiler is not None and compiler.runs_on(device)
+
+
+def _compiled_loss(logits: Tensor, labels: Tensor, narrow: torch.dtype) -> Slopes | None:
+    compiler = _CURRENT.get()
+    return None if compiler is None else compiler.loss(logits, labels, narrow)
+
+
+def losses_and_slopes(logits: Tensor, labels: Tensor, narrow: torch.dtype) -> Slopes:
+    """Return the cross entropy of each row of logits with its label (a column), and its derivative by the logits."""
+    below = logits - logits.amax(1, keepdim=True)  # subtracting the maximum first keeps the differences exact
+    log_sum = below.exp().sum(1, keepdim=True).log()
+    losses = (log_sum - below.gather(1, labels)).squeeze(1)
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    return losses, ((below - log_sum).exp() - (classes == labels).to(logits.dtype)).to(narrow)
+
+
 # --- autograd -------------------------------------------------------------------------------------------------------
 
 
 class _Reduced(torch.autograd.Function):
-    """Mean or sum: the gradients are there before the backward pass, which scales them."""
+    """Mean or sum: the forward pass computes the gradients, and the backward pass scales them."""
 
     @staticmethod
     def forward(ctx: Any, loss: _Loss, grads: bool, *tensors: Any) -> Tensor:
@@ -300,12 +373,12 @@ class _Reduced(torch.autograd.Function):
             found = _Gradients(rows, weight, head, wanted)
             losses = rows.new_empty(len(rows), dtype=head.wide)
             valid = head.valid.to(head.wide)
-            for part in _chunks(rows, len(weight), loss, wanted[1]):
+            for part in chunks_of(rows, len(weight), loss.chunk_rows, weight_gradient=wanted[1]):
                 chunk = rows[part].to(loss.dtype)
                 losses[part], slope = head.run(chunk, part, slope=any(wanted))
                 if slope is not None:
                     found.add(chunk, part, slope, valid[part], early)
-                    del slope  # or it would stand beside the next chunk
+                    del slope  # so that it is freed before the next chunk
         ctx.early = early is not None
         ctx.save_for_backward(found.rows, found.weight, found.bias, scale)
         return head.total(losses, divisor)
@@ -329,7 +402,7 @@ class _Reduced(torch.autograd.Function):
 
 
 class _PerRow(torch.autograd.Function):
-    """No reduction: the backward pass makes every chunk again, once it knows what each row's loss is worth."""
+    """No reduction: the backward pass recomputes every chunk, once the upstream gradient of each row is known."""
 
     @staticmethod
     def forward(ctx: Any, loss: _Loss, *tensors: Any) -> Tensor:
@@ -340,7 +413,7 @@ class _PerRow(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             head = _Head(loss, weight, bias, labels, class_weight)
             losses = rows.new_empty(len(rows), dtype=head.wide)
-            for part in _chunks(rows, len(weight), loss, False):
+            for part in chunks_of(rows, len(weight), loss.chunk_rows, weight_gradient=False):
                 losses[part], _ = head.run(rows[part].to(loss.dtype), part, slope=False)
         return losses
 
@@ -355,7 +428,7 @@ class _PerRow(torch.autograd.Function):
             found = _Gradients(rows, weight, head, wanted)
             worth = upstream.to(head.wide) * loss.logit_scale * head.valid
             ones = torch.ones_like(worth)
-            for part in _chunks(rows, len(weight), loss, wanted[1]):
+            for part in chunks_of(rows, len(weight), loss.chunk_rows, weight_gradient=wanted[1]):
                 chunk = rows[part].to(loss.dtype)
                 _, slope = head.run(chunk, part, slope=True)
                 assert slope is not None
@@ -367,7 +440,7 @@ class _PerRow(torch.autograd.Function):
 
 
 def _scale(divisor: Tensor | None, head: _Head) -> Tensor:
-    """What gradients are multiplied with: 0 where no row counts, as in torch, whose loss is NaN then."""
+    """Return the factor of all gradients: 0 if no row counts, as in torch, whose loss is NaN then."""
     one = head.valid.new_full((), head.loss.logit_scale, dtype=head.wide)
     return one if divisor is None else (one / divisor).where(head.valid.any(), 0.0)
 
@@ -444,7 +517,7 @@ def _check_shapes(
 
 
 def _check_labels(labels: Tensor, loss: _Loss, classes: int) -> None:
-    """On the CPU alone: looking at labels on a GPU would wait for it, and its kernels check for themselves."""
+    """Raise if a label is out of range; on the CPU alone, because reading labels would wait for a GPU, whose kernels check."""
     if labels.device.type != "cpu" or labels.numel() == 0:
         return
     wrong = labels[((labels < 0) | (labels >= classes)) & (labels != loss.ignore_index)]

@@ -1,10 +1,10 @@
 """A row-wise function run in slices, forward and backward, so that its internals are never whole in memory: `tile`.
 
-Each slice is a region that drops everything (`region.py`), so it is run again as if at the first time: random streams, buffers,
-autocast, version checks. The slices stand behind one autograd node. Its backward pass asks them for their gradients one after
-the other, and adds up those of weights itself, in slice order, in float32 for 16-bit weights.
+Each slice is a region that drops everything (`engine/region.py`), so its re-run sees the state of its first run: random streams,
+buffers, autocast. All slices are behind one autograd node. Its backward pass takes their gradients one after the other, and adds up
+those of weights itself, in slice order, in float32 for 16-bit weights.
 
-Whether the function treats rows independently is asked in `rowwise.py`; a loss over rows is `linear_cross_entropy.py`'s.
+The check that the function treats rows independently is in `rowwise.py`; a loss over rows is in `linear_cross_entropy.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from retape.torch.engine.graph_ancestry import computed_from_another
 from retape.torch.engine.messages import refuse_transforms
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.region import Region
-from retape.torch.slicing.products import wide
-from retape.torch.slicing.row_guard import read_settings
-from retape.torch.slicing.rowwise import Arguments, SavedPart, SavedRows, Slicing, assert_rowwise
-from retape.torch.slicing.slice_graph import Linear, SliceGraph
+from retape.torch.slicing.linear_layers import Linear, SliceGraph, wide
+from retape.torch.slicing.rowwise import Arguments, SavedPart, SavedRows, Slicing, assert_rowwise, read_settings
 
 _SLICE = Policy(linkable=False)
-_Whole = tuple[SavedRows, tuple[Any, ...], int, int]  # all rows, and where a slice of them starts and how long it is
+_Whole = tuple[SavedRows, tuple[Any, ...], int, int]  # all rows, and start and length of a slice of them
 _PLAIN_VALUES = (type(None), bool, int, float, complex, str)
 
 
@@ -88,7 +86,7 @@ def _slicing(fn: Callable[..., Any], rows: tuple[Any, ...], tiles: int, dim: int
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """A weight's cast that stands in autocast's cache belongs to the graph of one slice, or of nobody here."""
+    """Switch autocast's weight cache off: a cast in it belongs to the graph of one slice, or to none of them."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -101,7 +99,7 @@ def _no_autocast_cache() -> Iterator[None]:
 
 
 class _Forward:
-    """The slices run one after the other, and their outputs put side by side."""
+    """Runs the slices one after the other, and joins their outputs."""
 
     def __init__(self, fn: Callable[..., Any], rows: tuple[Any, ...], slicing: Slicing, *, may_draw: bool) -> None:
         self._fn = fn
@@ -113,7 +111,7 @@ class _Forward:
         self._structure: Any = None
 
     def run(self) -> Any:
-        tape = Tape(self._fn, self._slicing)
+        tiled = TiledCall(self._fn, self._slicing)
         saved = self._saved_rows()
         for start, length in self._slicing.parts():
             given = self._sliced(start, length)
@@ -124,18 +122,18 @@ class _Forward:
             else:
                 needs_grad = [self._needs_grad(row) for row in self._rows]
                 whole = None if saved is None else (saved, self._rows, start, length)
-                piece = _Slice(self._fn, given, needs_grad, tape, whole)
+                piece = _Slice(self._fn, given, needs_grad, tiled, whole)
                 values, structure = piece.run()
             self._take(values, structure, start, length)
             if start == 0 and reading is not None:
                 about = piece.region, piece.arguments(self._rows), values, self._slicing
                 assert_rowwise(*about, reading, may_draw=self._may_draw)
             if self._grad:
-                piece.settle(values, tape)
-        return pytree.tree_unflatten(self._joined(tape), self._structure)
+                piece.record_edges(values, tiled)
+        return pytree.tree_unflatten(self._joined(tiled), self._structure)
 
     def _saved_rows(self) -> SavedRows | None:
-        """Inside a region the rows are its to keep: it is shown all of them at once, before the first slice."""
+        """Save the rows as a whole inside another region, whose hooks see them once, before the first slice."""
         if not self._grad or internals.top_hooks(True) is None:
             return None
         return SavedRows(_each_once([row for row in self._rows if isinstance(row, Tensor)]))
@@ -144,7 +142,7 @@ class _Forward:
         return self._grad and isinstance(row, Tensor) and row.requires_grad
 
     def _sliced(self, start: int, length: int) -> list[Any]:
-        """Slices without history; a tensor that is given twice is one slice, because code asks `q is k`."""
+        """Return slices without history; a tensor that is given twice is one slice, because code tests `q is k`."""
         made = {
             id(row): row.detach().narrow(self._slicing.dim, start, length)
             for row in self._rows
@@ -173,7 +171,7 @@ class _Forward:
                 )
 
     def _room(self, value: Any, length: int) -> Any:
-        """Memory for an output of all rows."""
+        """Return memory for an output of all rows."""
         if not isinstance(value, Tensor):
             return value
         self._check_shape(value, length)
@@ -189,27 +187,27 @@ class _Forward:
                 "must return its rows along the same dim. Sum over rows outside, or use retape.linear_cross_entropy for a loss."
             )
 
-    def _joined(self, tape: Tape) -> list[Any]:
-        """The outputs behind one node, whose backward pass drives the slices."""
+    def _joined(self, tiled: TiledCall) -> list[Any]:
+        """Return the outputs behind one node, whose backward pass runs those of the slices."""
         tensors = [value for value in self._outputs if isinstance(value, Tensor)]
-        differentiable = [any(piece.edges[i] is not None for piece in tape.slices) for i in range(len(tensors))]
+        differentiable = [any(piece.edges[i] is not None for piece in tiled.slices) for i in range(len(tensors))]
         if not any(differentiable):
             return self._outputs
         inputs = _each_once([row for row in self._rows if self._needs_grad(row)])
-        related = computed_from_another(tape.taken)
+        related = computed_from_another(tiled.taken)
         if related is not None:
             raise RegionError(
-                f"{tape.name} uses a tensor of its closure that was computed elsewhere, and also one that it was computed from "
-                f"({related}). Gradients of the two cannot be told apart. Compute it inside the function."
+                f"{tiled.name} uses a tensor of its closure that was computed elsewhere, and also one that it was computed from "
+                f"({related}). Gradients of the two cannot be separated. Compute it inside the function."
             )
-        # The tape is what the node saves: autograd lets go of it when it frees the graph, and not if it is retained.
-        with saved_tensors_hooks(lambda _: tape, _unpack_tape):
-            joined = iter(_Join.apply(tensors, differentiable, *inputs, *tape.shared.values()))
+        # The node saves the slices: autograd frees them with the graph, and not if the graph is retained.
+        with saved_tensors_hooks(lambda _: tiled, _unpack_tiled):
+            joined = iter(_JoinSlices.apply(tensors, differentiable, *inputs, *tiled.shared.values()))
         return [next(joined) if isinstance(value, Tensor) else value for value in self._outputs]
 
 
-class Tape:
-    """All slices of one call, until their backward pass: where gradients go in, and the tensors at which they come out."""
+class TiledCall:
+    """All slices of one call, until their backward pass, and the tensors whose gradients they share."""
 
     def __init__(self, fn: Callable[..., Any], slicing: Slicing) -> None:
         self.name = name_of(fn)
@@ -217,7 +215,7 @@ class Tape:
         self.slices: list[_Slice] = []
         self.shared: dict[int, Tensor] = {}  # weights and other tensors that slices use and that need gradients
         self.anchor = torch.empty((0,), requires_grad=torch.is_grad_enabled())
-        # Nodes of the slices come after this one, nodes of everybody else before it.
+        # Nodes of the slices have higher sequence numbers than this one, all others lower ones.
         marker = self.anchor.view(0).grad_fn
         self.first_node = 0 if marker is None else internals.sequence_number(marker)
 
@@ -231,10 +229,10 @@ class _Slice:
     """One slice: a region, and the edges of its graph at which gradients go in and come out."""
 
     def __init__(
-        self, fn: Callable[..., Any], given: list[Any], needs_grad: list[bool], tape: Tape, whole: _Whole | None
+        self, fn: Callable[..., Any], given: list[Any], needs_grad: list[bool], tiled: TiledCall, whole: _Whole | None
     ) -> None:
         self._fn = fn
-        self._given = _with_entries(given, needs_grad, tape.anchor)
+        self._given = _with_entries(given, needs_grad, tiled.anchor)
         entered = [value for value, needed in zip(self._given, needs_grad, strict=True) if needed]
         self.entries = [get_gradient_edge(value) for value in _each_once(entered)]
         self.edges: list[GradientEdge | None] = []
@@ -243,18 +241,18 @@ class _Slice:
         call = capture_call(fn, tuple(self._given), {})
         self._tensors = list(call.tensors)
         self._outside = _with_history(call, self._given)
-        saved = None if whole is None else self._part_of(*whole, tape.slicing.dim)
+        saved = None if whole is None else self._part_of(*whole, tiled.slicing.dim)
         self.region = Region(call, _SLICE, inputs=saved)
 
     def _part_of(self, saved: SavedRows, rows: tuple[Any, ...], start: int, length: int, dim: int) -> SavedPart | None:
-        """Its inputs as a part of rows that are saved whole; None where it has others besides."""
+        """Return its inputs as a part of rows that are saved whole; None if it has other inputs besides."""
         made = {id(value): row for value, row in zip(self._given, rows, strict=True) if isinstance(row, Tensor)}
         if not all(id(tensor) in made for tensor in self._tensors):
             return None
         return saved.part([made[id(tensor)] for tensor in self._tensors], dim, start, length)
 
     def run(self) -> tuple[list[Any], Any]:
-        """The first run; returns the leaves of what the function returns, and their structure."""
+        """Run it for the first time; return the leaves of what the function returns, and their structure."""
         found = self.region.run(self._fn, tuple(self._given), {})
         if self.region.snapshot.changes_arguments:
             raise RegionError(
@@ -263,7 +261,7 @@ class _Slice:
         return pytree.tree_flatten(found)
 
     def arguments(self, rows: tuple[Any, ...]) -> Arguments:
-        """What the region was given, for questions about other rows."""
+        """Return the region's arguments, to check its function on other rows."""
         slices = {id(value) for value in self._given}
         return Arguments(
             tensors=self._tensors,
@@ -271,8 +269,8 @@ class _Slice:
             rows=[row for row in rows if isinstance(row, Tensor)],
         )
 
-    def settle(self, values: list[Any], tape: Tape) -> None:
-        """Note where gradients go in, and find the tensors that need some: the graph says which, wherever the function has them from."""
+    def record_edges(self, values: list[Any], tiled: TiledCall) -> None:
+        """Record the edges at which gradients enter, and find in the graph the tensors that need gradients."""
         self.edges = [
             get_gradient_edge(value) if value.requires_grad else None for value in values if isinstance(value, Tensor)
         ]
@@ -280,28 +278,28 @@ class _Slice:
             [edge for edge in self.edges if edge is not None],
             {(edge.node, edge.output_nr): tensor for edge, tensor in self._outside},
             {edge.node for edge in self.entries},
-            tape.first_node,
-            tape.name,
+            tiled.first_node,
+            tiled.name,
         )
-        tape.shared.update({id(tensor): tensor for tensor in graph.tensors})
+        tiled.shared.update({id(tensor): tensor for tensor in graph.tensors})
         self.linears = graph.linears()
         self.apart = frozenset(id(tensor) for linear in self.linears for tensor in linear.tensors)
         self._given, self._tensors, self._outside = [], [], []
-        tape.slices.append(self)
+        tiled.slices.append(self)
 
     def gradients(self, upstream: Sequence[Tensor | None], inputs: list[GradientEdge]) -> Sequence[Tensor | None]:
-        """What comes out at `inputs` for what goes in at the outputs."""
+        """Return the gradients at `inputs` for those at the outputs."""
         pairs = [(edge, g) for edge, g in zip(self.edges, upstream, strict=True) if edge is not None and g is not None]
         if not pairs or not inputs:
             return [None] * len(inputs)
         outputs, gradients = zip(*pairs, strict=True)
-        keep = internals.graph_is_kept()  # a compiled function refuses, and what a slice has consumed can go
+        keep = internals.graph_is_kept()  # a compiled function refuses to keep it, and a consumed slice can be freed
         return torch.autograd.grad(outputs, inputs, gradients, retain_graph=keep, allow_unused=True)
 
 
 def _with_entries(given: list[Any], needs_grad: list[bool], anchor: Tensor) -> list[Any]:
-    """Rows that need gradients, each behind a node of its own. A leaf would hold the row for as long as the graph lives."""
-    made = {id(v): _Entry.apply(anchor, [v]) for v, needed in zip(given, needs_grad, strict=True) if needed}
+    """Return the rows, those that need gradients each behind a node. A leaf would hold the row as long as the graph lives."""
+    made = {id(v): _SliceEntry.apply(anchor, [v]) for v, needed in zip(given, needs_grad, strict=True) if needed}
     return [made[id(v)] if needed else v for v, needed in zip(given, needs_grad, strict=True)]
 
 
@@ -309,8 +307,8 @@ def _each_once(tensors: list[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-class _Entry(torch.autograd.Function):
-    """Where a slice's graph ends: gradients are taken here, and go no further."""
+class _SliceEntry(torch.autograd.Function):
+    """The end of a slice's graph, at which gradients of rows are taken."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, row: list[Tensor]) -> Tensor:
@@ -323,7 +321,7 @@ class _Entry(torch.autograd.Function):
 
 
 def _with_history(call: Call, given: list[Any]) -> list[tuple[GradientEdge, Tensor]]:
-    """Tensors of the closure that were computed from others, with their place in the graph outside."""
+    """Return tensors of the closure that were computed from others, with their edge in the graph outside."""
     rows = {id(value) for value in given}
     found = [*call.tensors, *call.extras, *call.state]
     return [(get_gradient_edge(t), t) for t in found if t.grad_fn is not None and id(t) not in rows]
@@ -333,20 +331,20 @@ def _with_history(call: Call, given: list[Any]) -> list[tuple[GradientEdge, Tens
 
 
 class _Unpacked(local):
-    tape: Tape | None = None
+    tiled: TiledCall | None = None
 
 
 _UNPACKED = _Unpacked()
 
 
 @compiler_internals.left_alone
-def _unpack_tape(tape: Tape) -> Tensor:
-    _UNPACKED.tape = tape
-    return tape.anchor.detach()
+def _unpack_tiled(tiled: TiledCall) -> Tensor:
+    _UNPACKED.tiled = tiled
+    return tiled.anchor.detach()
 
 
-class _Join(torch.autograd.Function):
-    """One node for all slices. It saves one empty tensor, in whose place the hooks around it keep the tape."""
+class _JoinSlices(torch.autograd.Function):
+    """One node for all slices. It saves one empty tensor, for which the hooks around it keep the `TiledCall`."""
 
     @staticmethod
     def forward(ctx: Any, tensors: list[Tensor], differentiable: list[bool], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -359,18 +357,18 @@ class _Join(torch.autograd.Function):
     @compiler_internals.left_alone
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        tape, _UNPACKED.tape = _UNPACKED.tape, None
-        assert tape is not None
+        tiled, _UNPACKED.tiled = _UNPACKED.tiled, None
+        assert tiled is not None
         if torch.is_grad_enabled():
             raise UnsupportedTransform(
-                f"{tape.name} in tiles was asked for gradients that can be differentiated again (create_graph=True); its slices are run "
+                f"{tiled.name} in tiles was asked for gradients that can be differentiated again (create_graph=True); its slices are run "
                 "again without that. Call the function itself, or retape.checkpoint, for second derivatives."
             )
-        totals, dim = _Totals(tape), tape.slicing.dim
+        totals, dim = _Totals(tiled), tiled.slicing.dim
         with ExitStack() as stack:
-            for tensor in tape.shared.values():
+            for tensor in tiled.shared.values():
                 stack.enter_context(_quiet(tensor))
-            for piece, (start, length) in zip(tape.slices, tape.slicing.parts(), strict=True):
+            for piece, (start, length) in zip(tiled.slices, tiled.slicing.parts(), strict=True):
                 parts = [None if g is None else g.narrow(dim, start, length) for g in upstream]
                 totals.take(piece, start, parts)
         return (None, None, *totals.gradients())
@@ -379,18 +377,18 @@ class _Join(torch.autograd.Function):
 class _Totals:
     """The gradients of all rows and of shared tensors, while slices add to them in order."""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._rows: list[Tensor | None] = [None] * len(tape.slices[0].entries)
+    def __init__(self, tiled: TiledCall) -> None:
+        self._tiled = tiled
+        self._rows: list[Tensor | None] = [None] * len(tiled.slices[0].entries)
         self._shared: dict[int, Tensor] = {}
 
     def gradients(self) -> list[Tensor | None]:
-        shared = [(self._shared.get(id(tensor)), tensor.dtype) for tensor in self._tape.shared.values()]
+        shared = [(self._shared.get(id(tensor)), tensor.dtype) for tensor in self._tiled.shared.values()]
         return self._rows + [None if total is None else total.to(dtype) for total, dtype in shared]
 
     def take(self, piece: _Slice, start: int, upstream: list[Tensor | None]) -> None:
-        """The gradients of one slice."""
-        others = [tensor for key, tensor in self._tape.shared.items() if key not in piece.apart]
+        """Add the gradients of one slice."""
+        others = [tensor for key, tensor in self._tiled.shared.items() if key not in piece.apart]
         hooks = [linear.watch(self._total_of) for linear in piece.linears]
         try:
             found = piece.gradients(upstream, [*piece.entries, *map(get_gradient_edge, others)])
@@ -405,10 +403,10 @@ class _Totals:
                 self._add(tensor, gradient)
 
     def _put(self, index: int, part: Tensor, start: int) -> None:
-        dim, whole = self._tape.slicing.dim, self._rows[index]
+        dim, whole = self._tiled.slicing.dim, self._rows[index]
         if whole is None:
             shape = list(part.shape)
-            shape[dim] = self._tape.slicing.count
+            shape[dim] = self._tiled.slicing.count
             whole = self._rows[index] = part.new_zeros(shape)
         whole.narrow(dim, start, part.shape[dim]).copy_(part)
 
@@ -420,7 +418,7 @@ class _Totals:
             self._shared[id(tensor)] = gradient if before is None else before + gradient
 
     def _total_of(self, tensor: Tensor) -> Tensor:
-        """The sum of a shared tensor's gradients: in float32 for a 16-bit one, in float64 for a float32 one that is small."""
+        """Return the sum of a shared tensor's gradients: float32 for 16-bit tensors, float64 for small float32 ones."""
         total = self._shared.get(id(tensor))
         if total is None:
             dtype = wide(tensor.dtype)
@@ -432,7 +430,7 @@ class _Totals:
 
 @contextmanager
 def _quiet(tensor: Tensor) -> Iterator[None]:
-    """Keep a tensor's hooks from running: they are for its whole gradient, once, and not for what each slice adds to it."""
+    """Keep a tensor's hooks from running on each slice's part: they are for its whole gradient, once."""
     hooks = tensor._backward_hooks
     kept, retained = dict(hooks or {}), tensor.retains_grad
     gradient = tensor.grad if retained else None
