@@ -275,7 +275,7 @@ class Call:
         holder = DictHolder(container)
         self.holders.append(holder)
         holder.blanks = blanks = dict(container)
-        for key, value in [item for item in container.items() if type(item[1]) not in ATOMS]:
+        for key, value in [(key, value) for key, value in container.items() if type(value) not in ATOMS]:
             kind = type(value)
             if isinstance(value, Tensor):
                 del blanks[key]

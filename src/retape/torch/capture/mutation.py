@@ -290,6 +290,8 @@ class Copies:
 
     def only(self, changed: Set[int]) -> Copies:
         """Return these copies without those of storages that nothing was written to."""
+        if self.indices <= changed:
+            return self
         kept = object.__new__(Copies)
         kept._groups = [group for group in self._groups if not changed.isdisjoint(group.numbers)]
         kept.indices = frozenset(number for group in kept._groups for number in group.numbers)

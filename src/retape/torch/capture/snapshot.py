@@ -115,10 +115,12 @@ class Swaps:
         self.last = number
         return number
 
+    def none_since(self, number: int) -> bool:
+        """True if no re-run has replaced tensors since entry `number`, and none does now."""
+        return self.last == number and not self._active
+
     def by_others_since(self, number: int, containers: frozenset[int]) -> bool:
         """True if tensors of the containers were replaced by another thread at any time after entry `number`."""
-        if self.last == number and not self._active:
-            return False
         here = threading.get_ident()
         since = [entry[1:] for entry in list(self._log) if entry[0] > number]
         return any(
@@ -253,12 +255,11 @@ class Snapshot:
         if copies is None and self._known is _NOTHING and after == self._before:
             return
         self._copies = None
-        # Comparing values waits for a GPU, so there only the first call of a kind is compared.
-        compare = copies is not None and (self._known is None or copies.on_the_cpu(watched))
         changed = set(self._known or ())
         if after != self._before:
             changed.update([i for i, (old, new) in enumerate(zip(self._before, after, strict=True)) if old != new])
-        if compare and copies is not None:
+        # Comparing values waits for a GPU, so there only the first call of a kind is compared.
+        if copies is not None and not copies.indices <= changed and (self._known is None or copies.on_the_cpu(watched)):
             changed |= copies.different(watched, changed)
         if self._known is _NOTHING and not changed:
             return
@@ -283,6 +284,8 @@ class Snapshot:
 
     def _refuse_swapped(self, changed: set[int]) -> None:
         """Raise if a re-run in another thread had replaced, during this call, the tensors that it changes."""
+        if SWAPS.none_since(self._swaps_seen):
+            return
         first = self._first_state
         places = self._call.places
         mine = frozenset(id(places[index - first][0]) for index in changed if index >= first)
