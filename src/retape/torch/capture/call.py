@@ -387,6 +387,7 @@ class _Rebuilt:
 _NOT_FOLLOWED = (
     type,
     types.ModuleType,
+    types.BuiltinFunctionType,
     logging.Logger,
     torch.optim.Optimizer,
     Opaque,
@@ -410,7 +411,7 @@ def _visitor_of(kind: type) -> _Visitor | None:
         if issubclass(kind, classes):
             return visitor
     # PyTorch's own objects (FSDP's state, process groups) keep their own record.
-    return None if kind.__module__.startswith("torch.") else Call._visit_object
+    return None if str(getattr(kind, "__module__", "")).startswith("torch.") else Call._visit_object
 
 
 _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (

@@ -27,7 +27,7 @@ from retape.torch.compat import internals
 _PARAMETER = frozenset({nn.Parameter})
 _HELD = ("_buffers", "_modules", "_parameters")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_SETTINGS = ATOMS | {types.FunctionType, types.BuiltinFunctionType, type}
+_SETTINGS = ATOMS | {types.FunctionType, type}
 _flat = chain.from_iterable
 # Methods of `dict` itself: those of an OrderedDict are slower, and the order is the same.
 _values = dict.values
