@@ -5,7 +5,7 @@ from torch import nn
 
 from retape.core.problem import Budget
 from retape.torch.adaptive.manager import Adaptive
-from retape.torch.adaptive.tuning import Instruments
+from retape.torch.adaptive.tuning import AdaptiveInstruments
 from support.comparing import parameter_gradients
 from support.memory import step_peak_bytes
 
@@ -57,13 +57,18 @@ def step(model):
     forward(model).backward()
 
 
+def whole_bytes(model):
+    """The peak of a step of plain autograd above its start, with the gradients there from the start."""
+    step(model)
+    step(model)
+    return step_peak_bytes(lambda: step(model))
+
+
 def live_budget(model, share, *, steps=4, instruments=None, **how):
     """A live budget of a share of a step's activations, after some steps; with the gradients that plain autograd finds."""
-    step(model)
-    step(model)
-    wanted, whole = parameter_gradients(model), step_peak_bytes(lambda: step(model))
-    budget = Budget.activations(int(share * whole))
-    live = Adaptive(model, budget, instruments=Instruments(**{**PRICED, **(instruments or {})}), **how)
+    whole, wanted = whole_bytes(model), parameter_gradients(model)
+    budget = Budget.of(share) if share == "auto" else Budget.activations(int(share * whole))
+    live = Adaptive(model, budget, instruments=AdaptiveInstruments(**{**PRICED, **(instruments or {})}), **how)
     for _ in range(steps):
         step(model)
     return live, wanted

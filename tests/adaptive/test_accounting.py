@@ -6,7 +6,7 @@ from torch import nn
 
 from retape.core.problem import Budget
 from retape.torch.adaptive.accounting import BudgetLimit, CpuBaseline, ParameterGradients, StorageAccount
-from retape.torch.adaptive.tuning import AdaptiveTuning, CudaMemory, Instruments
+from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning, CudaMemory
 from support.clocks import FakeClock
 from support.memory import CPU
 
@@ -57,7 +57,7 @@ def memory():
 @pytest.fixture
 def limit(memory):
     """A budget of 20 GiB in a step that has begun."""
-    made = BudgetLimit(Budget.of("20GiB"), memory, StorageAccount(CUDA), TUNING, Instruments())
+    made = BudgetLimit(Budget.of("20GiB"), memory, StorageAccount(CUDA), TUNING, AdaptiveInstruments())
     made.begin_step((), ParameterGradients())
     return made
 
@@ -128,7 +128,7 @@ class Walks:
 
     def __init__(self):
         self.count, self.clock = 0, FakeClock()
-        self.baseline = CpuBaseline(TUNING, Instruments(clock=self.clock, present_bytes=self._walk))
+        self.baseline = CpuBaseline(TUNING, AdaptiveInstruments(clock=self.clock, present_bytes=self._walk))
 
     def _walk(self, device, own):
         self.count += 1

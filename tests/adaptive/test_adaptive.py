@@ -13,7 +13,7 @@ import retape
 from retape.errors import BudgetTooSmall, InvalidInput, StateChanged
 from retape.torch.adaptive.accounting import StorageAccount
 from retape.torch.adaptive.manager import Adaptive
-from retape.torch.adaptive.tuning import DeviceMemory, Instruments
+from retape.torch.adaptive.tuning import AdaptiveInstruments, DeviceMemory
 from retape.torch.measure.memory_meter import track_memory
 from support.changing import Language, gradients, step
 from support.comparing import assert_equal, plainly
@@ -186,7 +186,7 @@ def test_the_account_is_what_the_tracker_shows(share):
     """Everything is in regions here, so that the account must explain every live byte at every mark."""
     model, tracker = chain(12), NotingTracker()
     budget = retape.Budget.activations(int(share * whole_bytes(model)))
-    live = Adaptive(model, budget, instruments=Instruments(track_memory=tracker.track))
+    live = Adaptive(model, budget, instruments=AdaptiveInstruments(track_memory=tracker.track))
     tracker.governor = live.governor
     for _ in range(2):
         run(model)
@@ -314,7 +314,7 @@ def test_an_allocator_with_a_limit_of_its_own_decides(caplog):
     run(model)
     wanted = gradients(model)
     budget = retape.Budget.activations(2 * UNIT_BYTES)
-    live = Adaptive(model, budget, instruments=Instruments(memory=RefusingMemory))
+    live = Adaptive(model, budget, instruments=AdaptiveInstruments(memory=RefusingMemory))
     for _ in range(4):
         run(model)
         assert_equal(gradients(model), wanted)
@@ -459,12 +459,12 @@ def test_auto_is_what_the_device_has():
     assert live.stats().evictions == 0
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(InvalidInput, match=r"budget=0.5 is a fraction .* adaptive measures no such step"):
         retape.adaptive(budget=0.5)
     with pytest.raises(InvalidInput, match=r"adaptive\(\) got a int as its model"):
         retape.adaptive(3, budget="1GiB")
-    with pytest.raises(InvalidInput, match="options='most' is not known"):
+    with pytest.raises(InvalidInput, match="options='most' is unknown"):
         retape.adaptive(budget="1GiB", options="most")
 
 

@@ -10,7 +10,7 @@ import retape
 from adaptive.priced import PricedTimer
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.needs import Needs, PhaseMark, RegionKind, Rerun, StepPhase
-from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
 from retape.torch.engine.host.copy_streams import STREAMS
 from support.clocks import FakeClock
 from support.comparing import assert_equal, parameter_gradients
@@ -103,7 +103,7 @@ def drawn_instruments(model, draw):
     for block in model.blocks:
         block.register_forward_pre_hook(take_time)
     free = {"op_overhead_seconds": lambda device: 0.0, "host_tier": lambda device: None}
-    return Instruments(clock=clock, op_timer=DrawnTimer, **free)
+    return AdaptiveInstruments(clock=clock, op_timer=DrawnTimer, **free)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ from retape.core.problem import Budget
 from retape.errors import BudgetTooSmall, UnsupportedTransform
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.needs import RegionKinds
-from retape.torch.adaptive.tuning import AdaptiveTuning, DeviceMemory, Instruments
+from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning, DeviceMemory
 from retape.torch.engine.context import THREAD
 from retape.torch.measure.memory_meter import present_bytes, track_memory
 from support.clocks import FakeClock
@@ -139,7 +139,7 @@ def test_a_step_that_goes_on_in_another_block_is_limited_again():
     model, memory = Model(), LimitedMemory(CPU)
     memory.limits = []
     managed_always = AdaptiveTuning(steps_before_unmanaged=1 << 30)
-    fakes = Instruments(memory=lambda device: memory)
+    fakes = AdaptiveInstruments(memory=lambda device: memory)
     live = Adaptive(model, Budget.of("1GiB"), tuning=managed_always, instruments=fakes)
     for _ in range(3):  # the first two are measured, and not limited
         with live:
@@ -270,7 +270,7 @@ def test_the_state_of_unfrozen_layers_is_counted():
         clock.advance(1e9)
         return present_bytes(device, own)
 
-    live = Adaptive(model, Budget.of("1GiB"), instruments=Instruments(clock=clock, present_bytes=slow_count))
+    live = Adaptive(model, Budget.of("1GiB"), instruments=AdaptiveInstruments(clock=clock, present_bytes=slow_count))
     bases = []
     for turn in range(1, 9):
         model(X).backward()

@@ -11,7 +11,7 @@ import retape
 from adaptive.priced import PRICED, PricedTimer, build, forward, live_budget, step
 from retape.torch.adaptive.drop_levels import DropLevelPlanner, lower_hull
 from retape.torch.adaptive.needs import RegionKind
-from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
 from retape.torch.capture.call import capture_call
 from retape.torch.engine.context import recomputing
 from retape.torch.engine.policy import DROP
@@ -94,7 +94,7 @@ def test_no_region_runs_again_only_to_be_recorded():
 
 
 def planner(**instruments):
-    return DropLevelPlanner(CPU, AdaptiveTuning(), Instruments(**{**PRICED, **instruments}))
+    return DropLevelPlanner(CPU, AdaptiveTuning(), AdaptiveInstruments(**{**PRICED, **instruments}))
 
 
 def trace(module, x, **prices):
@@ -107,7 +107,7 @@ def traced_kind(levels, rows, seconds=1.0, **prices):
     kind = RegionKind("cell", ((rows,),), rows, seconds=seconds)
     for _ in range(2):
         found, _ = trace(build(1)[0], torch.randn(rows, 64), **prices)
-        levels.add_trace(kind, found)
+        kind.add_trace(found, levels)
     return kind, found
 
 
@@ -151,7 +151,7 @@ def test_what_depends_on_the_data_has_no_levels():
 
     kind = RegionKind("picks", ((256,),), 256, seconds=1.0)
     for _ in range(2):
-        planner().add_trace(kind, trace(Picks(), torch.randn(256, 64, requires_grad=True))[0])
+        kind.add_trace(trace(Picks(), torch.randn(256, 64, requires_grad=True))[0], planner())
     assert kind.levels == ()
     assert kind.missing_traces == 0
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adaptive.priced import PRICED, X, build, forward, live_budget, step
+from adaptive.priced import PRICED, X, build, forward, live_budget, step, whole_bytes
 from adaptive.test_drop_levels import PRODUCTS, traced_kind
 from retape.core.problem import Budget, Tier
 from retape.errors import OffloadError, StateChanged
-from retape.torch.adaptive.drop_levels import DropLevelPlanner, HostCopies
+from retape.torch.adaptive.drop_levels import DropLevelPlanner, HostCopyScheduler
 from retape.torch.adaptive.manager import Adaptive
-from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
 from retape.torch.engine.context import recomputing
 from retape.torch.engine.host.copy_streams import STREAMS
 from retape.torch.engine.host.offload import HostCopy
@@ -52,7 +52,7 @@ def test_what_is_on_the_host_is_not_recomputed():
     assert_equal(parameter_gradients(model), wanted)
     assert moved.count(*PRODUCTS) <= plain.count(*PRODUCTS) + 1
     live.remove()
-    without = Adaptive(model, Budget.of(live.stats().budget_bytes), instruments=Instruments(**PRICED))
+    without = Adaptive(model, Budget.of(live.stats().budget_bytes), instruments=AdaptiveInstruments(**PRICED))
     for _ in range(4):
         step(model)
     with OpLog() as counted:
@@ -93,13 +93,11 @@ def test_a_graph_that_is_retained_can_be_walked_twice():
 
 def test_a_copy_keeps_nothing_on_the_device_once_backward_has_used_it():
     """Else a backward would need more than it did in a measured step, where nothing was copied yet."""
-    model, room = build(), []
-
-    def resolve(budget, device):
-        return room[-1] if room else budget
-
+    model = build()
+    room = [Budget.activations(int(0.6 * whole_bytes(model)))]
     managed_always = AdaptiveTuning(steps_before_unmanaged=1 << 30)
-    live, wanted = settled(model, 0.6, instruments={"resolve_budget": resolve}, tuning=managed_always)
+    instruments = {"resolve_budget": lambda budget, device: room[-1]}
+    live, wanted = settled(model, "auto", instruments=instruments, tuning=managed_always)
     room.append(Budget.activations("1GiB"))  # nothing has to leave
     loss = forward(model)
     *_, region = (region for region in live.governor.regions if region.copies and not region.away())
@@ -164,8 +162,8 @@ def host_tier(bytes_per_second):
 
 def moved_of(tier, *, enabled=True):
     """The storages of a cell that are copied out; a product takes a second, and so does the copy of one."""
-    instruments = Instruments(**PRICED, host_tier=tier)
-    host = HostCopies(CPU, AdaptiveTuning(), instruments, enabled=enabled)
+    instruments = AdaptiveInstruments(**PRICED, host_tier=tier)
+    host = HostCopyScheduler(CPU, AdaptiveTuning(), instruments, enabled=enabled)
     kind, trace = traced_kind(DropLevelPlanner(CPU, AdaptiveTuning(), instruments, host), 256, seconds=2.0)
     return {trace.slots[slot] for slot in kind.moved}, tape_storages(trace)
 
@@ -185,21 +183,21 @@ def test_nothing_is_copied_where_the_host_is_not_used():
 @pytest.mark.parametrize(("regions_per_copy", "sent"), [(0.9, 8), (1.9, 4), (7.5, 1)])
 def test_the_lane_is_free_by_the_clock_of_the_device(regions_per_copy, sent):
     """The host is ahead of the device: whether a copy is done when it asks says nothing of when the region ends."""
-    model, clock, parcels, tiers = build(), FakeClock(), [], [None]
+    model, clock, host_copies, tiers = build(), FakeClock(), [], [None]
     for cell in model:
         cell.register_forward_pre_hook(lambda cell, args: clock.advance(1.0))
 
     def copy_out(slots, source):
-        parcels.append(HostCopy(slots, source))
-        return parcels[-1]
+        host_copies.append(HostCopy(slots, source))
+        return host_copies[-1]
 
     fakes = {"clock": clock, "copy_out": copy_out, "host_tier": lambda device: tiers[-1]}
     live, _ = settled(model, 0.5, instruments=fakes)
     tiers.append(Tier(name="host", write_bytes_per_second=X.nbytes / regions_per_copy))
-    parcels.clear()
+    host_copies.clear()
     model(X)
     assert all(len(region.kind.moved) == 1 for region in live.governor.regions)
-    assert len(parcels) == sent
+    assert len(host_copies) == sent
     live.remove()
 
 

@@ -146,15 +146,23 @@ def test_at_end_of_backward():
     assert order == ["hook", "end"]
 
 
-def test_untyped_storage():
-    class Counting(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            raise AssertionError("a mode noticed")
+class RefusingFunctions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise AssertionError("a mode noticed")
 
+
+def test_untyped_storage():
     tensor = torch.randn(3)
-    with Counting():
+    with RefusingFunctions():
         storage = internals.untyped_storage(tensor)
     assert storage.data_ptr() == tensor.data_ptr()
+
+
+def test_untyped_storages():
+    tensors = [torch.randn(3), torch.randn(2)]
+    with RefusingFunctions():
+        storages = internals.untyped_storages(tensors)
+    assert [storage.data_ptr() for storage in storages] == [tensor.data_ptr() for tensor in tensors]
 
 
 def test_unobserved():

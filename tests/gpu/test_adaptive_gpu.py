@@ -9,7 +9,7 @@ from torch import nn
 import retape
 from retape.errors import BudgetTooSmall
 from retape.torch.adaptive.manager import Adaptive
-from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
 from retape.torch.compat import internals
 from retape.torch.engine.host.copy_streams import STREAMS
 from support.blocks import MlpBlock, mean_square
@@ -117,7 +117,7 @@ def settled(adaptive, model, x, share, **how):
 @pytest.mark.parametrize("share", [0.6, 0.35])
 def test_with_and_without_the_host(share, host, adaptive, fetches):
     """With copies that are said to cost nothing, so that the host is used whatever the clock says."""
-    free = Instruments(host_tier=lambda device: None)
+    free = AdaptiveInstruments(host_tier=lambda device: None)
     live = settled(adaptive, eight_blocks(), rows_on_gpu(8192), share, host=host, instruments=free)
     assert (live.stats().moved_bytes > 0) == host
     assert bool(fetches) == host

@@ -14,21 +14,20 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import BudgetTooSmall
 from retape.core.problem import Budget, BudgetKind
 from retape.core.units import format_bytes
-from retape.torch.capture.mutation import inner_tensors
+from retape.torch.capture.mutation import PLAIN_TENSORS, inner_tensors, versions_of
 from retape.torch.compat import internals
 from retape.torch.measure.memory_meter import nbytes_of, storage_bytes
 
 if TYPE_CHECKING:
-    from retape.torch.adaptive.tuning import AdaptiveTuning, DeviceMemory, Instruments
+    from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning, DeviceMemory
 
-_PLAIN = frozenset({Tensor, nn.Parameter})
 Keys = tuple[int, ...]  # of the storages of one tensor
 
 
@@ -55,15 +54,15 @@ class StorageAccount:
 
     def hold(self, tensor: Tensor) -> Keys:
         """Count a tensor's storages for one more holder; `release` takes what this returns."""
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
             return self._hold_plain(tensor)
         return tuple(key for part in inner_tensors(tensor) for key in self.hold(part))
 
     def _hold_plain(self, tensor: Tensor) -> Keys:
-        if tensor.device != self.device:
-            return ()
-        storage = internals.untyped_storage(tensor)
-        key = storage._cdata
+        return self._hold_storage(internals.untyped_storage(tensor)) if tensor.device == self.device else ()
+
+    def _hold_storage(self, storage: Any) -> Keys:
+        key: int = storage._cdata
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _HeldStorage(StorageWeakRef(storage), storage.nbytes())
@@ -71,20 +70,31 @@ class StorageAccount:
         entry.holders += 1
         return (key,)
 
-    def update(self, values: list[Tensor | None], keys: list[Keys]) -> None:
-        """Hold the values that have no keys yet, and release the keys whose value is None; `keys` changes in place."""
+    def update(self, values: list[Tensor | None], keys: list[Keys]) -> int:
+        """Hold the values that have no keys yet, and release the keys whose value is None; `keys` changes in place.
+
+        Returns the bytes of storages that were not counted before.
+        """
+        before, plain = self._total_bytes, []
         for place, value in enumerate(values):
             if value is None:
                 if keys[place]:
                     self.release(keys[place])
                     keys[place] = ()
             elif not keys[place]:
-                keys[place] = self.hold(value)
+                if type(value) in PLAIN_TENSORS and value.layout is torch.strided and value.device == self.device:
+                    plain.append((place, value))
+                else:
+                    keys[place] = self.hold(value)
+        storages = internals.untyped_storages([value for _, value in plain]) if plain else ()
+        for (place, _), storage in zip(plain, storages, strict=True):
+            keys[place] = self._hold_storage(storage)
+        return self._total_bytes - before
 
     def exclude(self, batch: Any) -> None:
         """Count the tensors of a batch as 0 bytes while regions hold them: they are part of the base."""
         for leaf in pytree.tree_leaves(batch):
-            if type(leaf) in _PLAIN and leaf.layout is torch.strided:
+            if type(leaf) in PLAIN_TENSORS and leaf.layout is torch.strided:
                 storage = internals.untyped_storage(leaf)
                 entry = self._entries.setdefault(storage._cdata, _HeldStorage(StorageWeakRef(storage), 0))
                 entry.holders += 1
@@ -168,12 +178,12 @@ class ParameterGradients:
         """The parameters that are still alive."""
         return [p for r in self._parameters.values() if (p := r()) is not None]
 
-    def optimizer_traces(self) -> tuple[int, int]:
-        """The sum of versions and the number of missing gradients: a step of an optimizer changes the one or raises the other.
+    def optimizer_traces(self) -> tuple[Any, int]:
+        """The versions and the number of missing gradients: a step of an optimizer changes the ones or raises the other.
 
         A fused optimizer writes without a new version.
         """
-        return sum(p._version for p in self.parameters()), len(self._missing)
+        return versions_of(self.parameters()), len(self._missing)
 
     def missing_bytes(self, device: torch.device) -> int:
         """Bytes that the gradients will take which did not exist when the step began."""
@@ -198,11 +208,11 @@ class ParameterGradients:
 class CpuBaseline:
     """The bytes present on the CPU between steps, gradients left out. One count walks over all that variables lead to."""
 
-    def __init__(self, tuning: AdaptiveTuning, instruments: Instruments) -> None:
+    def __init__(self, tuning: AdaptiveTuning, instruments: AdaptiveInstruments) -> None:
         self._tuning, self._clock, self._present_bytes = tuning, instruments.clock, instruments.present_bytes
         self.bytes = self.batch_bytes = 0
         self._counts = self._writes = 0
-        self._traces = (-1, 0)
+        self._traces: tuple[Any, int] = (None, 0)
         self._seconds = self._counted_at = 0.0
 
     def expect_optimizer_state(self) -> None:
@@ -221,7 +231,7 @@ class CpuBaseline:
         self._seconds = self._counted_at - start
         self._counts += 1
 
-    def _is_due(self, traces: tuple[int, int], now: float) -> bool:
+    def _is_due(self, traces: tuple[Any, int], now: float) -> bool:
         before, self._traces = self._traces, traces
         written = traces[0] != before[0] or traces[1] > before[1]
         self._writes += written
@@ -239,9 +249,10 @@ class BudgetLimit:
         memory: DeviceMemory,
         account: StorageAccount,
         tuning: AdaptiveTuning,
-        instruments: Instruments,
+        instruments: AdaptiveInstruments,
     ) -> None:
         self._budget, self._resolve = budget, instruments.resolve_budget
+        self._resolved: Budget | None = None
         self._memory, self.device, self._account, self._tuning = memory, memory.device, account, tuning
         self.bytes = self.base_bytes = self.start_bytes = 0
         self.unmanaged_bytes = 0  # that a step took before its regions were managed
@@ -271,7 +282,9 @@ class BudgetLimit:
             grown = batch_bytes - self.baseline.batch_bytes + gradients.present_bytes(self.device)
             self.start_bytes = self.baseline.bytes + grown
             self.base_bytes = self.start_bytes + missing
-        known = self._resolve(self._budget, self.device)
+        if self._resolved is None or self._budget.kind is BudgetKind.AUTO:
+            self._resolved = self._resolve(self._budget, self.device)
+        known = self._resolved
         above = self.start_bytes + missing if known.kind is BudgetKind.ACTIVATIONS else 0
         self.bytes = (known.limit_bytes or 0) + above
         self.is_measured = False
@@ -332,7 +345,7 @@ class BudgetLimit:
 
     def count_fragments(self) -> int:
         """Return the bytes that are free inside blocks in use, and remember the most."""
-        found = self._memory.fragment_bytes()
+        found = self._memory.fragment_bytes() if self._memory.counts_bytes else 0
         self.fragment_bytes = max(self.fragment_bytes, found)
         return found
 

@@ -30,9 +30,9 @@ from retape.torch.planning.chain.treatments import Treatment, is_steady, rerun_s
 from retape.torch.planning.profile import quickest
 
 if TYPE_CHECKING:
-    from retape.torch.adaptive.managed_region import ManagedRegion
-    from retape.torch.adaptive.needs import RegionKind
-    from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+    from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
+    from retape.torch.engine.region import Region
+    from retape.torch.engine.slots import Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,19 @@ class DropLevel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DropPlan:
+    """The drop levels of a kind whose regions have `slot_count` slots, and the slots that are copied to the host (`moved`).
+
+    A re-run that refills everything takes `rerun_share` of a forward's seconds: it stops after the last slot.
+    """
+
+    levels: tuple[DropLevel, ...]
+    slot_count: int
+    rerun_share: float
+    moved: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownOrder:
     ops: tuple[Any, ...]
     elements: int
@@ -60,41 +73,41 @@ class _KnownOrder:
 
 
 class DropLevelPlanner:
-    """Finds the drop levels of each kind from traces of its re-runs."""
+    """Finds the drop levels of each kind of region from traces of its re-runs."""
 
     def __init__(
-        self, device: torch.device, tuning: AdaptiveTuning, instruments: Instruments, host: HostCopies | None = None
+        self,
+        device: torch.device,
+        tuning: AdaptiveTuning,
+        instruments: AdaptiveInstruments,
+        host: HostCopyScheduler | None = None,
     ) -> None:
         self._device, self._tuning, self._host = device, tuning, host
         self._op_overhead_seconds = instruments.op_overhead_seconds
         self._known: dict[Any, list[_KnownOrder]] = {}
 
-    def add_trace(self, kind: RegionKind, trace: RegionTrace) -> None:
-        """Add the trace of a re-run; after the last one the kind has its levels, if any are possible."""
-        kind.missing_traces -= 1
-        kind.traces.append(trace)
-        if kind.missing_traces:
-            return
-        found = quickest(kind.traces)
-        kind.traces = []
+    def plan(self, traces: list[RegionTrace], *, owner: Any, elements: int, seconds: float) -> DropPlan | None:
+        """Plan the levels of a kind with this owner, whose forward takes `seconds`; None if it must be dropped as a whole."""
+        found = quickest(traces)
         if found is None or not is_steady(found) or not tape_storages(found):
-            return
-        costs = _LevelCosts(found, kind.seconds, self._op_overhead_seconds(self._device), self._tuning)
-        kind.levels = costs.levels(self._order(kind, found, costs))
-        kind.rerun_share = costs.rerun_seconds / kind.seconds if kind.seconds else 1.0
-        kind.slot_count = len(found.slots)
+            return None
+        costs = _LevelCosts(found, seconds, self._op_overhead_seconds(self._device), self._tuning)
+        levels = costs.levels(self._order(owner, elements, found, costs))
+        moved: frozenset[int] = frozenset()
         if self._host is not None:
-            kind.moved = self._host.choose(found, kind.levels, seconds=kind.seconds, rerun_seconds=costs.rerun_seconds)
+            moved = self._host.choose(found, levels, seconds=seconds, rerun_seconds=costs.rerun_seconds)
+        share = costs.rerun_seconds / seconds if seconds else 1.0
+        return DropPlan(levels=levels, slot_count=len(found.slots), rerun_share=share, moved=moved)
 
-    def _order(self, kind: RegionKind, trace: RegionTrace, costs: _LevelCosts) -> tuple[int, ...]:
+    def _order(self, owner: Any, elements: int, trace: RegionTrace, costs: _LevelCosts) -> tuple[int, ...]:
         ops = tuple(op.op for op in trace.ops)
-        known = self._known.setdefault(kind.owner, [])
+        known = self._known.setdefault(owner, [])
         for other in known:
-            fewer, more = sorted((kind.elements, other.elements))
+            fewer, more = sorted((elements, other.elements))
             if more <= self._tuning.shared_order_ratio * max(1, fewer) and other.ops == ops:
                 return other.order
         order = costs.order()
-        known.append(_KnownOrder(ops=ops, elements=kind.elements, order=order))
+        known.append(_KnownOrder(ops=ops, elements=elements, order=order))
         return order
 
 
@@ -172,7 +185,7 @@ def _is_above(middle: tuple[int, float], left: tuple[int, float], right: tuple[i
 # --- copies on the host ------------------------------------------------------------------------------------------
 
 
-class HostCopies:
+class HostCopyScheduler:
     """Decides which slots of a region are copied to the host, and when.
 
     The clock is the device's: the measured seconds of the regions that ran so far, and those until when the lane copies. The host is
@@ -180,7 +193,7 @@ class HostCopies:
     """
 
     def __init__(
-        self, device: torch.device, tuning: AdaptiveTuning, instruments: Instruments, *, enabled: bool | None
+        self, device: torch.device, tuning: AdaptiveTuning, instruments: AdaptiveInstruments, *, enabled: bool | None
     ) -> None:
         # By default only where the device has memory of its own.
         self.enabled = device.type == "cuda" if enabled is None else enabled
@@ -224,37 +237,35 @@ class HostCopies:
         tier = self._tier()
         return 0.0 if tier is None else self._tuning.visible_copy_share * tier.read_seconds(size)
 
-    def send(self, region: ManagedRegion) -> None:
-        """Copy the slots that were chosen for a region's kind, if the lane is free when its forward ends."""
-        self._computed_seconds += region.kind.seconds
-        moved = region.kind.moved
-        if not self.enabled or not moved or region.collective or self._busy_seconds > self._computed_seconds:
+    def send(self, region: Region, slots: list[Slot], copies: dict[int, offload.MovedSlot], seconds: float) -> None:
+        """Copy slots of a region whose forward took `seconds` into `copies`, if the lane is free when that ends."""
+        self._computed_seconds += seconds
+        if not slots or self._busy_seconds > self._computed_seconds:
             return
         by_storage: dict[int, list[offload.MovedSlot]] = {}
         with internals.unobserved():
-            for slot, _ in region.held_slots():
+            for slot in slots:
                 value = slot.value
-                if slot.index not in moved or value is None or not offload.can_be_moved(value):
-                    continue
-                if version_of(value) == slot.version:  # else it was written to, which its unpacking will report
+                # A slot that was written to stays: its unpacking will report that.
+                if value is not None and offload.can_be_moved(value) and version_of(value) == slot.version:
                     copy = offload.MovedSlot(slot, value)
-                    copy.region = weakref.proxy(region.region)  # the region holds the copy
+                    copy.region = weakref.proxy(region)  # the region holds the copy
                     by_storage.setdefault(internals.untyped_storage(value)._cdata, []).append(copy)
             try:
-                for copies in by_storage.values():
-                    self._copy(region, copies)
+                for group in by_storage.values():
+                    self._copy(group)
+                    copies.update({copy.index: copy for copy in group})
             except OffloadError:  # the host is full: what is not copied is recomputed
                 self.enabled = False
 
-    def _copy(self, region: ManagedRegion, copies: list[offload.MovedSlot]) -> None:
+    def _copy(self, copies: list[offload.MovedSlot]) -> None:
         value = copies[0].value
         assert value is not None
         flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(internals.untyped_storage(value))
-        parcel = self._copy_out(copies, flat)
+        host_copy = self._copy_out(copies, flat)
         tier = self._tier()
         if tier is not None:
-            self._busy_seconds = max(self._busy_seconds, self._computed_seconds) + tier.write_seconds(parcel.nbytes)
-        self.moved_bytes += parcel.nbytes
+            self._busy_seconds = max(self._busy_seconds, self._computed_seconds) + tier.write_seconds(host_copy.nbytes)
+        self.moved_bytes += host_copy.nbytes
         for copy in copies:
-            copy.host_copy = parcel
-            region.copies[copy.index] = copy
+            copy.host_copy = host_copy

@@ -21,7 +21,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from retape.torch.adaptive.accounting import StorageAccount
-    from retape.torch.adaptive.drop_levels import DropLevel, HostCopies
+    from retape.torch.adaptive.drop_levels import DropLevel, HostCopyScheduler
     from retape.torch.adaptive.managed_region import ManagedRegion, ManagedRegionRef
 
     Takers = list[tuple[ManagedRegion, int]]
@@ -79,7 +79,7 @@ def neighbourhood_seconds(
 class Evictor:
     """The regions of a step that are alive, by number; drops those with the lowest score."""
 
-    def __init__(self, account: StorageAccount, host: HostCopies) -> None:
+    def __init__(self, account: StorageAccount, host: HostCopyScheduler) -> None:
         self._account, self._host = account, host
         self.evictions = 0
         self.evicted_bytes = 0
@@ -95,7 +95,8 @@ class Evictor:
     def finish_forward(self, region: ManagedRegion) -> None:
         """Allow a region to be evicted: its first run is over."""
         self._running.discard(region.number)
-        self.update_makers(region)
+        if region.inputs is not None and not region.inputs.holds_here:
+            self.update_makers(region)
 
     def clear(self) -> None:
         self._references.clear()
@@ -108,7 +109,7 @@ class Evictor:
             region = reference()
             if region is None:
                 freed.append(number)
-            elif number not in self._running and region.is_alive:
+            elif number not in self._running and region.reference() is not None:
                 yield region
         for number in freed:
             del self._references[number]

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from retape.torch.adaptive.accounting import BudgetLimit, ParameterGradients, StorageAccount
-from retape.torch.adaptive.drop_levels import DropLevelPlanner, HostCopies
+from retape.torch.adaptive.drop_levels import DropLevelPlanner, HostCopyScheduler
 from retape.torch.adaptive.evict import Evictor
-from retape.torch.adaptive.managed_region import ManagedRegion, ManagedRegionRef, ModuleFields, is_here, managed_by
+from retape.torch.adaptive.managed_region import ManagedRegion, ModuleFields, RegionOptions, is_here
 from retape.torch.adaptive.needs import (
     Need,
     Needs,
@@ -42,7 +42,7 @@ from retape.torch.engine.rerun import RERUN
 
 if TYPE_CHECKING:
     from retape.core.problem import Budget
-    from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+    from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
     from retape.torch.engine.host.offload import HostCopy, MovedSlot
     from retape.torch.engine.slots import Slot
 
@@ -97,19 +97,20 @@ class Governor:
         *,
         host: bool | None,
         tuning: AdaptiveTuning,
-        instruments: Instruments,
+        instruments: AdaptiveInstruments,
     ) -> None:
         self.tuning, self.instruments = tuning, instruments
         self.memory = instruments.memory(device)
         self.account = StorageAccount(device)
         self.limit = BudgetLimit(budget, self.memory, self.account, tuning, instruments)
-        self.host = HostCopies(device, tuning, instruments, enabled=host)
+        self.host = HostCopyScheduler(device, tuning, instruments, enabled=host)
         self.levels = DropLevelPlanner(device, tuning, instruments, self.host)
         self.regions = Evictor(self.account, self.host)
         self.needs, self.kinds, self.gradients = Needs(tuning), RegionKinds(tuning), ParameterGradients()
         self.counts = StepCounts(peaks=deque(maxlen=tuning.kept_peaks))
         self.step = _Progress()
         self.turn = (-1, -1)
+        self._active: weakref.ref[ManagedRegion] | None = None  # the region whose turn it is
         self.met_unmeasured = False  # a kind that no measurement predicts
         self._measurement: StepMeasurement | None = None
         self._serial = 0
@@ -122,7 +123,8 @@ class Governor:
         """Begin a step: count what is present, and set the limit. `start` completes it."""
         self.account.begin_step()
         self.regions.clear()
-        self.host.begin_step()
+        if self.host.enabled:
+            self.host.begin_step()
         self.gradients.begin_step()
         self.step = _Progress(root=root)
         self.turn = (-1, -1)
@@ -191,7 +193,7 @@ class Governor:
         step.phase = (phase, kind, number, saved_bytes)
         forward = phase is StepPhase.FORWARD
         need = self.needs.of(phase, kind, number, kind.saved_bytes if forward else saved_bytes)
-        if self._measurement is None and not self.needs.is_covered(kind, saved_bytes):
+        if not need.covered and not forward and self._measurement is None:
             self.met_unmeasured = True
         now = limit.live_bytes()
         if self.memory.enforces_limit:
@@ -278,13 +280,12 @@ class Governor:
         self.gradients.add(call.state)
         number, step.number = step.number, step.number + 1
         step.position = number
-        how = {"policy": policy if policy.stage >= 0 else HOLD, "check": check, "early_stop": early_stop}
-        region, outputs = self._first_run(call, (function, arguments, keywords), kind, number, how)
-        managed = managed_by(region)
+        how = (policy if policy.stage >= 0 else HOLD, check, early_stop)
+        managed, region, outputs = self._first_run(call, (function, arguments, keywords), kind, number, how)
         self._finish_forward(managed)
         visit.saved_bytes, visit.held_bytes = managed.saved_bytes, self.account.held_bytes()
-        if self.regions.evictions:
-            self.host.send(managed)
+        if self.host.enabled and self.regions.evictions:
+            self.host.send(region, managed.movable_slots(), managed.copies, kind.seconds)
         if done is not None:
             done(region)
             managed.update_account()
@@ -292,8 +293,8 @@ class Governor:
         return outputs
 
     def _first_run(
-        self, call: Call, called: CalledFunction, kind: RegionKind, number: int, how: dict[str, Any]
-    ) -> tuple[Region, Any]:
+        self, call: Call, called: CalledFunction, kind: RegionKind, number: int, how: RegionOptions
+    ) -> tuple[ManagedRegion, Region, Any]:
         """Run a region; if the allocator runs out of memory, evict others and run it again, until it fits or none is left."""
         tried = False
         while True:
@@ -305,8 +306,8 @@ class Governor:
             try:
                 self._serial += 1
                 managed = ManagedRegion(self, kind, number, self._serial)
-                region = managed.begin(call, *called, **how)
-                self.regions.add(ManagedRegionRef(managed), number)
+                region, reference = managed.begin(call, how)
+                self.regions.add(reference, number)
                 fields = ModuleFields(region) if kind.stateless is None else None
                 outputs = region.run(*called)
                 break
@@ -325,7 +326,7 @@ class Governor:
             kind.ran(self._clock(timed) - start)
         if fields is not None:
             kind.stateless = fields.unchanged()
-        return region, outputs
+        return managed, region, outputs
 
     def _clock(self, timed: bool) -> float:
         """The time. On CUDA a region is only timed in measured steps: waiting for the device each time would cost more."""
@@ -336,23 +337,20 @@ class Governor:
     def _finish_forward(self, region: ManagedRegion) -> None:
         """Count what a region saved, which may be more than any of its kind did before; from here on it can be evicted."""
         self.counts.regions += 1
-        region.drop_planned_inputs()
+        region.finish_forward()
         self.regions.finish_forward(region)
-        before = self.account.held_bytes()
-        region.update_account()
-        region.saved_bytes = saved = max(0, self.account.held_bytes() - before)
-        kind, now = region.kind, self.limit.live_bytes()
+        kind, saved = region.kind, region.saved_bytes
         if self._measurement is not None:
             self._measurement.add_saved(kind, saved)
         more = saved > kind.saved_bytes
         kind.saved_bytes = max(saved, kind.saved_bytes)
         if more and self._measurement is None and not self.memory.enforces_limit:
-            need = self.needs.of(StepPhase.FORWARD, kind, region.number, saved)
+            now, need = self.limit.live_bytes(), self.needs.of(StepPhase.FORWARD, kind, region.number, saved)
             self.has_reached(f"The forward of {kind.name}", max(now, now - saved + need.bytes))
 
     # --- backward ------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, region: ManagedRegion) -> None:
+    def begin_backward(self, managed: ManagedRegion, region: Region) -> None:
         """Bring back what a region misses that backward has reached, and make room for its backward."""
         task = _graph_task()
         if task < 0:  # user code reads a slot outside a backward pass
@@ -362,25 +360,34 @@ class Governor:
             internals.at_end_of_backward(self._pause_after_backward)
         with RERUN:
             step = self.step
-            self.turn, step.position = (region.serial, task), region.number
+            self._take_turn(managed, task)
             if REFILLED.any_in(task):
-                REFILLED.begin_refill(region.region, task)
+                REFILLED.begin_refill(region, task)
             self._update_opened()
-            region.forget_copies_on_device()
-            _, before = step.opened.get(region.serial, (None, -1))
-            step.opened[region.serial] = (weakref.ref(region), task)
+            if managed.copies:
+                managed.forget_copies_on_device()
+            _, before = step.opened.get(managed.serial, (None, -1))
+            step.opened[managed.serial] = (weakref.ref(managed), task)
             if task != before:
-                region.begin_pass()
-                self._retry_until_fits(region, lambda: self._bring_all_back(region))
-            self._enter_backward(region)
+                if managed.copies:
+                    managed.begin_pass()
+                self._retry_until_fits(managed, lambda: self._bring_all_back(managed, region))
+            self._enter_backward(managed)
 
-    def _bring_all_back(self, region: ManagedRegion) -> None:
+    def _take_turn(self, managed: ManagedRegion, task: int) -> None:
+        before = None if self._active is None else self._active()
+        if before is not None:
+            before.active_task = -2
+        self._active, managed.active_task = weakref.ref(managed), task
+        self.turn, self.step.position = (managed.serial, task), managed.number
+
+    def _bring_all_back(self, managed: ManagedRegion, region: Region) -> None:
         """Bring back all slots of a region. A partial re-run starts from what the host has of the rest."""
-        if region.level is not None:
-            self._copy_region_back(region)
-        if region.region.missing():
-            self._run_again(region, region.region.refill_missing)
-        self._copy_region_back(region)
+        if managed.level is not None:
+            self._copy_region_back(managed)
+        if region.missing():
+            self._run_again(managed, region.refill_missing)
+        self._copy_region_back(managed)
 
     def _enter_backward(self, region: ManagedRegion) -> None:
         kind, number = region.kind, region.number
@@ -405,10 +412,10 @@ class Governor:
 
     def _copy_region_back(self, region: ManagedRegion) -> None:
         """Start to copy back everything that the host has of a region."""
-        parcels = region.away()
-        if parcels:
+        host_copies = region.away() if region.copies else []
+        if host_copies:
             REFILLED.begin_refill(region.region, self.turn[1])
-            self._copy_back_in_room(region, parcels)
+            self._copy_back_in_room(region, host_copies)
 
     def _prefetch_next(self, region: ManagedRegion) -> bool:
         """Start to copy back what the next region has on the host, as far as there is room; return whether there was any."""
@@ -416,39 +423,39 @@ class Governor:
         if following is None:
             return False
         need = self._backward_bytes(region)
-        parcels = following.away()
-        for parcel in parcels:
-            if self.limit.live_bytes() + need + parcel.nbytes <= self.limit.aim_bytes:
+        host_copies = following.away()
+        for host_copy in host_copies:
+            if self.limit.live_bytes() + need + host_copy.nbytes <= self.limit.aim_bytes:
                 REFILLED.release_at_end(following.region, self.turn[1])
-                self._copy_back(parcel)
-        return any(is_here(parcel) for parcel in parcels)
+                self._copy_back(host_copy)
+        return any(is_here(host_copy) for host_copy in host_copies)
 
-    def _copy_back_in_room(self, region: ManagedRegion, parcels: list[HostCopy]) -> None:
+    def _copy_back_in_room(self, region: ManagedRegion, host_copies: list[HostCopy]) -> None:
         """Copy back, after making room beside what the region's backward needs."""
-        size = sum(parcel.nbytes for parcel in parcels)
+        size = sum(host_copy.nbytes for host_copy in host_copies)
         over = self.limit.live_bytes() + size + self._backward_bytes(region) - self.limit.aim_bytes
         if over > 0:
             self.evict(over)
-        for parcel in parcels:
-            self._copy_back(parcel)
+        for host_copy in host_copies:
+            self._copy_back(host_copy)
 
-    def _copy_back(self, parcel: HostCopy) -> None:
+    def _copy_back(self, host_copy: HostCopy) -> None:
         with internals.unobserved():
-            parcel.start_return()
-        if parcel.returned is not None:  # it counts until it is freed
-            self.account.release(self.account.hold(parcel.returned))
+            host_copy.start_return()
+        if host_copy.returned is not None:  # it counts until it is freed
+            self.account.release(self.account.hold(host_copy.returned))
 
     def _fetch(self, region: ManagedRegion, wanted: Slot, copy: MovedSlot) -> Tensor:
         """Return what the host has of a slot; it is freed when the caller is done with it."""
         REFILLED.begin_refill(region.region, _graph_task())
-        parcel = copy.host_copy
-        assert parcel is not None
-        if not is_here(parcel):
-            self._copy_back_in_room(region, [parcel])
+        host_copy = copy.host_copy
+        assert host_copy is not None
+        if not is_here(host_copy):
+            self._copy_back_in_room(region, [host_copy])
         value = copy.fetch()
         wanted.version = copy.version  # the copy notices a write to what was saved
-        if not region.others_wait_for(wanted, parcel):
-            parcel.free_returned()
+        if not region.others_wait_for(wanted, host_copy):
+            host_copy.free_returned()
         return value
 
     # --- re-runs -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from retape.torch.engine.slots import tensors_of
 
 if TYPE_CHECKING:
     from retape.torch.adaptive.needs import RegionKind, RegionVisit
-    from retape.torch.adaptive.tuning import AdaptiveTuning, DeviceMemory, Instruments
+    from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning, DeviceMemory
 
 
 class KnownSteps:
@@ -88,13 +88,13 @@ class UnmanagedStep:
     trust. Where the heap cannot be read, every step runs as regions.
     """
 
-    def __init__(self, memory: DeviceMemory, tuning: AdaptiveTuning, instruments: Instruments) -> None:
+    def __init__(self, memory: DeviceMemory, tuning: AdaptiveTuning, instruments: AdaptiveInstruments) -> None:
         self.known = KnownSteps(tuning)
         self._tuning, self._read_heap = tuning, instruments.heap_bytes
         self._watches_heap = not memory.counts_bytes
         self._heap_bytes: int | None = None  # when the step began
         self._allowed_bytes = 0  # beside what regions held when the step was learned
-        self._expected: tuple[RegionVisit, ...] | None = None
+        self.expected: tuple[RegionVisit, ...] | None = None  # None where this step is managed
         self._root: RegionKind | None = None
         self._next = 0
         self._without_backward = 0  # forwards without regions whose backward has not begun
@@ -102,29 +102,25 @@ class UnmanagedStep:
     def begin(self, root: RegionKind | None, room_bytes: int) -> int | None:
         """Begin a step; return the bytes that it takes at most if it runs without regions."""
         without_backward, self._without_backward = self._without_backward, 0
-        self._root, self._expected, self._next = root, None, 0
+        self._root, self.expected, self._next = root, None, 0
         if root is None:
             return None
         if without_backward:  # several forwards before one backward: the bytes of one do not predict those of all
             self.known.distrust(root)
         self._heap_bytes = self._read_heap() if self._watches_heap else None
         if not self._watches_heap or self._heap_bytes is not None:
-            self._expected = self.known.expected(root, room_bytes)
-        whole = None if self._expected is None else self.known.whole_bytes(root)
+            self.expected = self.known.expected(root, room_bytes)
+        whole = None if self.expected is None else self.known.whole_bytes(root)
         if whole is not None:
-            held = max((visit.held_bytes for visit in self._expected or ()), default=0)
+            held = max((visit.held_bytes for visit in self.expected or ()), default=0)
             self._allowed_bytes = max(0, whole - held) + self._tuning.heap_noise_bytes
         return whole
 
-    @property
-    def is_running(self) -> bool:
-        return self._expected is not None
-
     def admits(self, kind: RegionKind) -> bool:
         """True if the next region is the expected one and can run unmanaged; a different one ends the trust."""
-        assert self._expected is not None
+        assert self.expected is not None
         number, self._next = self._next, self._next + 1
-        if number < len(self._expected) and self._expected[number].kind is kind:
+        if number < len(self.expected) and self.expected[number].kind is kind:
             return kind.stateless is True
         self.distrust()
         return False
@@ -142,18 +138,18 @@ class UnmanagedStep:
 
     def unexpected_bytes(self, number: int) -> int:
         """The bytes that the step has taken by now, if they are more than expected after this region; else 0."""
-        if self._expected is None or self._heap_bytes is None:
+        if self.expected is None or self._heap_bytes is None:
             return 0
         now = self._read_heap()
         if now is None:
             return 0
         grown = now - self._heap_bytes
-        known = self._expected[number].held_bytes + self._allowed_bytes
+        known = self.expected[number].held_bytes + self._allowed_bytes
         return grown if grown > self._tuning.known_step_slack * known else 0
 
     def stop(self) -> None:
         """Manage every region from here on."""
-        self._expected = None
+        self.expected = None
 
     def returned(self, outputs: Any) -> None:
         """Count a forward whose backward has not begun: until then the next call must be managed."""

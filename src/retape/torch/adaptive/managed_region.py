@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -25,15 +25,28 @@ from retape.torch.engine.trace import OpStopwatch, RegionTrace
 
 if TYPE_CHECKING:
     from retape.torch.adaptive.accounting import Keys, StorageAccount
-    from retape.torch.adaptive.drop_levels import DropLevel
-    from retape.torch.adaptive.governor import Governor
+    from retape.torch.adaptive.drop_levels import DropLevel, DropLevelPlanner
     from retape.torch.adaptive.needs import RegionKind
+    from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
     from retape.torch.capture.call import Call
     from retape.torch.engine.policy import Proof
 
 _DROPPED = Policy()
 _NO_KEYS: Keys = ()
-_graph_task = internals.graph_task
+RegionOptions = tuple[Policy, Check, bool]  # policy, check and early_stop
+
+
+class RegionGovernor(Protocol):
+    """What a managed region asks of its governor."""
+
+    account: StorageAccount
+    levels: DropLevelPlanner
+    tuning: AdaptiveTuning
+    instruments: AdaptiveInstruments
+
+    def begin_backward(self, managed: ManagedRegion, region: Region) -> None: ...
+    def refill(self, managed: ManagedRegion, wanted: Slot) -> Tensor: ...
+    def make_inputs(self, managed: ManagedRegion) -> None: ...
 
 
 class ManagedInputs(HeldHere):
@@ -68,10 +81,10 @@ class ManagedRegion(RegionObserver):
     """
 
     sees_slots = True
-    _region: weakref.ref[Region]
+    reference: weakref.ref[Region]
     inputs: ManagedInputs | None = None  # None where hooks around the region keep its inputs
 
-    def __init__(self, governor: Governor, kind: RegionKind, number: int, serial: int) -> None:
+    def __init__(self, governor: RegionGovernor, kind: RegionKind, number: int, serial: int) -> None:
         self.governor, self.kind, self.number, self.serial = governor, kind, number, serial
         self._account = governor.account
         self.takers: list[tuple[weakref.ref[ManagedRegion], int, int]] = []  # region, place of the input, output
@@ -79,7 +92,7 @@ class ManagedRegion(RegionObserver):
         self.evicted = self.collective = False
         self.level: DropLevel | None = None
         self.saved_bytes = 0  # by its first run, of what nothing else held before
-        self._counted: list[weakref.ref[Slot]] = []  # its slots, less those that cost nothing
+        self._counted: list[weakref.ref[Slot]] = []  # its slots that take memory
         self.keys: list[Keys] = []  # of the values of those
         self._own_bytes: int | None = 0
         self._levels_below: list[tuple[DropLevel, int]] | None = None  # as long as the slots hold what they did
@@ -88,40 +101,26 @@ class ManagedRegion(RegionObserver):
     @property
     def region(self) -> Region:
         """The region, which is alive as long as the caller holds it or was called by it."""
-        region = self._region()
+        region = self.reference()
         assert region is not None
         return region
 
-    @property
-    def is_alive(self) -> bool:
-        return self._region() is not None
-
     def _slot(self, index: int) -> Slot | None:
-        region = self._region()
+        region = self.reference()
         return None if region is None else region.slot(index)
 
-    def begin(
-        self,
-        call: Call,
-        function: Any,
-        arguments: Any,
-        keywords: Any,
-        *,
-        policy: Policy,
-        check: Check,
-        early_stop: bool,
-    ) -> Region:
-        """Make the region of a call, which the caller must hold until it has run."""
+    def begin(self, call: Call, how: RegionOptions) -> tuple[Region, ManagedRegionRef]:
+        """Make the region of a call, with the options `how`, which the caller must hold until it has run."""
         tensors, makers = call.tensors, []
         if internals.top_hooks(True) is None:
             own = set(map(id, call.state))
             makers = [None if id(t) in own else self._maker_of(t) for t in tensors]
             self.inputs = ManagedInputs([t if t.grad_fn is None else t.detach() for t in tensors])
-        region = Region(call, policy, check, early_stop, inputs=self.inputs, observer=self)
+        region = Region(call, *how, inputs=self.inputs, observer=self)
         region.copies = self.copies
-        self._region = weakref.ref(region)
+        self.reference = weakref.ref(region)
         self._take_inputs(makers)
-        return region
+        return region, ManagedRegionRef(self)
 
     def _take_inputs(self, makers: list[tuple[ManagedRegion, int] | None]) -> None:
         if self.inputs is None:
@@ -142,28 +141,31 @@ class ManagedRegion(RegionObserver):
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
-    def on_saved(self, region: Region, slot: Slot, tensor: Tensor) -> None:
-        if not region.costs_nothing(tensor):
-            self._counted.append(weakref.ref(slot))
-            self.keys.append(_NO_KEYS)
-
     def on_backward(self, region: Region) -> None:
-        if self.governor.turn != (self.serial, _graph_task()):
-            self.governor.begin_backward(self)
+        self.governor.begin_backward(self, region)
 
     def on_refill(self, region: Region, wanted: Slot) -> Tensor:
         return self.governor.refill(self, wanted)
 
     def on_release(self, region: Region, *, all_slots: bool) -> bool:
-        waiting = set() if all_slots else {id(parcel) for parcel in self._waiting_parcels()}
-        for parcel in parcels_of(self.copies.values()):
-            if id(parcel) not in waiting:
-                parcel.free_returned()
+        waiting = set() if all_slots else {id(host_copy) for host_copy in self._waiting_copies()}
+        for host_copy in host_copies_of(self.copies.values()):
+            if id(host_copy) not in waiting:
+                host_copy.free_returned()
         self.update_account()
         return not waiting
 
-    def update_account(self) -> None:
-        """Count what the slots hold now: they are not watched while the region runs, forward or backward."""
+    def finish_forward(self) -> None:
+        """Count what the first run saved, and drop the inputs that a plan drops from the start."""
+        region = self.region
+        self._counted = region.costly_slots
+        self.keys += [_NO_KEYS] * len(self._counted)
+        if region.policy.inputs is not Inputs.HOLD:
+            self._drop_planned_inputs()
+        self.saved_bytes = self.update_account()
+
+    def update_account(self) -> int:
+        """Count what the slots hold now, and return the bytes that are new: slots are not watched while the region runs."""
         values = []
         for reference in self._counted:
             slot = reference()
@@ -171,8 +173,8 @@ class ManagedRegion(RegionObserver):
         if self.copies:
             for index in [index for index in self.copies if self._slot(index) is None]:
                 del self.copies[index]
-        self._account.update(values, self.keys)
         self._own_bytes = self._levels_below = None
+        return self._account.update(values, self.keys)
 
     @property
     def own_bytes(self) -> int:
@@ -276,12 +278,17 @@ class ManagedRegion(RegionObserver):
 
     # --- slots on the host -----------------------------------------------------------------------------------------
 
+    def movable_slots(self) -> list[Slot]:
+        """The slots that its kind copies to the host."""
+        moved = self.kind.moved
+        return [] if self.collective or not moved else [slot for slot, _ in self.held_slots() if slot.index in moved]
+
     def copied_bytes(self) -> int:
         """Bytes that can be released at once, because the host has them."""
-        if not self.copies:
-            return 0
         held = [keys for slot, keys in self.held_slots() if slot.index in self.copies]
-        back = sum(parcel.nbytes for parcel in parcels_of(self.copies.values()) if parcel.returned is not None)
+        back = sum(
+            host_copy.nbytes for host_copy in host_copies_of(self.copies.values()) if host_copy.returned is not None
+        )
         return back + (self._account.own_bytes(held) if held else 0)
 
     def release_copied(self) -> None:
@@ -291,8 +298,8 @@ class ManagedRegion(RegionObserver):
             if slot is not None:
                 slot.value = None
         self._release_device_copies()
-        for parcel in parcels_of(self.copies.values()):
-            parcel.free_returned()
+        for host_copy in host_copies_of(self.copies.values()):
+            host_copy.free_returned()
         self.update_account()
 
     def forget_copies_on_device(self) -> None:
@@ -301,21 +308,21 @@ class ManagedRegion(RegionObserver):
             del self.copies[index]
 
     def _release_device_copies(self) -> None:
-        for parcel in parcels_of(self.copies.values()):
-            if parcel.is_on_device:
-                parcel.free_source(wait=True)
+        for host_copy in host_copies_of(self.copies.values()):
+            if host_copy.is_on_device:
+                host_copy.free_source(wait=True)
 
     def away(self) -> list[HostCopy]:
         """The copies on the host that are not on the device, and that backward has not used yet."""
-        return [parcel for parcel in self._waiting_parcels() if not is_here(parcel)] if self.copies else []
+        return [host_copy for host_copy in self._waiting_copies() if not is_here(host_copy)] if self.copies else []
 
-    def _waiting_parcels(self) -> list[HostCopy]:
-        return parcels_of(copy for index, copy in self.copies.items() if self._waits(index))
+    def _waiting_copies(self) -> list[HostCopy]:
+        return host_copies_of(copy for index, copy in self.copies.items() if self._waits(index))
 
-    def others_wait_for(self, wanted: Slot, parcel: HostCopy) -> bool:
+    def others_wait_for(self, wanted: Slot, host_copy: HostCopy) -> bool:
         """True if another slot shows the same bytes and has not been used yet."""
         return any(
-            copy.host_copy is parcel and index != wanted.index and self._waits(index)
+            copy.host_copy is host_copy and index != wanted.index and self._waits(index)
             for index, copy in self.copies.items()
         )
 
@@ -338,12 +345,14 @@ class ManagedRegion(RegionObserver):
         return self.governor.instruments.op_timer(self._account.device) if wanted else None
 
     def on_traced(self, region: Region, trace: RegionTrace) -> None:
-        self.governor.levels.add_trace(self.kind, trace)
+        self.kind.add_trace(trace, self.governor.levels)
 
     # --- inputs --------------------------------------------------------------------------------------------------
 
     def makers(self) -> list[ManagedRegion]:
         """The regions that must run again before this one can."""
+        if self.inputs is None or self.inputs.holds_here:
+            return []
         return [managed_by(link.maker) for link in self.region.makers]
 
     def outputs_held(self) -> dict[int, list[tuple[ManagedRegion, int]]]:
@@ -396,12 +405,9 @@ class ManagedRegion(RegionObserver):
             assert link.value is not None
             inputs.keys[place] = self._account.hold(link.value)
 
-    def drop_planned_inputs(self) -> None:
-        """Drop the inputs that a plan drops from the start."""
+    def _drop_planned_inputs(self) -> None:
         policy = self.region.policy
-        if policy.inputs is Inputs.HOLD or self.inputs is None:
-            return
-        for place, maker in enumerate(self.inputs.makers):
+        for place, maker in enumerate(self.inputs.makers if self.inputs is not None else ()):
             region = maker[0]() if maker is not None else None
             if region is not None and self.can_drop_input(place):
                 self.drop_input(place, region, maker[1])
@@ -438,14 +444,14 @@ def managed_by(region: Region) -> ManagedRegion:
     return region.observer
 
 
-def parcels_of(copies: Iterable[MovedSlot]) -> list[HostCopy]:
-    """Each parcel of some copies once."""
+def host_copies_of(copies: Iterable[MovedSlot]) -> list[HostCopy]:
+    """Each host_copy of some copies once."""
     return list({id(copy.host_copy): copy.host_copy for copy in copies if copy.host_copy is not None}.values())
 
 
-def is_here(parcel: HostCopy) -> bool:
+def is_here(host_copy: HostCopy) -> bool:
     """True if the bytes are on the device, or being copied there."""
-    return parcel.is_on_device or parcel.returned is not None
+    return host_copy.is_on_device or host_copy.returned is not None
 
 
 class ModuleFields:

@@ -21,9 +21,9 @@ from retape.torch.adaptive.attachment import ModelAttachment, budget_device
 from retape.torch.adaptive.governor import Governor
 from retape.torch.adaptive.known_steps import UnmanagedCall, UnmanagedStep
 from retape.torch.adaptive.needs import RegionKind
-from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
 from retape.torch.engine.checkpoint import run_region
-from retape.torch.engine.context import THREAD, current_runner, enter_runner, managed_elsewhere
+from retape.torch.engine.context import THREAD, current_runner, enter_runner, managed_elsewhere, running_regions
 from retape.torch.engine.policy import HOLD
 from retape.torch.model_libraries import LIBRARIES
 
@@ -133,10 +133,10 @@ class Adaptive:
         host: bool | None = None,
         fuse: bool = False,
         tuning: AdaptiveTuning | None = None,
-        instruments: Instruments | None = None,
+        instruments: AdaptiveInstruments | None = None,
     ) -> None:
         self._budget, self._host, self._progress = budget, host, progress
-        self._tuning, self._instruments = tuning or AdaptiveTuning(), instruments or Instruments()
+        self._tuning, self._instruments = tuning or AdaptiveTuning(), instruments or AdaptiveInstruments()
         self._use_device(budget_device(model))
         self._outer: list[Any] = []
         self._in_step = False
@@ -177,7 +177,7 @@ class Adaptive:
             if self._plan is not None:
                 return self._plan(module, plain_call, args, keywords)
             outputs = plain_call(*args, **keywords)
-            if self._unmanaged.is_running:
+            if self._unmanaged.expected is not None:
                 self._unmanaged.returned(outputs)
             return outputs
         except BaseException:
@@ -198,15 +198,14 @@ class Adaptive:
         if not torch.is_grad_enabled() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = LIBRARIES.region_arguments(module, args, keywords)
-        if self._unmanaged.is_running and not THREAD.runs:
+        if self._unmanaged.expected is not None and not THREAD.runs:
             done = self._run_unmanaged(plain_call, args, keywords)
             if done is not None:
                 return done.outputs
-        outer = enter_runner(self.governor)
-        try:
+        if THREAD.runner is self.governor:
             return run_region(plain_call, *args, keywords=keywords, policy=HOLD)
-        finally:
-            enter_runner(outer)
+        with running_regions(self.governor):
+            return run_region(plain_call, *args, keywords=keywords, policy=HOLD)
 
     def _run_unmanaged(self, function: Callable[..., Any], args: Any, keywords: Any) -> UnmanagedCall | None:
         """Run a region unmanaged; None if it must be managed after all."""
@@ -288,7 +287,7 @@ class Adaptive:
         governor = self.governor
         above = governor.end_step()
         root, failed = governor.step.root, governor.counts.out_of_memory > self._failures_before
-        if root is not None and not (self._plan or self._unmanaged.is_running or failed):
+        if root is not None and not (self._plan or self._unmanaged.expected is not None or failed):
             dropped = governor.regions.evictions > self._evictions_before
             visits = tuple(governor.step.visits)
             self._unmanaged.known.learn(root, visits, None if dropped else above, dropped=dropped)

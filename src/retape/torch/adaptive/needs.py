@@ -28,8 +28,8 @@ from retape.torch.planning.attach import original_class
 
 if TYPE_CHECKING:
     from retape.torch.adaptive.accounting import ParameterGradients, StorageAccount
-    from retape.torch.adaptive.drop_levels import DropLevel
-    from retape.torch.adaptive.tuning import AdaptiveTuning, Instruments
+    from retape.torch.adaptive.drop_levels import DropLevel, DropLevelPlanner
+    from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
     from retape.torch.measure.memory_meter import MemoryTracker
 
 
@@ -71,6 +71,18 @@ class RegionKind:
     def proof_of(self, place: int, level: DropLevel) -> Proof:
         """The proof of a drop level's recipe for the region at one place in the step."""
         return self.proofs.setdefault((place, level.number), Proof())
+
+    def add_trace(self, trace: RegionTrace, planner: DropLevelPlanner) -> None:
+        """Add the trace of a re-run; after the last one the kind gets its drop levels, if any are possible."""
+        self.missing_traces -= 1
+        self.traces.append(trace)
+        if self.missing_traces:
+            return
+        plan = planner.plan(self.traces, owner=self.owner, elements=self.elements, seconds=self.seconds)
+        self.traces = []
+        if plan is not None:
+            self.levels, self.slot_count = plan.levels, plan.slot_count
+            self.rerun_share, self.moved = plan.rerun_share, plan.moved
 
     @property
     def rerun_seconds(self) -> float:
@@ -172,10 +184,11 @@ class PhaseMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Bytes beyond those that are counted; `measured` if this very kind was measured."""
+    """Bytes beyond those that are counted; `measured` if this very kind was, `covered` if no measurement would add anything."""
 
     bytes: int
     measured: bool
+    covered: bool = True
 
 
 class Needs:
@@ -232,16 +245,12 @@ class Needs:
     def of(self, phase: StepPhase, kind: RegionKind, number: int, saved_bytes: int = 0) -> Need:
         """The need of a phase of a region that saves these bytes; estimated where nothing like it was measured."""
         found = self._of(phase, kind, number)
-        if phase is StepPhase.OUTSIDE or self.has_seen(kind, saved_bytes):
-            return found
-        most = self._saved_bytes.get(kind, 0)
+        known = kind in self._measured
+        if phase is StepPhase.OUTSIDE or not known or saved_bytes <= self._saved_bytes.get(kind, 0):
+            return found if known or self.is_covered(kind) else replace(found, covered=False)
+        most, close = self._saved_bytes.get(kind, 0), self.is_covered(kind, saved_bytes)
         more = int(max(0, found.bytes) * (saved_bytes / most - 1)) if most else saved_bytes
-        close = self.has_seen(kind, saved_bytes, within=self._tuning.covered_ratio)
-        return Need(bytes=found.bytes + more, measured=found.measured and close)
-
-    def has_seen(self, kind: RegionKind, saved_bytes: int, *, within: float = 1.0) -> bool:
-        """True if a region of a measured kind saved about as much as this; also true for a kind that was not measured."""
-        return kind not in self._measured or saved_bytes <= within * self._saved_bytes.get(kind, 0)
+        return Need(bytes=found.bytes + more, measured=found.measured and close, covered=close)
 
     def _of(self, phase: StepPhase, kind: RegionKind, number: int) -> Need:
         key = (phase, kind, self._numbered(phase, number))
@@ -299,7 +308,7 @@ class Needs:
         """True if a kind was measured with about as much saved, or is between two sizes that are close to each other."""
         ratio = self._tuning.covered_ratio
         if kind in self._measured:
-            return self.has_seen(kind, saved_bytes, within=ratio)
+            return saved_bytes <= ratio * self._saved_bytes.get(kind, 0)
         points = self._families.get((StepPhase.FORWARD, kind.owner), {})
         # As many elements in another shape predict nothing: attention depends on the length.
         below = max((at for at in points if at < kind.elements), default=None)
@@ -326,7 +335,7 @@ class StepMeasurement:
         account: StorageAccount,
         base_bytes: int,
         gradients: ParameterGradients,
-        instruments: Instruments,
+        instruments: AdaptiveInstruments,
         on_interrupt: Callable[[], None],
     ) -> None:
         self._account, self._base_bytes, self._gradients = account, base_bytes, gradients
@@ -345,7 +354,7 @@ class StepMeasurement:
         account: StorageAccount,
         base_bytes: int,
         gradients: ParameterGradients,
-        instruments: Instruments,
+        instruments: AdaptiveInstruments,
         *,
         on_interrupt: Callable[[], None],
     ) -> StepMeasurement | None:

@@ -1,6 +1,6 @@
 """The thresholds of a live budget, and the clocks and meters that it reads. Tests pass others instead of patching modules.
 
-What is done with them is in the modules that take an `AdaptiveTuning` or `Instruments`.
+What is done with them is in the modules that take an `AdaptiveTuning` or `AdaptiveInstruments`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _op_overhead_seconds(device: torch.device) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instruments:
+class AdaptiveInstruments:
     """The clocks and meters of a live budget, each a function."""
 
     clock: Callable[[], float] = time.perf_counter

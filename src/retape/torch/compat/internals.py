@@ -93,6 +93,12 @@ def untyped_storage(tensor: torch.Tensor) -> Any:
         return tensor.untyped_storage()
 
 
+def untyped_storages(tensors: list[torch.Tensor]) -> list[Any]:
+    """The storages of some tensors, asked for without any torch-function mode noticing."""
+    with torch._C.DisableTorchFunction():
+        return [tensor.untyped_storage() for tensor in tensors]
+
+
 def memory_of(octets: torch.Tensor) -> memoryview:
     """Return the memory of a CPU tensor of bytes, unseen by torch-function modes."""
     with torch._C.DisableTorchFunction():

@@ -66,13 +66,11 @@ class RegionObserver:
     A region holds its observer, so an observer holds the region weakly.
     """
 
-    sees_slots = False  # True: `on_saved` and `on_backward` are called too, once for each tensor that is saved or used
-
-    def on_saved(self, region: Region, slot: Slot, tensor: Tensor) -> None:
-        """Autograd saved a tensor, which is now `slot`."""
+    sees_slots = False  # True: the region lists its `costly_slots`, and calls `on_backward`
+    active_task = -2  # the backward pass in which `on_backward` need not be called again; set by the observer
 
     def on_backward(self, region: Region) -> None:
-        """Backward is about to read a slot of the region."""
+        """Backward, in another pass than `active_task`, is about to read a slot of the region."""
 
     def on_refill(self, region: Region, wanted: Slot) -> Tensor:
         """Return what a slot without a value held."""
@@ -104,6 +102,7 @@ class Region:
     backward_inside = False  # the function takes gradients itself
     has_diverged = False  # from its recipe
     observer: RegionObserver | None = None
+    costly_slots: list[weakref.ref[Slot]] = []  # noqa: RUF012 - replaced, never changed: slots that take memory, if observed
     kept: list[Any] = ()  # type: ignore[assignment]  # what was given to `retape.keep`: a list from the first on
     copies: Mapping[int, MovedSlot] = MappingProxyType({})  # slots that are on the host too, by number
     _own_ids: set[int] | None = None
@@ -225,6 +224,7 @@ class Region:
         pack, unpack_ = (self.save, unpack) if self._transfers is None else (self._save_moved, _unpack_moved)
         if self.observer is None or not self.observer.sees_slots:
             return pack, unpack_
+        self.costly_slots = []
         return self._save_observed, _unpack_observed
 
     def save(self, tensor: Tensor) -> Slot:
@@ -267,8 +267,9 @@ class Region:
     @compiler_internals.left_alone
     def _save_observed(self, tensor: Tensor) -> Slot:
         slot = self.save(tensor) if self._transfers is None else self._save_moved(tensor)
-        assert self.observer is not None
-        self.observer.on_saved(self, slot, tensor)
+        base = tensor if tensor._base is None else tensor._base
+        if not (base.requires_grad and base.is_leaf) and id(base) not in self._own:
+            self.costly_slots.append(_weak(slot))
         return slot
 
     def start_return(self) -> None:
@@ -475,11 +476,6 @@ class Region:
                 found[slot.index] = self.copies[slot.index].fetch()
         return found
 
-    def costs_nothing(self, tensor: Tensor) -> bool:
-        """True if holding a saved tensor takes no memory: it shows a parameter, or a tensor of a module or container."""
-        base = tensor if tensor._base is None else tensor._base
-        return (base.requires_grad and base.is_leaf) or id(base) in self._own
-
     def drop(self, slot: Slot) -> None:
         """Drop what a slot holds, after recording what a re-run will be compared with."""
         if self.check is _VALUES and slot.metadata is not None and len(slot.metadata) == 3:
@@ -594,7 +590,8 @@ def _unpack_moved(slot: Slot) -> Tensor:
 @compiler_internals.left_alone
 def _unpack_observed(slot: Slot) -> Tensor:
     region = slot.region
-    if not region.is_running:
-        region.observer.on_backward(region)
+    observer = region.observer
+    if observer.active_task != internals.graph_task() and not region.is_running:
+        observer.on_backward(region)
     region.start_return()
     return unpack(slot)

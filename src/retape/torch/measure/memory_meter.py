@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from retape.core.record import MemorySample, Record
-from retape.torch.capture.mutation import inner_tensors
+from retape.torch.capture.mutation import PLAIN_TENSORS, inner_tensors
 from retape.torch.compat import internals, process_internals
 from retape.torch.compat.ranks import largest
 from retape.torch.measure.tuning import TUNING
@@ -252,16 +252,28 @@ def _stack_variables() -> Iterator[Any]:
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of the storages of some tensors on a device, each storage once; wrapper subclasses by what they wrap."""
-    sizes: dict[int, int] = {}
+    parts: list[Tensor] = []
     for tensor in tensors:
-        for part in _plain_parts(tensor):
-            if part.device == device and part.layout is torch.strided and not internals.is_fake(part):
-                try:
-                    storage = internals.untyped_storage(part)
-                except NotImplementedError:  # a wrapper without memory that a transform of torch.func left
-                    continue
-                sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
+        if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
+            parts.append(tensor)
+        else:
+            parts += [part for part in _plain_parts(tensor) if not internals.is_fake(part)]
+    here = [part for part in parts if part.device == device and part.layout is torch.strided]
+    return sum({storage._cdata: storage.nbytes() for storage in _storages(here)}.values())
+
+
+def _storages(tensors: list[Tensor]) -> list[Any]:
+    try:
+        return internals.untyped_storages(tensors)
+    except NotImplementedError:  # among them is a wrapper without memory that a transform of torch.func left
+        return [storage for tensor in tensors for storage in _storage_if_any(tensor)]
+
+
+def _storage_if_any(tensor: Tensor) -> list[Any]:
+    try:
+        return [internals.untyped_storage(tensor)]
+    except NotImplementedError:
+        return []
 
 
 def nbytes_of(tensor: Tensor) -> int:
