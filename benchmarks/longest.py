@@ -24,16 +24,16 @@ from dataclasses import replace
 import torch
 from benchmarks.fit import kinds_of, seconds, step
 from benchmarks.records import record
-from benchmarks.tiers import warmed
+from benchmarks.tiers import HOST
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retape
+from retape.api import fit_using
 from retape.core.problem import Tier
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.engine.context import plain
 from retape.torch.engine.host import copy_streams as lanes
 from retape.torch.measure.memory_meter import track_memory
-from retape.torch.planning import fitting
 
 GIB = 2**30
 EIGHT_BILLION = {
@@ -133,7 +133,9 @@ def side_by_side(model, options, device) -> dict:
     say(f"Hugging Face, {options.tokens} tokens: {peak / GIB:.2f} GiB above weights and gradients, {taken:.2f} s")
     cleared(model)
     fuse_loss(model)
-    fitted = retape.fit(model, batch, budget=retape.Budget.activations(peak), options=retape.ALL, progress=False)
+    fitted = fit_using(
+        HOST.trials, model, batch, budget=retape.Budget.activations(peak), options=retape.ALL, progress=False
+    )
     say(f"fit took {fitted.record.profile_seconds:.1f} s:", kinds_of(fitted), labels_of(fitted), repr(fitted))
     with_gradients(model)
     own, _ = weighed(model, batch, device)
@@ -190,12 +192,10 @@ def planned(model, options, device):
     say(
         f"planning with {options.plan_tokens} tokens in {budget / GIB:.2f} GiB, for {options.long[0]} in {room / GIB:.2f}"
     )
-    host_tier = fitting.host_tier
-    fitting.host_tier = lambda device: scaled(host_tier(device), options)
-    try:
-        fitted = retape.fit(model, batch, budget=retape.Budget.activations(budget), options=retape.ALL, progress=False)
-    finally:
-        fitting.host_tier = host_tier
+    trials = HOST.limited(lambda device: scaled(HOST.tier(device), options))
+    fitted = fit_using(
+        trials, model, batch, budget=retape.Budget.activations(budget), options=retape.ALL, progress=False
+    )
     say(f"fit took {fitted.record.profile_seconds:.1f} s:", kinds_of(fitted), labels_of(fitted), repr(fitted))
     return fitted
 
@@ -291,8 +291,7 @@ def attempt(results: dict, name: str, run) -> None:
 def pretend_host() -> None:
     """A CPU has no other memory to move to."""
     pretended = Tier(name="host", write_bytes_per_second=16 * GIB, read_bytes_per_second=16 * GIB)
-    fitting.host_tier = lambda device: pretended
-    fitting.Fitter.measured = warmed(fitting.Fitter.measured)
+    HOST.pretend(pretended)
 
 
 def parsed() -> argparse.Namespace:

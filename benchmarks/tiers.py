@@ -14,6 +14,7 @@ import argparse
 import os
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import torch
 from benchmarks.blocks import SIZES, build
@@ -21,14 +22,43 @@ from benchmarks.fit import in_turns, kinds_of, peak_bytes, seconds, step
 from benchmarks.records import record
 
 import retape
+from retape.api import fit_using
 from retape.core.machine import simulate
 from retape.core.problem import Tier
 from retape.torch.engine.context import plain
 from retape.torch.engine.host import copy_streams as lanes
-from retape.torch.planning import fitting
+from retape.torch.engine.host.copy_streams import host_tier
+from retape.torch.planning.instruments import FitInstruments
+from retape.torch.planning.step_trials import StepTrials
 
 GIB = 2**30
 SHARES = (0.64, 0.43, 0.24, 0.1)
+
+
+class WarmTrials(StepTrials):
+    """Measures a plan in its second step: a CPU's meter would count the host memory that the first step takes."""
+
+    def measured(self, regions, executor):
+        super().measured(regions, executor)
+        return super().measured(regions, executor)
+
+
+class HostMemory:
+    """The host that slots are moved to, and the trials that a fit runs with it: its own, or a pretended one on a CPU."""
+
+    def __init__(self) -> None:
+        self.tier, self.trials = host_tier, StepTrials
+
+    def pretend(self, tier: Tier) -> None:
+        self.tier = lambda device: tier
+        self.trials = self.limited(self.tier, WarmTrials)
+
+    def limited(self, tier, trials=None):
+        """Trials that see another host."""
+        return partial(trials or self.trials, instruments=FitInstruments(host_tier=tier))
+
+
+HOST = HostMemory()
 
 
 def alone(model, batch, device, rounds: int, context) -> dict:
@@ -51,7 +81,7 @@ def alone(model, batch, device, rounds: int, context) -> dict:
 def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> dict:
     """What `fit` does with a budget, measured in turns with plain where that fits."""
     try:
-        fitted = retape.fit(model, batch, budget=retape.Budget.activations(budget), progress=False)
+        fitted = fit_using(HOST.trials, model, batch, budget=retape.Budget.activations(budget), progress=False)
     except retape.errors.BudgetTooSmall as error:
         return {"budget_gib": budget / GIB, "refused": str(error)}
     pool = lanes.STREAMS.of(device).pool
@@ -62,7 +92,7 @@ def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> 
     stages = record_of_fit.chain.stages
     chosen = [stage.choices[choice] for stage, choice in zip(stages, fitted.plan.choices, strict=True)]
     kinds = kinds_of(fitted)
-    played = simulate(replace(record_of_fit.chain, host=fitting.host_tier(device)), fitted.plan.actions())
+    played = simulate(replace(record_of_fit.chain, host=HOST.tier(device)), fitted.plan.actions())
     fitted.remove()
     ms = 1e3 * statistics.median(times)
     return {
@@ -94,23 +124,12 @@ def equal_gradients(model, batch, device) -> dict:
     small = {name: value[:1] for name, value in batch.items()}
     verdicts = {}
     for share in (0.7, 0.45):
-        found = retape.fit(model, small, budget=share, progress=False)
+        found = fit_using(HOST.trials, model, small, budget=share, progress=False)
         moved = sum(len(choice.moved) for choice in found.record.assignment.choices)
         verdicts[f"budget {share}, {moved} slots moved"] = str(retape.verify(model, small))
         found.remove()
     torch.use_deterministic_algorithms(False)
     return verdicts
-
-
-def warmed(measured):
-    """Measure after a step of the plan: a CPU's scale would weigh the host memory that its first step takes."""
-
-    def measure(fitter, laboratory):
-        laboratory.rewind()
-        fitter.run_step()
-        return measured(fitter, laboratory)
-
-    return measure
 
 
 def save_on_cpu(device):
@@ -130,9 +149,8 @@ def main() -> None:
     if device.type == "cpu":
         speed = options.pretend_gib_per_second * GIB
         pretended = Tier(name="host", write_bytes_per_second=speed, read_bytes_per_second=speed)
-        fitting.host_tier = lambda device: pretended
-        fitting.Fitter.measured = warmed(fitting.Fitter.measured)
-    host = fitting.host_tier(device)
+        HOST.pretend(pretended)
+    host = HOST.tier(device)
     model, ids = build(options, device)
     model = model if device.type == "cuda" else model.float()
     batch = {"input_ids": ids, "labels": ids}

@@ -18,7 +18,7 @@ import retape
 from retape.core.units import format_bytes
 from retape.errors import BudgetTooSmall, RetapeError
 from retape.integrations.huggingface.fused_loss import fuse_loss_as, unfuse_loss
-from retape.torch.planning.fitting import put_on, take_off
+from retape.torch.planning.attach import put_on, take_off
 
 A_HAIR = 1.002  # over the floor: it was measured, and moves by as much
 

@@ -25,18 +25,23 @@ from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_text import explain
 from retape.report.frontier import write_frontier
 from retape.report.page.html import render_fit_html, write_report
+from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.engine.policy import Check
-from retape.torch.measure.baseline_memory import devices_of
 from retape.torch.measure.step_function import StepFunction, rows_of
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import detach, is_attached, put_on, take_off
-from retape.torch.planning.discover import Wanted
-from retape.torch.planning.executor import Executor
-from retape.torch.planning.fitting import Fitter
-from retape.torch.planning.model_hash import fingerprint, refuse_replicas, unwrapped
-from retape.torch.planning.spread import SpreadFitter
-from retape.torch.planning.train_mode import say_evaluation
-from retape.torch.planning.variants.compiled import refuse_graph_replays
+from retape.torch.planning.attach import (
+    detach,
+    is_attached,
+    model_hash,
+    put_on,
+    refuse_replicas,
+    take_off,
+    unwrapped,
+)
+from retape.torch.planning.discover import Wanted, refuse_graph_replays
+from retape.torch.planning.executor import Executor, warn_of_evaluation
+from retape.torch.planning.plan_search import PlanSearch
+from retape.torch.planning.step_trials import Regions, StepTrials
 
 __all__ = ["ALL", "EXACT", "Fit", "Promise", "apply", "fit"]
 
@@ -60,9 +65,7 @@ class Fit:
     the measurement of a real step.
     """
 
-    def __init__(
-        self, model: nn.Module, record: FitRecord, regions: dict[str, nn.Module], executor: Executor | None
-    ) -> None:
+    def __init__(self, model: nn.Module, record: FitRecord, regions: Regions, executor: Executor | None) -> None:
         self._model, self._regions, self._executor = model, regions, executor
         self.record = record
 
@@ -122,7 +125,7 @@ class Fit:
     def remove(self) -> None:
         """Restore the model as it was before the fit."""
         if self._executor is not None:
-            take_off(unwrapped(self._model), self._regions)
+            take_off(unwrapped(self._model), dict(self._regions))
             self._executor = None
         if self.record.fused_loss:
             LIBRARIES.unfuse_loss(unwrapped(self._model))
@@ -197,41 +200,71 @@ def fit(
     A dict is passed as keyword arguments, a tuple as positional ones; `step(model, batch)` returns the scalar loss if the
     model does not. Weights, buffers, gradients and random streams are restored afterwards.
     """
+    return fit_using(
+        StepTrials,
+        model,
+        batch,
+        budget=budget,
+        step=step,
+        optimizer=optimizer,
+        regions=regions,
+        options=options,
+        compile=compile,
+        check=check,
+        progress=progress,
+    )
+
+
+def fit_using(
+    trials: Callable[..., StepTrials],
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: BudgetLike,
+    step: StepFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    regions: Wanted | None = None,
+    options: OptionSet | str = EXACT,
+    compile: bool = False,
+    check: str = "metadata",
+    progress: bool = True,
+) -> Fit:
+    """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     refuse_replicas(model)
-    say_evaluation(unwrapped(model))
+    warn_of_evaluation(unwrapped(model))
     with _undone_on_error(unwrapped(model)), _progress_bar(progress) as tell:
-        asked = Budget.of(budget)
-        fitter = (SpreadFitter if len(devices_of(model, asked)) > 1 else Fitter)(
+        asked, allowed = Budget.of(budget), OptionSet.of(options)
+        steps = trials(
             model,
             batch,
             asked,
             step=step,
             optimizer=optimizer,
-            regions=regions,
-            options=OptionSet.of(options),
+            slices=allowed is OptionSet.ALL,
+            compiled=compile or is_compiled(unwrapped(model)),
             check=Check.of(check),
             tell=tell,
-            compiled=compile,
         )
-        found = fitter.fit()
+        found = PlanSearch(steps, asked, regions=regions, options=allowed).run()
+    first = found.parts[0]
     record = FitRecord(
         model=type(unwrapped(model)).__name__,
-        fingerprint=fingerprint(model),
-        budget_bytes=found.budget_bytes,
-        chain=found.chain,
-        plan=found.plan,
-        frontier=found.frontier,
+        fingerprint=model_hash(model),
+        budget_bytes=first.budget_bytes,
+        chain=first.chain,
+        plan=first.plan,
+        frontier=first.frontier,
         assignment=found.assignment,
-        measured=found.measured,
-        profile_seconds=found.profile_seconds,
+        measured=first.measured,
+        profile_seconds=found.search_seconds,
         fused_loss=found.fused_loss,
         rows=rows_of(batch),
         versions=_versions(),
-        devices=found.devices,
+        devices=found.parts if len(found.parts) > 1 else (),
     )
-    made = Fit(model, record, fitter.regions, found.executor)
+    made = Fit(model, record, found.regions, found.executor)
     if progress:
         _print_result(made)
     return made
@@ -241,7 +274,7 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
     """Attach a saved fit to a model without profiling; raise PlanMismatch if the structure of the model differs."""
     record = _record_of(plan)
     refuse_replicas(model)
-    found = fingerprint(model)
+    found = model_hash(model)
     if found != record.fingerprint:
         raise PlanMismatch(
             f"This plan is for a {record.model} of structure {record.fingerprint}, and the model is a "

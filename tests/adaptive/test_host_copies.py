@@ -15,7 +15,7 @@ from retape.torch.engine.context import recomputing
 from retape.torch.engine.host.copy_streams import STREAMS
 from retape.torch.engine.host.offload import HostCopy
 from retape.torch.measure.memory_meter import measure
-from retape.torch.planning.chain.treatments import tape_storages
+from retape.torch.planning.region_options import tape_storages
 from support.clocks import FakeClock
 from support.comparing import assert_equal, parameter_gradients
 from support.memory import CPU

@@ -918,3 +918,15 @@ def test_waiting_frame():
     finally:
         over.set()
         thread.join()
+
+
+def test_the_reducer_of_plain_objects():
+    class Plain:
+        pass
+
+    class Derived(Plain):
+        pass
+
+    reduced = Derived().__reduce_ex__(2)
+    assert process_internals.reduced_as(Plain, reduced)[:2] == (object.__new__, (Plain,))
+    assert process_internals.reduced_as(Plain, "name") == "name"

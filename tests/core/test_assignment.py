@@ -9,9 +9,10 @@ from tests.support.chains import option, stage
 
 from retape.core import Chain, OptionKind, frontier, solve
 from retape.core.actions import Backward, Forward, Item, Save, Tape
-from retape.core.assignment import Assignment, Choice, Passing, StageMeaning, assign
+from retape.core.assignment import Assignment, Choice, Passing, RegionStage, assign
 from retape.core.machine import simulate
 from retape.errors import InvalidInput, PlanFormatError
+from support.stages import region_stage
 
 SELECT_SLOTS = (0, 2)
 
@@ -49,11 +50,11 @@ def meanings(chain):
     found = []
     for number, each in enumerate(chain.stages):
         if each.pinned:
-            found.append(StageMeaning(choice=None))
+            found.append(RegionStage())
             continue
-        held = ((), SELECT_SLOTS, ())
-        kinds = tuple(option.kind for option in each.choices)
-        found.append(StageMeaning(choice=Choice(name=str(number), slots=3), held=held, kinds=kinds))
+        keep, select, recompute = (option.kind for option in each.choices)
+        held = {"held": frozenset(SELECT_SLOTS)}
+        found.append(region_stage(str(number), keep, (select, held), recompute, slots=3))
     return tuple(found)
 
 
@@ -146,7 +147,7 @@ def test_round_trip(chain, share):
 def test_a_plan_that_stores_everything_keeps_everything():
     chain = Chain(stages=(stage(1, 9), stage(1, 9)))
     kept = assign(
-        tuple(StageMeaning(choice=Choice(name=str(i)), held=((),), kinds=(OptionKind.KEEP,)) for i in range(2)),
+        tuple(region_stage(str(i), OptionKind.KEEP) for i in range(2)),
         solve(chain, frontier(chain).store_all_bytes).actions(),
     )
     assert kept.keeps_everything

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 import retape
-from adaptive.priced import PricedTimer
 from engine.test_offload import Blocks, Plug
-from planning.test_offload_plans import choices, fitted, host
+from planning.test_offload_plans import chain_with, choices, fitted
 from retape.core.actions import Backward, Tape
-from retape.core.assignment import Assignment, Choice, StageMeaning, assign
+from retape.core.assignment import Assignment, assign
 from retape.core.problem import OptionKind
 from retape.core.solve import solve
 from retape.errors import OffloadError, RecomputeMismatch, StateChanged
@@ -23,11 +22,10 @@ from retape.torch.engine.host import offload
 from retape.torch.engine.host.copy_streams import HostPool
 from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.engine.region import Region
-from retape.torch.planning import fitting, profile
-from retape.torch.planning.chain.region_ways import Overheads
-from retape.torch.planning.profile_intervals import RegionSeconds, read_seconds
 from support import late_copies
 from support.comparing import assert_equal, leaf, results, same_as_plain, seed
+from support.stages import region_stage
+from support.trials import fit_with_host, host_tier
 
 INPUT = Policy(moved_inputs=frozenset({0}))
 INPUT_AND_SLOTS = Policy(moved_inputs=frozenset({0}), moved=frozenset(range(1, 100, 2)))
@@ -383,28 +381,15 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def steady_clock(monkeypatch):
-    """Regions that are all alike take equally long, whatever else the machine does."""
-
-    def read(marks):
-        alike = RegionSeconds(forward=1e-4, body=1e-2, rerun=1e-2, backward=2e-2)
-        return {stage: alike if stage >= 0 else RegionSeconds() for stage in read_seconds(marks)}
-
-    monkeypatch.setattr(fitting, "read_seconds", read)
-    monkeypatch.setattr(profile, "OpTimer", PricedTimer)
-    monkeypatch.setattr(fitting, "engine_overheads", lambda device: Overheads())
-
-
 def deep():
+    """A fit by ops, in which regions that are alike take equally long."""
     seed()
     model, batch = Deep(), (torch.randn(512, 64),)
-    return model, batch, retape.fit(model, batch, budget=retape.Budget.fraction(0.7), progress=False)
+    return model, batch, fit_with_host(host_tier(), model, batch, budget=retape.Budget.fraction(0.7))
 
 
 def test_inputs_are_moved_where_little_room_is_left(monkeypatch):
     """Faster than dropping the inputs too, which is what else there is."""
-    host(monkeypatch)
-    steady_clock(monkeypatch)
     late_copies.use(monkeypatch, late_copies.LateLanes())
     model, batch, made = deep()
     moved = [choice.moved_inputs for choice in choices(made)]
@@ -423,10 +408,9 @@ def test_inputs_are_moved_where_little_room_is_left(monkeypatch):
     made.remove()
 
 
-def test_the_bytes_of_an_option_that_moves_the_input(monkeypatch):
-    chains = host(monkeypatch, speed=2e8)
-    *_, made = fitted(monkeypatch, "gpt2", 0.6)
-    stage = chains[0].stages[2]
+def test_the_bytes_of_an_option_that_moves_the_input():
+    chain = chain_with(host_tier(speed=2e8), "gpt2")
+    stage = chain.stages[2]
     recompute = next(way for way in stage.options if way.kind is OptionKind.RECOMPUTE)
     moved = next(way for way in stage.options if way.label.startswith(f"{recompute.label}, input"))
     size = stage.state_bytes
@@ -440,25 +424,23 @@ def test_the_bytes_of_an_option_that_moves_the_input(monkeypatch):
     wanted = recompute.held_bytes + recompute.backward_transient_bytes + size
     assert moved.held_bytes + moved.backward_transient_bytes == wanted
     assert moved.forward_seconds == pytest.approx(recompute.forward_seconds + moved.forward_stall_seconds)
-    first = chains[0].stages[1]
+    first = chain.stages[1]
     assert first.state_bytes == 0
     assert not any(way.label.endswith("moved") for way in first.options)
-    made.remove()
 
 
-def test_a_host_too_small_for_every_input_takes_none(monkeypatch):
-    chains = host(monkeypatch, capacity=4096)
-    *_, made = fitted(monkeypatch, "llama", 0.6)
+def test_a_host_too_small_for_every_input_takes_none():
+    small = host_tier(capacity=4096)
+    *_, made = fitted("llama", 0.6, small)
     assert not any(choice.moved_inputs for choice in choices(made))
-    assert not any("input" in way.label for stage in chains[0].stages for way in stage.options)
+    assert not any("input" in way.label for stage in chain_with(small, "llama").stages for way in stage.options)
     made.remove()
 
 
 def test_a_plan_says_which_inputs_are_moved_and_an_older_one_says_none():
-    kinds = (OptionKind.KEEP, OptionKind.OFFLOAD)
-    about = {"held": ((), ()), "moved": ((), ()), "moved_inputs": ((), (0, 2)), "kinds": kinds}
-    meanings = tuple(StageMeaning(choice=Choice(name=name, slots=3), **about) for name in "ab")
-    made = assign(meanings, [Tape(0, 1), Tape(1), Backward(1), Backward(0)])
+    moving = (OptionKind.OFFLOAD, {"moved_inputs": frozenset({0, 2})})
+    stages = tuple(region_stage(name, OptionKind.KEEP, moving, slots=3) for name in "ab")
+    made = assign(stages, [Tape(0, 1), Tape(1), Backward(1), Backward(0)])
     assert [choice.moved_inputs for choice in made.choices] == [(0, 2), ()]
     assert made.moves_something
     assert Assignment.from_dict(made.to_dict()) == made
@@ -468,8 +450,6 @@ def test_a_plan_says_which_inputs_are_moved_and_an_older_one_says_none():
 
 
 def test_a_saved_plan_moves_the_same_inputs(monkeypatch, tmp_path):
-    host(monkeypatch)
-    steady_clock(monkeypatch)
     model, batch, made = deep()
     assert any(choice.moved_inputs for choice in choices(made))
     made.save(tmp_path / "plan.json")

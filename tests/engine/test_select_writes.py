@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.test_select import Step, equal, gradients, plan_recipe, subsets, traced, uninitialised_memory_is_nan  # noqa: F401
 from retape.torch.engine.policy import Policy, Proof, ProofState
-from retape.torch.planning.chain.treatments import select_treatments
+from retape.torch.planning.region_options import select_reruns
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 
@@ -134,7 +134,7 @@ def test_running_statistics_that_the_region_reads_itself(norm):
     plain = run()
     norm.reset_running_stats()
     trace = traced(function, x * 1)
-    for treatment in select_treatments(trace):
+    for treatment in select_reruns(trace):
         policy = Policy(held=treatment.held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, treatment.held))
         assert equal(run(policy), plain), sorted(treatment.held)
     for held in subsets(len(trace.slots))[:: 3 if len(trace.slots) > 8 else 1]:

@@ -15,8 +15,9 @@ from retape.errors import OffloadError
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.host import copy_streams as lanes
 from retape.torch.engine.policy import Policy
-from retape.torch.planning import fitting
+from retape.torch.planning.instruments import FitInstruments
 from support.comparing import plainly
+from support.trials import NO_TURNS, fit_with
 
 EVERYTHING = Policy(moved=frozenset(range(100)))
 DEVICE = torch.device("cuda", 0)
@@ -266,11 +267,9 @@ def test_the_host_is_measured():
     assert lanes.host_tier(torch.device("cuda")) is tier
 
 
-def test_fit_moves_slots_inside_a_budget(deterministic, monkeypatch):
+def test_fit_moves_slots_inside_a_budget(deterministic):
     """With copies that are said to cost nothing, so that they are surely worth planning, and no look at what the clock says of that."""
-    monkeypatch.setattr(fitting, "host_tier", lambda device: Tier(name="host"))
-    monkeypatch.setattr(fitting, "SLOWER_THAN_PROMISED", math.inf)
-    monkeypatch.setattr(fitting, "turns_within", lambda seconds: 0)
+    free = FitInstruments(host_tier=lambda device: Tier(name="host"))
     torch.manual_seed(0)
     model = nn.Sequential(*blocks(count=8, width=2048, linears=6))
     batch = bf16_rows(8192, 2048)
@@ -280,8 +279,13 @@ def test_fit_moves_slots_inside_a_budget(deterministic, monkeypatch):
 
     step(model, batch).backward()
     plain_peak = peak_bytes(lambda: step(model, batch).backward())
-    fitted = retape.fit(
-        model, batch, budget=retape.Budget.activations(int(0.6 * plain_peak)), step=step, progress=False
+    fitted = fit_with(
+        model,
+        batch,
+        budget=retape.Budget.activations(int(0.6 * plain_peak)),
+        step=step,
+        instruments=free,
+        tuning={**NO_TURNS, "late_share": math.inf},
     )
     try:
         assert any(choice.option is OptionKind.OFFLOAD for choice in fitted.record.assignment.choices)

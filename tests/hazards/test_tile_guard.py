@@ -22,8 +22,8 @@ from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
 from retape.errors import RegionError
 from retape.torch.engine.policy import Check
+from retape.torch.planning.attach import put_on, take_off
 from retape.torch.planning.executor import Executor
-from retape.torch.planning.fitting import put_on, take_off
 from support.blocks import TiledMlpBlock
 from support.comparing import assign
 

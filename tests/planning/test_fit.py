@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import retape
 from retape.core.problem import OptionKind
 from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError, PlanMismatch
-from retape.torch.planning import fitting
+from retape.torch.planning.instruments import FitInstruments
 from support import models
+from support.trials import fit_with
 
 fit = partial(retape.fit, progress=False)
 
@@ -310,13 +311,12 @@ def test_kinds_of_budget(gpt2):
         assert made.measured.peak_bytes <= made.record.budget_bytes
 
 
-def test_what_the_first_step_leaves_behind_is_fixed(gpt2, monkeypatch):
+def test_what_the_first_step_leaves_behind_is_fixed(gpt2):
     """As the workspaces of a GPU's libraries: they come with the first step, and stay."""
     model, batch = gpt2
     bare = fit(model, batch, budget=1.0)
     seen = iter([100, 5100])
-    monkeypatch.setattr(fitting, "allocated_bytes", lambda device: next(seen))
-    made = fit(model, batch, budget=1.0)
+    made = fit_with(model, batch, budget=1.0, instruments=FitInstruments(allocated_bytes=lambda device: next(seen)))
     assert made.measured.base_bytes - bare.measured.base_bytes == 5000
 
 

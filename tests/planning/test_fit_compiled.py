@@ -14,9 +14,10 @@ from retape.torch.compat.compiler_internals import compiler_is_on
 from retape.torch.engine.region import Region
 from retape.torch.planning import attach
 from retape.torch.planning.attach import original_class
-from retape.torch.planning.chain.treatments import tape_storages
-from retape.torch.planning.variants import compiled, form_profiles, tiling
+from retape.torch.planning.region_options import tape_storages
+from retape.torch.planning.region_variants import VARIANTS
 from support.comparing import assert_equal, seed
+from support.trials import fit_with
 
 # torch's own: its compiler uses deprecated names, and reads .grad of every input.
 pytestmark = [
@@ -26,6 +27,7 @@ pytestmark = [
 ]
 BLOCKS, WIDTH, ROWS = 8, 32, 512
 FORMS: dict = {}  # of this file: what is compiled once need not be compiled for each test
+FEW = {"saved_shares": (0.5, 0.0), "tiled_shares": ()}  # thresholds: few variants
 
 
 def partitioned(share):
@@ -45,16 +47,14 @@ def partitioned(share):
 
 @pytest.fixture(autouse=True)
 def quick_compiler(monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", partitioned)
-    monkeypatch.setattr(compiled, "_FORMS", FORMS)
-    monkeypatch.setattr(form_profiles, "SAVED_SHARES", (0.5, 0.0))
-    monkeypatch.setattr(form_profiles, "TILED_SHARES", ())
+    monkeypatch.setattr(VARIANTS, "backend", partitioned)
+    monkeypatch.setattr(VARIANTS, "variants", FORMS)
 
 
 @pytest.fixture
 def fresh_forms(monkeypatch):
     forms: dict = {}
-    monkeypatch.setattr(compiled, "_FORMS", forms)
+    monkeypatch.setattr(VARIANTS, "variants", forms)
     return forms
 
 
@@ -92,8 +92,8 @@ def gradients(model, batch):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def fitted(model, batch, budget):
-    return retape.fit(model, (batch,), budget=budget, compile=True, progress=False)
+def fitted(model, batch, budget, **about):
+    return fit_with(model, (batch,), budget=budget, **{"compile": True, "tuning": FEW, **about})
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.7, 0.5])
@@ -136,9 +136,7 @@ def wide():
 def floor_bytes(options, **keywords):
     model, batch = wide()
     with pytest.raises(retape.errors.BudgetTooSmall) as caught:
-        retape.fit(
-            model, (batch,), budget=Budget.activations(4096), compile=True, options=options, progress=False, **keywords
-        )
+        fitted(model, batch, Budget.activations(4096), options=options, **keywords)
     return caught.value.floor_bytes
 
 
@@ -155,16 +153,15 @@ def test_compiled_blocks_that_do_not_fit_are_taken_apart():
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_compiled_blocks_that_do_not_fit_run_in_tiles(monkeypatch, compiles):
-    monkeypatch.setattr(tiling, "TILES", (4,))
-    monkeypatch.setattr(form_profiles, "TILED_SHARES", (0.5,) if compiles else ())
-    monkeypatch.setattr(form_profiles, "TILES", (4,))
-    whole, tiled = floor_bytes("exact", regions=[Wide]), floor_bytes("all", regions=[Wide])
+def test_compiled_blocks_that_do_not_fit_run_in_tiles(compiles):
+    tuning = {**FEW, "tiles": (4,), "variant_tiles": (4,), "tiled_shares": (0.5,) if compiles else ()}
+    about = {"regions": [Wide], "tuning": tuning}
+    whole, tiled = floor_bytes("exact", **about), floor_bytes("all", **about)
     assert tiled < 0.7 * whole
     model, batch = wide()
     wanted = gradients(model, batch)
     budget = (tiled + whole) // 2
-    fit = retape.fit(model, (batch,), budget=budget, compile=True, options="all", regions=[Wide], progress=False)
+    fit = fitted(model, batch, budget, options="all", **about)
     forms = {(choice.tiles, choice.saved_share) for choice in fit.record.assignment.choices}
     assert max(forms)[0] > 1
     assert all((share is None) == (tiles > 1 and not compiles) for tiles, share in forms)
@@ -192,17 +189,16 @@ class Picky(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def test_parts_that_cannot_run_in_tiles_after_all_are_taken_apart(monkeypatch):
-    monkeypatch.setattr(tiling, "TILES", (4,))
-    monkeypatch.setattr(form_profiles, "TILED_SHARES", (0.5,))
+def test_parts_that_cannot_run_in_tiles_after_all_are_taken_apart():
+    about = {"options": "all", "tuning": {**FEW, "tiles": (4,), "tiled_shares": (0.5,)}}
     model, batch = wide()
     for block in model.blocks:
         block.mlp = Picky()
     wanted = gradients(model, batch)
     with pytest.raises(retape.errors.BudgetTooSmall) as caught:
-        retape.fit(model, (batch,), budget=Budget.activations(4096), compile=True, options="all", progress=False)
+        fitted(model, batch, Budget.activations(4096), **about)
     budget = int(1.02 * caught.value.floor_bytes)
-    fit = retape.fit(model, (batch,), budget=budget, compile=True, options="all", progress=False)
+    fit = fitted(model, batch, budget, **about)
     assert {choice.name for choice in fit.record.assignment.choices} >= {"blocks.0.mix", "blocks.0.mlp"}
     for one, plain in zip(gradients(model, batch), wanted, strict=True):
         torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-7)
@@ -221,7 +217,7 @@ def taped(block, batch, share):
 
 
 def traced(block, batch, share):
-    call = CompiledCall(block, compiled.form_of(block, share))
+    call = CompiledCall(block, VARIANTS.variant_of(type(block), block, share))
     x = batch.clone().requires_grad_()
     region = Region(capture_call(call, (x,), {}))
     region.run(call, (x,), {})
@@ -248,7 +244,7 @@ def test_the_trace_of_a_compiled_block_is_one_op_with_all_its_slots():
 
 
 def test_a_block_that_does_not_compile_stays_eager_and_it_says_so(monkeypatch, caplog, fresh_forms):
-    monkeypatch.setattr(compiled, "BACKEND", refusing)
+    monkeypatch.setattr(VARIANTS, "backend", refusing)
     model, batch = made()
     wanted = gradients(model, batch)
     with caplog.at_level(logging.WARNING, logger="retape"):
@@ -268,7 +264,7 @@ def test_sequence_lengths_do_not_compile_for_ever():
             wanted = gradients(model, other)
         for found, plain in zip(gradients(model, other), wanted, strict=True):
             torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
-        compilations.append(sum(form.compilations for form in compiled._FORMS.values()))
+        compilations.append(sum(form.compilations for form in VARIANTS.variants.values()))
     assert compilations[1:] == compilations[1:2] * 6
 
 
@@ -289,10 +285,10 @@ def test_no_gradient_runs_stay_eager():
     with torch.no_grad():
         wanted = model(batch)
     fitted(model, batch, 0.6)
-    before = [form.compilations for form in compiled._FORMS.values()]
+    before = [form.compilations for form in VARIANTS.variants.values()]
     with torch.no_grad():
         assert torch.equal(model(batch), wanted)
-    assert [form.compilations for form in compiled._FORMS.values()] == before
+    assert [form.compilations for form in VARIANTS.variants.values()] == before
 
 
 @pytest.mark.parametrize("how", [{"retain_graph": True}, {"create_graph": True}])
@@ -386,7 +382,7 @@ def test_blocks_that_the_user_compiled_are_taken_as_they_are(compile, fresh_form
     for block in model.blocks:
         block.compile(backend="aot_eager")
     wanted = gradients(model, batch)
-    fit = retape.fit(model, (batch,), budget=0.6, compile=compile, progress=False)
+    fit = fitted(model, batch, 0.6, compile=compile)
     assert not fresh_forms
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     assert_equal(gradients(model, batch), wanted)
@@ -400,22 +396,19 @@ def test_autocast_compiles_nothing_anew_in_a_rerun(fresh_forms):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(batch)
 
-    fit = retape.fit(
-        model, (batch,), budget=0.5, step=lambda model, batch: step(model, *batch), compile=True, progress=False
-    )
+    fit = fitted(model, batch, 0.5, step=lambda model, batch: step(model, *batch))
     assert [form.compilations for form in fresh_forms.values()] == [1, 1, 1]
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     assert retape.verify(model, (batch,), step=lambda model, batch: step(model, *batch)).equal
 
 
-def test_blocks_that_differ_in_a_number_are_all_compiled(fresh_forms, monkeypatch):
+def test_blocks_that_differ_in_a_number_are_all_compiled(fresh_forms):
     """More of them than the compiler would take by itself before it silently goes on eagerly."""
     model, batch = made()
     model.blocks.extend(Block(WIDTH) for _ in range(2))
     for number, block in enumerate(model.blocks):
         block.number = number
-    monkeypatch.setattr(form_profiles, "SAVED_SHARES", ())
-    fitted(model, batch, 0.7)
+    fitted(model, batch, 0.7, tuning={"saved_shares": ()})
     assert not any(form.failed for form in fresh_forms.values())
     assert [form.compilations for form in fresh_forms.values()] == [len(model.blocks)]
 
@@ -427,8 +420,8 @@ def test_where_a_form_does_not_compile_any_more_the_region_is_recomputed(tmp_pat
     fit.save(tmp_path / "fit.json")
     fit.remove()
     with pytest.MonkeyPatch.context() as elsewhere:
-        elsewhere.setattr(compiled, "_FORMS", {})
-        elsewhere.setattr(compiled, "BACKEND", refusing)
+        elsewhere.setattr(VARIANTS, "variants", {})
+        elsewhere.setattr(VARIANTS, "backend", refusing)
         applied = retape.apply(model, tmp_path / "fit.json")
         gradients(model, batch)
         assert_equal(gradients(model, batch), wanted)

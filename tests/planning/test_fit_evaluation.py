@@ -17,8 +17,7 @@ from retape.core.fit_record import FitRecord
 from retape.core.problem import OptionKind
 from retape.errors import PlanFormatError
 from retape.torch.engine.policy import Check
-from retape.torch.planning.executor import Executor
-from retape.torch.planning.train_mode import depends_on_mode
+from retape.torch.planning.executor import Executor, depends_on_mode
 from support import models
 
 fit = partial(retape.fit, progress=False)

@@ -10,18 +10,19 @@ from torch import nn
 
 import retape
 from retape.core.actions import Backward, Forward, Load, Tape
-from retape.core.assignment import Assignment, Choice, StageMeaning, assign
+from retape.core.assignment import Assignment, Choice, assign
 from retape.core.problem import OptionKind
 from retape.report.fit_text import why
 from retape.report.region_rows import region_rows
 from retape.torch.engine.policy import Check
-from retape.torch.planning.attach import is_attached
+from retape.torch.planning import region_variants
+from retape.torch.planning.attach import is_attached, put_on, take_off
 from retape.torch.planning.executor import Executor
-from retape.torch.planning.fitting import put_on, take_off
-from retape.torch.planning.variants import tiling
-from retape.torch.planning.variants.tiling import parts_of, treats_rows_independently
+from retape.torch.planning.region_variants import parts_of, treats_rows_independently
+from retape.torch.planning.tuning import TUNING
 from support import models
 from support.comparing import seed
+from support.stages import region_stage
 
 
 @functools.cache
@@ -238,13 +239,10 @@ def test_more_tiles_are_lower_and_are_measured(tight):
 
 
 def test_a_stage_that_is_in_tiles_in_a_later_pass_is_so_from_the_first():
-    kinds = (OptionKind.KEEP, OptionKind.TILE)
-    meanings = tuple(
-        StageMeaning(choice=Choice(name=name), held=((), ()), moved=((), ()), tiles=(1, 4), tiled=("mlp",), kinds=kinds)
-        for name in "abc"
-    )
+    tiled = (OptionKind.TILE, {"tiles": 4, "tiled": ("mlp",)})
+    stages = tuple(region_stage(name, OptionKind.KEEP, tiled) for name in "abc")
     first = [Forward(0, 2), Tape(2), Backward(2)]
-    made = assign(meanings, [*first, Load(0), Tape(0, 1), Tape(1), Backward(1), Backward(0)])
+    made = assign(stages, [*first, Load(0), Tape(0, 1), Tape(1), Backward(1), Backward(0)])
     assert [(choice.tiles, choice.tiled) for choice in made.choices] == [(4, ("mlp",)), (1, ()), (1, ())]
     assert Assignment.from_dict(made.to_dict()) == made
 
@@ -262,17 +260,18 @@ def test_what_mixes_rows_is_never_in_tiles():
 
 def test_a_run_that_fails_ends_the_measurement(monkeypatch):
     seed()
-    block, real = Block(), tiling.run_region
+    block, real = Block(), region_variants.run_region
 
     def failing(*args, policy, **keywords):
         if policy.tiles > 2:
             raise torch.OutOfMemoryError("no room")
         return real(*args, policy=policy, **keywords)
 
-    monkeypatch.setattr(tiling, "run_region", failing)
+    monkeypatch.setattr(region_variants, "run_region", failing)
     x = torch.randn(1, 64, 16, requires_grad=True)
     device = torch.device("cpu")
-    found = tiling.measured_tiles(block.forward, (x,), {}, parameters=block.parameters(), device=device)
+    how = {"parameters": block.parameters(), "device": device, "tuning": TUNING}
+    found = region_variants.measured_tiles(block.forward, (x,), {}, **how)
     assert [run.tiles for run in found] == [1, 2]
     assert x.grad is None
 

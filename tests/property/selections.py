@@ -18,7 +18,7 @@ from retape.torch.engine.policy import Check, Policy, Proof, ProofState
 from retape.torch.engine.recipe_mode import Recipe
 from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.trace import RegionTrace
-from retape.torch.planning.chain.treatments import is_steady, select_treatments, tape_storages, treat
+from retape.torch.planning.region_options import is_steady, partial_rerun, select_reruns, tape_storages
 from support import late_copies
 
 from .cases import without_selective
@@ -92,7 +92,7 @@ def describe(case: SelectionCase) -> str:
 
 def selections(trace: RegionTrace, rng: random.Random) -> Iterator[Selection]:
     """What the planner offers, sets of storages as offload makes them, and any sets of slots."""
-    for treatment in select_treatments(trace):
+    for treatment in select_reruns(trace):
         yield _varied(rng, "planned", treatment.held)
     if is_steady(trace) and tape_storages(trace):
         yield from _offloads(trace, rng)
@@ -108,7 +108,7 @@ def _offloads(trace: RegionTrace, rng: random.Random) -> Iterator[Selection]:
     for _ in range(3):
         there = [storage for storage in tape if rng.random() < rng.choice((0.3, 0.6, 1.0))]
         moved = frozenset(storage for storage in there if rng.random() < 0.5)
-        way = treat(trace, frozenset(there) - moved, moved)
+        way = partial_rerun(trace, frozenset(there) - moved, moved)
         yield replace(_varied(rng, "moved" if way.moved else "treated", way.held), moved=way.moved)
 
 

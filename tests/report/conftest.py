@@ -2,11 +2,12 @@
 
 import pytest
 
-from retape.core.assignment import Choice, StageMeaning, assign
+from retape.core.assignment import RegionStage, assign
 from retape.core.fit_record import FitRecord
 from retape.core.problem import Chain, Option, OptionKind, Stage
 from retape.core.record import MemorySample, Record
 from retape.core.solve import frontier, solve
+from support.stages import region_stage
 
 MIB = 1 << 20
 BLOCKS = 6
@@ -38,12 +39,12 @@ CHAIN = Chain(
 )
 KINDS = (OptionKind.KEEP, OptionKind.SELECT, OptionKind.RECOMPUTE)
 MEANINGS = (
-    StageMeaning(choice=None),
+    RegionStage(),
     *(
-        StageMeaning(choice=Choice(name=f"blocks.{i}", slots=5), held=((), (0, 3), ()), kinds=KINDS)
+        region_stage(f"blocks.{i}", KINDS[0], (KINDS[1], {"held": frozenset((0, 3))}), KINDS[2], slots=5)
         for i in range(BLOCKS)
     ),
-    StageMeaning(choice=None),
+    RegionStage(),
 )
 TIMELINE = tuple(
     MemorySample(seconds=0.01 * at, live_bytes=size * MIB) for at, size in enumerate((100, 120, 150, 130, 100))

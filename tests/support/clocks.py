@@ -1,11 +1,6 @@
 """Clocks for tests: one that the test moves, and one that advances with every op, so that a fit does not depend on the machine's load."""
 
-from contextlib import contextmanager
-
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from retape.torch.planning import fitting, profile
-from retape.torch.planning.chain.region_ways import Overheads
 
 OP_SECONDS = 1e-4
 
@@ -44,13 +39,3 @@ class OpClock(TorchDispatchMode):
         return self._now
 
     __call__ = perf_counter
-
-
-@contextmanager
-def by_ops(monkeypatch):
-    """Let `fit` time its steps by the ops that they run; the engine itself takes nothing."""
-    with monkeypatch.context() as patch, OpClock() as clock:
-        for module in (fitting, profile):
-            patch.setattr(module, "time", clock)
-        patch.setattr(fitting, "engine_overheads", lambda device: Overheads())
-        yield

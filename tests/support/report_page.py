@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
-from retape.core.assignment import Choice, StageMeaning, assign
+from retape.core.assignment import assign
 from retape.core.fit_record import FitRecord
 from retape.core.problem import Chain, Option, OptionKind, Stage
 from retape.core.record import MemorySample, Record
 from retape.core.solve import frontier, solve
+from support.stages import region_stage
 
 MIB = 1 << 20
 KINDS = (OptionKind.KEEP, OptionKind.RECOMPUTE)
@@ -69,8 +70,7 @@ def large_fit(count, share=0.5, kinds=1):
     chain = Chain(stages=stages, fixed_bytes=100 * MIB)
     plan = solve(chain, share)
     meanings = tuple(
-        StageMeaning(choice=Choice(name=stage.name, slots=5, kind=number % kinds), held=((), ()), kinds=KINDS)
-        for number, stage in enumerate(stages)
+        region_stage(stage.name, *KINDS, slots=5, kind=number % kinds) for number, stage in enumerate(stages)
     )
     moments = tuple(MemorySample(seconds=0.001 * at, live_bytes=(100 + at % 70) * MIB) for at in range(20_000))
     return FitRecord(

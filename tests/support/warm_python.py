@@ -8,7 +8,7 @@ import os
 import traceback
 
 PRELOADED = [
-    "retape.torch.planning.fitting",
+    "retape.torch.planning.plan_search",
     "retape.torch.ode.odeint",
     "torch.testing",
     "transformers.models.gpt2.modeling_gpt2",

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from retape.core import codec
 from retape.core.actions import Action, Backward, Forward, Load, Tape
-from retape.core.problem import OptionKind
+from retape.core.problem import Option, OptionKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,24 @@ class Passing:
 
     def __post_init__(self) -> None:
         codec.check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionOption:
+    """One option of a region: what it asks of the region, and its bytes and seconds (`cost`).
+
+    Slots in `held` stay on the device, those in `moved` go to the host meanwhile, the others are recomputed. The inputs with the
+    numbers `moved_inputs` go to the host too. The parts `tiled` are run in `tiles` slices. `saved_share` names the compiled variant
+    to run; None is eager. `Choice.taking` is the only place where it becomes a saved choice.
+    """
+
+    cost: Option
+    held: frozenset[int] = frozenset()
+    moved: frozenset[int] = frozenset()
+    moved_inputs: frozenset[int] = frozenset()
+    tiles: int = 1
+    tiled: tuple[str, ...] = ()
+    saved_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +85,21 @@ class Choice:
     def moves(self) -> bool:
         return bool(self.moved or self.moved_inputs)
 
+    def taking(self, option: RegionOption) -> Choice:
+        """Return this call with what the option asks of it."""
+        return replace(
+            self,
+            option=option.cost.kind,
+            held=tuple(sorted(option.held)),
+            moved=tuple(sorted(option.moved)),
+            moved_inputs=tuple(sorted(option.moved_inputs)),
+            saved_share=option.saved_share,
+        ).sliced_as(option)
+
+    def sliced_as(self, option: RegionOption) -> Choice:
+        """Return this call with its parts in as many tiles as the option asks for, if it asks for any."""
+        return self if option.tiles == 1 else replace(self, tiles=option.tiles, tiled=option.tiled)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
@@ -105,44 +138,28 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageMeaning:
-    """The region of a stage with the slots that each option holds and moves; glue if `choice` is None.
+class RegionStage:
+    """A stage of a chain: the call of a region with its options, in the order of `Stage.choices`, or glue (`choice` is None)."""
 
-    `saved_shares` has the compiled form of each option; if it is empty, all are eager.
-    """
+    choice: Choice | None = None
+    options: tuple[RegionOption, ...] = ()
 
-    choice: Choice | None
-    held: tuple[tuple[int, ...], ...] = ()
-    moved: tuple[tuple[int, ...], ...] = ()
-    moved_inputs: tuple[tuple[int, ...], ...] = ()
-    tiles: tuple[int, ...] = ()
-    tiled: tuple[str, ...] = ()
-    kinds: tuple[OptionKind, ...] = ()
-    saved_shares: tuple[float | None, ...] = ()
-
-    @property
-    def recomputed_share(self) -> float | None:
-        """The compiled form of a region that runs without a tape: that of the last option."""
-        return self.saved_shares[-1] if self.saved_shares else None
+    def only(self, numbers: Iterable[int]) -> RegionStage:
+        """Return the same stage with the options of these numbers."""
+        return replace(self, options=tuple(self.options[number] for number in numbers)) if self.options else self
 
 
-def _in_tiles(choice: Choice, meaning: StageMeaning, option: int) -> Choice:
-    """Return the choice with the tiles of an option."""
-    tiles = meaning.tiles[option] if meaning.tiles else 1
-    return choice if tiles == 1 else replace(choice, tiles=tiles, tiled=meaning.tiled)
-
-
-def assign(meanings: tuple[StageMeaning, ...], actions: Iterable[Action]) -> Assignment:
-    """Translate a persistent schedule of a chain to the treatment of each region."""
-    return _Compiler(meanings).run(actions)
+def assign(stages: tuple[RegionStage, ...], actions: Iterable[Action]) -> Assignment:
+    """Return what a persistent schedule of a chain asks of each region."""
+    return _Compiler(stages).run(actions)
 
 
 class _Compiler:
     """Reads the actions: the first forward pass, then one re-run pass before each backward that needs one."""
 
-    def __init__(self, meanings: tuple[StageMeaning, ...]) -> None:
-        self._meanings = meanings
-        numbers = [i for i, meaning in enumerate(meanings) if meaning.choice is not None]
+    def __init__(self, stages: tuple[RegionStage, ...]) -> None:
+        self._stages = stages
+        numbers = [i for i, stage in enumerate(stages) if stage.choice is not None]
         self._number = {stage: number for number, stage in enumerate(numbers)}
         self._choices: dict[int, Choice] = {}
         self._pass: dict[int, Passing] | None = None
@@ -162,47 +179,42 @@ class _Compiler:
         ordered = sorted(self._choices.items(), key=lambda item: self._number[item[0]])
         return Assignment(choices=tuple(choice for _, choice in ordered))
 
-    def _tape(self, stage: int, option: int, first: bool) -> None:
-        meaning = self._meanings[stage]
-        if meaning.choice is None:
+    def _tape(self, number: int, taken: int, first: bool) -> None:
+        choice = self._stages[number].choice
+        if choice is None:
             return
-        held, moved = meaning.held[option], meaning.moved[option] if meaning.moved else ()
+        option = self._stages[number].options[taken]
         if first:
-            choice = replace(
-                meaning.choice,
-                option=meaning.kinds[option],
-                held=held,
-                moved=moved,
-                moved_inputs=meaning.moved_inputs[option] if meaning.moved_inputs else (),
-                saved_share=meaning.saved_shares[option] if meaning.saved_shares else None,
-            )
-            self._choices[stage] = _in_tiles(choice, meaning, option)
+            self._choices[number] = choice.taking(option)
         elif self._pass is not None:
-            keep = meaning.kinds[option] is OptionKind.KEEP
-            number = self._number[stage]
-            if meaning.saved_shares:  # the slots to fill are those of this compiled form
-                share = meaning.saved_shares[option]
-                self._choices[stage] = replace(self._choices[stage], saved_share=share)
+            keep = option.cost.kind is OptionKind.KEEP
             # The backward of a re-run region follows soon: none of its slots is moved.
-            self._pass[stage] = Passing(region=number, fill_all=keep, fill=(*held, *moved), hold_input=not keep)
-            if stage in self._choices:  # all runs of a region use the same tiles
-                self._choices[stage] = _in_tiles(self._choices[stage], meaning, option)
+            fill = (*sorted(option.held), *sorted(option.moved))
+            self._pass[number] = Passing(region=self._number[number], fill_all=keep, fill=fill, hold_input=not keep)
+            if number in self._choices:
+                # The slots to fill are those of this variant; all runs of a region are alike, so it is in tiles from the first on.
+                same_variant = replace(self._choices[number], saved_share=option.saved_share)
+                self._choices[number] = same_variant.sliced_as(option)
 
     def _forward(self, start: int, stop: int, first: bool) -> None:
-        for stage in range(start, stop):
-            meaning = self._meanings[stage]
-            choice = meaning.choice
-            if choice is None:
+        for number in range(start, stop):
+            stage = self._stages[number]
+            if stage.choice is None:
                 continue
             if first:
-                recomputed = replace(choice, option=OptionKind.RECOMPUTE, drop_input=stage > start)
-                self._choices[stage] = replace(recomputed, saved_share=meaning.recomputed_share)
+                # A region that is run over without a tape runs in the variant of its last option.
+                self._choices[number] = replace(
+                    stage.choice,
+                    option=OptionKind.RECOMPUTE,
+                    drop_input=number > start,
+                    saved_share=stage.options[-1].saved_share,
+                )
             elif self._pass is not None:
                 # The first region of a skipped segment keeps its input, from which the segment is reversed later.
-                self._pass[stage] = Passing(region=self._number[stage], hold_input=stage == start)
+                self._pass[number] = Passing(region=self._number[number], hold_input=number == start)
 
     def _end_pass(self, stage: int) -> None:
-        """End the pass at the stage whose backward needs it."""
+        """End the pass at the stage whose backward asked for it."""
         if self._pass:
             before = tuple(passing for at, passing in sorted(self._pass.items()) if at < stage)
             if before and stage in self._choices:

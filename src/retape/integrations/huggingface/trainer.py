@@ -15,8 +15,7 @@ from retape.core.problem import BudgetLike
 from retape.integrations.huggingface.fused_loss import is_fused, unfuse_loss
 from retape.torch.compat.ranks import is_distributed
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import attach, detach, is_attached, replicated, take_off
-from retape.torch.planning.model_hash import unwrapped
+from retape.torch.planning.attach import attach, detach, is_attached, replicated, take_off, unwrapped
 
 _MANAGED: WeakKeyDictionary[nn.Module, ref[FitCallback]] = (
     WeakKeyDictionary()

@@ -14,9 +14,8 @@ from retape.core.errors import InvalidInput
 from retape.torch.measure.baseline_memory import device_of
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning import attach
-from retape.torch.planning.discover import find_regions
-from retape.torch.planning.model_hash import unwrapped
-from retape.torch.planning.variants.compiled import refuse_graph_replays
+from retape.torch.planning.attach import unwrapped
+from retape.torch.planning.discover import find_regions, refuse_graph_replays
 
 _LOG = logging.getLogger("retape")
 

@@ -26,8 +26,8 @@ from retape.torch.engine.host import offload
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.trace import RegionTrace
-from retape.torch.planning.chain.treatments import Treatment, is_steady, rerun_share, tape_storages, treat
-from retape.torch.planning.profile import quickest
+from retape.torch.planning.instruments import quickest
+from retape.torch.planning.region_options import PartialRerun, is_steady, partial_rerun, rerun_share, tape_storages
 
 if TYPE_CHECKING:
     from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
@@ -122,7 +122,7 @@ class _LevelCosts:
         self._fixed = min(seconds, tuning.fixed_rerun_ops * op_seconds)
         self._function = (seconds - self._fixed) * rerun_share(trace)  # a re-run stops after the last slot
         self.rerun_seconds = self._fixed + self._function
-        self._whole = treat(trace, frozenset())
+        self._whole = partial_rerun(trace, frozenset())
 
     def order(self) -> tuple[int, ...]:
         """The storages, from the one that is best dropped first."""
@@ -132,7 +132,7 @@ class _LevelCosts:
         held = frozenset(self._tape)
         cost, order = 0.0, []
         while left:
-            costs = {storage: self._seconds(treat(self._trace, held - {storage})) for storage in left}
+            costs = {storage: self._seconds(partial_rerun(self._trace, held - {storage})) for storage in left}
             best = min(left, key=lambda storage: (costs[storage] - cost) / self._tape[storage])
             cost = costs[best]
             held -= {best}
@@ -146,16 +146,16 @@ class _LevelCosts:
         for storage in order:
             held -= {storage}
             if held:
-                options.append(treat(self._trace, held))
+                options.append(partial_rerun(self._trace, held))
         end = (self._whole_bytes, self.rerun_seconds)
         dropped = ((self._whole_bytes - option.held_bytes, self._seconds(option)) for option in options)
         chosen = [options[i - 1] for i in lower_hull([(0, 0.0), *dropped, end])[1:-1]]
         return tuple(self._level(number, option) for number, option in enumerate(chosen, start=1))
 
-    def _seconds(self, option: Treatment) -> float:
+    def _seconds(self, option: PartialRerun) -> float:
         return self._fixed + self._function * option.share + option.ops_left * self._op_seconds
 
-    def _level(self, number: int, option: Treatment) -> DropLevel:
+    def _level(self, number: int, option: PartialRerun) -> DropLevel:
         above = option.rerun_bytes - option.held_bytes
         return DropLevel(
             number=number,

@@ -20,8 +20,7 @@ from retape.torch.engine.host.offload import HostCopy
 from retape.torch.engine.trace import OpStopwatch
 from retape.torch.measure.budgets import resolved
 from retape.torch.measure.memory_meter import MemoryTracker, present_bytes, track_memory
-from retape.torch.planning.engine_overhead import engine_overheads
-from retape.torch.planning.profile import OpTimer
+from retape.torch.planning.instruments import OpTimer, engine_overheads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

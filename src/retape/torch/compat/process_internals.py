@@ -5,6 +5,7 @@ As in `internals.py`, each is behind one small function and has a canary in `tes
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import functools
 import inspect
@@ -84,3 +85,11 @@ def _count_of(backend: Any) -> Any:
 
 
 _HAS_GROUPS = torch.distributed.is_available()
+
+
+def reduced_as(original: type, reduced: Any) -> Any:
+    """Return what `__reduce_ex__` gave for an object whose class was replaced, as for an object of its `original` class."""
+    if isinstance(reduced, tuple) and len(reduced) >= 2 and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # pickle would insist on the class of the object itself, and a loaded model must not need retape
+        return (object.__new__, (original,), *reduced[2:])
+    return reduced

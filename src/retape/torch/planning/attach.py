@@ -1,13 +1,13 @@
-"""Puts a caller between a module and its call, without a trace in the module: its class is swapped for one that derives from it.
+"""Attaches a caller to a module: its class is replaced by a subclass whose `__call__` asks the caller.
 
 `isinstance`, `state_dict`, names and attributes stay as they were. Pickles and deep copies are of the original class: they run
-plainly, with weights of their own. What happens in a call is decided by the caller that is attached (`profile.py`,
-`executor.py`).
+plainly, with weights of their own. The attached callers are in `profile.py` and `executor.py`. The model inside a wrapper, and the hash
+of its structure that a saved plan is checked against, are here too.
 """
 
 from __future__ import annotations
 
-import copyreg
+import hashlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from retape.core.errors import InvalidInput
-from retape.torch.compat import compiler_internals
+from retape.torch.compat import compiler_internals, process_internals
 
 Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -37,7 +37,6 @@ class ModelCaller(Protocol):
 
 _LOG = logging.getLogger("retape")
 _CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
-_CLASSES: dict[type, type] = {}
 
 
 def _answered(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
@@ -50,7 +49,7 @@ def _answered(module: nn.Module, plain_call: Callable[..., Any], arguments: Any,
 
 
 def replicated(what: str) -> InvalidInput:
-    """The error for what nn.DataParallel copies to several devices: it makes new modules in each step, and those have no caller."""
+    """Return the error for a model that nn.DataParallel copies: its copies are new modules in each step, without a caller."""
     return InvalidInput(
         f"{what} is copied to several GPUs by nn.DataParallel, anew in each step, and a budget does not reach the copies. "
         "Use DistributedDataParallel (one process for each GPU: torchrun), or show one GPU: CUDA_VISIBLE_DEVICES=0."
@@ -59,7 +58,7 @@ def replicated(what: str) -> InvalidInput:
 
 @compiler_internals.uncompiled
 def _answered_uncompiled(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-    """For a caller that is being compiled: what answers cannot be compiled with it, and so its graph ends here."""
+    """Answer a call while the code around it is compiled: the caller cannot be compiled, so the graph ends here."""
     if any(map(is_attached, (part for part in module.modules() if part is not module))):
         _say_uncompiled(type(module).__name__)
     return _answered(module, plain_call, arguments, keywords)
@@ -75,7 +74,7 @@ def _say_uncompiled(name: str) -> None:
 
 
 class _Attached:
-    """Mixed into the class of an attached module."""
+    """Base of the classes of attached modules."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         module = cast(nn.Module, self)
@@ -85,29 +84,21 @@ class _Attached:
         return answer(module, plain_call, arguments, keywords)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return as_class(super().__reduce_ex__(protocol), original_class(type(self)))
-
-
-def as_class(reduced: Any, original: type) -> Any:
-    """What an object of a class made here is pickled as: one of its original class."""
-    if isinstance(reduced, tuple) and len(reduced) >= 2 and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # pickle would insist on the class of the object itself, and a loaded model must not need retape
-        return (object.__new__, (original,), *reduced[2:])
-    return reduced
+        return process_internals.reduced_as(original_class(type(self)), super().__reduce_ex__(protocol))
 
 
 def original_class(kind: type) -> type:
-    """The class that a module had before it was attached; the class itself where it was not."""
+    """Return the class that a module had before it was attached; the class itself if it was not."""
     return kind.__mro__[2] if len(kind.__mro__) > 2 and kind.__mro__[1] is _Attached else kind
 
 
 def attach(module: nn.Module, caller: Caller) -> None:
-    """Let `caller(module, plain_call, arguments, keywords)` answer every call of the module."""
+    """Let `caller(module, plain_call, arguments, keywords)` answer every call of the module; raise InvalidInput if it cannot."""
     kind = type(module)
     if kind.__mro__[1] is _Attached:
         raise InvalidInput(f"{kind.__name__} is managed by a fit already. Call its remove() first.")
     try:
-        module.__class__ = _attached_class(kind)
+        module.__class__ = _attached_class(kind)  # type: ignore[arg-type]  # classes can be hashed
     except TypeError as error:
         raise InvalidInput(f"{kind.__name__} cannot be managed: {error}. Leave it out of regions=.") from error
     _CALLERS[module] = caller
@@ -122,12 +113,12 @@ def detach(module: nn.Module) -> None:
 
 
 def caller_of(module: nn.Module) -> Caller | None:
-    """Who answers the calls of a module, if somebody does."""
+    """Return the caller that is attached to a module, or None."""
     return _CALLERS.get(module) if is_attached(module) else None
 
 
 def put_over(module: nn.Module, caller: Caller) -> None:
-    """Let another caller answer the calls of a module that is attached already."""
+    """Replace the caller of a module that is attached already."""
     _CALLERS[module] = caller
 
 
@@ -135,13 +126,10 @@ def is_attached(module: nn.Module) -> bool:
     return type(module).__mro__[1] is _Attached and module in _CALLERS
 
 
+@cache
 def _attached_class(kind: type) -> type:
-    made = _CLASSES.get(kind)
-    if made is None:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        made = type(kind.__name__, (_Attached, kind), names)
-        _CLASSES[kind] = made
-    return made
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (_Attached, kind), names)
 
 
 def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller) -> None:
@@ -162,6 +150,32 @@ def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller)
 
 
 def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
-    """Detach whatever is attached to a model, its regions and their parts."""
+    """Detach the callers of a model, its regions and their parts."""
     for module in (model, *(part for region in regions.values() for part in region.modules())):
         detach(module)
+
+
+# --- the model itself -------------------------------------------------------------------------------------------------
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's own model inside a wrapper that only spreads it over processes or devices."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(model, wrappers):
+        model = model.module
+    return model
+
+
+def refuse_replicas(model: nn.Module) -> None:
+    """Raise InvalidInput if a wrapper copies the model to several devices in each step."""
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise replicated(type(unwrapped(model)).__name__)
+
+
+def model_hash(model: nn.Module) -> str:
+    """Return a hash of names, classes, shapes and dtypes, without values: equal for models of the same structure everywhere."""
+    model = unwrapped(model)
+    lines = [f"{name} {original_class(type(module)).__qualname__}" for name, module in model.named_modules()]
+    lines += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    lines += [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Which modules of a model become regions: its repeated blocks, found by structure alone, or those that the user names.
+"""Finds the modules that become regions: the repeated blocks of a model, by structure alone, or those that the user names.
 
-Nothing is run here. A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks win:
-of a mixture of experts the layer is a region, not each expert.
+Nothing is run here. A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken:
+of a mixture of experts the layer is a region, not each expert. Models that cannot be managed are refused here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from retape.core.errors import InvalidInput
+from retape.core.errors import InvalidInput, UnsupportedTransform
+from retape.torch.compat import compiler_internals
 from retape.torch.model_libraries import LIBRARIES
 
 Wanted: TypeAlias = "Iterable[type[nn.Module] | str | nn.Module] | type[nn.Module] | str | nn.Module"
@@ -23,7 +24,7 @@ _ONE_PIECE = (nn.RNNBase, nn.MultiheadAttention)
 
 
 def find_regions(model: nn.Module, wanted: Wanted | None = None) -> dict[str, nn.Module]:
-    """The modules to run as regions, by name, each once, in the order of the model's tree; no two inside each other."""
+    """Return the modules to run as regions, by name, in the order of the model's tree; none is inside another."""
     if wanted is not None:
         return _named(model, wanted)
     layers = LIBRARIES.recomputable_layers(model)
@@ -32,8 +33,18 @@ def find_regions(model: nn.Module, wanted: Wanted | None = None) -> dict[str, nn
     return {name: module for name, module in model.named_modules() if id(module) in chosen and module is not model}
 
 
+def refuse_graph_replays(regions: dict[str, nn.Module]) -> None:
+    """Raise UnsupportedTransform for modules compiled with CUDA graphs, whose results are written to the same memory each time."""
+    for name, module in regions.items():
+        if compiler_internals.replays_cuda_graphs(module):
+            raise UnsupportedTransform(
+                f"Region {name} is compiled with CUDA graphs, which overwrite what a region holds or runs again. "
+                'Compile it without mode="reduce-overhead" (or "max-autotune"), for instance with "max-autotune-no-cudagraphs".'
+            )
+
+
 def refined(regions: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The same regions, each taken apart into the modules that it consists of; empty where none can be."""
+    """Return the same regions, each divided into its modules; empty if none can be divided."""
     found: dict[str, nn.Module] = {}
     for name, module in regions.items():
         parts = {f"{name}.{own}": part for own, part in _several_parts(module)}
@@ -42,7 +53,7 @@ def refined(regions: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _several_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The parts of a module, of its only part where it has but one, and so on; empty where it has none."""
+    """Return the parts of a module, or of its only part, and so on; empty if it has none."""
     parts = list(_callable_parts(module))
     if len(parts) == 1:
         name, only = parts[0]
@@ -65,7 +76,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated blocks below a module."""
+    """Yield the outermost repeated blocks below a module."""
     children = list(module.children())
     blocks = [child for child in children if _is_block(child)]
     kinds = Counter(type(child) for child in blocks)
@@ -84,7 +95,7 @@ def _is_row_of_blocks(module: nn.Sequential) -> bool:
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Where nothing repeats: the parts of the first module that has several."""
+    """Yield the parts of the first module that has several, for models in which nothing repeats."""
     children = list(module.children())
     if len(children) == 1 and not isinstance(children[0], _ONE_PIECE):
         yield from _parts(children[0])
@@ -112,7 +123,7 @@ def _named(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
 
 
 def _matching(model: nn.Module, wanted: Any) -> dict[str, nn.Module]:
-    """The modules that one of the user's wishes means; InvalidInput where it means none."""
+    """Return the modules that one entry of `regions=` names; raise InvalidInput if there are none."""
     known = dict(model.named_modules())
     if isinstance(wanted, str):
         found = {wanted: known[wanted]} if wanted and wanted in known else {}

@@ -1,28 +1,30 @@
-"""Runs an attached model as an assignment says: kept regions are simply called, the others run through the engine.
+"""Runs an attached model as its assignment says: kept regions are simply called, the others run through the engine.
 
-Shapes other than the profiled ones stay right: slots are held by number, and which ops a re-run may skip is worked out again
-for each new shape. What the assignment does not know (a module called more often than in the profile) is recomputed.
+Other shapes than the profiled ones are allowed: slots are held by number, and the ops that a re-run may skip are determined again for
+each new shape. A call that the assignment does not have (a module called more often than in the profile) is recomputed. A plan is for
+the mode (training or evaluation) in which it was profiled; `depends_on_mode` finds modules that differ between the two.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from retape.core.assignment import Assignment, Choice
+from retape.core.errors import UnsupportedTransform
 from retape.core.problem import OptionKind
-from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.signature import Signature, elements, shapes, signature
-from retape.torch.compat import compiler_internals
+from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runner, managed_elsewhere
 from retape.torch.engine.host import offload
@@ -33,32 +35,25 @@ from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.slots import tensors_of
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.profile import Profile
-from retape.torch.planning.train_mode import depends_on_mode, mode_name
-from retape.torch.planning.variants.compiled import CannotCompile, in_form, refuse_kept_graph
-from retape.torch.planning.variants.tiling import call_part
+from retape.torch.planning.attach import original_class
+from retape.torch.planning.region_variants import VARIANTS, CannotCompile, VariantCache, call_part, is_variant
+from retape.torch.planning.tuning import TUNING, PlanningTuning
 
-MOST_SHAPES = 512  # for which recipes are kept; the one not used for longest goes first
-MOST_TRACES = (
-    2  # of one region and shape: a recipe that does not hold is made anew once, from a trace of that very region
-)
 _LOG = logging.getLogger("retape")
-_TOLD: set[str] = set()  # in this process
-_Key = tuple[int, tuple[int, ...], Signature]  # the kind or the number of a region, its slots that answer, its inputs
+_Key = tuple[int, tuple[int, ...], Signature]  # kind or number of a region, its held and moved slots, its inputs
 
 
 @dataclass(slots=True, kw_only=True)
 class _Selection:
-    """The recipe of one region for one signature, its standing, and how often the region was traced for it."""
+    """The recipe of one region for one signature, the state of its proof, and how often the region was traced for it."""
 
     recipe: Recipe | None
     proof: Proof
     traces: int = 0
 
-    @property
-    def is_settled(self) -> bool:
-        """True if it is to be used as it is: not rejected, or traced often enough."""
-        return not self.proof.is_rejected or self.traces >= MOST_TRACES
+    def is_final(self, most_traces: int) -> bool:
+        """True if it is used without another trace: not rejected, or traced often enough."""
+        return not self.proof.is_rejected or self.traces >= most_traces
 
 
 class Executor:
@@ -68,7 +63,18 @@ class Executor:
     steps whose gradients are thrown away; `end_trial` ends that.
     """
 
-    def __init__(self, assignment: Assignment, names: dict[int, str], *, check: Check, trial: bool = False) -> None:
+    def __init__(
+        self,
+        assignment: Assignment,
+        names: dict[int, str],
+        *,
+        check: Check,
+        trial: bool = False,
+        variants: VariantCache = VARIANTS,
+        tuning: PlanningTuning = TUNING,
+    ) -> None:
+        self.assignment = assignment
+        self._variants, self._tuning = variants, tuning
         self._names = names
         self._check = check
         self._trial = trial
@@ -79,27 +85,27 @@ class Executor:
         self._counts: dict[str, int] = {}
         self._warned: set[str] = set()
         self._other_modes: set[str] = set()
-        self._answers = {number: answers(choice) for number, choice in enumerate(assignment.choices)}
+        self._answers = {number: slots_there(choice) for number, choice in enumerate(assignment.choices)}
         self._moves = assignment.moves_something
-        # A compiled form runs its parts in tiles itself.
+        # A compiled variant runs its parts in tiles itself.
         self._tiled = {c.name: c.tiled for c in assignment.choices if c.tiles > 1 and c.saved_share is None}
         self._is_compiled = assignment.is_compiled
         self.regions_run = 0
 
     def learn(self, kind: int, inputs: Signature, trace: RegionTrace | None, there: tuple[int, ...]) -> None:
-        """What the profile has seen already need not be traced again; the slots `there` are held or moved."""
+        """Take the recipe for held and moved slots `there` from a trace of the profile, so that the region is not traced again."""
         if there and trace is not None and (kind, there, inputs) not in self._recipes:
             self._recipes[(kind, there, inputs)] = plan_recipe(trace, frozenset(there))
 
     call_part = staticmethod(call_part)
 
     def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]:
-        """The parts of a region that are called through `call_part`."""
+        """Return the parts of a region that are called through `call_part`."""
         return [module.get_submodule(part) for part in self._tiled.get(name, ())]
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """The model itself is called; forwards before one backward are counted, so that each has choices of its own."""
-        if torch.is_grad_enabled():  # an evaluation in between is no forward of the step
+        """Answer the call of the model; forwards before one backward are counted, so that each has choices of its own."""
+        if torch.is_grad_enabled():  # an evaluation between them is no forward of the step
             self._root_call += 1
             self._counts.clear()
         LIBRARIES.begin_forward(args, keywords)
@@ -113,34 +119,43 @@ class Executor:
     @compiler_internals.left_alone
     def _backward_begins(self, gradient: Any) -> None:
         self._root_call = -1
-        if self._is_compiled:
-            refuse_kept_graph()
+        if self._is_compiled and internals.graph_is_kept():
+            raise UnsupportedTransform(
+                "backward(retain_graph=True) or create_graph=True over a model fitted with compile=True: compiled blocks reuse the "
+                "memory of their tapes during backward. Fit without compile=True, or run the forward again."
+            )
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """A region is called."""
+        """Answer the call of a region."""
         if not torch.is_grad_enabled() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, note = LIBRARIES.region_arguments(module, args, keywords)
         if note is not None:
-            self._tell_once(note)
+            _log_once(note)
         number, choice = self._choice(self._names[id(module)])
         if choice.training is not None and choice.training is not module.training:
             self._in_other_mode(module, choice)
-        form = in_form(module, plain_call, choice.saved_share, choice.tiles, choice.tiled)
-        try:
-            outputs = self._ran(number, self._as_it_can_be(choice, form), form, args, keywords)
-        except CannotCompile:
-            outputs = self._ran(number, self._as_it_can_be(choice, plain_call), plain_call, args, keywords)
+        if choice.saved_share is None:
+            outputs = self._ran(number, choice, plain_call, args, keywords)
+        else:
+            outputs = self._ran_variant(number, choice, module, plain_call, args, keywords)
         if self._moves and not choice.moves:
             offload.after_unmoved(tensors_of(outputs))
         return outputs
 
-    @staticmethod
-    def _as_it_can_be(choice: Choice, call: Callable[..., Any]) -> Choice:
-        """A choice that was made for a compiled form, of a block that does not compile here: what its eager tape weighs nobody knows."""
-        if choice.saved_share is None or type(call) is CompiledCall:
-            return choice
-        return replace(choice, option=OptionKind.RECOMPUTE, held=(), moved=(), saved_share=None, tiles=1, tiled=())
+    def _ran_variant(  # noqa: PLR0917 - one user
+        self, number: int, choice: Choice, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any
+    ) -> Any:
+        """Run a compiled variant; recompute the eager block if it does not compile here, because its tape was not measured."""
+        eager = replace(choice, option=OptionKind.RECOMPUTE, held=(), moved=(), saved_share=None, tiles=1, tiled=())
+        kind = original_class(type(module))
+        call = self._variants.call_of(
+            kind, module, plain_call, choice.saved_share, tiles=choice.tiles, parts=choice.tiled
+        )
+        try:
+            return self._ran(number, choice if is_variant(call) else eager, call, args, keywords)
+        except CannotCompile:
+            return self._ran(number, eager, plain_call, args, keywords)
 
     def _ran(self, number: int, choice: Choice, call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         if choice.option is not OptionKind.KEEP:
@@ -159,11 +174,11 @@ class Executor:
     def _run(self, number: int, choice: Choice, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         self.regions_run += 1
         inputs = signature(args, keywords)
-        # Under a live budget larger batches are looked after.
+        # Under a live budget (`adaptive`) a larger batch needs no warning.
         if choice.elements and current_runner() is None:
             self._warn_of_size(choice, inputs)
         held = self._answers.get(number, ()) if choice.held or choice.moved else ()
-        if not held or type(plain_call) is CompiledCall:
+        if not held or is_variant(plain_call):
             policy = policy_of(number, choice, None, None)
             return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check)
         selection, done = self._selection(number, choice, (choice.kind, held, inputs))
@@ -172,7 +187,7 @@ class Executor:
         return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check, done=done)
 
     def _warn_of_size(self, choice: Choice, inputs: Signature) -> None:
-        """Warn once of inputs with more numbers, or a longer side, than those that were profiled: rows can cost their square."""
+        """Warn once of inputs with more elements, or a longer side, than the profiled ones: memory can grow with its square."""
         if _sized(inputs) > choice.elements:
             what = f"{_sized(inputs)} numbers, and {choice.elements}"
         else:
@@ -187,10 +202,10 @@ class Executor:
         )
 
     def _selection(self, number: int, choice: Choice, key: _Key) -> tuple[_Selection, Callable[[Region], None] | None]:
-        """What a re-run of this region may skip, and what is to be done after its forward: a trace, where it is not known yet."""
+        """Return the ops that a re-run of this region may skip; if unknown, also what traces the region after its forward."""
         own: _Key = (number, *key[1:])
         found = self._selections.get(own)
-        if found is not None and found.is_settled:
+        if found is not None and found.is_final(self._tuning.most_region_traces):
             self._selections.move_to_end(own)
             return found, None
         if found is None and key in self._recipes:
@@ -198,25 +213,25 @@ class Executor:
             return self._remember(own, _Selection(recipe=self._recipes[key], proof=self._new_proof())), None
         traces = 1 if found is None else found.traces + 1
         made = self._remember(own, _Selection(recipe=None, proof=self._new_proof(), traces=traces))
-        return made, partial(self._work_out, made, choice, key)
+        return made, partial(self._trace_recipe, made, choice, key)
 
     def _new_proof(self) -> Proof:
         return Proof(ProofState.TRIAL if self._trial else ProofState.PENDING)
 
     def _remember(self, own: _Key, selection: _Selection) -> _Selection:
         self._selections[own] = selection
-        if len(self._selections) > MOST_SHAPES * max(1, len(self._choices)):
+        if len(self._selections) > self._tuning.most_shapes * max(1, len(self._choices)):
             self._selections.popitem(last=False)
         return selection
 
-    def _work_out(self, selection: _Selection, choice: Choice, key: _Key, region: Region) -> None:
-        """Trace the region to find out which ops a re-run may skip."""
+    def _trace_recipe(self, selection: _Selection, choice: Choice, key: _Key, region: Region) -> None:
+        """Trace the region to find the ops that a re-run may skip."""
         trace = region.trace()
         fits = len(trace.slots) == choice.slots
         selection.recipe = plan_recipe(trace, frozenset(key[1])) if fits else None
         if key not in self._recipes:
             self._recipes[key] = selection.recipe
-            if len(self._recipes) > MOST_SHAPES:
+            if len(self._recipes) > self._tuning.most_shapes:
                 self._recipes.popitem(last=False)
         region.policy = policy_of(region.policy.stage, choice, selection.recipe, selection.proof)
 
@@ -232,14 +247,8 @@ class Executor:
         """True if a recipe did not reproduce the bits of a forward."""
         return any(selection.proof.is_rejected for selection in self._selections.values())
 
-    @staticmethod
-    def _tell_once(what: str) -> None:
-        if what not in _TOLD:
-            _TOLD.add(what)
-            _LOG.warning("retape: %s.", what)
-
     def _in_other_mode(self, module: nn.Module, choice: Choice) -> None:
-        """Dropout and its like save other slots in training than in evaluation; a region that has none is the same in both."""
+        """Warn once if a region runs in another mode than it was profiled in and saves other slots there (dropout)."""
         if choice.name in self._other_modes or current_runner() is not None:
             return
         self._other_modes.add(choice.name)
@@ -256,23 +265,21 @@ class Executor:
             warnings.warn(what, stacklevel=4)
 
 
-def executor_of(profile: Profile, assignment: Assignment, names: dict[int, str], *, check: Check) -> Executor:
-    """An executor on trial that knows what a profile has seen of the regions."""
-    executor = Executor(assignment, names, check=check, trial=True)
-    for choice, call in zip(assignment.choices, profile.calls, strict=True):
-        executor.learn(choice.kind, call.inputs, profile.traces[call.kind], answers(choice))
-    return executor
+@cache
+def _log_once(note: str) -> None:
+    """Log a note the first time it comes up in this process."""
+    _LOG.warning("retape: %s.", note)
 
 
 def _sized(inputs: Signature) -> int:
-    """How many numbers a call is given; one that comes along by itself (how many items a batch has) is no larger batch."""
+    """Return the number of elements that a call is given; scalars (the number of items in a batch) do not count."""
     return elements(tuple(part for part in inputs if not (isinstance(part, tuple) and part[:1] == ((),))))
 
 
 def _longer(
     given: tuple[tuple[int, ...], ...], profiled: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The first tensor that is longer along one side than the profiled one in its place, with that one's shape."""
+    """Return the first shape that is longer along one side than the profiled shape in its place, and that shape."""
     if len(given) != len(profiled):
         return None
     for now, then in zip(given, profiled, strict=True):
@@ -281,13 +288,13 @@ def _longer(
     return None
 
 
-def answers(choice: Choice) -> tuple[int, ...]:
-    """The slots that a re-run need not make: held, or moved and fetched for it."""
+def slots_there(choice: Choice) -> tuple[int, ...]:
+    """Return the slots that a re-run need not make: held, or moved and fetched for it."""
     return tuple(sorted({*choice.held, *choice.moved}))
 
 
 def policy_of(number: int, choice: Choice, recipe: Recipe | None, proof: Proof | None) -> Policy:
-    """What the engine is told of one call."""
+    """Return the engine's policy for one call."""
     return Policy(
         held=frozenset(choice.held),
         moved=frozenset(choice.moved),
@@ -299,3 +306,58 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None, proof: Proof |
         tiles=choice.tiles,
         passing=choice.passing,
     )
+
+
+# --- training and evaluation mode ---------------------------------------------------------------------------------------
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPPING = (nn.MultiheadAttention, nn.RNNBase)  # by a function, with a probability of their own
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def mode_name(training: bool) -> str:
+    return "training" if training else "evaluation"
+
+
+def depends_on_mode(module: nn.Module) -> bool:
+    """True if a part of a module does something else in training than in evaluation.
+
+    Known are PyTorch's own modules, and code that reads `self.training`; functions outside the module are not read.
+    """
+    return any(map(_part_depends, module.modules()))
+
+
+def _part_depends(part: nn.Module) -> bool:
+    if isinstance(part, _DROPOUTS):
+        return part.p > 0
+    if isinstance(part, _DROPPING):
+        return float(part.dropout) > 0
+    if isinstance(part, (*_BATCH_NORMS, *_INSTANCE_NORMS)):
+        return part.track_running_stats
+    if isinstance(part, nn.RReLU):
+        return True
+    return _reads_training(type(part))
+
+
+def _reads_training(kind: type[nn.Module]) -> bool:
+    """True if the forward of a class that is not PyTorch's own reads `training`; wrapped functions are unwrapped."""
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None)
+    return code is not None and "training" in code.co_names and not owner.__module__.startswith("torch.")
+
+
+def warn_of_evaluation(model: nn.Module) -> None:
+    """Log a warning if a model is about to be planned in evaluation mode and differs in training."""
+    if model.training or not (_is_pretrained(model) or depends_on_mode(model)):
+        return
+    _LOG.warning(
+        "retape: %s is in evaluation mode (from_pretrained returns it so), and the plan is for that: in training, dropout saves more. "
+        "Call model.train() before retape.fit.",
+        type(model).__name__,
+    )
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    """True for Hugging Face's models, which read `training` in functions that they look up by name."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)

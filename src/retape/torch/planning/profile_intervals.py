@@ -1,23 +1,86 @@
-"""From marks to figures: which interval of a step belongs to which region, and what it took in bytes and seconds.
+"""Data of a profiled step: its region calls, and which interval of the step belongs to which of them.
 
-The intervals of a step are its forward (regions with glue before, between and after them), the loss, and the backward pass in
-the opposite order. Glue is numbered by the region before it; the glue before the first region is number -1.
+A step consists of the forward (regions with glue before, between and after them), the loss, and the backward pass in the opposite
+order. Glue is numbered by the region before it; the glue before the first region is number -1. Steps are run in `profile.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from retape.torch.capture.signature import Signature
+from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.memory_meter import MemoryReading
-from retape.torch.planning.profile import Phase, Profile
+
+if TYPE_CHECKING:
+    from retape.torch.planning.region_variants import Tiling
+
+
+class Phase(Enum):
+    """Part of a step that begins at a mark."""
+
+    FORWARD = "forward"
+    BODY = "body"  # the function itself, as opposed to what the engine notes before and after it
+    BODY_END = "body end"
+    FORWARD_END = "forward end"
+    LOSS = "loss"
+    RERUN = "rerun"
+    RERUN_END = "rerun end"
+    BACKWARD = "backward"
+    BACKWARD_END = "backward end"
+
+
+Label = tuple[Phase, int]
+
+
+class Instrument(Protocol):
+    """Notes the marks of a step: a memory tracker or a stopwatch."""
+
+    def mark(self, label: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionCall:
+    """One execution of a region in the profiled step; calls of one `kind` are alike.
+
+    `linked` are the inputs that other regions made, by their numbers among the call's tensors, and `linked_bytes` their size;
+    `maker` is the one stage that made all of them, or None. `device` is None if the model has only one. `saved_share` names the
+    compiled variant that it really ran in, with its parts in `tiles` slices; `training` is the mode.
+    """
+
+    stage: int
+    name: str
+    root_call: int
+    call: int
+    kind: Signature
+    inputs: Signature
+    maker: int | None
+    linked_bytes: int
+    has_tape: bool
+    linked: frozenset[int] = frozenset()
+    device: torch.device | None = None
+    saved_share: float | None = None
+    tiles: int = 1
+    training: bool = True
+
+
+@dataclass(slots=True)
+class Profile:
+    """Region calls in order, and per kind a trace (None if it cannot be traced) and what slicing its parts saves."""
+
+    calls: list[RegionCall] = field(default_factory=list)
+    traces: dict[Signature, RegionTrace | None] = field(default_factory=dict)
+    tilings: dict[Signature, Tiling] = field(default_factory=dict)
 
 
 class Part(Enum):
-    """The part of a step that an interval belongs to."""
+    """Part of a step that an interval belongs to."""
 
     FORWARD = "forward"
     BODY = "body"
@@ -31,7 +94,7 @@ Owner = tuple[Part, int]
 
 
 class _Follower:
-    """Follows the marks of a step and says whose the interval is that ends at each."""
+    """Follows the marks of a step and names the owner of the interval that ends at each."""
 
     def __init__(self) -> None:
         self._owner: Owner = (Part.GLUE_FORWARD, -1)
@@ -39,7 +102,7 @@ class _Follower:
         self._last = -1
 
     def next(self, label: Any) -> Owner:
-        """The owner of the interval that ends at this mark; the mark decides who owns the next."""
+        """Return the owner of the interval that ends at this mark; the mark decides on the next one."""
         owner = self._owner
         if isinstance(label, tuple):
             self._owner = self._after(*label)
@@ -68,7 +131,7 @@ class _Follower:
 
 @dataclass(slots=True)
 class RegionBytes:
-    """Live and peak bytes above the start of the step, at and in the parts of one region; peaks of 0 where a part never ran."""
+    """Live and peak bytes of the parts of one region, above the start of the step; a part that never ran has peak 0."""
 
     start: int = 0
     end: int = 0
@@ -82,7 +145,7 @@ class RegionBytes:
 
 @dataclass(slots=True)
 class RegionSeconds:
-    """Seconds of the parts of one region, and of the glue after it; `forward` is what the engine does around the `body`."""
+    """Seconds of the parts of one region and of the glue after it; `forward` is the engine's work around the `body`."""
 
     forward: float = 0.0
     body: float = 0.0
@@ -94,7 +157,7 @@ class RegionSeconds:
 
 @dataclass(slots=True)
 class StepBytes:
-    """The bytes of a step by region; -1 is the glue before the first. `loss` is what lived when the forward was done."""
+    """Bytes of a step by region; -1 is the glue before the first. `loss` are the live bytes at the end of the forward."""
 
     regions: dict[int, RegionBytes] = field(default_factory=dict)
     loss: int = 0
@@ -106,22 +169,30 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """A profiled step: its regions, what they weighed, and their seconds in each timed step."""
+    """A profiled step: its regions, their bytes on one device, and their seconds in each timed step.
+
+    `others` has the bytes of every device if there are several.
+    """
 
     profile: Profile
     step: StepBytes
     seconds: list[dict[int, RegionSeconds]]
+    others: Mapping[torch.device, StepBytes] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Profiled:
+        """Return the same step with the bytes of this device."""
+        return replace(self, step=self.others.get(device, self.step))
 
     def calls_like(self, other: Profiled) -> bool:
-        """Whether the same modules were called in the same order."""
+        """True if the same modules were called in the same order."""
         return [call.name for call in self.profile.calls] == [call.name for call in other.profile.calls]
 
     def runs_like(self, other: Profiled) -> bool:
-        """Whether it has the same calls with the same slots: a form that saves what the other saves."""
+        """True if it has the same calls with the same slots: a compiled variant that saves what the other saves."""
         return [call.kind for call in self.profile.calls] == [call.kind for call in other.profile.calls]
 
     def rowwise_parts(self) -> dict[str, tuple[str, ...]]:
-        """The parts of each region, by its name, that were found to treat rows independently, and were run in tiles."""
+        """Return the parts of each region, by name, that treat rows independently and were run in tiles."""
         calls, tilings = self.profile.calls, self.profile.tilings
         return {
             call.name: tilings[call.kind].parts for call in calls if call.kind in tilings and tilings[call.kind].runs
@@ -129,12 +200,12 @@ class Profiled:
 
     @property
     def runs_in_tiles(self) -> bool:
-        """Whether some region ran in a compiled form with parts in tiles."""
+        """True if a region ran in a compiled variant with parts in tiles."""
         return any(call.tiles > 1 for call in self.profile.calls)
 
     @property
     def highest_backward_bytes(self) -> int:
-        """How high the backward of a region stood above where that region began, at most."""
+        """Largest peak of a region's backward, above what lived when that region began."""
         return max((region.backward_peak - region.start for region in self.step.regions.values()), default=0)
 
 
@@ -157,7 +228,7 @@ _SECONDS = {
 
 
 def read_bytes(readings: Iterable[MemoryReading]) -> StepBytes:
-    """What each region weighed in a step on the scale."""
+    """Return the bytes of each region from the readings of a tracked step."""
     step, follower = StepBytes(), _Follower()
     before = -1
     for reading in readings:
@@ -179,7 +250,7 @@ def read_bytes(readings: Iterable[MemoryReading]) -> StepBytes:
 
 
 def read_seconds(marks: Iterable[tuple[Any, float]]) -> dict[int, RegionSeconds]:
-    """What each region took in a step with the stopwatch."""
+    """Return the seconds of each region from the marks of a timed step."""
     found: dict[int, RegionSeconds] = {}
     for (part, stage), seconds in _intervals(marks):
         region = found.setdefault(stage, RegionSeconds())
@@ -194,11 +265,11 @@ def _intervals(marks: Iterable[tuple[Any, float]]) -> Iterator[tuple[Owner, floa
         before = at
 
 
-def told_apart(kinds: dict[Any, RegionSeconds], shares: dict[Any, float]) -> dict[Any, RegionSeconds]:
-    """The same figures, where the forward and the re-run of a kind, which run the same function, are held against each other.
+def split_engine_time(kinds: dict[Any, RegionSeconds], shares: dict[Any, float]) -> dict[Any, RegionSeconds]:
+    """Return the figures with disturbances removed, by comparing the forward and the re-run of each kind.
 
-    A re-run does `shares` of a forward, and what the engine adds is much alike for all kinds: what one of the two took beyond
-    that, it was disturbed.
+    Both run the same function, the re-run `shares` of it, and the engine adds about the same for all kinds: time beyond that in one
+    of the two is a disturbance.
     """
     again = {kind: seconds for kind, seconds in kinds.items() if seconds.rerun and shares[kind]}
     if not again:

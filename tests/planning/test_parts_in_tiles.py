@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from retape.torch.planning.variants.tiled_form import running_in_tiles
+from retape.torch.planning.region_variants import running_in_tiles
 
 WIDTH = 32
 

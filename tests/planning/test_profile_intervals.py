@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retape.torch.measure.memory_meter import MemoryReading
-from retape.torch.planning.profile import Phase
-from retape.torch.planning.profile_intervals import RegionSeconds, read_bytes, read_seconds, told_apart
+from retape.torch.planning.profile_intervals import Phase, RegionSeconds, read_bytes, read_seconds, split_engine_time
 
 
 def labels(regions):
@@ -124,10 +123,10 @@ def test_a_forward_and_a_re_run_that_were_disturbed_are_told_from_each_other():
         "kept": RegionSeconds(body=7.0, backward=9.0),  # never ran again
     }
     shares = {kind: 0.5 if kind == "short" else 1.0 for kind in kinds}
-    found = told_apart(kinds, shares)
+    found = split_engine_time(kinds, shares)
     assert found["calm"] == kinds["calm"]
     assert (found["forward"].body, found["forward"].rerun) == (10.0, 11.0)
     assert (found["rerun"].body, found["rerun"].rerun) == (10.0, 11.0)
     assert found["short"] == kinds["short"]
     assert found["kept"] == kinds["kept"]
-    assert told_apart({"kept": kinds["kept"]}, shares) == {"kept": kinds["kept"]}
+    assert split_engine_time({"kept": kinds["kept"]}, shares) == {"kept": kinds["kept"]}

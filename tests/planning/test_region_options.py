@@ -1,4 +1,4 @@
-"""Every way to treat a block of many makes of models: gradients bit for bit, and the bytes that were promised."""
+"""Every partial re-run of a block of many models: gradients bit for bit, and the bytes that were promised."""
 
 from itertools import pairwise
 
@@ -15,9 +15,15 @@ from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import track_memory
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import attach, detach
-from retape.torch.planning.chain.treatments import is_steady, last_missing, select_treatments, tape_storages, treat
 from retape.torch.planning.discover import find_regions
-from retape.torch.planning.profile import OpTimer
+from retape.torch.planning.instruments import OpTimer
+from retape.torch.planning.region_options import (
+    is_steady,
+    last_missing,
+    partial_rerun,
+    select_reruns,
+    tape_storages,
+)
 from support import models
 
 CPU = torch.device("cpu")
@@ -85,7 +91,11 @@ def gradients(block, args, keywords, policy=None):
 
 def ways(trace):
     """Everything that may be chosen: each selection, recomputing all, and holding all by number."""
-    return [*select_treatments(trace), treat(trace, frozenset()), treat(trace, frozenset(tape_storages(trace)))]
+    return [
+        *select_reruns(trace),
+        partial_rerun(trace, frozenset()),
+        partial_rerun(trace, frozenset(tape_storages(trace))),
+    ]
 
 
 def same(one, other):
@@ -117,7 +127,7 @@ def test_bytes_of_every_way(example):
     """After the forward the output lives, and exactly what the way says that it holds; workspaces of kernels are the same for all."""
     *_, trace = example
     output = sum(trace.storage_bytes[storage] for storage in trace.outputs)
-    dropped = treat(trace, frozenset())
+    dropped = partial_rerun(trace, frozenset())
     unseen = max(0, weighed(*example, dropped).peak_bytes - dropped.forward_bytes)
     for way in ways(trace):
         reading = weighed(*example, way)
@@ -127,7 +137,7 @@ def test_bytes_of_every_way(example):
 
 def test_no_way_is_worse_than_another(example):
     *_, trace = example
-    found = select_treatments(trace)
+    found = select_reruns(trace)
     whole = sum(tape_storages(trace).values())
     for one, other in pairwise(found):
         assert one.held_bytes < other.held_bytes < whole
@@ -140,7 +150,7 @@ def test_no_way_is_worse_than_another(example):
 
 def test_the_ends(example):
     *_, trace = example
-    nothing, everything = treat(trace, frozenset()), treat(trace, frozenset(tape_storages(trace)))
+    nothing, everything = partial_rerun(trace, frozenset()), partial_rerun(trace, frozenset(tape_storages(trace)))
     assert (nothing.held, nothing.held_bytes, nothing.share) == (frozenset(), 0, 1.0)
     assert everything.held_bytes == sum(tape_storages(trace).values())
     assert everything.share == 0.0
@@ -149,12 +159,12 @@ def test_the_ends(example):
 
 
 def test_what_cannot_be_steered():
-    assert select_treatments(None) == ()
+    assert select_reruns(None) == ()
     linear = nn.Linear(4, 4)
     inputs = (torch.randn(2, 4, requires_grad=True) * 1,)
     region = Region(capture_call(linear, inputs, {}))
     region.run(linear, inputs, {})
-    assert select_treatments(region.trace()) == ()  # its tape is its input and its weight
+    assert select_reruns(region.trace()) == ()  # its tape is its input and its weight
     assert tape_storages(region.trace()) == {}
 
 
@@ -167,4 +177,4 @@ def test_values_that_decide_shapes_are_not_steady():
     region.run(function, inputs, {})
     trace = region.trace()
     assert not is_steady(trace)
-    assert select_treatments(trace) == ()
+    assert select_reruns(trace) == ()

@@ -12,24 +12,23 @@ import torch
 from torch import nn
 
 import retape
-from retape import api
-from retape.core.assignment import assign
 from retape.core.fit_record import FitRecord
 from retape.core.machine import simulate
 from retape.core.problem import Budget, OptionKind
 from retape.core.solve import solve
 from retape.errors import BudgetTooSmall, InvalidInput
-from retape.torch.engine.policy import Check, Inputs
 from retape.torch.measure import memory_meter as meter
-from retape.torch.measure.baseline_memory import devices_of
-from retape.torch.measure.memory_meter import MemoryReading
-from retape.torch.measure.sandbox import sandboxed
-from retape.torch.planning import spread
-from retape.torch.planning.chain.modelling import Overheads, model_of
-from retape.torch.planning.fitting import Fitter, meanings_of
-from retape.torch.planning.profile import ProfileSession, SharedStopwatch
+from retape.torch.measure.baseline_memory import devices_of, fixed_bytes
+from retape.torch.measure.memory_meter import MemoryReading, track_memory
+from retape.torch.planning import plan_search
+from retape.torch.planning.chain_builder import build_chain
+from retape.torch.planning.discover import find_regions
+from retape.torch.planning.instruments import FitInstruments, Overheads, Stopwatch, home_of
+from retape.torch.planning.plan_search import budgets_of
 from retape.torch.planning.profile_intervals import StepBytes
+from retape.torch.planning.step_trials import StepTrials
 from support.models import MlpBlock
+from support.trials import fit_with
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 BLOCKS, BORDER = 6, 3
@@ -59,30 +58,26 @@ class Weightless:
         self.readings.append(MemoryReading(label=label, live_bytes=0, peak_bytes=0))
 
 
-@pytest.fixture
-def pretended(monkeypatch):
-    """Two devices, of which the second weighs nothing."""
-    real_track_memory, real_fixed = spread.track_memory, spread.fixed_bytes
-
-    @contextmanager
-    def track_memory(device):
-        if device == OTHER:
-            scale = Weightless()
-            scale.mark("start")
-            yield scale
-            scale.mark("end")
-        else:
-            with real_track_memory(device) as scale:
-                yield scale
-
-    monkeypatch.setattr(spread, "track_memory", track_memory)
-    monkeypatch.setattr(spread, "home_of", home)
-    monkeypatch.setattr(spread, "fixed_bytes", lambda *args: 0 if args[-1] == OTHER else real_fixed(*args))
-    for module in (api, spread):
-        monkeypatch.setattr(module, "devices_of", lambda model, budget: (CPU, OTHER))
+@contextmanager
+def track_cpu(device):
+    """Track the CPU's memory; the other device weighs nothing."""
+    if device == OTHER:
+        scale = Weightless()
+        scale.mark("start")
+        yield scale
+        scale.mark("end")
+    else:
+        with track_memory(device) as tracker:
+            yield tracker
 
 
-fit = partial(retape.fit, step=square, progress=False)
+PRETENDED = FitInstruments(
+    track_memory=track_cpu,
+    home_of=home,
+    fixed_bytes=lambda *args: 0 if args[-1] == OTHER else fixed_bytes(*args),
+    devices_of=lambda model, budget: (CPU, OTHER),
+)
+fit = partial(fit_with, step=square, instruments=PRETENDED)
 
 
 # --- one chain per device ------------------------------------------------------------------------------------------------
@@ -92,34 +87,27 @@ fit = partial(retape.fit, step=square, progress=False)
 def profiled():
     """A profile whose calls are said to be on two devices, and a step that was weighed on the CPU."""
     model, batch = make()
-    fitter = Fitter(
-        model,
-        batch,
-        Budget.of(0.5),
-        step=square,
-        optimizer=None,
-        regions=None,
-        options=retape.EXACT,
-        check=Check.METADATA,
-        tell=lambda what: None,
-    )
-    homes = {id(module): home(name, module) for name, module in fitter.regions.items()}
-    fitter._session = lambda inputs, share, tiled: ProfileSession(fitter.names, CPU, Inputs.HOLD, homes=homes)
-    with sandboxed(model) as sandbox:
-        return fitter.profiled(sandbox)
+    trials = StepTrials(model, batch, Budget.of(0.5), step=square, instruments=PRETENDED)
+    with trials.sandboxed():
+        profiled = trials.profiled(find_regions(model))
+    return replace(profiled, others={})
 
 
 def chain_of(profiled, device, step=None):
     weighed = replace(profiled, step=step or profiled.step)
-    return model_of(weighed, fixed_bytes=1000, overheads=Overheads(), device=device)
+    return build_chain(weighed, fixed_bytes=1000, overheads=Overheads(), device=device)
+
+
+def regions_of(chain):
+    """The names of the regions of a chain, and whether each is pinned."""
+    pairs = zip(chain.chain.stages, chain.stages, strict=True)
+    return {region.choice.name: stage.pinned for stage, region in pairs if region.choice is not None}
 
 
 def test_regions_of_other_devices_are_pinned(profiled):
     for device, own in ((CPU, range(BORDER)), (OTHER, range(BORDER, BLOCKS))):
-        modelled = chain_of(profiled, device)
-        free = {about.region for s, about in zip(modelled.chain.stages, modelled.stages, strict=True) if not s.pinned}
-        assert free == set(own)
-        assert [about.region for about in modelled.stages if about.region is not None] == list(range(BLOCKS))
+        found = regions_of(chain_of(profiled, device))
+        assert found == {str(number): number not in own for number in range(BLOCKS)}
 
 
 def test_where_nothing_was_weighed_other_regions_weigh_nothing(profiled):
@@ -132,22 +120,23 @@ def test_where_nothing_was_weighed_other_regions_weigh_nothing(profiled):
 
 def test_no_segment_reaches_over_a_border(profiled):
     """Also at the floor, where all that can be dropped is."""
-    profile = profiled.profile
-    parts = {}
+    calls = profiled.profile.calls
+    whole = [None] * BLOCKS
     for device in (CPU, OTHER):
-        modelled = chain_of(profiled, device)
-        floor = retape.core.frontier(modelled.chain).floor_bytes
-        plan = solve(modelled.chain, floor)
-        parts[device] = assign(meanings_of(profile, modelled), plan.actions())
-        assert simulate(modelled.chain, plan.actions()).peak_bytes <= floor
-        elsewhere = [c for c, call in zip(parts[device].choices, profile.calls, strict=True) if call.device != device]
-        assert {choice.option for choice in elsewhere} == {OptionKind.KEEP}
-    whole = spread.merged(profile, parts)
-    assert [choice.name for choice in whole.choices] == [str(number) for number in range(BLOCKS)]
+        chain = chain_of(profiled, device)
+        floor = retape.core.frontier(chain.chain).floor_bytes
+        plan = solve(chain.chain, floor)
+        assert simulate(chain.chain, plan.actions()).peak_bytes <= floor
+        for number, (choice, call) in enumerate(zip(chain.assignment(plan).choices, calls, strict=True)):
+            if call.device == device:
+                whole[number] = choice
+            else:
+                assert choice.option is OptionKind.KEEP
+    assert [choice.name for choice in whole] == [str(number) for number in range(BLOCKS)]
     # The last of a device goes backward at once: to keep it takes no more than to run it again.
-    dropped = [choice for number, choice in enumerate(whole.choices) if number + 1 not in (BORDER, BLOCKS)]
+    dropped = [choice for number, choice in enumerate(whole) if number + 1 not in (BORDER, BLOCKS)]
     assert all(choice.option is not OptionKind.KEEP for choice in dropped)
-    for number, choice in enumerate(whole.choices):
+    for number, choice in enumerate(whole):
         assert not (choice.drop_input and number in (0, BORDER))
         own = range(BORDER) if number < BORDER else range(BORDER, BLOCKS)
         assert {passing.region for passing in choice.passing} <= set(own)
@@ -156,8 +145,7 @@ def test_no_segment_reaches_over_a_border(profiled):
 def test_a_chain_of_one_device_is_as_before(profiled):
     for call in profiled.profile.calls:
         assert call.device == home(call.name, None)
-    plain = model_of(profiled, fixed_bytes=0, overheads=Overheads())
-    assert not any(s.pinned for s, a in zip(plain.chain.stages, plain.stages, strict=True) if a.region is not None)
+    assert not any(regions_of(build_chain(profiled, fixed_bytes=0, overheads=Overheads())).values())
 
 
 # --- budgets -------------------------------------------------------------------------------------------------------------
@@ -165,21 +153,21 @@ def test_a_chain_of_one_device_is_as_before(profiled):
 
 def test_one_number_of_bytes_is_refused():
     with pytest.raises(InvalidInput, match=r"several devices \(cpu, meta\).*budget=\{'cpu': '8GiB', 'meta': '8GiB'\}"):
-        spread.budgets_of(Budget.of("4GiB"), (CPU, OTHER))
+        budgets_of(Budget.of("4GiB"), (CPU, OTHER))
     with pytest.raises(InvalidInput, match="Give each its own"):
-        spread.budgets_of(Budget.activations("4GiB"), (CPU, OTHER))
+        budgets_of(Budget.activations("4GiB"), (CPU, OTHER))
 
 
 def test_what_each_device_is_given():
     asked = Budget.of({"cpu": "4GiB", "cuda": 0.5, "cuda:1": Budget.activations("1GiB")}, in_flight=3)
     devices = (CPU, torch.device("cuda:0"), torch.device("cuda:1"))
-    found = spread.budgets_of(asked, devices)
+    found = budgets_of(asked, devices)
     assert found[CPU] == Budget.of("4GiB", in_flight=3)
     assert found[devices[1]] == Budget.of(0.5, in_flight=3)
     assert found[devices[2]] == Budget.activations("1GiB", in_flight=3)
-    assert set(spread.budgets_of(Budget.of(0.3), devices).values()) == {Budget.of(0.3)}
+    assert set(budgets_of(Budget.of(0.3), devices).values()) == {Budget.of(0.3)}
     with pytest.raises(InvalidInput, match=r"names cpu only. Give it bytes for 'cuda:0'"):
-        spread.budgets_of(Budget.of({"cpu": 0.5}), devices)
+        budgets_of(Budget.of({"cpu": 0.5}), devices)
 
 
 def test_devices_of_a_model():
@@ -190,17 +178,17 @@ def test_devices_of_a_model():
 
 def test_a_region_lives_on_one_device():
     model, _ = make()
-    assert spread.home_of("0", model[0]) == CPU
+    assert home_of("0", model[0]) == CPU
     model[0].up.to("meta")
     with pytest.raises(InvalidInput, match=r"Region '0' has weights on cpu, meta.*Name its parts in regions="):
-        spread.home_of("0", model[0])
-    assert spread.home_of("act", nn.GELU()) is None
+        home_of("0", model[0])
+    assert home_of("act", nn.GELU()) is None
 
 
 # --- all of it -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_device_has_its_plan(pretended, tmp_path):
+def test_each_device_has_its_plan(tmp_path):
     model, batch = make()
     made = fit(model, batch, budget=0.5)
     record = made.record
@@ -234,14 +222,14 @@ def test_each_device_has_its_plan(pretended, tmp_path):
     applied.remove()
 
 
-def test_everything_is_kept_where_all_is_asked_for(pretended):
+def test_everything_is_kept_where_all_is_asked_for():
     model, batch = make()
     made = fit(model, batch, budget={"cpu": 1.0, "meta": 1.0})
     assert made.record.assignment.keeps_everything
     assert all(each.measured.peak_bytes <= each.budget_bytes for each in made.record.devices)
 
 
-def test_more_microbatches_in_flight_leave_less_for_each(pretended):
+def test_more_microbatches_in_flight_leave_less_for_each():
     model, batch = make()
     one = fit(model, batch, budget=Budget.of({"cpu": 0.9, "meta": 0.9}))
     one.remove()
@@ -252,13 +240,12 @@ def test_more_microbatches_in_flight_leave_less_for_each(pretended):
         assert 2 * (shared.budget_bytes - fixed) == pytest.approx(alone.budget_bytes - fixed, rel=0.02)
 
 
-def test_what_the_first_step_leaves_behind_is_fixed(pretended, monkeypatch):
+def test_what_the_first_step_leaves_behind_is_fixed():
     """As the workspaces of a GPU's libraries: they come with the first step, and stay."""
     model, batch = make()
     bare = fit(model, batch, budget=1.0)
     seen = iter([0, 0, 5000, 7000])
-    monkeypatch.setattr(spread, "allocated_bytes", lambda device: next(seen))
-    made = fit(model, batch, budget=1.0)
+    made = fit(model, batch, budget=1.0, instruments=replace(PRETENDED, allocated_bytes=lambda device: next(seen)))
     more = [
         a.measured.base_bytes - b.measured.base_bytes
         for a, b in zip(made.record.devices, bare.record.devices, strict=True)
@@ -266,13 +253,13 @@ def test_what_the_first_step_leaves_behind_is_fixed(pretended, monkeypatch):
     assert more == [5000, 7000]
 
 
-def test_compiled_blocks_are_for_one_device(pretended):
+def test_compiled_blocks_are_for_one_device():
     model, batch = make()
     with pytest.raises(InvalidInput, match=r"compile=True plans for one device.*several \(cpu, meta\)"):
         fit(model, batch, budget=0.5, compile=True)
 
 
-def test_too_small_names_the_device(pretended):
+def test_too_small_names_the_device():
     model, batch = make()
     classes = [type(module) for module in model.modules()]
     with pytest.raises(BudgetTooSmall, match=r"On cpu: No plan fits in 97.66 KiB; the smallest budget") as alone:
@@ -283,18 +270,19 @@ def test_too_small_names_the_device(pretended):
     assert [type(module) for module in model.modules()] == classes
 
 
-def test_a_peak_above_the_budget_is_an_error(pretended, monkeypatch):
+def test_a_peak_above_the_budget_is_an_error(monkeypatch):
     """A device that always shows more than it promised."""
     model, batch = make()
     monkeypatch.setattr(meter, "largest", lambda peak: 10**9)
     with pytest.raises(BudgetTooSmall, match=r"No plan was measured to stay inside .* on cpu: the last one peaked at"):
-        fit(model, batch, budget={"cpu": "20MiB", "meta": "2GiB"})
+        fit(model, batch, budget={"cpu": "20MiB", "meta": "2GiB"}, tuning={"most_corrections": 1})
 
 
-def test_the_same_plans_with_a_better_promise_are_taken(pretended, monkeypatch):
+def test_the_same_plans_with_a_better_promise_are_taken(monkeypatch):
     """A step that weighs more than was promised, and is still inside, for plans are few: the promise is what was learned."""
     model, batch = make()
-    monkeypatch.setattr(spread, "model_of", lambda *a, **k: model_of(*a, **k).without(OptionKind.SELECT))
+    without_select = lambda *a, **k: build_chain(*a, **k).without(OptionKind.SELECT)  # noqa: E731
+    monkeypatch.setattr(plan_search, "build_chain", without_select)
     monkeypatch.setattr(meter, "largest", lambda peak: int(1.1 * peak))
     made = fit(model, batch, budget=0.6)
     first = made.record.devices[0]
@@ -302,7 +290,7 @@ def test_the_same_plans_with_a_better_promise_are_taken(pretended, monkeypatch):
     made.remove()
 
 
-def test_of_all_ranks_the_fullest_counts_with_what_is_fixed_there(pretended, monkeypatch):
+def test_of_all_ranks_the_fullest_counts_with_what_is_fixed_there(monkeypatch):
     """Fixed bytes differ between ranks too: the largest peak is one of all bytes, not of those of the step alone."""
     asked = []
     monkeypatch.setattr(meter, "largest", lambda peak: asked.append(peak) or peak + 1000)
@@ -312,17 +300,17 @@ def test_of_all_ranks_the_fullest_counts_with_what_is_fixed_there(pretended, mon
     assert made.measured.base_bytes > 0
 
 
-def test_a_region_where_nobody_gave_a_budget(pretended, monkeypatch):
+def test_a_region_on_a_device_without_a_budget():
     model, batch = make()
-    monkeypatch.setattr(spread, "home_of", lambda name, module: torch.device("xpu") if name == "5" else CPU)
+    elsewhere = replace(PRETENDED, home_of=lambda name, module: torch.device("xpu") if name == "5" else CPU)
     with pytest.raises(
         InvalidInput, match=r"Region '5' lives on xpu, where nothing is trained.*Give it bytes for 'xpu'"
     ):
-        fit(model, batch, budget=0.5)
+        fit(model, batch, budget=0.5, instruments=elsewhere)
 
 
 def test_a_stopwatch_for_several_devices():
-    watch = SharedStopwatch((CPU,))
+    watch = Stopwatch((CPU, CPU))
     for label in ("start", "end"):
         watch.mark(label)
     (start, zero), (end, seconds) = watch.read()

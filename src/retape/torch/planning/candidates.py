@@ -1,0 +1,230 @@
+"""Candidate: a plan for each device with what a real step of it took; Candidates: those that were measured, and the best.
+
+A plan is kept only if a real step of it stayed inside every limit. Nothing is run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from retape.core.assignment import Assignment
+from retape.core.errors import BudgetTooSmall
+from retape.core.fit_record import DeviceRecord, plain_seconds
+from retape.core.plan import Plan, judge
+from retape.core.problem import Chain
+from retape.core.record import Record
+from retape.core.solve import solve
+from retape.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from retape.torch.planning.executor import Executor
+    from retape.torch.planning.tuning import PlanningTuning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A measured plan: per device the problem, the plan and the record of a step; for all devices what each region does."""
+
+    parts: tuple[DeviceRecord, ...]
+    assignment: Assignment
+    executor: Executor | None
+    regions: Mapping[str, nn.Module]
+    fused_loss: bool = False
+    search_seconds: float = 0.0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first device."""
+        return self.parts[0].plan
+
+    @property
+    def promised_seconds(self) -> float:
+        return promised_seconds([part.chain for part in self.parts], [part.plan for part in self.parts])
+
+    @property
+    def seconds(self) -> float:
+        """Measured seconds of a step."""
+        return self.parts[0].measured.seconds
+
+    @property
+    def is_inside(self) -> bool:
+        return all(part.measured.peak_bytes <= part.budget_bytes for part in self.parts)
+
+    def is_near(self, share: float) -> bool:
+        """True if every device's predicted peak is off by at most this share of the measured one."""
+        return all(abs(_error_bytes(part)) <= share * part.measured.peak_bytes for part in self.parts)
+
+    @property
+    def errors_bytes(self) -> list[int]:
+        """Measured minus predicted peak of each device."""
+        return [_error_bytes(part) for part in self.parts]
+
+    @property
+    def corrected_fixed_bytes(self) -> list[int]:
+        """Bytes before a step with which each prediction would have been right."""
+        return [max(0, part.chain.fixed_bytes + _error_bytes(part)) for part in self.parts]
+
+    def taking(self, seconds: float) -> Candidate:
+        """Return the same with the seconds that its step was measured to take."""
+        return self.measured_as([replace(part.measured, seconds=seconds) for part in self.parts])
+
+    def measured_as(self, records: Sequence[Record]) -> Candidate:
+        parts = zip(self.parts, records, strict=True)
+        return replace(self, parts=tuple(replace(part, measured=record) for part, record in parts))
+
+    def promised_again(self) -> tuple[DeviceRecord, ...]:
+        """Return the parts of the same plan with a prediction from what its step showed."""
+        return tuple(map(_promised_again, self.parts))
+
+
+def promised_seconds(chains: Sequence[Chain], plans: Sequence[Plan]) -> float:
+    """Return the predicted seconds of a step: with several devices, what each plan adds to a step that keeps everything."""
+    if len(plans) == 1:
+        return plans[0].promised_seconds or 0.0
+    pairs = zip(chains, plans, strict=True)
+    return plain_seconds(chains[0]) + sum(
+        (plan.promised_seconds or 0.0) - plain_seconds(chain) for chain, plan in pairs
+    )
+
+
+def _error_bytes(part: DeviceRecord) -> int:
+    return part.measured.peak_bytes - part.plan.promised_peak_bytes
+
+
+def _promised_again(part: DeviceRecord) -> DeviceRecord:
+    """Return the corrected problem, and the same plan's prediction for it.
+
+    Its status is relative to the best plan for that problem: a faster one may exist now, which was not measured to stay inside.
+    """
+    chain = replace(part.chain, fixed_bytes=max(0, part.chain.fixed_bytes + _error_bytes(part)))
+    peak = part.plan.promised_peak_bytes + chain.fixed_bytes - part.chain.fixed_bytes
+    best = solve(chain, max(part.budget_bytes, peak))
+    plan = replace(
+        part.plan,
+        digest=chain.digest(),
+        budget_bytes=best.budget_bytes,
+        floor_bytes=best.floor_bytes,
+        promised_peak_bytes=peak,
+        lower_bound_seconds=best.lower_bound_seconds,
+        status=judge(part.plan.promised_seconds or 0.0, best.lower_bound_seconds),
+    )
+    return replace(part, chain=chain, plan=plan)
+
+
+class Candidates:
+    """Plans that were measured for the limits of each device, and the best of those that stayed inside."""
+
+    def __init__(
+        self,
+        *,
+        limits: Sequence[int],
+        tuning: PlanningTuning,
+        everything: Sequence[bool] = (False,),
+        long: bool = False,
+    ) -> None:
+        """`everything`: all activations of that device were asked for. `long` steps: a plan that fits is not improved."""
+        self.limits = list(limits)
+        self.everything = tuple(everything)
+        self.best: Candidate | None = None
+        self.last: Candidate | None = None
+        self.failure: BudgetTooSmall | None = None
+        self.tried_floors: set[int] = (
+            set()
+        )  # devices for which the floor plan was measured although it seemed too large
+        self._long, self._tuning = long, tuning
+        self._before: Candidate | None = None  # the best, until a faster one came
+        self._compared: list[Assignment] = []
+
+    def beside(self) -> Candidates:
+        """Return an empty set for the same limits, for plans to compare with the best of these."""
+        return Candidates(limits=self.limits, everything=[False] * len(self.limits), tuning=self._tuning)
+
+    def is_new(self, one: Candidate, other: Candidate) -> bool:
+        """True if the other plan is a different one that was not compared yet; from now on it was."""
+        if other.assignment in (one.assignment, *self._compared):
+            return False
+        self._compared.append(other.assignment)
+        return True
+
+    def fail(self, error: BudgetTooSmall) -> None:
+        """Note a failure. The largest floor is reported, which is the one with slack: that budget is enough."""
+        if self.failure is None or self.failure.floor_bytes < error.floor_bytes:
+            self.failure = error
+
+    def add(self, tried: Candidate) -> bool:
+        """Take the plan if it stayed inside and is the fastest so far; return True if no other need be tried."""
+        tried = replace(tried, parts=tuple(self._with_limit(i, part, tried) for i, part in enumerate(tried.parts)))
+        self.last = tried
+        confirmed = self.best is not None and self.best.assignment == tried.assignment
+        if not tried.is_inside:
+            if confirmed:  # it stayed inside once, and not the next time
+                self.best, self._before = self._before, None
+            return False
+        if self.best is None or confirmed or tried.promised_seconds < self.best.promised_seconds:
+            self._before = self._before if confirmed else self.best
+            self.best = tried
+        return confirmed or self._long or tried.is_near(self._tuning.peak_tolerance)
+
+    def _with_limit(self, number: int, part: DeviceRecord, tried: Candidate) -> DeviceRecord:
+        if self.everything[number] and _keeps_everything(tried.assignment, part):
+            # All of the activations were asked for, and their size was a prediction until now.
+            self.limits[number] = max(self.limits[number], part.measured.peak_bytes)
+        return replace(part, budget_bytes=self.limits[number])
+
+    @property
+    def is_far_off(self) -> bool:
+        """True if the best plan's predicted peak is off by more than the tolerance, or exceeds the limit."""
+        if self.best is None:
+            return False
+        too_much = any(part.plan.promised_peak_bytes > part.budget_bytes for part in self.best.parts)
+        tolerance = self._tuning.long_step_peak_tolerance if self._long else self._tuning.peak_tolerance
+        return too_much or not self.best.is_near(tolerance)
+
+    def error(self) -> BudgetTooSmall:
+        """Return why there is no best plan: none was found, or none stayed inside."""
+        if self.failure is not None:
+            return self.failure
+        assert self.last is not None
+        over = next(part for part in self.last.parts if part.measured.peak_bytes > part.budget_bytes)
+        on = f" on {over.device}" if len(self.last.parts) > 1 else ""
+        return BudgetTooSmall(
+            f"No plan was measured to stay inside {format_bytes(over.budget_bytes)}{on}: the last one peaked at "
+            f"{format_bytes(over.measured.peak_bytes)}, where it had promised {format_bytes(over.plan.promised_peak_bytes)}. "
+            "Raise the budget, or use a smaller batch.",
+            budget_bytes=over.budget_bytes,
+            floor_bytes=over.measured.peak_bytes,
+            binding=over.frontier.binding,
+        )
+
+
+def _keeps_everything(assignment: Assignment, part: DeviceRecord) -> bool:
+    return Assignment(choices=tuple(assignment.choices[number] for number in part.regions)).keeps_everything
+
+
+def ran_out(plan: Plan, devices: str, message: str) -> BudgetTooSmall:
+    """Return the error for a plan that ran out of memory: the device has less room, or more fragments, than the budget allows."""
+    return BudgetTooSmall(
+        f"A plan that promised {format_bytes(plan.promised_peak_bytes)} ran out of memory on {devices} when it was measured: {message} "
+        "Give a smaller budget, so that there is room beside it, or use a smaller batch.",
+        budget_bytes=plan.budget_bytes,
+        floor_bytes=plan.floor_bytes,
+        binding="",
+    )
+
+
+def is_better(one: Candidate, other: Candidate | BudgetTooSmall) -> bool:
+    """True if a plan is better than the other result: that one failed, or is slower."""
+    return isinstance(other, BudgetTooSmall) or one.seconds < other.seconds
+
+
+def lower_floor(
+    one: Candidate | BudgetTooSmall, other: Candidate | BudgetTooSmall | None
+) -> Candidate | BudgetTooSmall:
+    """Return the one, unless both failed and the other has the lower floor."""
+    if isinstance(one, BudgetTooSmall) and isinstance(other, BudgetTooSmall):
+        return min(one, other, key=lambda each: each.floor_bytes)
+    return one

@@ -1,0 +1,402 @@
+"""From a profiled step to the solver's problem: a chain of regions and glue, with every option of each region.
+
+Sizes of a region are above the bytes that lived when it began. If something that lived then is gone later in the forward pass (a skip
+connection that was used), it counts as transient: the level of a moment is the least that lives from it until the loss. Glue between
+two regions is a pinned stage, unless the first feeds the second directly and the glue saves nothing. The options themselves are made
+in `region_options.py`; plans are searched in `plan_search.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from retape.core.assignment import Assignment, Choice, RegionOption, RegionStage, assign
+from retape.core.plan import Plan
+from retape.core.problem import Chain, OptionKind, Stage, Tier
+from retape.torch.capture.signature import Signature, elements, shapes
+from retape.torch.planning.instruments import Overheads
+from retape.torch.planning.profile_intervals import (
+    Profile,
+    Profiled,
+    RegionBytes,
+    RegionCall,
+    RegionSeconds,
+    StepBytes,
+    split_engine_time,
+)
+from retape.torch.planning.region_options import (
+    MeasuredRegion,
+    PartialRerun,
+    has_room,
+    rerun_share,
+    select_reruns,
+    undominated,
+)
+from retape.torch.planning.tuning import TUNING, PlanningTuning
+
+_FIGURES = RegionSeconds.__slots__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionChain:
+    """A chain, and for each of its stages the region and its options. `slack_bytes` of its fixed bytes are put aside."""
+
+    chain: Chain
+    stages: tuple[RegionStage, ...]
+    slack_bytes: int = 0
+
+    def with_more_fixed(self, more_bytes: int) -> RegionChain:
+        """Return the same chain with this many more bytes present before a step; fewer if negative."""
+        return replace(self, chain=replace(self.chain, fixed_bytes=max(0, self.chain.fixed_bytes + more_bytes)))
+
+    def with_at_most_fixed(self, most_bytes: int) -> RegionChain:
+        """Return the same chain with at most this many bytes present before a step."""
+        return self.with_more_fixed(min(0, most_bytes - self.chain.fixed_bytes))
+
+    def without_slack(self) -> RegionChain:
+        """Return the same chain with nothing put aside, for a measurement to decide."""
+        less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)
+        return replace(self, chain=less, slack_bytes=0)
+
+    def without(self, *kinds: OptionKind) -> RegionChain:
+        """Return the same chain without options of these kinds."""
+        stages, regions = [], []
+        for stage, region in zip(self.chain.stages, self.stages, strict=True):
+            kept = [i for i, option in enumerate(stage.choices) if option.kind not in kinds]
+            stages.append(replace(stage, options=tuple(stage.choices[i] for i in kept[1:])))
+            regions.append(region.only(kept))
+        return replace(self, chain=replace(self.chain, stages=tuple(stages)), stages=tuple(regions))
+
+    def assignment(self, plan: Plan) -> Assignment:
+        """Return what a plan for this chain asks of each region."""
+        return assign(self.stages, plan.actions())
+
+
+def build_chain(
+    profiled: Profiled,
+    *,
+    fixed_bytes: int,
+    overheads: Overheads,
+    host: Tier | None = None,
+    others: Sequence[Profiled] = (),
+    eager: Profiled | None = None,
+    device: torch.device | None = None,
+    tuning: PlanningTuning = TUNING,
+) -> RegionChain:
+    """Return the chain of a profiled step.
+
+    Slots may be moved to `host`. Regions may run in the compiled variants that were profiled as `others`, and in the tiles of an
+    `eager` step. With `device` it is the chain of that device of several: regions of other devices are pinned, with what they leave
+    on this one.
+    """
+    builder = _Builder(profiled, overheads=overheads, host=host, others=others, eager=eager, tuning=tuning)
+    builder.build(device)
+    return builder.finished(fixed_bytes)
+
+
+# --- levels and glue --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """Bytes above the start of the step that live until the loss: from each region's start and end, and at the loss."""
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    loss: int
+
+    @classmethod
+    def of(cls, step: StepBytes, count: int) -> Levels:
+        level = step.loss
+        starts, ends = [0] * count, [0] * count
+        for stage in reversed(range(count)):
+            ends[stage] = level = max(0, min(level, step.of(stage).end))
+            starts[stage] = level = max(0, min(level, step.of(stage).start))
+        return cls(starts=tuple(starts), ends=tuple(ends), loss=max(0, step.loss))
+
+
+def feeds_directly(call: RegionCall, following: RegionCall, levels: Levels, ignored_bytes: int) -> bool:
+    """True if a region's output goes into the next one on the same device, and the glue between them saves nothing."""
+    between_bytes = levels.starts[following.stage] - levels.ends[call.stage]
+    together = following.root_call == call.root_call and following.device == call.device
+    return following.maker == call.stage and together and between_bytes <= ignored_bytes
+
+
+def elsewhere(call: RegionCall, levels: Levels, measured: RegionBytes, seconds: RegionSeconds) -> Stage:
+    """Return the stage of a region of another device: never run again here, and only what it leaves here counts."""
+    begin, end = levels.starts[call.stage], levels.ends[call.stage]
+    return Stage(
+        name=call.name,
+        forward_seconds=seconds.body,
+        backward_seconds=seconds.backward,
+        state_bytes=0,
+        tape_bytes=end - begin,
+        forward_transient_bytes=max(0, measured.forward_peak - end),
+        backward_transient_bytes=max(0, measured.rerun_peak - end, measured.backward_peak - end),
+        pinned=True,
+    )
+
+
+def glue(stage: int, levels: tuple[int, int], profiled: Profiled, name: str, state_bytes: int = 0) -> Stage:
+    """Return the glue between two levels as a stage that is never run again."""
+    begin, end = levels
+    measured = profiled.step.of(stage)
+    times = [reading[stage] for reading in profiled.seconds if stage in reading]
+    least = _least(times) if times else RegionSeconds()
+    return Stage(
+        name=name,
+        forward_seconds=least.glue_forward,
+        backward_seconds=least.glue_backward,
+        state_bytes=state_bytes,
+        tape_bytes=end - begin,
+        forward_transient_bytes=max(0, measured.glue_forward_peak - end),
+        backward_transient_bytes=max(0, measured.glue_backward_peak - end),
+        pinned=True,
+    )
+
+
+def _least(times: list[RegionSeconds]) -> RegionSeconds:
+    return RegionSeconds(**{name: min(getattr(time, name) for time in times) for name in _FIGURES})
+
+
+def _with_glue_bytes(measured: RegionBytes) -> RegionBytes:
+    """Return the peaks of a region with those of the glue after it, which saves nothing."""
+    return replace(
+        measured,
+        forward_peak=max(measured.forward_peak, measured.glue_forward_peak),
+        backward_peak=max(measured.backward_peak, measured.glue_backward_peak),
+    )
+
+
+def _with_glue_seconds(seconds: RegionSeconds) -> RegionSeconds:
+    """Return the seconds of a region with those of the glue after it; no re-run does it, so all of it is in the backward."""
+    return replace(seconds, backward=seconds.backward + seconds.glue_forward + seconds.glue_backward)
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def seconds_of_kinds(profiled: Profiled, tuning: PlanningTuning) -> dict[Signature, RegionSeconds]:
+    """Return for each kind the median of each figure over its regions, each with its shortest time over the steps."""
+    calls, traces = profiled.profile.calls, profiled.profile.traces
+    found = {}
+    for kind in {call.kind for call in calls}:
+        regions = [[t[call.stage] for t in profiled.seconds if call.stage in t] for call in calls if call.kind == kind]
+        least = [_least(times) for times in regions if times] or [RegionSeconds()]
+        found[kind] = RegionSeconds(**{name: median(getattr(time, name) for time in least) for name in _FIGURES})
+    if len(calls) < tuning.few_calls_per_kind * len(traces):
+        shares = {kind: 1.0 if trace is None else rerun_share(trace) for kind, trace in traces.items()}
+        return split_engine_time(found, shares)
+    return found
+
+
+def lane_share(before: float, own: float, one: float, latest: int) -> float:
+    """Return a region's share of the copy stream to the host in seconds, a multiple of the `one` that an input takes.
+
+    The forwards `before` it have had their share, its own takes `own` seconds. If there is time for 2.5 inputs, it gets two, and
+    every other region three, because an input may be late by a region, at most by `latest` forwards.
+    """
+    if not one or one > latest * own:
+        return own
+    return (math.floor((before + own) / one) - math.floor(before / one)) * one
+
+
+# --- the chain --------------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Appends the stages of a step one by one."""
+
+    def __init__(
+        self,
+        profiled: Profiled,
+        *,
+        overheads: Overheads,
+        host: Tier | None,
+        others: Sequence[Profiled],
+        eager: Profiled | None,
+        tuning: PlanningTuning,
+    ) -> None:
+        self._profiled, self._tuning = profiled, tuning
+        self._calls = profiled.profile.calls
+        self._main = _VariantProfile(profiled, overheads, host, tuning)
+        self._others = [_VariantProfile(other, overheads, host, tuning) for other in others]
+        self._eager = None if eager is None else _VariantProfile(eager, overheads, host, tuning)
+        self._levels = self._main.levels
+        self._stages: list[Stage] = []
+        self._regions: list[RegionStage] = []
+        self._kinds = {kind: number for number, kind in enumerate(profiled.profile.traces)}
+
+    def _add(self, stage: Stage, region: RegionStage) -> None:
+        self._stages.append(stage)
+        self._regions.append(region)
+
+    def build(self, device: torch.device | None) -> None:
+        levels, calls = self._levels, self._calls
+        if not calls:
+            self._add(glue(-1, (0, levels.loss), self._profiled, "the model"), RegionStage())
+        elif levels.starts[0] > self._tuning.ignored_glue_bytes:
+            self._add(glue(-1, (0, levels.starts[0]), self._profiled, "before the regions"), RegionStage())
+        for call in calls:
+            following = calls[call.stage + 1] if call.stage + 1 < len(calls) else None
+            if device is not None and call.device != device:
+                stage = self._main.elsewhere(call)
+                self._add(stage, RegionStage(choice=self._choice(call), options=(RegionOption(cost=stage.choices[0]),)))
+                linked = False
+            else:
+                linked = following is not None and self._feeds(call, following)
+                self._add_region(call, linked, may_move=following is not None)
+            if not linked:
+                self._add_glue_after(call, following)
+
+    def finished(self, fixed_bytes: int) -> RegionChain:
+        """Return the chain. What regions leave beside an output that feeds the next stays when the output goes, and is fixed."""
+        left = 0
+        for call, following in pairwise(self._calls):
+            if self._feeds(call, following):  # states of generators, copies of buffers
+                left += max(0, self._levels.ends[call.stage] - self._levels.starts[call.stage] - following.linked_bytes)
+        slack = self._tuning.ignored_glue_bytes + int(
+            self._tuning.slack_share * sum(stage.tape_bytes for stage in self._stages)
+        )
+        chain = Chain(stages=tuple(self._stages), fixed_bytes=fixed_bytes + left + slack)
+        return RegionChain(chain=chain, stages=tuple(self._regions), slack_bytes=slack)
+
+    def _feeds(self, call: RegionCall, following: RegionCall) -> bool:
+        return feeds_directly(call, following, self._levels, self._tuning.ignored_glue_bytes)
+
+    def _add_glue_after(self, call: RegionCall, following: RegionCall | None) -> None:
+        begin = self._levels.ends[call.stage]
+        end = self._levels.loss if following is None else self._levels.starts[following.stage]
+        name = "after the regions" if following is None else f"after {call.name}"
+        state = begin - self._levels.starts[call.stage]
+        self._add(glue(call.stage, (begin, end), self._profiled, name, state), RegionStage())
+
+    def _add_region(self, call: RegionCall, linked: bool, *, may_move: bool) -> None:
+        # The input counts here if another region made it; after glue it is among what the glue saves.
+        after_region = bool(self._stages) and self._regions[-1].choice is not None
+        state_bytes = call.linked_bytes if after_region else 0
+        # Backward begins with the last region: anything that it moved it would need back at once.
+        input_bytes = state_bytes if may_move else None
+        region = self._main.region(call.stage, linked, input_bytes)
+        options = self._main.options(region, call.kind, linked, input_bytes)
+        for other in self._others:
+            variant = other.region(call.stage, linked, input_bytes)
+            options += other.options(variant, other.kind(call.stage), linked, input_bytes, variant.keep())
+        if self._eager is not None:
+            options += self._eager.options_in_tiles(call.stage, linked, input_bytes)
+        if self._others:
+            options = undominated(options)
+        parts = (self._eager or self._main).parts_in_tiles(call.stage)
+        options = [replace(option, tiled=parts) if option.tiles > 1 else option for option in options]
+        stage, all_options = region.stage(options, state_bytes=state_bytes)
+        self._add(stage, RegionStage(choice=self._choice(call), options=all_options))
+
+    def _choice(self, call: RegionCall) -> Choice:
+        """Return the call of a region as a saved plan names it, before an option is taken."""
+        profile: Profile = self._profiled.profile
+        trace = profile.traces[call.kind]
+        return Choice(
+            name=call.name,
+            root_call=call.root_call,
+            call=call.call,
+            kind=self._kinds[call.kind],
+            slots=len(trace.slots) if trace is not None else 0,
+            elements=elements(call.inputs),
+            shapes=shapes(call.inputs),
+            training=call.training,
+        )
+
+
+class _VariantProfile:
+    """One profiled step, in which every region ran in one variant, and the options of a region in that variant."""
+
+    def __init__(self, profiled: Profiled, overheads: Overheads, host: Tier | None, tuning: PlanningTuning) -> None:
+        self._profiled, self._overheads, self._host, self._tuning = profiled, overheads, host, tuning
+        self._calls = profiled.profile.calls
+        self.levels = Levels.of(profiled.step, len(self._calls))
+        self._seconds = seconds_of_kinds(profiled, tuning)
+        traces = profiled.profile.traces
+        self._selections = {
+            kind: select_reruns(trace, most_ops=tuning.most_graph_ops) for kind, trace in traces.items()
+        }
+        self._offloads: dict[tuple[Signature, bool], tuple[PartialRerun, ...]] = {}
+
+    def kind(self, stage: int) -> Signature:
+        return self._calls[stage].kind
+
+    def region(self, stage: int, linked: bool, input_bytes: int | None) -> MeasuredRegion:
+        """Return the figures of a call; if it is `linked`, with those of the glue after it."""
+        call = self._calls[stage]
+        measured, seconds = self._profiled.step.of(stage), self._seconds[call.kind]
+        if linked:
+            measured, seconds = _with_glue_bytes(measured), _with_glue_seconds(seconds)
+        one = self._host.write_seconds(input_bytes) if self._host is not None and input_bytes else 0.0
+        begin = self.levels.starts[stage]
+        return MeasuredRegion(
+            name=call.name,
+            has_tape=call.has_tape,
+            linked=call.linked,
+            trace=self._profiled.profile.traces[call.kind],
+            output_bytes=self.levels.ends[stage] - begin,
+            forward_bytes=measured.forward_peak - begin,
+            rerun_bytes=measured.rerun_peak - begin,
+            backward_bytes=measured.backward_peak - begin,
+            engine_seconds=seconds.forward,
+            body_seconds=seconds.body,
+            rerun_seconds=seconds.rerun,
+            backward_seconds=seconds.backward,
+            lane_seconds=lane_share(
+                self._seconds_before(stage), seconds.forward + seconds.body, one, self._tuning.latest_forwards
+            ),
+            overheads=self._overheads,
+            tuning=self._tuning,
+            saved_share=call.saved_share,
+            tiles=call.tiles,
+        )
+
+    def _seconds_before(self, stage: int) -> float:
+        """Return the seconds of the forwards before a call on its device."""
+        device = self._calls[stage].device
+        earlier = [self._seconds[call.kind] for call in self._calls[:stage] if call.device == device]
+        return sum(seconds.forward + seconds.body for seconds in earlier)
+
+    def elsewhere(self, call: RegionCall) -> Stage:
+        return elsewhere(call, self.levels, self._profiled.step.of(call.stage), self._seconds[call.kind])
+
+    def parts_in_tiles(self, stage: int) -> tuple[str, ...]:
+        tiling = self._profiled.profile.tilings.get(self.kind(stage))
+        return () if tiling is None else tiling.parts
+
+    def _in_tiles(self, region: MeasuredRegion, kind: Signature) -> list[RegionOption]:
+        tiling = self._profiled.profile.tilings.get(kind)
+        return [] if tiling is None else region.in_tiles(tiling.parts, tiling.runs)
+
+    def options_in_tiles(self, stage: int, linked: bool, input_bytes: int | None) -> list[RegionOption]:
+        """Return the options of a call that run parts in tiles; none of them holds a slot."""
+        region = self.region(stage, linked, input_bytes)
+        options = self._in_tiles(region, self.kind(stage))
+        if options and input_bytes and self._host is not None and has_room(self._host, input_bytes, len(self._calls)):
+            options += region.input_moved(options, input_bytes, self._host, len(self._calls))
+        return [option for option in options if option.tiles > 1]
+
+    def options(
+        self, region: MeasuredRegion, kind: Signature, linked: bool, input_bytes: int | None, *more: RegionOption
+    ) -> list[RegionOption]:
+        """Return the options to hold or move a part of the tape, and the input of `input_bytes`; None forbids moving."""
+        host, regions, selections = self._host, len(self._calls), self._selections[kind]
+        options = [*more, *map(region.select, selections), *self._in_tiles(region, kind)]
+        if host is None or input_bytes is None:
+            return options
+        key = (kind, linked)
+        if key not in self._offloads:
+            self._offloads[key] = region.offload_candidates(selections, host, regions)
+        options += region.offload(self._offloads[key], host)
+        if input_bytes and has_room(host, input_bytes, regions):
+            options += region.input_moved(options, input_bytes, host, regions)
+        return options
