@@ -1,4 +1,4 @@
-"""How a call becomes a region (`run_region`), and the drop-in for torch.utils.checkpoint on it.
+"""Entry points: `run_region`, which makes a call a region, and the drop-in for torch.utils.checkpoint on it.
 
 `use_reentrant=True` gets the same engine, and `preserve_rng_state=False` changes nothing: the state of a random stream is kept only if
 the region draws from it, and dropping it there would give a wrong gradient.

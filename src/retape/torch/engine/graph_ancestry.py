@@ -1,7 +1,7 @@
-"""Whether of some tensors one was computed from another: asked where gradients are taken at all of them together.
+"""Search of the autograd graph for tensors of a set that were computed from one another.
 
-Autograd passes the gradient of the one on to the other, beside what the other is due itself. Whoever then hands both on would hand it on
-twice.
+Where gradients are taken at all tensors of a set, autograd adds the gradient of the one to that of the other it was computed from.
+Code that passes both on would count it twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def _leaf_node() -> type:
-    """The type of the nodes that stand for leaves, whatever mode this module is first imported in."""
+    """Return the type of the nodes of leaves, in whatever mode this module is first imported."""
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.zeros(1, requires_grad=True).view(1).grad_fn
         return type(node.next_functions[0][0])
@@ -24,7 +24,7 @@ LEAF_NODE: Any = _leaf_node()
 
 
 def computed_from_another(tensors: Iterable[Tensor]) -> str | None:
-    """In words, a tensor among these that another one of them was computed from; None if there is none."""
+    """Describe a tensor among these from which another one of them was computed; None if there is none."""
     every = list(tensors)
     if len(every) < 2:
         return None

@@ -1,4 +1,4 @@
-"""What a region does with its slots and inputs: frozen values that hash, compare and print; and the proof of a recipe."""
+"""Treatment of a region's slots and inputs: frozen values that hash, compare and print; and the proof of a recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG = logging.getLogger("retape")
 
 
 class Check(Enum):
-    """How far a re-run is compared with the first run."""
+    """Extent to which a re-run is compared with the first run."""
 
     OFF = "off"
     METADATA = "metadata"
@@ -89,7 +89,7 @@ HOLD = Policy(hold_all=True)
 
 
 class ProofState(Enum):
-    """How far a recipe is trusted for one region."""
+    """Trust in a recipe for one region."""
 
     TRIAL = "trial"  # steps whose gradients are thrown away: used without a comparison
     PENDING = "pending"

@@ -1,8 +1,8 @@
-"""Follows a recipe through a re-run: ops are run, answered from what is held, or skipped.
+"""Recipes, and the mode that follows one through a re-run: ops are run, answered from held tensors, or skipped.
 
-The recipe holds for one program: the traced ops in order, on the same storages, given tensors of the same shapes, strides and dtypes,
+A recipe is valid for one program: the traced ops in order, on the same storages, given tensors of the same shapes, strides and dtypes,
 and, where an op is not run, the same other arguments. Every op is compared with that, so by induction the re-run is that program; the
-first difference ends it. What a recipe is, and how it is planned, is in `select.py`.
+first difference ends it. Recipes are planned in `select.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLANK = -1  # in the place of a slot: the result is not needed
 
 
 class Step(Enum):
-    """What a re-run does with one op."""
+    """Treatment of one op in a re-run."""
 
     RUN = "run"
     ANSWER = "answer"
@@ -38,8 +38,8 @@ class Step(Enum):
     SKIP = "skip"
 
 
-# What a re-run asks of each op, side by side: its overload, whether it is simply run, the op, its step, the slots that answer, the
-# storages it reads, what its tensor arguments look like, and the storage that it makes (None: no new one, or several).
+# The overload, whether it is simply run, the op, its step, the slots that answer, the storages it reads, shape, strides and dtype of
+# its tensor arguments, and the storage that it makes (None: no new one, or several).
 PlannedOp = tuple[Any, bool, TracedOp, Step, tuple[int, ...], tuple[int, ...], tuple[Given, ...], "int | None"]
 
 
@@ -49,12 +49,12 @@ def _made(op: TracedOp) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What to do with each op of a region's re-run; `slots` names the held slot that answers each result of each op.
+    """Treatment of each op of a region's re-run; `slots` names the held slot that answers each result of each op.
 
-    Where the op's result was written to in place afterwards, the answer is what it became, and those writes are skipped;
-    such an answer stands apart, with a version of its own, which the skipped writes move: its step is BECOME.
-    `saved` has the storage of each slot. The same ops may be wired differently this time: what is saved again must be the same
-    storage, and a re-run goes on until the slots in `checked` have been, whose answers something missing is made from.
+    Where the op's result was written to in place afterwards, the answer is the value after those writes, which are skipped; such an
+    answer has a version counter of its own, and its step is BECOME. `saved` has the storage of each slot. The same ops may be wired
+    differently this time, so autograd must save the same storages again, and a re-run continues until the slots in `checked` were
+    saved: missing slots are computed from their answers.
     """
 
     ops: tuple[TracedOp, ...]
@@ -73,7 +73,7 @@ class Recipe:
 
     @property
     def runs_custom_ops(self) -> bool:
-        """True if it runs an op whose schema may not tell what it writes to: none of PyTorch's own."""
+        """True if it runs an op that is not PyTorch's own, whose schema may not declare its writes."""
         return any(
             step is Step.RUN and op.op.namespace != "aten" for op, step in zip(self.ops, self.steps, strict=True)
         )
@@ -84,11 +84,11 @@ class Recipe:
 
 
 class Diverged(BaseException):
-    """The re-run does other ops than the recipe was made for; it has to start again without one."""
+    """The re-run does other ops than the recipe was made for, and must start again without it."""
 
 
 class RecipeMode(compiler_internals.LightMode):
-    """Follows a recipe through a re-run."""
+    """Follows a recipe through a re-run, given the held slots by number."""
 
     divergence = Diverged
 
@@ -102,7 +102,7 @@ class RecipeMode(compiler_internals.LightMode):
         self._next, self._ran_last = 0, True
         self._numbers: dict[int, int] = {}  # of storages, by their address
         self._known: set[int] = set()
-        # Asking so that no mode of others notices costs more than the rest of it.
+        # Hiding the call from function modes of others is needed only if there are any.
         self._storage = internals.untyped_storage if internals.count_function_modes() else Tensor.untyped_storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,7 +141,7 @@ class RecipeMode(compiler_internals.LightMode):
         return out
 
     def saw_slot(self, index: int, tensor: Tensor) -> None:
-        """Diverge where autograd saves another storage than in the trace, as `_follow` does for what ops are given."""
+        """Raise Diverged if autograd saves another storage than in the trace."""
         expected = self._saved[index] if index < len(self._saved) else -1
         if hides_ops(tensor):
             raise Diverged
@@ -154,7 +154,7 @@ class RecipeMode(compiler_internals.LightMode):
             raise Diverged
 
     def _follows(self, reads: tuple[int, ...], given: tuple[Given, ...], args: tuple[Any, ...]) -> bool:
-        """`_follow` for what most ops are given: plain tensors that are known, each once, in order. False: it has to look closer."""
+        """True if an op is given known plain tensors, each once, in the traced order; if False, `_follow` must look closer."""
         position, numbers, storage_of = 0, self._numbers, self._storage
         if len(given) != len(reads):
             return False
@@ -177,7 +177,7 @@ class RecipeMode(compiler_internals.LightMode):
         return position == len(reads)
 
     def _follow(self, op: TracedOp, args: Any, kwargs: Any) -> None:
-        """Diverge where an op is given other storages, shapes, strides or dtypes than in the trace."""
+        """Raise Diverged if an op is given other storages, shapes, strides or dtypes than in the trace."""
         numbers, expected = self._numbers, op.reads
         position, count = 0, len(expected)  # of what the trace says is new at this op
         looks = iter(op.given)
@@ -204,7 +204,7 @@ class RecipeMode(compiler_internals.LightMode):
             raise Diverged
 
     def _note(self, op: TracedOp, out: Any) -> None:
-        """Which storage is which: made by this op, so that memory used again is not taken for what was there."""
+        """Record the storages that an op made, so that reused memory is not mistaken for what was there before."""
         if not op.makes:  # a view, or what was written to: known
             return
         for leaf, result in zip((out,) if op.returns_one else _tensors((out,), None), op.results, strict=False):
@@ -216,7 +216,7 @@ class RecipeMode(compiler_internals.LightMode):
         return self._ran_last
 
     def answers(self) -> list[Tensor]:
-        """The held values that may stand for results."""
+        """Return the held values that may answer for results."""
         return list(self._values.values())
 
     def _answer(self, slot: int, result: tuple[Any, ...], apart: bool) -> Tensor:
@@ -244,7 +244,7 @@ class RecipeMode(compiler_internals.LightMode):
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments of an op, in order."""
+    """Return the tensors among the arguments of an op, in order."""
     for value in args:
         if isinstance(value, Tensor):
             yield value
@@ -255,12 +255,12 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _blank(result: tuple[Any, ...]) -> Tensor:
-    """A tensor of the right shape whose values nobody needs."""
+    """Return a tensor of the right shape whose values are not needed."""
     return torch.empty_strided(result[1], result[2], dtype=result[4], device=result[5])
 
 
 def _framed(op: TracedOp, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """What the op returned, with these tensors in their places."""
+    """Return the op's result with these tensors in their places."""
     assert op.frame is not None
     found = iter(tensors)
     return tuple(next(found) if item is Hole.TENSOR else item for item in op.frame)

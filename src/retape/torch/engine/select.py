@@ -1,9 +1,9 @@
-"""Select: hold what is dear, recompute the rest, op by op (Rule 6).
+"""Select: hold what is expensive, recompute the rest, op by op (Rule 6).
 
-Two ways lead here. A planned select holds slots by number, without any mode in the first forward; its re-run follows a
-recipe that answers ops from held slots and skips those that nobody needs. A policy per op, through the `context_fn` of
-PyTorch's own selective checkpoint, is honoured with modes of our own in both runs. In both, a random op that is answered
-instead of run leaves its generator where the op had left it.
+There are two forms. A planned select holds slots by number, without any mode in the first forward; its re-run follows a recipe that
+answers ops from held slots and skips those that are not needed. A policy per op, through the `context_fn` of PyTorch's own selective
+checkpoint, is followed by modes of our own in both runs. In both, a random op that is answered instead of run leaves its generator in
+the state that the op had left.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from retape.torch.engine.trace import RegionTrace, TracedOp, is_view, written_by
 
 
 def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
-    """Which ops to run, answer and skip when the slots in `held` are held; None where nothing may be skipped.
+    """Return which ops to run, answer and skip when the slots in `held` are held; None where nothing may be skipped.
 
     Walks backwards from the slots that must be refilled. An op whose results are all held is answered, if nothing writes to
-    them later; an op that makes nothing anybody needs is skipped, if everything it makes was seen to be used.
+    them later; an op whose results are not needed is skipped, if everything it makes was seen to be used.
     """
     if trace.opaque or not held or any(torch.Tag.dynamic_output_shape in op.op.tags for op in trace.ops):
         return None
@@ -58,7 +58,7 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
 def _checked(
     trace: RegionTrace, held: frozenset[int], steps: tuple[Step, ...], answers: tuple[tuple[int, ...], ...]
 ) -> frozenset[int]:
-    """The held slots that answer for what is read to refill the missing ones, or is itself missing elsewhere."""
+    """Return the held slots whose answers are read to refill the missing ones, or are themselves missing elsewhere."""
     missing = [slot for slot in range(len(trace.slots)) if slot not in held]
     stop = max((trace.saved_at[slot] for slot in missing), default=0)
     rows = list(zip(trace.ops, steps, answers, strict=True))[:stop]
@@ -68,8 +68,10 @@ def _checked(
 
 
 def _torn(trace: RegionTrace, steps: tuple[Step, ...]) -> set[int]:
-    """Storages that cannot start as what they became: whoever writes to one that is run again needs what was there, and all the
-    writes; and where the op that made it is not answered, skipped writes would leave it as it was before them.
+    """Return storages that cannot start with their final contents.
+
+    A write that is run again needs the contents before it, and all the writes; and where the op that made the storage is not
+    answered, skipped writes would leave it without them.
     """
     torn: set[int] = set()
     for op, step in zip(trace.ops, steps, strict=True):
@@ -81,9 +83,9 @@ def _torn(trace: RegionTrace, steps: tuple[Step, ...]) -> set[int]:
 
 
 def _steps(trace: RegionTrace, held: frozenset[int], answerable: Set[int], settled: Set[int]) -> tuple[Step, ...]:
-    """What to do with each op, given the storages that can be answered from what is held."""
-    empty = {storage for storage, size in enumerate(trace.storage_bytes) if not size}  # which nobody can read
-    # An in-place view op moves the version of the tensor it is called on: its answer needs a version of its own.
+    """Return the treatment of each op, given the storages that can be answered from held slots."""
+    empty = {storage for storage, size in enumerate(trace.storage_bytes) if not size}  # they have no values to read
+    # An in-place view op increments the version of its tensor: an answer to it needs a version counter of its own.
     apart = settled | {storage for op in trace.ops if op.reshapes for storage in op.reads}
     needed = {storage for slot, storage in enumerate(trace.slots) if slot not in held} - settled
     used = {storage for op in trace.ops for storage in op.reads} | set(trace.slots) | trace.outputs | empty
@@ -104,7 +106,7 @@ def _steps(trace: RegionTrace, held: frozenset[int], answerable: Set[int], settl
 
 def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, answerable: Set[int]) -> Step:
     if op.is_view or op.uninitialised or not op.results:
-        # A view costs nothing; what reads values into Python (`.item()`) must see true ones.
+        # A view costs nothing; an op that returns values to Python (`.item()`) must read true ones.
         if not op.results:
             needed.update(op.reads)
         return Step.RUN
@@ -126,12 +128,12 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
 
 
 def select_contexts(contexts: Contexts) -> Contexts:
-    """Put our own modes in the place of PyTorch's selective ones; other contexts stay as they are."""
+    """Return our own modes in place of PyTorch's selective ones; other contexts are returned unchanged."""
     first, again = contexts
     policy = internals.selective_policy(first)
     if policy is None or not internals.is_selective_replay(again):
         return contexts
-    log = _Log(policy, internals.selective_mutation_allowed(again))
+    log = _PolicyLog(policy, internals.selective_mutation_allowed(again))
     return _Holding(log), _Answering(log)
 
 
@@ -139,8 +141,8 @@ _RUN_AGAIN = object()
 _CONSUMED = object()
 
 
-class _Log:
-    """What the policy said of each op, in order of its calls, and the results that are held."""
+class _PolicyLog:
+    """The policy's decision on each op, in order of its calls, and the results that are held."""
 
     __slots__ = ("entries", "mutation_allowed", "policy")
 
@@ -150,8 +152,8 @@ class _Log:
         self.entries: dict[Any, list[Any]] = {}
 
 
-class _Held:
-    """Results of one call of an op, with their versions; for a random op, where it left its generator."""
+class _HeldResults:
+    """Results of one call of an op, with their versions; for a random op, the state in which it left its generator."""
 
     __slots__ = ("draws", "out", "versions", "written")
 
@@ -162,7 +164,7 @@ class _Held:
         else:
             self.out = pytree.tree_map_only(Tensor, internals.detach_below_autograd, out)
             self.versions = [version_of(leaf) for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, Tensor)]
-        if writes:  # autograd counts the write once the op is done, which is after it was seen here
+        if writes:  # autograd increments the version once the op is done, which is after this
             self.versions = [version + 1 if isinstance(version, int) else version for version in self.versions]
         self.draws = draws
         self.written = False
@@ -179,24 +181,24 @@ class _Held:
 
 
 class _Holding(TorchDispatchMode):
-    """The first run: asks the policy after each op and holds what it wants saved."""
+    """The mode of the first run: asks the policy after each op, and holds the results that it wants saved."""
 
-    def __init__(self, log: _Log) -> None:
+    def __init__(self, log: _PolicyLog) -> None:
         super().__init__()
         self._log = log
-        self._on: dict[int, list[_Held]] = {}  # what is held, by storage
+        self._on: dict[int, list[_HeldResults]] = {}  # what is held, by storage
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def _note(self, entry: _Held) -> None:
+    def _note(self, entry: _HeldResults) -> None:
         for leaf in [entry.out] if isinstance(entry.out, Tensor) else pytree.tree_leaves(entry.out):
             if isinstance(leaf, Tensor):
                 self._on.setdefault(leaf.untyped_storage()._cdata, []).append(entry)
 
-    def _markwritten_by(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A write that the version of a held result need not show: below autograd a factory's result has a version of its own."""
+    def _mark_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Mark held results that an op writes to: below autograd a factory's result has a version counter of its own."""
         for target in pytree.tree_leaves(written_by(func, args, kwargs)):
             for entry in self._on.get(target.untyped_storage()._cdata, ()) if isinstance(target, Tensor) else ():
                 entry.written = True
@@ -207,14 +209,14 @@ class _Holding(TorchDispatchMode):
             return out
         kwargs = kwargs or {}
         if self._on and func._schema.is_mutable:
-            self._markwritten_by(func, args, kwargs)
+            self._mark_written(func, args, kwargs)
         held = internals.policy_saves(self._log.policy, func, args, kwargs, out) or func is _ITEM
         if held and is_view(func):
-            held = False  # it costs nothing to run again, and what it shows may be written to later
+            held = False  # running it again costs nothing, and its base may be written to later
         key = func if func is not internals.COMPILED_CODE else internals.selective_key(func, args)
         entry: Any = _RUN_AGAIN
         if held:
-            entry = _Held(out, _streams_after(func, out, kwargs), func._schema.is_mutable)
+            entry = _HeldResults(out, _streams_after(func, out, kwargs), func._schema.is_mutable)
             self._note(entry)
         calls = self._log.entries.get(key)
         if calls is None:
@@ -225,11 +227,11 @@ class _Holding(TorchDispatchMode):
 
 
 class _Answering(TorchDispatchMode):
-    """The re-run: answers what is held, runs the rest."""
+    """The mode of the re-run: answers ops from held results, and runs the rest."""
 
     is_selective = True
 
-    def __init__(self, log: _Log) -> None:
+    def __init__(self, log: _PolicyLog) -> None:
         super().__init__()
         self._log = log
         self._calls: dict[Any, int] = {}
@@ -262,7 +264,7 @@ class _Answering(TorchDispatchMode):
         entries[index] = _CONSUMED
         return self._answer(func, args, kwargs or {}, entry)
 
-    def _answer(self, func: Any, args: Any, kwargs: Any, entry: _Held) -> Any:
+    def _answer(self, func: Any, args: Any, kwargs: Any, entry: _HeldResults) -> Any:
         if not self._log.mutation_allowed:
             entry.check()
         for stream, token in entry.draws:
@@ -289,7 +291,7 @@ def _unknown_op(func: Any, index: int | None) -> RecomputeMismatch:
 
 
 def _streams_after(func: Any, out: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Where a random op has left its generator."""
+    """Return the state in which a random op has left its generator."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return ()
     generator = kwargs.get("generator")

@@ -1,8 +1,8 @@
-"""What a region does, op by op: which storages each op reads and writes, and which of them autograd saves as slots.
+"""The trace of a region: the storages that each op reads and writes, and those that autograd saves as slots.
 
-Recorded in a re-run, because that is what a plan will steer: autocast's weight cache is off there, and nothing is held. A
-storage is named by a number of its own for as long as the trace runs, so that freed memory is never taken for its successor.
-With a stopwatch each op is timed.
+Recorded in a re-run, because that is what a plan controls: autocast's weight cache is off there, and nothing is held. Each storage has
+a number of its own while the trace runs, so that freed memory is never mistaken for what is allocated there later. With a stopwatch
+each op is timed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from retape.torch.compat.internals import IGNORED_OPS, untyped_storage
 
 # Ops that communicate, or that write to their arguments without saying so in their schemas.
 _UNDECLARED = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "_dtensor", "symm_mem"})
-_REBINDING = ("aten::set_", "aten::resize_", "aten::resize_as_")  # which may give a tensor another storage
+_REBINDING = ("aten::set_", "aten::resize_", "aten::resize_as_")  # they may give a tensor another storage
 Given = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_HIDDEN = frozenset({"running_mean", "running_var"})  # which batch norms write to, though their schemas do not say so
+_HIDDEN = frozenset({"running_mean", "running_var"})  # batch norms write to them, though their schemas do not say so
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
 
@@ -33,8 +33,8 @@ _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_str
 class TracedOp:
     """One op: the storages it reads, makes and writes to, and the shape of each tensor it returns.
 
-    `frame` is the tuple it returns, with holes in the places of tensors; it is None itself where the op returns one tensor, or
-    something that is no flat tuple: then nobody but the op can answer for it. `given` has shape, strides and dtype of each tensor
+    `frame` is the tuple it returns, with holes in place of tensors; None where the op returns one tensor, or something that is not a
+    flat tuple: then its result cannot be answered from held tensors. `given` has shape, strides and dtype of each tensor
     argument in order, `settings` the type and value of each other one: a re-run compares both. `reshapes` is true for in-place view
     ops (`transpose_`), which change a tensor's shape or strides and none of its data.
     """
@@ -66,9 +66,9 @@ class TracedOp:
 class RegionTrace:
     """The ops of a region in order; per slot its storage; the storages of its outputs.
 
-    `storage_bytes` has the size of every storage by its number, and `died` the number of ops after which it was seen to be gone
-    (the number of all ops where it outlived them), with nothing held for backward; `saved_at` how many ops had run when each
-    slot was saved. A `compiled` region is one op, which saves all slots at its end.
+    `storage_bytes` has the size of every storage by its number, and `died` the number of ops after which it was freed (the number of
+    all ops if it outlived them), with nothing held for backward; `saved_at` how many ops had run when each slot was saved. A
+    `compiled` region is one op, which saves all slots at its end.
     """
 
     ops: tuple[TracedOp, ...]
@@ -82,7 +82,7 @@ class RegionTrace:
     compiled: bool = False
 
     def settled(self) -> frozenset[int]:
-        """Storages made here and then written to in place, of which nobody but the writers sees what they were before the last write."""
+        """Return storages made here and then written to in place, whose contents before the last write only the writers read."""
         made = {storage for op in self.ops for storage in op.makes}
         last = {storage: number for number, op in enumerate(self.ops) for storage in op.writes if storage in made}
         seen: set[int] = set()
@@ -94,7 +94,7 @@ class RegionTrace:
 
     @property
     def opaque(self) -> bool:
-        """Whether something that dispatch cannot see may have read or written.
+        """True if something that dispatch cannot see may have read or written.
 
         Memory was handed to Python (`.numpy()`, `.data_ptr()`), or memory that was never visibly filled is read or saved.
         """
@@ -111,12 +111,12 @@ class RegionTrace:
 
 
 def _reads_values(op: TracedOp) -> bool:
-    """Whether an op looks at numbers: one without results hands them to Python (`.item()`, `torch.equal`)."""
+    """True if an op reads values: one without results returns them to Python (`.item()`, `torch.equal`)."""
     return not op.uninitialised and (not op.is_view or not op.results)
 
 
 class CompiledCode(Enum):
-    """Stands for the op of a compiled region."""
+    """The op of a compiled region."""
 
     ALL = "compiled code"
 
@@ -126,7 +126,7 @@ class CompiledCode(Enum):
 
 
 class Hole(Enum):
-    """Stands for a tensor in what an op returned."""
+    """The place of a tensor in what an op returned."""
 
     TENSOR = "tensor"
 
@@ -147,7 +147,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def given_of(tensor: Tensor) -> Given:
-    """What a re-run compares of a tensor argument."""
+    """Return shape, strides and dtype of a tensor argument, which a re-run compares."""
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -189,7 +189,7 @@ def _frame_of(out: Any) -> tuple[Any, ...] | None:
 
 
 def hidden_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor that has no single storage."""
+    """Return the bytes of a tensor that has no single storage."""
     parts = inner_tensors(tensor)
     if parts:
         return sum(map(hidden_bytes, parts))
@@ -200,14 +200,14 @@ class OpStopwatch(Protocol):
     """Times each op of a trace."""
 
     def time(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the op, and return what it returns."""
+        """Run the op, and return its result."""
 
     def seconds(self) -> list[float]:
-        """What each took, in order."""
+        """Return the time of each op, in order."""
 
 
 class Recorder(Observer):
-    """Writes down every op that runs below it."""
+    """Records every op that runs below it."""
 
     def __init__(self, stopwatch: OpStopwatch | None = None) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Recorder(Observer):
         return number
 
     def _number_of_hidden(self, tensor: Tensor) -> int:
-        """A number for a tensor whose storages are not seen; the region is not selected from."""
+        """Return a number for a tensor whose storages dispatch does not see; the region then has no recipe."""
         self._handed_out = True
         known = self._hidden_numbers.get(id(tensor))
         if known is None:
@@ -248,8 +248,8 @@ class Recorder(Observer):
             self._sizes.append(hidden_bytes(tensor))
         return known[0]
 
-    def _bury(self) -> None:
-        """Note which storages are gone since the op before."""
+    def _note_freed(self) -> None:
+        """Record which storages were freed since the op before."""
         for number in [number for number, reference in self._alive.items() if reference.expired()]:
             del self._alive[number]
             self._died[number] = len(self.ops)
@@ -264,7 +264,7 @@ class Recorder(Observer):
         kwargs = kwargs or {}
         if func in IGNORED_OPS:
             return func(*args, **kwargs)
-        self._bury()
+        self._note_freed()
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         read = [self.number(leaf) for leaf in given]
         seen_as = () if self._handed_out else tuple(map(given_of, given))
@@ -306,9 +306,9 @@ class Recorder(Observer):
                 self._hidden_writes.setdefault(len(self.ops), []).append(self.number(value))
 
     def _visible_ops(self) -> list[TracedOp]:
-        """The ops, with hidden writes shown where another op of the region could see them.
+        """Return the ops, with hidden writes added where another op of the region reads the storage.
 
-        Statistics that nobody else here looks at may be left alone by a re-run, so that the norm can be answered.
+        Statistics that no other op reads need not be updated by a re-run, so that the norm can be answered from held tensors.
         """
         ops = list(self.ops)
         for number, storages in self._hidden_writes.items():
@@ -329,7 +329,7 @@ class Recorder(Observer):
         return written
 
     def compiled_trace(self, known: list[Tensor], outputs: list[Tensor]) -> RegionTrace:
-        """The trace of a compiled region, of which only the slots were seen: one op that makes all but what is `known`."""
+        """Return the trace of a compiled region, of which only slots were seen: one op that makes all but the `known` tensors."""
         there = frozenset(self.number(tensor) for tensor in known)
         results = frozenset(self.number(tensor) for tensor in outputs)
         made = tuple(number for number in range(len(self._sizes)) if number not in there)
@@ -357,7 +357,7 @@ class Recorder(Observer):
         )
 
     def trace(self, outputs: list[Tensor], *, opaque: bool = False) -> RegionTrace:
-        self._bury()
+        self._note_freed()
         made = frozenset(self.number(tensor) for tensor in outputs)
         seconds = [0.0] * len(self.ops) if self._stopwatch is None else self._stopwatch.seconds()
         return RegionTrace(
