@@ -64,7 +64,7 @@ def step(model, ids) -> None:
 
 
 def seconds(model, ids) -> float:
-    """What a step takes: of the process on the CPU, until the device is done on CUDA."""
+    """Return the seconds of a step: process time on the CPU, until the device is done on CUDA."""
     if ids.device.type == "cpu":
         start = time.process_time()
         step(model, ids)

@@ -67,7 +67,7 @@ def step(model, ids):
 
 
 def measured(model, ids, cuda):
-    """Seconds, and bytes above what stood there before: weights and gradients."""
+    """Return the seconds, and the bytes above weights and gradients."""
     if not cuda:
         start = time.perf_counter()
         step(model, ids)

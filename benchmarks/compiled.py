@@ -106,7 +106,7 @@ def row(model, batch, device, run, base, rounds: int, eager: list) -> dict:
 
 
 def planned(model, batch, device, gib: float, options: str, base, rounds: int, eager: list) -> dict:
-    """What `fit` does with a budget."""
+    """Return the row of `fit` with a budget."""
     try:
         budget = retape.Budget.activations(int(gib * GIB))
         fitted = retape.fit(model, batch, budget=budget, compile=True, options=options, progress=False)

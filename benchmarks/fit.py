@@ -122,7 +122,7 @@ def step(model, batch):
 
 
 def peak_bytes(model, batch, device) -> int:
-    """What a step allocates above what stood there before."""
+    """Return the peak of a step above the bytes from before it."""
     with track_memory(device) as scale:
         step(model, batch)
     return max(reading.peak_bytes for reading in scale.readings)
@@ -183,7 +183,7 @@ def compare(model, batch, device, switched, plain_seconds: float, rounds: int) -
 
 
 def at_budget(model, batch, device, gib: float, options: str, rounds: int) -> dict:
-    """What `fit` does with so many GiB of activations, in turns with a step that keeps everything."""
+    """Return the row of `fit` with a number of GiB of activations, interleaved with a step that keeps everything."""
     try:
         fitted = retape.fit(
             model, batch, budget=retape.Budget.activations(int(gib * 2**30)), options=options, progress=False
@@ -219,7 +219,7 @@ def at_budget(model, batch, device, gib: float, options: str, rounds: int) -> di
 
 
 def kinds_of(fitted) -> dict[str, int]:
-    """How many regions there are of each treatment."""
+    """Return the number of regions of each treatment."""
     kinds: dict[str, int] = {}
     for choice in fitted.record.assignment.choices:
         name = choice.option.value + (", input dropped" if choice.drop_input else "")

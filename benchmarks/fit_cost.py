@@ -1,4 +1,4 @@
-"""What fitting itself costs: `fit` on a GPT-2 of many blocks, in plain steps of the same model, and where the time goes.
+"""The cost of fitting: `fit` on a GPT-2 of many blocks, in plain steps of the same model, and its parts.
 
     python -m benchmarks.fit_cost [--blocks 48] [--width 512] [--length 256] [--rows 4] [--budget 0.5] [--device cpu] [--out FILE]
 

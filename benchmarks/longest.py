@@ -172,7 +172,7 @@ def labels_of(fitted) -> list[str]:
 
 
 def room_bytes(model, options, device, tokens: int) -> int:
-    """What a step may take above weights and gradients."""
+    """Return the bytes that a step may take above weights and gradients."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
         return int(total - resident_bytes(model, device) - options.reserve_gib * GIB)
@@ -265,7 +265,7 @@ def longest(model, options, device) -> dict:
 
 
 def peers_limit(model, tokens: int, device) -> str:
-    """Whether Hugging Face's checkpointing gets to `tokens`."""
+    """Return whether Hugging Face's checkpointing trains with `tokens`."""
     cleared(model)
     try:
         with HuggingFace(model, fused=True):
@@ -279,7 +279,7 @@ def peers_limit(model, tokens: int, device) -> str:
 
 
 def attempt(results: dict, name: str, run) -> None:
-    """What comes of one part; where it fails, the others go on."""
+    """Run one part and return its result; if it fails, its error."""
     try:
         results[name] = run()
     except Exception as error:

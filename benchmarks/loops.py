@@ -127,7 +127,7 @@ class Lstm:
         return time.perf_counter() - start
 
     def peak_bytes(self, way) -> int:
-        """Above inputs and weights."""
+        """Return the peak above inputs and weights."""
         self.cell.zero_grad()
         if self.device == "cpu":
             with Scale([self.xs, *self.start, *self.cell.parameters()]) as scale:
@@ -139,7 +139,7 @@ class Lstm:
         return torch.cuda.max_memory_allocated() - before
 
     def forward_steps(self, way) -> int:
-        """How often the cell runs forward, re-runs too."""
+        """Return the forward runs of the cell, re-runs included."""
         Lstm.runs = 0
         hook = self.cell.register_forward_pre_hook(_count_run)
         self.grads(way)

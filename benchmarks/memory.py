@@ -1,4 +1,4 @@
-"""What regions hold, beside PyTorch's checkpoint, counted in bytes of live storages: `python -m benchmarks.memory [--out FILE]`.
+"""Memory of regions and of PyTorch's checkpoint, in bytes of live storages: `python -m benchmarks.memory [--out FILE]`.
 
 16 equal blocks of three saved units each: per block, in 4 segments, nested 4 x 4; inputs given as tensors, in a dict, and as
 keywords. A unit is one activation. Counted on the CPU at every op, so that it is the same on every machine.

@@ -1,4 +1,4 @@
-"""How long planning takes, and how near its bound it comes.
+"""Time of planning, and the distance of plans from their bound.
 
     python -m benchmarks.planning [--out FILE] [--seed N]
 

@@ -1,4 +1,4 @@
-"""What every record in benchmarks/results/ says of itself: device, versions, command, seed, date."""
+"""The header of every record in benchmarks/results/: device, versions, command, seed, date."""
 
 from __future__ import annotations
 

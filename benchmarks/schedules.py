@@ -33,7 +33,7 @@ REPEATS = 3
 
 
 def timed(work, repeats=1):
-    """What `work` gives, and the least CPU time it took: one thread that waits for nothing, whatever else the machine does."""
+    """Return the result of `work` and its least CPU time of several runs."""
     least = float("inf")
     for _ in range(repeats):
         start = time.process_time()

@@ -79,7 +79,7 @@ def alone(model, batch, device, rounds: int, context) -> dict:
 
 
 def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> dict:
-    """What `fit` does with a budget, measured in turns with plain where that fits."""
+    """Return the row of `fit` with a budget, interleaved with plain if that fits."""
     try:
         fitted = fit_using(HOST.trials, model, batch, budget=retape.Budget.activations(budget), progress=False)
     except retape.errors.BudgetTooSmall as error:

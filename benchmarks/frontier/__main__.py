@@ -1,4 +1,4 @@
-"""Both frontiers of one model from one run: every way to save memory, beside what `retape.fit` does with the same bytes.
+"""Frontiers of one model from one run: other methods to save memory, and `retape.fit` with the same bytes.
 
     python -m benchmarks.frontier --model llama-1b --device cuda [--seconds 220] [--out FILE]
     python -m benchmarks.frontier --model gpt2 --device cpu [--compile] [--own-compile] [--rounds 5] [--seed 0]

@@ -26,11 +26,11 @@ from retape.torch.measure.memory_meter import track_memory
 
 # Of ||gradients - plain's|| / ||plain's||, for kernels that round elsewhere: a few units in the last place of each dtype.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-SLOW = 4.0  # of the fastest way
+SLOW = 4.0  # times the fastest method
 
 
 class Verdict(Enum):
-    """What became of the comparison with plain autograd."""
+    """Result of the comparison with plain autograd."""
 
     EQUAL = "equal"
     WITHIN = "within tolerance"
@@ -54,7 +54,7 @@ class GradientCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step: seconds, and the most bytes above what stood there before, where it was weighed."""
+    """One step: seconds, and peak bytes above those from before the step, if they were measured."""
 
     seconds: float
     peak_bytes: int = 0
@@ -62,7 +62,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a way came to before the turns."""
+    """Gradients and peak of a method, before the interleaved timing."""
 
     check: GradientCheck
     step: Step
@@ -98,7 +98,7 @@ class Laboratory:
         torch.manual_seed(self.case.seed)
 
     def run(self, way: Way, *, weigh: bool = False) -> Step:
-        """One step of a way that is on. On a GPU it is always weighed, which costs nothing there."""
+        """Run one step of an attached method. On a GPU its memory is always measured, which is free there."""
         self.rewind()
         clock = time.perf_counter if self._on_gpu else time.process_time
         with track_memory(self.case.device) if weigh or self._on_gpu else nullcontext() as scale:
@@ -111,7 +111,7 @@ class Laboratory:
         return Step(seconds=seconds, peak_bytes=max(peaks))
 
     def measure(self, way: Way) -> Measured:
-        """Check the gradients of a way, then weigh a step."""
+        """Check the gradients of a method, then measure the memory of a step."""
         with way.on():
             return Measured(check=self.check(way), step=self.run(way, weigh=True))
 
@@ -144,7 +144,7 @@ class Laboratory:
         return copy.pin_memory() if gradient.is_cuda else copy
 
     def _distance(self) -> tuple[bool, float]:
-        """Whether all gradients are plain's in every bit, and how far off they are."""
+        """Return whether all gradients equal plain autograd's bit for bit, and their largest distance."""
         equal, off, norm = True, 0.0, 0.0
         for gradient, kept in zip(self._current(), self._gradients, strict=True):
             reference = kept.to(gradient.device)
@@ -181,7 +181,7 @@ def in_turns(
         if number > 2 and time.perf_counter() > until:
             break
         fastest = min((steps[0].seconds for steps in taken.values() if steps), default=float("inf"))
-        for way in random.Random(number).sample(ways, len(ways)):  # so that nobody always follows the same one
+        for way in random.Random(number).sample(ways, len(ways)):  # so that no method always follows the same one
             if number > 1 and taken[way.name][0].seconds > SLOW * fastest:
                 continue
             with way.on():

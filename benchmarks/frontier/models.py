@@ -1,6 +1,6 @@
 """The models of the benchmark: seven makes, each with sizes for a CPU and for one GPU. Random weights, made-up data, no dropout.
 
-What is done with them is in `peers.py` and `own.py`.
+The methods are in `peers.py` and `own.py`.
 """
 
 from __future__ import annotations

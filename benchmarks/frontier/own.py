@@ -20,12 +20,12 @@ from retape.errors import BudgetTooSmall, RetapeError
 from retape.integrations.huggingface.fused_loss import fuse_loss_as, unfuse_loss
 from retape.torch.planning.attach import put_on, take_off
 
-A_HAIR = 1.002  # over the floor: it was measured, and moves by as much
+FLOOR_MARGIN = 1.002  # factor on a measured floor: it varies by this much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """A fit to make: how its row is called, with which options, in how many bytes above weights and gradients."""
+    """A fit to make: the name of its row, its options, and its bytes above weights and gradients."""
 
     name: str
     family: Family
@@ -43,7 +43,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BelowFloor(Skipped):
-    """A budget that is too small, with the least that is not, above weights and gradients."""
+    """A budget below the floor, with the floor, both above weights and gradients."""
 
     floor_bytes: int
 
@@ -62,7 +62,7 @@ def fitted(case: Case, wish: Wish, fixed_bytes: int) -> Way | Skipped:
         )
     except BudgetTooSmall as error:
         why = f"below the floor, which is {format_bytes(error.floor_bytes)} with everything counted"
-        return BelowFloor(name=wish.name, why=why, floor_bytes=int((error.floor_bytes - fixed_bytes) * A_HAIR))
+        return BelowFloor(name=wish.name, why=why, floor_bytes=int((error.floor_bytes - fixed_bytes) * FLOOR_MARGIN))
     except RetapeError as error:
         return Skipped(name=wish.name, why=f"refused: {error}")
     return as_way(case, wish, found)

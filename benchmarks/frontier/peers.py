@@ -40,7 +40,7 @@ def _imported(name: str) -> tuple[Any, str]:
     """A module, or why it is not there."""
     try:
         return import_module(name), ""
-    except Exception as error:  # somebody else's code, at import: the others go on
+    except Exception as error:  # other libraries, at import: the remaining peers run
         package = name.partition(".")[0]
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         return None, f"{package} is not installed" if missing else f"{name} does not import: {error}"

@@ -1,6 +1,6 @@
-"""Both frontiers in one picture: every way of a benchmark's record by its peak and its time, and the best of each family as a line.
+"""A benchmark's record as a picture: every method by its peak and its time, and the best of each family as a line.
 
-Reads what `python -m benchmarks.frontier` writes. A row is drawn wherever it stands, also where it beats the others.
+Reads the output of `python -m benchmarks.frontier`. Every row is drawn, also one that beats retape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from retape.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Pla
 
 
 class Family(Enum):
-    """Ways that are drawn alike: whose they are, and which kernels they run."""
+    """Methods that are drawn alike, by their library and the kernels that they run."""
 
     PLAIN = "plain"
     EAGER = "PyTorch, same kernels"
@@ -44,15 +44,15 @@ _COLOURS = {
     Family.RETAPE_ALL: "c1",
     Family.RETAPE_COMPILED: "c3",
 }
-# Where everything may be kept, the best is a step that keeps everything.
+# Families whose frontier ends with a step that keeps everything.
 _WITH_PLAIN = (Family.EAGER, Family.RETAPE_EXACT, Family.RETAPE_ALL)
 _STYLE = """<style>
 .c5 { stroke: #0891b2; } .plain { stroke: #5b6770; } .theirs { stroke-dasharray: 5 4; stroke-width: 1.5; }
 .small { font-size: 11px; paint-order: stroke; stroke: #ffffff; stroke-width: 3px; } .own { stroke-width: 5; } .wrong { stroke-width: 2; }
 @media (prefers-color-scheme: dark) { .c5 { stroke: #22d3ee; } .plain { stroke: #9aa7b1; } .small { stroke: #15181c; } }
 </style>"""
-FAR, FARTHEST = 2.0, 4.0  # of plain's seconds: what is slower stands at the upper edge, with its number
-_ROOM = 0.06
+FAR, FARTHEST = 2.0, 4.0  # times plain's seconds: slower methods are drawn at the upper edge, with their number
+_ROOM = 0.06  # fraction of the data range, on each side
 _CHARACTER, _LINE = 5.9, 13.0  # of a small label
 _SHORT = (
     ("torch's linear_cross_entropy", "fused loss"),
@@ -79,7 +79,7 @@ class Measured:
 
     @property
     def label(self) -> str:
-        """What stands beside its mark."""
+        """The text beside its mark."""
         text = self.name
         for long, short in _SHORT:
             text = text.replace(long, short)
@@ -87,13 +87,13 @@ class Measured:
 
 
 def render_beside_svg(path: str | Path) -> str:
-    """The picture of a record."""
+    """Return the picture of a record."""
     data = read_benchmark(path)
     ways = _ways(data)
     plain = next((way for way in ways if way.family is Family.PLAIN), None)
     if plain is None:
         raise InvalidInput(
-            f"There is no row of plain autograd in {str(path)!r}, so nothing can stand beside it. Give a record that "
+            f"There is no row of plain autograd in {str(path)!r}, so there is nothing to compare with. Give a record that "
             "python -m benchmarks.frontier wrote."
         )
     chart = _Chart(ways, plain)
@@ -126,7 +126,7 @@ def _ways(data: dict[str, Any]) -> list[Measured]:
 
 
 def best_of(ways: Iterable[Measured]) -> list[Measured]:
-    """Those that no other way beats in both bytes and seconds, by rising bytes. One with wrong gradients beats nobody."""
+    """Return the methods that no other beats in both bytes and seconds, by rising bytes, without those with wrong gradients."""
     found: list[Measured] = []
     for way in sorted((way for way in ways if not way.wrong), key=lambda way: (way.peak_bytes, way.seconds)):
         if not found or way.seconds < found[-1].seconds:
@@ -135,7 +135,7 @@ def best_of(ways: Iterable[Measured]) -> list[Measured]:
 
 
 class _Chart:
-    """Where everything stands."""
+    """The plane with its lines, marks and labels."""
 
     def __init__(self, ways: Sequence[Measured], plain: Measured) -> None:
         self.ways, self.plain = ways, plain
@@ -153,7 +153,7 @@ class _Chart:
         return [family for family in Family if any(way.family is family for way in self.ways)]
 
     def lines(self) -> Iterable[str]:
-        """The frontier of each family, up to the right edge."""
+        """Yield the frontier of each family, up to the right edge."""
         for family in self._families():
             members = [way for way in self.ways if way.family is family]
             best = best_of([*members, *([self.plain] if family in _WITH_PLAIN else [])])
@@ -178,7 +178,7 @@ class _Chart:
                 yield f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="5">{title}</circle>'
 
     def labels(self) -> Iterable[str]:
-        """Names of the others' ways, each where it covers no mark and no earlier name; one without room has its tooltip."""
+        """Yield the names of the other libraries' methods, each where it covers no mark and no earlier name."""
         taken = [_Box.around(*self.plane.point(way.peak_bytes, way.seconds)) for way in self.ways]
         for way in self.ways:
             if way.family.is_own:
@@ -193,14 +193,14 @@ class _Chart:
             yield f'<text class="small" x="{box.left:.1f}" y="{box.bottom - 3:.1f}">{escape(text)}</text>'
 
     def entries(self) -> list[tuple[str, str]]:
-        """The legend."""
+        """Return the legend."""
         families = [family for family in self._families() if family is not Family.PLAIN]
         return [(_COLOURS[family] + ("" if family.is_own else " theirs"), family.value) for family in families]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Box:
-    """A part of the picture that is in use."""
+    """A used part of the picture."""
 
     left: float
     right: float
@@ -213,7 +213,7 @@ class _Box:
 
     @classmethod
     def free(cls, x: float, y: float, wide: float, taken: Sequence[_Box]) -> _Box | None:
-        """The first place beside a mark that is free and inside the plane."""
+        """Return the first free place beside a mark and inside the plane."""
         places = [(x + 9, y + 4), (x - 9 - wide, y + 4)]
         places += [(left, y + 4 + down) for down in (-14, 15, -27, 28) for left in (x + 2, x - wide - 2, x - wide / 2)]
         for left, bottom in places:

@@ -1,4 +1,4 @@
-"""One run of the benchmark: peers, then retape at their peaks, then turns; and the rows that it comes to."""
+"""One run of the benchmark: peers, then retape at their peaks, then interleaved timing; and the resulting rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from benchmarks.frontier.ways import Skipped, Way
 from retape.core.units import format_bytes, format_seconds
 from retape.integrations.huggingface.fused_loss import can_fuse_loss
 
-ALIKE = 0.03  # of a peak: for a peer that is above another by no more, the fit inside the other's peak stands as well
-CLOSE = 0.04  # of a budget: a share this near to a peer's peak is not fitted for itself
+ALIKE = 0.03  # fraction of a peak: peers this close share the fit inside the smaller peak
+CLOSE = 0.04  # fraction of a budget: a share this close to a peer's peak is not fitted separately
 LEAST_TURNS = 7  # steps: one to warm up, and three that count with one before each
 
 # Whose peaks each of retape's families is held against: those with the same kernels.
@@ -60,7 +60,7 @@ class Run:
         if isinstance(found, Way):
             try:
                 measured = self.laboratory.measure(found)
-            except Exception as error:  # somebody else's code: its row says what happened, the others go on
+            except Exception as error:  # other libraries: the row contains the error, the remaining peers run
                 self._forget()
                 found = failed(found.name, error)
         if isinstance(found, Skipped):
