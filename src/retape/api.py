@@ -307,11 +307,7 @@ def _record_of(plan: Fit | FitRecord | str | Path) -> FitRecord:
         raise InvalidInput(
             f"apply() got a {type(plan).__name__}; give a Fit, or the path of a file that Fit.save wrote."
         )
-    try:
-        text = Path(plan).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"Cannot read the plan: {error}. Give the path of a file that Fit.save wrote.") from error
-    return FitRecord.from_json(text)
+    return FitRecord.load(plan)
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

@@ -176,7 +176,7 @@ def test_a_budget_below_the_floor_names_it(place, capsys):
 
 def test_a_place_that_cannot_be_written(place, capsys, tmp_path):
     said = refused(capsys, place("make"), "--budget", "1.0", "--json", str(tmp_path / "no" / "fit.json"))
-    assert "Cannot save the fit to" in said
+    assert "Cannot write the fit to" in said
     assert "Give another file" in said
 
 

@@ -368,7 +368,7 @@ def test_a_plan_is_for_one_structure(fitted, tmp_path):
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(PlanFormatError, match="no saved fit"):
         retape.apply(models.make("gpt2")[0], tmp_path / "plan.json")
-    with pytest.raises(InvalidInput, match="Cannot read the plan"):
+    with pytest.raises(InvalidInput, match="Cannot read the fit of"):
         retape.apply(models.make("gpt2")[0], tmp_path / "nowhere.json")
     with pytest.raises(InvalidInput, match="apply\\(\\) got a int"):
         retape.apply(models.make("gpt2")[0], 3)

@@ -16,6 +16,7 @@ from retape.core.errors import InvalidInput, RetapeError
 from retape.core.problem import Budget
 from retape.report.fit_text import explain
 from retape.report.frontier import chosen_point, draw_frontier
+from retape.report.svg import write_file
 
 if TYPE_CHECKING:
     from retape.core.fit_record import FitRecord
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     model, batch, step = call(load_function(options.place), options.place)
     made = _fitted(model, batch, step, budget, options.place)
     if options.json is not None:
-        _save(made, options.json)
+        write_file(made.record.to_json() + "\n", options.json, "fit")
     if options.plot is not None:
         made.plot(options.plot)
     if options.report is not None:
@@ -89,14 +90,6 @@ def _fitted(model: Any, batch: Any, step: Any, budget: Budget, place: str) -> An
         raise InvalidInput(
             f"The step of {place} failed: {type(error).__name__}: {error}. Check that it runs without retape, then fit again."
         ) from error
-
-
-def _save(made: Any, path: str) -> None:
-    try:
-        made.save(path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidInput(f"Cannot save the fit to {path!r}: {reason}. Give another file.") from error
 
 
 def _as_text(record: FitRecord) -> str:

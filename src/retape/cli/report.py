@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
 from retape.report.frontier import read_peers
 from retape.report.page.html import write_report
@@ -35,18 +34,9 @@ def add_parser(commands: _Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the fit, write the page and print its path."""
-    record = _read(options.record)
+    record = FitRecord.load(options.record)
     peers = read_peers(options.peers) if options.peers is not None else ()
     out = Path(options.out) if options.out is not None else Path(options.record).with_suffix(".html")
     write_report(record.view(options.device), out, peers=peers)
     print(out)
     return 0
-
-
-def _read(path: str) -> FitRecord:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidInput(f"Cannot read the fit of {path!r}: {reason}. Give a file that Fit.save wrote.") from error
-    return FitRecord.from_json(text)

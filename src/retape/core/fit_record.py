@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 from retape.core import codec
@@ -127,3 +128,15 @@ class FitRecord:
     def from_json(source: str) -> FitRecord:
         """Read what `to_json` wrote; raise PlanFormatError with the reason for any other text."""
         return codec.from_json(FitRecord, source)
+
+    @staticmethod
+    def load(path: str | Path) -> FitRecord:
+        """Read a file that `Fit.save` wrote; raise InvalidInput with the reason if that fails."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InvalidInput(
+                f"Cannot read the fit of {str(path)!r}: {reason}. Give a file that Fit.save wrote."
+            ) from error
+        return FitRecord.from_json(text)
