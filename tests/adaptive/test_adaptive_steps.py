@@ -230,11 +230,11 @@ def test_regions_by_hand_are_of_another_kind_once_they_are_unfrozen():
     assert live.stats().weighed_steps > 2
 
 
-# --- what stands there between steps -------------------------------------------------------------------------------
+# --- the bytes between steps ---------------------------------------------------------------------------------------
 
 
 def bases_around_a_late_step(model, *, set_to_none, **how):
-    """What stands there at each of seven steps, the optimizer's first one after the fifth of them; and what its state takes at least."""
+    """The base of each of seven steps, with the optimizer's first step after the fifth of them; and the least bytes of its state."""
     optimizer = torch.optim.AdamW(model.parameters(), **how)
     live = retape.adaptive(model, budget="1GiB")
     bases = []
@@ -284,7 +284,7 @@ def test_the_state_of_unfrozen_layers_is_counted():
 
 
 def test_what_earlier_scales_saw_is_not_seen_going_in_a_later_one():
-    """A cycle of tensors that were made on a scale, and that Python collects in the middle of a step that is weighed."""
+    """A cycle of tensors that were allocated in one measurement, and that Python collects in the middle of another."""
     model, calls = Model(), []
     step(model)
     wanted = peak_above(lambda: step(model))

@@ -89,7 +89,7 @@ def step(model, x=X):
 
 
 def settled(model, x=X):
-    """A live budget far above what the model takes, that has seen this batch on the scale."""
+    """A live budget far above what the model takes, that has measured this batch."""
     step(model, x)
     live = retape.adaptive(model, budget="1GiB")
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_another_shape_with_as_many_numbers_is_not_known_to_fit():
     for _ in range(3):
         step(model, rows(64).view(16, 4, 16))
     stats = live.stats()
-    assert stats.weighed_steps == weighed + 1, "it stood on the scale itself"
+    assert stats.weighed_steps == weighed + 1, "it was measured itself"
     assert stats.plain_steps == 2
     live.remove()
 

@@ -1,7 +1,7 @@
-"""How regions of one kind can be dropped in part, and which of their slots are copied to the host.
+"""Drop levels: the parts of a region that can be dropped before the rest, and the slots that are copied to the host.
 
 The order in which storages are dropped is found greedily on the trace of a re-run: next goes the one whose loss costs the fewest seconds
-per byte, by the recipe that the engine would follow. Levels that are dearer than a mix of their neighbours are left out, so that seconds
+per byte, by the recipe that the engine would follow. Levels that cost more than a mix of their neighbours are left out, so that seconds
 per byte rise from level to level. Kinds of one owner that run the same ops share an order. When to drop is decided in `evict.py`.
 
 Copies to the host start when a region's forward is over, once bytes have run short before, and only if the lane is done with earlier
@@ -209,21 +209,21 @@ class HostCopyScheduler:
     def choose(
         self, trace: RegionTrace, levels: tuple[DropLevel, ...], *, seconds: float, rerun_seconds: float
     ) -> frozenset[int]:
-        """The slots of a kind that are dearest to recompute, as many as the lane can copy while such a region runs.
+        """The slots of a kind that take longest to recompute, as many as the lane can copy while such a region runs.
 
         Those are what the last level holds, and everything without levels; none if recomputing is quicker than the copy back.
         """
         if not self.enabled:
             return frozenset()
         tape, tier = tape_storages(trace), self._tier()
-        dear = {trace.slots[slot] for slot in levels[-1].held} & tape.keys() if levels else set(tape)
-        size = sum(tape[storage] for storage in dear)
+        slow = {trace.slots[slot] for slot in levels[-1].held} & tape.keys() if levels else set(tape)
+        size = sum(tape[storage] for storage in slow)
         if self.visible_seconds(size) > rerun_seconds * (1.0 - (levels[-1].share if levels else 0.0)):
             return frozenset()
         room = size if tier is None else min(size, tier.write_bytes_per_second * seconds)
         least = int(sum(tape.values()) * self._tuning.small_storage_share)
         chosen: set[int] = set()
-        for storage in sorted(dear, key=lambda storage: -tape[storage]):
+        for storage in sorted(slow, key=lambda storage: -tape[storage]):
             if least < tape[storage] <= room:
                 chosen.add(storage)
                 room -= tape[storage]

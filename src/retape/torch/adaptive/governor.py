@@ -55,7 +55,7 @@ CalledFunction = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 @dataclass(slots=True)
 class StepCounts:
-    """What is counted while steps run."""
+    """Numbers that are counted while steps run."""
 
     peaks: deque[int]
     steps: int = 0
@@ -70,8 +70,8 @@ class StepCounts:
 
 
 @dataclass(slots=True)
-class _Progress:
-    """How far a step has come. `opened` has the regions whose backward has begun, and in which pass: their slots are freed one by one."""
+class _StepState:
+    """State of the current step. `opened` has the regions whose backward has begun, with the pass: their slots are freed one by one."""
 
     root: RegionKind | None = None
     number: int = 0  # of the next region
@@ -108,7 +108,7 @@ class Governor:
         self.regions = Evictor(self.account, self.host)
         self.needs, self.kinds, self.gradients = Needs(tuning), RegionKinds(tuning), ParameterGradients()
         self.counts = StepCounts(peaks=deque(maxlen=tuning.kept_peaks))
-        self.step = _Progress()
+        self.step = _StepState()
         self.turn = (-1, -1)
         self._active: weakref.ref[ManagedRegion] | None = None  # the region whose turn it is
         self.met_unmeasured = False  # a kind that no measurement predicts
@@ -126,7 +126,7 @@ class Governor:
         if self.host.enabled:
             self.host.begin_step()
         self.gradients.begin_step()
-        self.step = _Progress(root=root)
+        self.step = _StepState(root=root)
         self.turn = (-1, -1)
         self.limit.begin_step(batch, self.gradients)
         self.account.exclude(batch)

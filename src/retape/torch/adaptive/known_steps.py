@@ -1,4 +1,4 @@
-"""Which batches are known to fit with everything held, so that their steps run without regions.
+"""Steps that are known to fit with everything held, so that they run without regions.
 
 A batch is predicted by one that is at least as large in every dimension and was measured while nothing was dropped. A model is only
 trusted if every batch of one shape has led to the same regions; the first region that differs from what is expected ends the trust.

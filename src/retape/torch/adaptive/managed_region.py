@@ -37,7 +37,7 @@ RegionOptions = tuple[Policy, Check, bool]  # policy, check and early_stop
 
 
 class RegionGovernor(Protocol):
-    """What a managed region asks of its governor."""
+    """The part of the governor that a managed region uses."""
 
     account: StorageAccount
     levels: DropLevelPlanner

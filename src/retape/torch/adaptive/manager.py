@@ -2,7 +2,7 @@
 
 Every region starts with its slots held. Before a region runs, forward or again, and before its backward, the bytes that it needs are
 compared with the budget; if they do not fit, the regions that are cheapest to recompute are dropped (`governor.py`). A batch that fits
-drops nothing and runs nothing again. Here are the user's interface, the borders of steps, and what they have cost.
+drops nothing and runs nothing again. This module has the user's interface, where steps begin and end, and their statistics.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Adaptive:
             self._progress.show(self._stats())
 
     def stats(self) -> AdaptiveStats:
-        """What it has cost so far."""
+        """Return the cost of the steps so far."""
         if not self.governor.regions:
             self._end_step()
         return self._stats()
