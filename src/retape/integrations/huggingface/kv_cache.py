@@ -30,11 +30,6 @@ def is_cache_class(kind: type) -> bool:
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers") for base in kind.__mro__)
 
 
-def _is_cache(value: Any) -> bool:
-    kind: type = type(value)
-    return is_cache_class(kind)
-
-
 def is_empty(cache: Any) -> bool:
     """True if a cache holds no numbers yet, so that no result depends on it."""
     return not any(tensor.numel() for tensor in _tensors_in(cache, 0))
@@ -52,7 +47,8 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
 
 
 def _caches_in(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
-    return [value for value in (*arguments, *keywords.values()) if _is_cache(value)]
+    values = (*arguments, *keywords.values())
+    return [value for value, kind in zip(values, map(type, values), strict=True) if is_cache_class(kind)]
 
 
 class _GivenCaches(threading.local):
@@ -79,8 +75,8 @@ class CacheUse:
         caches = _caches_in(arguments, keywords) if module.training else []
         for cache in caches:
             self.refuse_again(cache, module)
-        may_go = (*arguments, *(keywords[name] for name in _NAMES if name in keywords)) if caches else ()
-        dropped = {id(value): value for value in may_go if self._is_left_out(value)}
+        may_go = {id(value) for value in (*arguments, *(keywords.get(name) for name in _NAMES))} if caches else ()
+        dropped = {id(cache): cache for cache in caches if id(cache) in may_go and self._is_left_out(cache)}
         if not dropped:
             return RegionArguments(arguments, keywords)
         for cache in dropped.values():
@@ -90,12 +86,12 @@ class CacheUse:
             keywords["use_cache"] = False
         return RegionArguments(tuple(None if id(value) in dropped else value for value in arguments), keywords, _NOTE)
 
-    def _is_left_out(self, value: Any) -> bool:
-        if not _is_cache(value) or not is_empty(value):
+    def _is_left_out(self, cache: Any) -> bool:
+        """True if a cache is empty and not the caller's; an encoder-decoder model puts the caller's into one of its own."""
+        if not is_empty(cache):
             return False
         given = [reference() for reference in self._current.caches]
-        # An encoder-decoder model puts the caller's cache into one of its own.
-        return not any(one is each for each in given for one in (value, *vars(value).values()) if each is not None)
+        return not any(one is each for each in given for one in (cache, *vars(cache).values()) if each is not None)
 
     def leave_out(self, cache: Any, module: nn.Module) -> None:
         """Note that a module does not get this cache, for as long as the cache lives."""
