@@ -5,7 +5,7 @@ import torch
 
 import retape
 from retape.torch.ode.odeint import in_a_loop, integrate
-from support.ode_cases import METHODS, Net, gradients, solve_plainly
+from support.ode_cases import METHODS, Net, solution_and_gradients, solve_plainly
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -18,8 +18,8 @@ def test_gradients_equal_plain_autograd_bit_for_bit(method, options, dtype):
     weights = torch.randn(3, 64, 3, dtype=dtype, device="cuda")
     named = {"method": method, "options": options, "rtol": 1e-4, "atol": 1e-5}
     inputs = (y0, t, *net.parameters())
-    wanted = gradients(lambda: solve_plainly(net, y0, t, **named), inputs, weights)
-    found = gradients(lambda: retape.odeint(net, y0, t, snapshots=3, **named), inputs, weights)
+    wanted = solution_and_gradients(lambda: solve_plainly(net, y0, t, **named), inputs, weights)
+    found = solution_and_gradients(lambda: retape.odeint(net, y0, t, snapshots=3, **named), inputs, weights)
     assert all(map(torch.equal, wanted, found))
 
 

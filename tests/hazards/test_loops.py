@@ -10,7 +10,8 @@ from torch import nn
 
 from retape import scan
 from retape.errors import InvalidInput, RecomputeMismatch, RegionError, StateChanged
-from support.loops import DTYPE, assert_as_plain, gradients, normal, same, unrolled
+from support.comparing import equal
+from support.loops import DTYPE, assert_as_plain, loss_and_gradients, normal, unrolled
 
 STEPS = 17
 
@@ -27,11 +28,11 @@ def compare(make, *, block=1, snapshots=3):
         result = loop(step, start, xs)
         before = look()
         streams = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
-        grads = gradients(lambda: result, [*tensors, start], seed=2)  # noqa: B023 - called at once
+        grads = loss_and_gradients(lambda: result, [*tensors, start], seed=2)  # noqa: B023 - called at once
         torch.manual_seed(2)
         assert str(look()) == str(before)
         found.append((grads, str(before), str(streams)))
-    assert same(found[0][0], found[1][0])
+    assert equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
 
 
@@ -236,11 +237,11 @@ def test_long_log_in_a_list():
         return h, h
 
     xs, start = normal(30, 4), normal(4)
-    plain = gradients(lambda: unrolled(step, start, xs), [weight])
+    plain = loss_and_gradients(lambda: unrolled(step, start, xs), [weight])
     del log[250:]
     result = scan(step, start, xs, snapshots=3, block=1)
     assert len(log) == 280
-    assert same(plain, gradients(lambda: result, [weight]))
+    assert equal(plain, loss_and_gradients(lambda: result, [weight]))
     assert log == list(range(280))
 
 
@@ -319,12 +320,12 @@ def test_parameter_changed_between_two_evaluations():
     def looped():
         return scan(step, start, xs, snapshots=2)
 
-    first = gradients(looped, [weight])
+    first = loss_and_gradients(looped, [weight])
     with torch.no_grad():
         weight.add_(1)
-    second = gradients(looped, [weight])
-    assert same(second, gradients(lambda: unrolled(step, start, xs), [weight]))
-    assert not same(first, second)
+    second = loss_and_gradients(looped, [weight])
+    assert equal(second, loss_and_gradients(lambda: unrolled(step, start, xs), [weight]))
+    assert not equal(first, second)
 
 
 def test_variable_bound_anew_after_the_loop():
@@ -335,11 +336,11 @@ def test_variable_bound_anew_after_the_loop():
         h = torch.tanh(h * weight * factor + x)
         return h, h
 
-    plain = gradients(lambda: unrolled(step, start, xs), [weight])
+    plain = loss_and_gradients(lambda: unrolled(step, start, xs), [weight])
     kept = weight
     result = scan(step, start, xs, snapshots=2)
     factor, weight = 3.0, normal(4)
-    assert same(plain, gradients(lambda: result, [kept]))
+    assert equal(plain, loss_and_gradients(lambda: result, [kept]))
     assert factor == 3.0
     assert weight is not kept
 
@@ -354,11 +355,11 @@ def test_training_flag_switched_after_the_loop():
         return h, h
 
     torch.manual_seed(4)
-    plain = gradients(lambda: unrolled(step, start, xs), [weight], seed=4)
+    plain = loss_and_gradients(lambda: unrolled(step, start, xs), [weight], seed=4)
     torch.manual_seed(4)
     result = scan(step, start, xs, snapshots=2)
     module.eval()
-    assert same(plain[1:], gradients(lambda: result, [weight])[1:])
+    assert equal(plain[1:], loss_and_gradients(lambda: result, [weight])[1:])
     assert not module.training
 
 
@@ -368,7 +369,11 @@ def test_two_loops_over_one_module_before_one_backward():
         module = Counting()
         first = loop(module, start, xs)
         second = loop(module, start * 2, xs)
-        return [*gradients(lambda: (first, second), [module.weight]), module.average, torch.tensor(module.calls)]
+        return [
+            *loss_and_gradients(lambda: (first, second), [module.weight]),
+            module.average,
+            torch.tensor(module.calls),
+        ]
 
     xs, start = normal(7, 3, 4), normal(3, 4)
     # Each loop hands over its sum at once, so the order of addition is another.

@@ -65,7 +65,7 @@ class Solver:
         return h * self.settings["steps"][0]["dt"]
 
 
-class Cell(nn.Module):
+class TimestepCell(nn.Module):
     def __init__(self, dt, mode="tanh"):
         super().__init__()
         self.scale = nn.Linear(3, 3)
@@ -175,16 +175,16 @@ def bound_method(value):
 
 
 def module_setting(value):
-    return Cell(value)
+    return TimestepCell(value)
 
 
 def module_text(value):
-    cell = Cell(0.5, mode=str(value))
+    cell = TimestepCell(0.5, mode=str(value))
     return lambda h: cell(h) * float(cell.mode)
 
 
 def hook(value):
-    cell = Cell(0.5)
+    cell = TimestepCell(0.5)
     cell.register_forward_hook(lambda m, i, out: out * value)
     return cell
 
@@ -344,7 +344,7 @@ sys.path.insert(0, {tests!r})
 from hazards import test_resume_guard as guard
 names = {{"euler", "heun", "midpoint", "rk4"}}
 config = guard.Config(inner={{"names": names, "table": {{n: len(n) for n in sorted(names)}}, "path": guard.Path("a/b")}})
-cell = guard.Cell(0.5)
+cell = guard.TimestepCell(0.5)
 cell.register_forward_hook(lambda m, i, out: out * (len(config.inner["names"]) / 4 if "rk4" in {{"rk4", "heun"}} else 0.0))
 solver = guard.Solver(0.5)
 lock, pattern = guard.threading.Lock(), guard.types.SimpleNamespace(of=object())

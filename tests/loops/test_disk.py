@@ -13,7 +13,8 @@ from retape import scan
 from retape.core import Tier
 from retape.errors import InvalidInput, RegionError
 from retape.torch.loops.snapshots import SnapshotLost, cannot_write, read_file, write_file
-from support.loops import gradients, same, unrolled
+from support.comparing import equal
+from support.loops import loss_and_gradients, unrolled
 
 TENSORS = {
     "float32": torch.randn(3, 4),
@@ -74,7 +75,7 @@ def test_tensors_that_no_file_holds(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def make(steps=31):
+def noisy_loop(steps=31):
     torch.manual_seed(0)
     weight = torch.randn(4, requires_grad=True)
     start, xs = torch.randn(4), torch.randn(steps, 4)
@@ -87,7 +88,7 @@ def make(steps=31):
 
 
 def test_nothing_is_left_behind(temp):
-    step, _, start, xs = make()
+    step, _, start, xs = noisy_loop()
     h, _ = scan(step, start, xs, snapshots=5, block=1, tiers=[Tier(name="disk")])
     assert sum(len(files) for _, _, files in os.walk(temp)) == 5
     h.sum().backward()
@@ -100,8 +101,8 @@ def test_nothing_is_left_behind(temp):
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove", "swap", "all"])
 def test_a_damaged_snapshot_is_computed_again(temp, damage):
-    step, weight, start, xs = make()
-    plain = gradients(lambda: unrolled(step, start, xs), [weight])
+    step, weight, start, xs = noisy_loop()
+    plain = loss_and_gradients(lambda: unrolled(step, start, xs), [weight])
     torch.manual_seed(3)
     result = scan(step, start, xs, snapshots=5, block=1, tiers=[Tier(name="disk")])
     files = sorted(temp.glob("retape-*/*.tensors"), key=lambda path: int(path.stem))
@@ -116,7 +117,7 @@ def test_a_damaged_snapshot_is_computed_again(temp, damage):
         files[3].unlink()
     else:
         files[1].write_bytes(files[2].read_bytes())
-    assert same(plain[1:], gradients(lambda: result, [weight])[1:])
+    assert equal(plain[1:], loss_and_gradients(lambda: result, [weight])[1:])
 
 
 def remove_folders(temp):
@@ -125,7 +126,7 @@ def remove_folders(temp):
 
 
 def test_a_disk_that_fails_in_the_forward(temp):
-    step, _, start, xs = make()
+    step, _, start, xs = noisy_loop()
 
     def failing(h, x):
         if torch.equal(x, xs[-1]):
@@ -139,8 +140,8 @@ def test_a_disk_that_fails_in_the_forward(temp):
 
 
 def test_a_disk_that_fails_in_the_backward_pass(temp):
-    step, weight, start, xs = make()
-    plain = gradients(lambda: unrolled(step, start, xs), [weight])
+    step, weight, start, xs = noisy_loop()
+    plain = loss_and_gradients(lambda: unrolled(step, start, xs), [weight])
 
     def looped():
         return scan(step, start, xs, snapshots=5, block=1, tiers=[Tier(name="disk")])
@@ -151,7 +152,7 @@ def test_a_disk_that_fails_in_the_backward_pass(temp):
         result[0].sum().backward()
     del result
     assert os.listdir(temp) == []
-    assert same(plain, gradients(looped, [weight]))
+    assert equal(plain, loss_and_gradients(looped, [weight]))
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,6 @@ def test_errors_of_the_disk_say_what_to_do(code, words, tmp_path):
 
 def test_a_folder_that_cannot_be_made(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    step, _, start, xs = make()
+    step, _, start, xs = noisy_loop()
     with pytest.raises(RegionError, match="could not be written"):
         scan(step, start, xs, tiers=[Tier(name="disk")])

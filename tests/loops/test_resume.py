@@ -17,7 +17,7 @@ from torch import nn
 from retape import keep, scan, while_loop
 from retape.errors import InvalidInput, RegionError
 from retape.torch.loops.resume import JournalFolder, decode, encode
-from support.loops import same
+from support.comparing import equal
 
 STEPS = 40
 
@@ -83,7 +83,7 @@ def killed(run, folder, fuse, **options):
 
 
 def test_without_a_kill(tmp_path):
-    assert same(run_scan(), run_scan(tmp_path / "run"))
+    assert equal(run_scan(), run_scan(tmp_path / "run"))
     assert os.listdir(tmp_path) == []
 
 
@@ -96,7 +96,7 @@ def test_kill_at_every_phase(tmp_path, fuse, block):
     if fuse >= whole:
         return
     killed(run_scan, tmp_path / "run", fuse, block=block)
-    assert same(plain, run_scan(tmp_path / "run", block=block))
+    assert equal(plain, run_scan(tmp_path / "run", block=block))
     assert counts().runs <= whole + 1
     assert os.listdir(tmp_path) == []
 
@@ -118,7 +118,7 @@ def test_killed_again_and_again(tmp_path):
             break
         except Stopped:
             continue
-    assert same(plain, result)
+    assert equal(plain, result)
 
 
 def test_reduction(tmp_path):
@@ -128,7 +128,7 @@ def test_reduction(tmp_path):
     plain = run_scan(reduce=add)
     for fuse in (20, 80):
         killed(run_scan, tmp_path / "run", fuse, reduce=add)
-        assert same(plain, run_scan(tmp_path / "run", reduce=add))
+        assert equal(plain, run_scan(tmp_path / "run", reduce=add))
 
 
 @pytest.mark.parametrize("fuse", [30, 41, 80])
@@ -142,7 +142,7 @@ def test_damaged_files(tmp_path, fuse, damage):
             path.unlink()
         else:
             path.write_bytes(path.read_bytes()[:-5])
-    assert same(plain, run_scan(tmp_path / "run"))
+    assert equal(plain, run_scan(tmp_path / "run"))
     assert os.listdir(tmp_path) == []
 
 
@@ -150,7 +150,7 @@ def test_a_draft_that_a_kill_left_is_no_snapshot(tmp_path):
     plain = run_scan()
     killed(run_scan, tmp_path / "run", 30)
     (tmp_path / "run" / "forward-000000000035.part").write_bytes(b"half a file")
-    assert same(plain, run_scan(tmp_path / "run"))
+    assert equal(plain, run_scan(tmp_path / "run"))
     assert os.listdir(tmp_path) == []
 
 
@@ -180,7 +180,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 
 def test_a_folder_that_is_there_stays(tmp_path):
-    assert same(run_scan(), run_scan(tmp_path))
+    assert equal(run_scan(), run_scan(tmp_path))
     assert os.listdir(tmp_path) == []
 
 
@@ -229,7 +229,7 @@ def run_while(folder=None, *, fuse=None, snapshots=4):
 def test_while_loop(tmp_path, fuse):
     plain = run_while()
     killed(run_while, tmp_path / "run", fuse)
-    assert same(plain, run_while(tmp_path / "run"))
+    assert equal(plain, run_while(tmp_path / "run"))
     assert os.listdir(tmp_path) == []
 
 
@@ -303,7 +303,7 @@ def test_kill_minus_nine(tmp_path, at):
     assert len(os.listdir(tmp_path / "run")) > 1
     done = process(10**9)
     assert done.returncode == 0, done.stderr
-    assert same(run_scan(), torch.load(tmp_path / "out.pt"))
+    assert equal(run_scan(), torch.load(tmp_path / "out.pt"))
     assert os.listdir(tmp_path) == ["out.pt"]
 
 

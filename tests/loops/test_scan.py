@@ -13,14 +13,14 @@ from torch import nn
 import retape
 from retape import scan
 from retape.errors import RegionError, UnsupportedTransform
+from support.comparing import equal
 from support.loops import (
     DTYPE,
     assert_as_plain,
     assert_scan_as_plain,
-    gradients,
+    loss_and_gradients,
     loss_of,
     normal,
-    same,
     taylor_order,
     unrolled,
 )
@@ -193,7 +193,7 @@ def test_random_numbers_go_on_as_after_the_plain_loop():
     xs = normal(11, 4)
     plain = after(lambda: unrolled(lambda h, x: (step(h, x)[0], h), normal(4), xs)[0])
     ours = after(lambda: scan(step, normal(4), xs, snapshots=2)[0])
-    assert same(list(plain)[1:], list(ours)[1:])
+    assert equal(list(plain)[1:], list(ours)[1:])
     assert not torch.equal(*ours)
 
 
@@ -342,8 +342,8 @@ def test_a_result_used_twice_and_a_graph_that_is_retained():
     h, ys = scan(step, start, xs, snapshots=2, block=2)
     loss = (h * h).sum() + (h * 3).sum() + ys.sum()
     for _ in range(3):
-        assert same(list(plain), list(torch.autograd.grad(loss, tensors, retain_graph=True)))
-    assert same(list(plain), list(torch.autograd.grad(loss, tensors)))
+        assert equal(list(plain), list(torch.autograd.grad(loss, tensors, retain_graph=True)))
+    assert equal(list(plain), list(torch.autograd.grad(loss, tensors)))
     with pytest.raises(RegionError, match="a second time: its snapshots were freed"):
         torch.autograd.grad(h.sum(), tensors)
 
@@ -357,7 +357,7 @@ def test_two_losses_one_after_the_other():
         first = torch.autograd.grad(h.sum(), tensors, retain_graph=True)
         return [*first, *torch.autograd.grad(ys.sum(), tensors)]
 
-    assert same(both(lambda: unrolled(step, start, xs)), both(lambda: scan(step, start, xs, snapshots=3)))
+    assert equal(both(lambda: unrolled(step, start, xs)), both(lambda: scan(step, start, xs, snapshots=3)))
 
 
 def test_backward_into_grad_with_hooks():
@@ -374,9 +374,9 @@ def test_backward_into_grad_with_hooks():
         found.append([tensor.grad for tensor in tensors])
     handle.remove()
     after.remove()
-    assert same(*found)
+    assert equal(*found)
     assert len(calls) == 4
-    assert same(calls[:2], calls[2:]) or same(calls[:2], calls[:1:-1])
+    assert equal(calls[:2], calls[2:]) or equal(calls[:2], calls[:1:-1])
 
 
 def test_create_graph_is_refused():
@@ -398,8 +398,8 @@ def test_without_gradients_it_is_the_plain_loop():
     step, _ = gru()
     xs, start = normal(9, 2, 3), normal(2, 4)
     with torch.no_grad():
-        assert same(list(unrolled(step, start, xs)), list(scan(step, start, xs)))
-        assert same([unrolled(step, start, xs)[1].sum(0)], [scan(step, start, xs, reduce=operator.add)[1]]) is not None
+        assert equal(list(unrolled(step, start, xs)), list(scan(step, start, xs)))
+        assert equal([unrolled(step, start, xs)[1].sum(0)], [scan(step, start, xs, reduce=operator.add)[1]]) is not None
     h, ys = scan(lambda h, x: (h + x, h), start, normal(4, 2, 4))
     assert not h.requires_grad
     assert not ys.requires_grad
@@ -447,7 +447,7 @@ def test_autocast(forward, backward, inside):
 
     plain = run(lambda: unrolled(step, start, xs))
     for block in (1, 3):
-        assert same(plain, run(lambda: scan(step, start, xs, snapshots=2, block=block)))  # noqa: B023 - called at once
+        assert equal(plain, run(lambda: scan(step, start, xs, snapshots=2, block=block)))  # noqa: B023 - called at once
 
 
 def test_a_loop_inside_a_step():
@@ -465,9 +465,9 @@ def test_a_loop_inside_a_step():
     def looped():
         return scan(step_with(lambda *a, **k: scan(*a, **k, snapshots=1)), start, length=5, snapshots=2)
 
-    plain = gradients(lambda: unrolled(step_with(unrolled), start, length=5), tensors)
+    plain = loss_and_gradients(lambda: unrolled(step_with(unrolled), start, length=5), tensors)
     # The inner loop hands over its sum for each parameter at once, so the order of addition is another.
-    for ours, wanted in zip(gradients(looped, tensors), plain, strict=True):
+    for ours, wanted in zip(loss_and_gradients(looped, tensors), plain, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-13, atol=1e-13)
     assert taylor_order(looped, tensors) > 1.9
 
@@ -496,9 +496,9 @@ def test_keep_records_a_decision_of_each_step():
 
     state = {"next": draws.__next__}
     start = normal(3)
-    ours = gradients(lambda: scan(step, start, length=8, snapshots=2), [weight])
+    ours = loss_and_gradients(lambda: scan(step, start, length=8, snapshots=2), [weight])
     state["next"] = iter(range(1000)).__next__
-    assert same(gradients(lambda: unrolled(step, start, length=8), [weight]), ours)
+    assert equal(loss_and_gradients(lambda: unrolled(step, start, length=8), [weight]), ours)
 
 
 def test_recomputing_is_said():
@@ -526,8 +526,8 @@ def test_compiled_step():
 
     xs, start = normal(7, 3), normal(3)
     compiled = torch.compile(step, backend="aot_eager")
-    assert same(
-        gradients(lambda: unrolled(compiled, start, xs), [weight]),
-        gradients(lambda: scan(compiled, start, xs, snapshots=2), [weight]),
+    assert equal(
+        loss_and_gradients(lambda: unrolled(compiled, start, xs), [weight]),
+        loss_and_gradients(lambda: scan(compiled, start, xs, snapshots=2), [weight]),
     )
     assert taylor_order(lambda: scan(compiled, start, xs, snapshots=2), [weight]) > 1.9

@@ -11,7 +11,8 @@ from torch import nn
 
 from retape import scan
 from retape.errors import RegionError, StateChanged
-from support.loops import DTYPE, assert_as_plain, assert_scan_as_plain, gradients, normal, same, unrolled
+from support.comparing import equal
+from support.loops import DTYPE, assert_as_plain, assert_scan_as_plain, loss_and_gradients, normal, unrolled
 
 
 def times(factor, h, x):
@@ -19,7 +20,7 @@ def times(factor, h, x):
     return h, h
 
 
-class Cell(nn.Module):
+class ScaledCell(nn.Module):
     def forward(self, h, x):
         return times(self.scaled, h, x)
 
@@ -30,7 +31,7 @@ def in_a_closure(weight):
 
 
 def in_a_module(weight):
-    cell = Cell()
+    cell = ScaledCell()
     cell.scaled = weight * 2
     return cell
 
@@ -86,7 +87,7 @@ def test_captured_tensor_that_retains_its_gradient():
         h, _ = loop(lambda h, x, c=captured: (torch.tanh(h * c + x), h), start, xs)
         h.sum().backward()
         grads.append(captured.grad)
-    assert same(grads[:1], grads[1:])
+    assert equal(grads[:1], grads[1:])
 
 
 class Opaque:
@@ -114,7 +115,7 @@ def test_hidden_tensor_with_a_history_is_an_error_unless_given():
     plain = start
     for _ in range(4):
         plain, _y = step(plain, None)
-    assert same([ours], list(torch.autograd.grad(plain.sum(), weight)))
+    assert equal([ours], list(torch.autograd.grad(plain.sum(), weight)))
 
 
 def test_hidden_parameter_is_found_in_the_graph():
@@ -131,8 +132,8 @@ def test_sparse_gradients():
         h = torch.tanh(h + table(index))
         return h, h
 
-    plain = gradients(lambda: unrolled(step, start, xs), [table.weight])[1]
-    ours = gradients(lambda: scan(step, start, xs, snapshots=2), [table.weight])[1]
+    plain = loss_and_gradients(lambda: unrolled(step, start, xs), [table.weight])[1]
+    ours = loss_and_gradients(lambda: scan(step, start, xs, snapshots=2), [table.weight])[1]
     assert ours.is_sparse
     assert torch.equal(ours.to_dense(), plain.to_dense())
 
@@ -179,6 +180,6 @@ def test_a_tensor_and_what_it_was_computed_from_with_one_in_the_carry(make):
             carry, _ = step(carry, None)
         return carry[0]
 
-    wanted = gradients(plain, [weight])
-    found = gradients(lambda: scan(step, (start, make(weight)), length=12, block=3)[0][0], [weight])
+    wanted = loss_and_gradients(plain, [weight])
+    found = loss_and_gradients(lambda: scan(step, (start, make(weight)), length=12, block=3)[0][0], [weight])
     assert torch.allclose(wanted[1], found[1], rtol=1e-12)

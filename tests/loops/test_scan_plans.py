@@ -32,13 +32,14 @@ from retape.torch.loops.side_state import NOTHING_SAVED
 from retape.torch.loops.snapshots import DeviceSnapshots, DiskSnapshots, HostSnapshots, LoopSnapshot, TierStore
 from retape.torch.loops.state import State
 from retape.torch.loops.step import Body, Xs
+from support.comparing import equal
 from support.ledger import Ledger
-from support.loops import Counted, assert_scan_as_plain, gradients, same, taylor_order, unrolled
+from support.loops import Counted, assert_scan_as_plain, loss_and_gradients, taylor_order, unrolled
 
 DTYPE = torch.float64
 
 
-def make():
+def tanh_loop():
     weight = torch.randn(4, dtype=DTYPE, requires_grad=True)
 
     def step(h, x):
@@ -57,7 +58,7 @@ def runs(step, start, steps, **options):
 
 @pytest.mark.parametrize(("steps", "snapshots"), [(1, 1), (2, 1), (10, 3), (50, 5), (100, 10), (100, 200)])
 def test_forward_steps_are_those_of_revolve(steps, snapshots):
-    step, _, start = make()
+    step, _, start = tanh_loop()
     promised = count(Schedule(family="revolve", steps=steps, snapshots=snapshots)).forward_steps
     assert runs(step, start, steps, snapshots=snapshots, block=1) == promised
     assert LoopPlan(steps=steps, snapshots=snapshots, block=1).forward_steps == promised
@@ -65,7 +66,7 @@ def test_forward_steps_are_those_of_revolve(steps, snapshots):
 
 @pytest.mark.parametrize(("steps", "snapshots", "block"), [(96, 3, 8), (60, 2, 20), (40, 9, 4), (30, 1, 30)])
 def test_forward_steps_of_blocks_are_those_of_revolve_over_blocks(steps, snapshots, block):
-    step, _, start = make()
+    step, _, start = tanh_loop()
     units = count(Schedule(family="revolve", steps=steps // block, snapshots=snapshots)).forward_steps
     assert runs(step, start, steps, snapshots=snapshots, block=block) == units * block
     assert LoopPlan(steps=steps, snapshots=snapshots, block=block).forward_steps == units * block
@@ -98,12 +99,12 @@ def test_no_schedule_with_as_many_states_and_bytes_runs_fewer_steps_than_blocks(
 
 
 def test_a_last_block_that_is_shorter():
-    step, weight, start = make()
+    step, weight, start = tanh_loop()
     xs = torch.randn(23, 4, dtype=DTYPE)
     for block in (2, 5, 22, 23, 24):
-        assert same(
-            gradients(lambda: unrolled(step, start, xs), [weight]),
-            gradients(lambda: scan(step, start, xs, snapshots=2, block=block), [weight]),  # noqa: B023 - called at once
+        assert equal(
+            loss_and_gradients(lambda: unrolled(step, start, xs), [weight]),
+            loss_and_gradients(lambda: scan(step, start, xs, snapshots=2, block=block), [weight]),  # noqa: B023 - called at once
         )
 
 
@@ -134,12 +135,12 @@ def test_default_block_stays_the_same_for_long_loops():
 
 
 def test_a_budget_chooses_snapshots_and_block():
-    step, weight, start = make()
+    step, weight, start = tanh_loop()
     xs = torch.randn(60, 4, dtype=DTYPE)
-    plain = gradients(lambda: unrolled(step, start, xs), [weight])
+    plain = loss_and_gradients(lambda: unrolled(step, start, xs), [weight])
     counts = []
     for budget in (400, 1_000, 3_000, "1MiB", Budget.activations(2_000), 0.25):
-        assert same(plain, gradients(lambda: scan(step, start, xs, budget=budget), [weight]))  # noqa: B023
+        assert equal(plain, loss_and_gradients(lambda: scan(step, start, xs, budget=budget), [weight]))  # noqa: B023
         counts.append(runs(step, start, 60, budget=budget))
     assert counts[:4] == sorted(counts[:4], reverse=True)
     assert counts[3] == 61  # every step once, and the one that is measured
@@ -188,12 +189,12 @@ def planned(budget, cost, steps=60, **options):
     return plan_within(steps, budget, cost, snapshots=None, block=None, **options)
 
 
-COST = StepCost(32, 32, 1.0)  # of the step that `make` returns
+COST = StepCost(32, 32, 1.0)  # of the step that `tanh_loop` returns
 
 
 @pytest.mark.parametrize("budget", [1_000, 1_500, 2_000])
 def test_slots_that_hold_tapes(budget):
-    step, weight, start = make()
+    step, weight, start = tanh_loop()
     xs = torch.randn(60, 4, dtype=DTYPE)
     assert_scan_as_plain(step, start, xs, [weight], budget=budget)
     plan = planned(budget, COST)
@@ -221,12 +222,13 @@ def test_side_state_where_slots_hold_tapes():
     found = []
     for loop in (unrolled, lambda *a: scan(*a, budget=12_000)):
         norm.reset_running_stats()
-        found.append([*gradients(lambda: loop(step, start, xs), [weight, norm.weight]), norm.running_mean.clone()])  # noqa: B023
-    assert same(*found)
+        grads = loss_and_gradients(lambda: loop(step, start, xs), [weight, norm.weight])  # noqa: B023 - called at once
+        found.append([*grads, norm.running_mean.clone()])
+    assert equal(*found)
 
 
 def test_a_budget_that_is_too_small():
-    step, _, start = make()
+    step, _, start = tanh_loop()
     with pytest.raises(BudgetTooSmall, match="the loop's step"):
         scan(step, start, torch.zeros(9, 4, dtype=DTYPE), budget=10)
     with pytest.raises(InvalidInput, match=r"block = 9 steps of .* bytes do not fit in a budget of 300 bytes"):
@@ -251,7 +253,7 @@ def test_the_step_that_is_measured_leaves_no_trace():
 
     xs = torch.randn(7, 3, 4, dtype=DTYPE)
     plain = buffers(lambda: unrolled(lambda h, x: (step(h, x)[0], h), start, xs)[0])
-    assert same(plain, buffers(lambda: scan(step, start, xs, budget=2_000)[0]))
+    assert equal(plain, buffers(lambda: scan(step, start, xs, budget=2_000)[0]))
 
 
 # --- tiers ------------------------------------------------------------------------------------------------------------
@@ -270,13 +272,13 @@ TIERS = {
 @pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
 @pytest.mark.parametrize("block", [1, 4])
 def test_tiers(tiers, block):
-    step, weight, start = make()
+    step, weight, start = tanh_loop()
     xs = torch.randn(31, 4, dtype=DTYPE)
     assert_scan_as_plain(step, start, xs, [weight], snapshots=5, block=block, tiers=tiers)
 
 
 def test_retained_graph_with_tiers():
-    step, weight, start = make()
+    step, weight, start = tanh_loop()
     xs = torch.randn(31, 4, dtype=DTYPE)
     (plain,) = torch.autograd.grad(unrolled(step, start, xs)[0].sum(), weight)
     for tiers in TIERS.values():
@@ -321,7 +323,7 @@ def test_slots_of_tiers():
     ],
 )
 def test_tiers_that_are_refused(tiers, message):
-    step, _, start = make()
+    step, _, start = tanh_loop()
     with pytest.raises(InvalidInput, match=message):
         scan(step, start, torch.zeros(9, 4, dtype=DTYPE), tiers=tiers)
     with pytest.raises(InvalidInput, match="a budget and tiers"):
@@ -405,7 +407,7 @@ def test_host_memory_stays_flat():
 
 
 def test_everything_is_freed_after_the_backward_pass():
-    step, _, start = make()
+    step, _, start = tanh_loop()
     xs = torch.randn(50, 4, dtype=DTYPE)
     before = live_tensors()
     h, ys = scan(step, start, xs, snapshots=20, block=1)
@@ -418,7 +420,7 @@ def test_everything_is_freed_after_the_backward_pass():
 
 
 def test_a_loop_that_is_dropped_without_a_backward_pass_is_freed_at_once():
-    step, _, start = make()
+    step, _, start = tanh_loop()
     gc.disable()
     try:
         before = live_tensors()

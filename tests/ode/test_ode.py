@@ -16,9 +16,9 @@ from support.ode_cases import (
     Net,
     assert_as_plain,
     equal_steps,
-    gradients,
     lorenz,
     recorded_steps,
+    solution_and_gradients,
     solve_plainly,
     taylor_orders,
     van_der_pol,
@@ -186,8 +186,8 @@ def test_a_tuple_of_states():
         assert [state.shape for state in states] == [(4, 1, 2), (4, 2)]
         return torch.cat([state.reshape(4, -1) for state in states], dim=1)
 
-    wanted = gradients(lambda: joined(solve_plainly(f, y0, t, **LOOSE)), inputs, weights)
-    found = gradients(lambda: joined(retape.odeint(f, y0, t, snapshots=3, **LOOSE)), inputs, weights)
+    wanted = solution_and_gradients(lambda: joined(solve_plainly(f, y0, t, **LOOSE)), inputs, weights)
+    found = solution_and_gradients(lambda: joined(retape.odeint(f, y0, t, snapshots=3, **LOOSE)), inputs, weights)
     assert all(map(torch.equal, wanted, found))
     loose = retape.odeint(f, y0, t, rtol=(1e-2, 1e-9), atol=(1e-3, torch.tensor(1e-10)))
     assert not torch.equal(joined(loose), found[0])
@@ -300,7 +300,7 @@ def test_random_numbers_in_f_are_drawn_again(method, options):
     for solve in (solve_plainly, retape.odeint):
         torch.manual_seed(5)
         noisy.generator.manual_seed(6)
-        results.append(gradients(lambda solve=solve: solve(noisy, y0, t, **named), inputs, weights))
+        results.append(solution_and_gradients(lambda solve=solve: solve(noisy, y0, t, **named), inputs, weights))
         results[-1] += (torch.get_rng_state(), noisy.generator.get_state())
     assert all(map(torch.equal, *results))
     if method == "dopri5":
@@ -345,9 +345,9 @@ def test_inside_a_region_and_in_plain_mode():
         with plain():
             return solve(y0)
 
-    wanted = gradients(lambda: solve_plainly(net, y0 * 1.5, t), inputs, weights)
+    wanted = solution_and_gradients(lambda: solve_plainly(net, y0 * 1.5, t), inputs, weights)
     for call in (lambda: solve(y0), lambda: retape.checkpoint(solve, y0, use_reentrant=False), in_plain_mode):
-        assert all(map(torch.equal, wanted, gradients(call, inputs, weights)))
+        assert all(map(torch.equal, wanted, solution_and_gradients(call, inputs, weights)))
 
 
 def test_two_solutions_before_one_backward():

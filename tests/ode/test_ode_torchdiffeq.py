@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import retape
-from support.ode_cases import METHODS, Net, gradients, lorenz, recorded_steps, van_der_pol
+from support.ode_cases import METHODS, Net, lorenz, recorded_steps, solution_and_gradients, van_der_pol
 
 torchdiffeq = pytest.importorskip("torchdiffeq")
 F64 = torch.float64
@@ -20,8 +20,10 @@ def test_values_and_gradients(method, options, direction):
     t = (direction * torch.tensor([0.0, 0.31, 1.0, 1.7], dtype=F64)).requires_grad_()
     weights = torch.randn(4, 4, 3, dtype=F64)
     inputs = (y0, t, *net.parameters())
-    theirs = gradients(lambda: torchdiffeq.odeint(net, y0, t, method=method, options=options or None), inputs, weights)
-    ours = gradients(lambda: retape.odeint(net, y0, t, method=method, options=options), inputs, weights)
+    theirs = solution_and_gradients(
+        lambda: torchdiffeq.odeint(net, y0, t, method=method, options=options or None), inputs, weights
+    )
+    ours = solution_and_gradients(lambda: retape.odeint(net, y0, t, method=method, options=options), inputs, weights)
     # Their first step size carries a gradient (of a choice, not of the solution): as much as the tolerance lets it matter.
     close = 1e-6 if method == "dopri5" else 1e-12
     assert torch.allclose(theirs[0], ours[0], rtol=1e-12, atol=1e-12)

@@ -1,10 +1,11 @@
-"""What the tests of loops share: the plain loop to compare with, gradients, and Taylor's test."""
+"""What the tests of loops share: the plain loop to compare with, loss_and_gradients, and Taylor's test."""
 
 from typing import ClassVar
 
 import torch
 
 from retape import scan
+from support.comparing import equal
 
 DTYPE = torch.float64
 
@@ -43,24 +44,16 @@ def loss_of(result):
     return total
 
 
-def gradients(run, tensors, seed=3):
+def loss_and_gradients(run, tensors, seed=3):
     """The loss of a run and its gradients; random numbers are drawn from `seed` on."""
     torch.manual_seed(seed)
     loss = loss_of(run())
     return [loss.detach(), *torch.autograd.grad(loss, tensors, allow_unused=True)]
 
 
-def same(one, other):
-    """Whether two lists hold the same tensors, bit for bit."""
-    return len(one) == len(other) and all(
-        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 def taylor_order(run, tensors, seed=3):
     """The order of what is left of the loss after its first-order part: 1 where the gradient is wrong, 2 or more where it is right."""
-    base, *grads = gradients(run, tensors, seed)
+    base, *grads = loss_and_gradients(run, tensors, seed)
     generator = torch.Generator().manual_seed(11)
     directions = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in tensors]
     slope = sum((g * d).sum() for g, d in zip(grads, directions, strict=True) if g is not None)
@@ -81,7 +74,7 @@ def taylor_order(run, tensors, seed=3):
 def assert_as_plain(plain, looped, tensors):
     """The same bits as plain autograd, and right by Taylor's test; at this point, and at another through the same functions."""
     for _ in range(2):
-        assert same(gradients(plain, tensors), gradients(looped, tensors))
+        assert equal(loss_and_gradients(plain, tensors), loss_and_gradients(looped, tensors))
         assert taylor_order(looped, tensors) > 1.9
         with torch.no_grad():
             for tensor in tensors:

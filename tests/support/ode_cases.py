@@ -68,7 +68,9 @@ def recorded_steps(f: Any, y0: Any, t: Tensor, snapshots: int | None = None, **n
     return list(integrate(f, y0, t, way, **named)[1].sizes)
 
 
-def gradients(solve: Callable[[], Tensor], inputs: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, ...]:
+def solution_and_gradients(
+    solve: Callable[[], Tensor], inputs: Sequence[Tensor], weights: Tensor
+) -> tuple[Tensor, ...]:
     """The solution and the gradients of a weighted sum of it."""
     solution = solve()
     return solution.detach(), *torch.autograd.grad((solution * weights).sum(), inputs)
@@ -79,8 +81,8 @@ def assert_as_plain(
 ) -> tuple[Tensor, ...]:
     """The same bits as plain autograd over the same steps; returns the solution and the gradients."""
     plain = {**named, "options": {k: v for k, v in (named.get("options") or {}).items() if k != "block"}}
-    wanted = gradients(lambda: solve_plainly(f, y0, t, **plain), inputs, weights)
-    found = gradients(lambda: odeint(f, y0, t, snapshots=snapshots, **named), inputs, weights)
+    wanted = solution_and_gradients(lambda: solve_plainly(f, y0, t, **plain), inputs, weights)
+    found = solution_and_gradients(lambda: odeint(f, y0, t, snapshots=snapshots, **named), inputs, weights)
     assert all(map(torch.equal, wanted, found))
     return found
 

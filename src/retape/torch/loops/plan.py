@@ -133,10 +133,10 @@ def reversal(stored: Sequence[int], end: int, snapshots: int, block: int) -> Ite
 
 
 def default_block(steps: int, snapshots: int | None = None, tuning: LoopsTuning = TUNING) -> int:
-    """Return about 3/4 sqrt(steps), so that a block takes less memory than a segment of sqrt(n) steps, up to a maximum.
+    """Return about 3/4 sqrt(steps), at most `max_default_block`.
 
-    If the number of snapshots is given, memory matters more: about the cube root, so that a block and a few states take less
-    memory than two levels of segments.
+    A block then takes less memory than a segment of sqrt(n) steps. If the number of snapshots is given, memory matters more: about the
+    cube root, so that a block and a few states take less memory than two levels of segments.
     """
     size = 3 * math.isqrt(steps) // 4
     if snapshots is not None:

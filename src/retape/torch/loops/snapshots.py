@@ -1,7 +1,7 @@
 """Snapshots of a loop and the tiers that store them: device memory, host memory, files.
 
-A tiered schedule says in which tier each snapshot goes. Otherwise a new snapshot takes the fastest tier, and the oldest one there,
-which is needed last, moves to the next tier.
+A tiered schedule chooses the tier of each snapshot. With other schedules a new snapshot takes the fastest tier, and the oldest one
+there, which is needed last, moves to the next tier.
 
 A file is a magic line, the length of a header, the header (JSON: a description, and dtype and shape of each tensor), a checksum of
 all of it, and the tensors' bytes. Reading executes nothing. A file appears under its name only when it is complete, and one that
@@ -20,15 +20,17 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from retape.core.errors import InvalidInput, RegionError
 from retape.core.units import format_bytes
-from retape.torch.loops.side_state import SavedSideState
 from retape.torch.loops.state import State, byte_view
+
+if TYPE_CHECKING:
+    from retape.torch.loops.side_state import SavedSideState
 
 # --- files of tensors ----------------------------------------------------------------------------------------------
 

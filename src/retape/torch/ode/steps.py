@@ -95,7 +95,7 @@ def dense_output(table: Tensor, start: Point, slopes: Sequence[Tensor], size: fl
 
 
 def grid_step(tableau: Tableau, f: Slope, t0: Tensor, t1: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state at t1 and the slope at t0, for a step from (t0, y) whose size is a tensor."""
+    """Step from (t0, y) to t1, with a tensor as size; return the state at t1 and the slope at t0."""
     time, size = t0.to(real_dtype(y.dtype)), (t1 - t0).to(real_dtype(y.dtype))
     slopes: list[Tensor] = [f(time, y)]
     for i in range(1, len(tableau.b)):
