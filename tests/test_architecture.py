@@ -120,6 +120,7 @@ def test_no_import_cycle():
         visit(name, [])
 
 
+@cache
 def _edges(name):
     """What a module needs to have been imported; a name inside a module counts as that module."""
     found = set()
@@ -133,15 +134,52 @@ def _edges(name):
 # --- packages: the modules that others may import -----------------------------------------------------------------
 
 
+# The longest chain of imports inside each package (decision 0014).
+LEVELS = {
+    "retape.torch.compat": 1,
+    "retape.torch.slicing": 2,
+    "retape.torch.ode": 2,
+    "retape.torch.measure": 3,
+    "retape.torch.capture": 3,
+    "retape.torch.planning": 3,
+    "retape.torch.adaptive": 3,
+    "retape.torch.engine": 4,
+    "retape.torch.loops": 4,
+    "retape.torch": 14,
+}
+
+
+@cache
+def depth(name, within):
+    """The length of the longest chain of imports that begins at a module and stays in a package."""
+    return 1 + max((depth(target, within) for target in _edges(name) if target.startswith(within + ".")), default=0)
+
+
+@pytest.mark.parametrize("package", LEVELS)
+def test_import_levels(package):
+    levels = {name: depth(name, package) for name in modules() if name.startswith(package + ".")}
+    assert max(levels.values()) <= LEVELS[package], max(levels, key=levels.get)
+
+
+def test_adaptive_builds_on_the_lowest_modules_of_planning():
+    planning = "retape.torch.planning"
+    used = {target for name in modules() if belongs(name, "retape.torch.adaptive") for target in _edges(name)}
+    high = {name: depth(name, planning) for name in used if belongs(name, planning) and depth(name, planning) > 2}
+    assert not high
+
+
 def packages():
-    """The packages under retape.torch that list their public modules, with that list."""
+    """The packages under retape.torch, with the list of their public modules."""
     for name, (path, tree) in modules().items():
-        if path.name == "__init__.py" and name.startswith("retape.torch."):
+        if path.name == "__init__.py" and name.count(".") == 2 and name.startswith("retape.torch."):
             listed = [node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
-            yield name, ast.literal_eval(listed[0].value) if listed else None
+            assert listed, f"{name} does not list its public modules in __all__"
+            yield name, ast.literal_eval(listed[0].value)
 
 
-@pytest.mark.parametrize(("package", "listed"), [case for case in packages() if case[1] is not None])
+@pytest.mark.parametrize(
+    ("package", "listed"), [*packages()], ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_modules_that_are_not_listed_are_imported_only_inside_their_package(package, listed):
     own = {name for name in modules() if name.rpartition(".")[0] == package}
     assert {f"{package}.{name}" for name in listed} <= own, "__all__ names a module that does not exist"
