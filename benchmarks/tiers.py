@@ -71,11 +71,7 @@ def alone(model, batch, device, rounds: int, context) -> dict:
     times = in_turns({"it": run}, rounds)["it"]
     with plain(), context():
         peak = peak_bytes(model, batch, device)
-    return {
-        "peak_gib": peak / GIB,
-        "ms": 1e3 * statistics.median(times),
-        "spread_ms": 1e3 * (max(times) - min(times)),
-    }
+    return {"peak_gib": peak / GIB, "ms": 1e3 * statistics.median(times), "spread_ms": 1e3 * (max(times) - min(times))}
 
 
 def planned(model, batch, device, budget: int, rounds: int, plain_ms: float) -> dict:

@@ -268,9 +268,7 @@ def _offloading(case: Case) -> Iterator[Way | Skipped]:
         yield Skipped(name=name, why=missing or "the model is on the host")
         return
     yield Way(
-        name=name,
-        family=Family.EAGER,
-        forward=lambda: _under(torchtune.OffloadActivations(use_streams=True), step),
+        name=name, family=Family.EAGER, forward=lambda: _under(torchtune.OffloadActivations(use_streams=True), step)
     )
 
 

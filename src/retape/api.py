@@ -29,15 +29,7 @@ from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.engine.policy import Check
 from retape.torch.measure.step_function import StepFunction, rows_of
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import (
-    detach,
-    is_attached,
-    model_hash,
-    put_on,
-    refuse_replicas,
-    take_off,
-    unwrapped,
-)
+from retape.torch.planning.attach import detach, is_attached, model_hash, put_on, refuse_replicas, take_off, unwrapped
 from retape.torch.planning.discover import Wanted, refuse_graph_replays
 from retape.torch.planning.executor import Executor, warn_of_evaluation
 from retape.torch.planning.plan_search import PlanSearch

@@ -5,13 +5,13 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.chains import option, stage
 
 from retape.core import Chain, OptionKind, frontier, solve
 from retape.core.actions import Backward, Forward, Item, Save, Tape
 from retape.core.assignment import Assignment, Choice, Passing, RegionStage, assign
 from retape.core.machine import simulate
 from retape.errors import InvalidInput, PlanFormatError
+from support.chains import option, stage
 from support.stages import region_stage
 
 SELECT_SLOTS = (0, 2)

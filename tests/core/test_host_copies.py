@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from tests.support import chains
 
 from retape.core import codec
 from retape.core.actions import Backward, Forward, Free, Item, Load, Save, Tape
@@ -12,17 +11,18 @@ from retape.core.machine import simulate
 from retape.core.plan import Status
 from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
 from retape.core.solve import frontier, solve
+from support import chains
 
 FORWARD, BACKWARD, RERUN, MOVED = 1.0, 2.0, 0.5, 10
 
 
-def stage(*, slots=MOVED, input_bytes=0, pinned=False):
+def moving(*, slots=MOVED, input_bytes=0, pinned=False):
     """A second forward, two backward; taped as option 1 it holds one byte, moves the rest, and allows for waiting both ways."""
-    moved = Option(
-        kind=OptionKind.OFFLOAD,
-        held_bytes=1,
-        forward_seconds=FORWARD + 3.0,
-        backward_seconds=BACKWARD + 5.0,
+    moved = chains.option(
+        OptionKind.OFFLOAD,
+        1,
+        FORWARD + 3.0,
+        BACKWARD + 5.0,
         forward_stall_seconds=3.0,
         backward_stall_seconds=5.0,
         rerun_seconds=RERUN if input_bytes else 0.0,
@@ -34,8 +34,7 @@ def stage(*, slots=MOVED, input_bytes=0, pinned=False):
         backward_flight_bytes=slots + input_bytes,
     )
     options = () if pinned else (moved,)
-    times = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD}
-    return Stage(**times, state_bytes=1, tape_bytes=11, options=options, pinned=pinned)
+    return chains.stage(1, 11, FORWARD, BACKWARD, options=options, pinned=pinned)
 
 
 def host(speed, back=None):
@@ -51,29 +50,29 @@ def played(stages, choices, tier):
 
 
 def test_copies_that_cost_nothing_take_nothing():
-    outcome = played([stage() for _ in range(4)], (1, 1, 1, 0), host(math.inf))
+    outcome = played([moving() for _ in range(4)], (1, 1, 1, 0), host(math.inf))
     assert (outcome.seconds, outcome.stall_seconds) == (4 * (FORWARD + BACKWARD), 0.0)
-    without = played([stage(), stage()], (1, 0), None)
+    without = played([moving(), moving()], (1, 0), None)
     assert without.seconds == 2 * (FORWARD + BACKWARD) + 3.0 + 5.0, "without a host what the option allows for stands"
 
 
 def test_a_copy_out_that_is_not_done_when_the_next_stage_ends_is_waited_for():
     """Two seconds each way. Out: 1 to 3 and 3 to 5, waited for at 2 and 4. Back: from 5, and from 7, beside two seconds of backward."""
-    outcome = played([stage() for _ in range(3)], (1, 1, 0), host(5.0))
+    outcome = played([moving() for _ in range(3)], (1, 1, 0), host(5.0))
     assert outcome.stall_seconds == pytest.approx(1.0 + 1.0)
     assert outcome.seconds == pytest.approx(5.0 + 3 * BACKWARD)
 
 
 def test_a_copy_back_that_is_not_done_is_waited_for():
     """Out is free; back takes five seconds, of which the backward before hides two."""
-    outcome = played([stage() for _ in range(3)], (1, 1, 0), Tier(name="host", read_bytes_per_second=2.0))
+    outcome = played([moving() for _ in range(3)], (1, 1, 0), Tier(name="host", read_bytes_per_second=2.0))
     # Stage 1 starts back at 3 and is there at 8; stage 0 starts at 8 on the same lane, and is there at 13.
     assert outcome.stall_seconds == pytest.approx((8 - 5) + (13 - 10))
     assert outcome.seconds == pytest.approx(3 * FORWARD + 3 * BACKWARD + outcome.stall_seconds)
 
 
 def test_an_input_has_all_of_its_own_forward():
-    chain = [stage(slots=0, input_bytes=MOVED) for _ in range(3)]
+    chain = [moving(slots=0, input_bytes=MOVED) for _ in range(3)]
     hidden = played(chain, (1, 1, 0), host(10.0))
     assert hidden.stall_seconds == 0.0
     assert hidden.seconds == pytest.approx(3 * FORWARD + 3 * BACKWARD + 2 * RERUN)
@@ -81,7 +80,7 @@ def test_an_input_has_all_of_its_own_forward():
 
 def test_an_input_has_the_next_forward_too():
     """Copies of two seconds: 0 to 2, done when stage 1 ends; 2 to 4 and 4 to 6, which stages 2 and 3 wait for from 3 and from 5 on."""
-    chain = [stage(slots=0, input_bytes=MOVED) for _ in range(4)]
+    chain = [moving(slots=0, input_bytes=MOVED) for _ in range(4)]
     slow = played(chain, (1, 1, 1, 0), Tier(name="host", write_bytes_per_second=5.0))
     assert slow.stall_seconds == pytest.approx(1.0 + 1.0)
     assert [slow.timeline[moment][0] for moment in (0, 4, 8, 12, 16)] == pytest.approx([0, 1, 2, 4, 6])
@@ -89,9 +88,9 @@ def test_an_input_has_the_next_forward_too():
 
 def test_a_stage_that_moves_more_than_its_neighbours_has_their_time_too():
     """Ten bytes a second; inputs of four, and by turns eight bytes of slots and four: a late input is done in the next stage."""
-    chain = [stage(slots=slots, input_bytes=4) for slots in (8, 4, 8, 4)]
+    chain = [moving(slots=slots, input_bytes=4) for slots in (8, 4, 8, 4)]
     # Out: 0 to 0.4, 1 to 1.8; the input of stage 1 until 2.2, its slots until 2.6, the input of stage 2 until 3; and so on.
-    outcome = played([*chain, stage()], (1, 1, 1, 1, 0), Tier(name="host", write_bytes_per_second=10.0))
+    outcome = played([*chain, moving()], (1, 1, 1, 1, 0), Tier(name="host", write_bytes_per_second=10.0))
     assert outcome.stall_seconds == pytest.approx(0.0)
     # While stage 2 begins, at 2, the input of stage 1 is still there beside its slots.
     assert outcome.timeline[8] == pytest.approx((2.0, 1 + 3 + 8 + 4 + 4))
@@ -99,14 +98,14 @@ def test_a_stage_that_moves_more_than_its_neighbours_has_their_time_too():
 
 def test_what_never_left_of_a_stage_need_not_come_back():
     """Of twenty bytes the input has left when backward reaches the stage, the slots have not: four are fetched, a byte a second."""
-    chain = [stage(slots=16, input_bytes=4), stage(pinned=True)]
+    chain = [moving(slots=16, input_bytes=4), moving(pinned=True)]
     outcome = played(chain, (1, 0), Tier(name="host", write_bytes_per_second=4.0, read_bytes_per_second=1.0))
     assert outcome.stall_seconds == pytest.approx(4.0)
 
 
 def test_what_leaves_is_on_the_device_until_its_copy_is_done():
     """The second stage stands beside what the first one moved, unless that has left by then; a third one does not."""
-    stages = [stage() for _ in range(4)]
+    stages = [moving() for _ in range(4)]
     quick, slow = played(stages, (1, 1, 1, 0), host(math.inf)), played(stages, (1, 1, 1, 0), host(5.0))
     # The input, three held bytes, and what the third stage itself is about to move.
     own = 1 + 3 * 1 + MOVED
@@ -118,19 +117,19 @@ def test_what_leaves_is_on_the_device_until_its_copy_is_done():
 
 def test_what_was_moved_long_before_starts_back_with_the_stage_after_it():
     """Stages 3 and 2 are kept and have nothing on its way beside them; stage 1 has what stage 0 moved."""
-    timeline = played([stage() for _ in range(4)], (1, 0, 0, 0), host(5.0)).timeline
+    timeline = played([moving() for _ in range(4)], (1, 0, 0, 0), host(5.0)).timeline
     kept = [1 + 1 + 11 * count for count in (3, 2, 1)]  # the input, what stage 0 holds, and the tapes that are left
     assert [timeline[moment][1] for moment in (16, 18, 20)] == [kept[0], kept[1], kept[2] + MOVED]
 
 
 def test_the_last_copy_that_never_left_need_not_come_back():
-    outcome = played([stage(), stage(pinned=True)], (1, 0), host(1.0))
+    outcome = played([moving(), moving(pinned=True)], (1, 0), host(1.0))
     assert outcome.stall_seconds == 0.0, "nobody waited for it, and backward finds it where it was"
     assert outcome.seconds == 2 * (FORWARD + BACKWARD)
 
 
 def test_what_a_re_run_tapes_stays():
-    stages = [stage() for _ in range(3)]
+    stages = [moving() for _ in range(3)]
     actions = [
         Save(0, 0, Item.STATE),
         Forward(0, 2),

@@ -1,12 +1,12 @@
 """The abstract machine: what it refuses and how it says so, what it counts, and how copies overlap computation."""
 
 import pytest
-from tests.support.chains import option, stage
 
 from retape.core.actions import Backward, Forward, Free, Item, Load, Offload, Prefetch, Save, Tape
 from retape.core.errors import IllegalAction, InvalidInput
 from retape.core.machine import Machine, simulate
 from retape.core.problem import Chain, Loop, OptionKind, Tier
+from support.chains import chain_of, option, stage
 
 HOST = Tier(name="host", write_bytes_per_second=1, read_bytes_per_second=1)
 DEVICE = Tier(name="device")
@@ -192,13 +192,9 @@ def test_copies_share_a_stream_per_direction(actions, seconds):
     assert running(Machine(loop(2, state_bytes=5), tiers=(DEVICE, HOST)), actions).seconds == seconds
 
 
-def chain(*bytes_of_stages):
-    return Chain(stages=tuple(stage(*sizes) for sizes in bytes_of_stages))
-
-
 def test_an_offloaded_tape_leaves_the_device_when_its_copy_is_done_and_not_before():
     # Tape 0 (20 bytes at 10 bytes a second) takes 2 s to leave. Step 1 starts at 1 s and still finds it; step 3, at 3 s, does not.
-    problem = chain((1, 20), (1, 5), (1, 5), (1, 5))
+    problem = chain_of((1, 20), (1, 5), (1, 5), (1, 5))
     host = Tier(name="host", write_bytes_per_second=10, read_bytes_per_second=10)
     actions = [Tape(0), Save(0, item=Item.TAPE), Offload(0, tier=1, item=Item.TAPE)]
     held = []
@@ -214,7 +210,7 @@ def test_an_offloaded_tape_leaves_the_device_when_its_copy_is_done_and_not_befor
 def test_what_left_the_device_must_come_back_before_its_backward():
     host = Tier(name="host", write_bytes_per_second=20, read_bytes_per_second=20)
     actions = [Tape(0), Save(0, item=Item.TAPE), Offload(0, tier=1, item=Item.TAPE), Tape(1), Backward(1)]
-    problem = chain((1, 20), (1, 5))
+    problem = chain_of((1, 20), (1, 5))
     with pytest.raises(IllegalAction) as caught:
         simulate(problem, [*actions, Backward(0)], tiers=(DEVICE, host))
     assert caught.value.reason == "there is no tape of step 0 on the device"
@@ -227,27 +223,29 @@ def test_what_left_the_device_must_come_back_before_its_backward():
 
 
 def test_a_tape_holds_its_input_and_contains_its_output():
-    outcome = simulate(chain((3, 10), (4, 20)), [Tape(0), Save(0, item=Item.TAPE), Tape(1), Backward(1), Backward(0)])
+    outcome = simulate(
+        chain_of((3, 10), (4, 20)), [Tape(0), Save(0, item=Item.TAPE), Tape(1), Backward(1), Backward(0)]
+    )
     # State 0 (3), tape 0 (10, state 1 of 4 in it), tape 1 (20): nothing is counted twice.
     assert outcome.peak_bytes == 3 + 10 + 20
 
 
 def test_a_state_is_counted_once_however_often_it_is_held():
     actions = [Save(0), Tape(0), Save(0, item=Item.TAPE), Load(0), Free(0), Backward(0)]
-    outcome = simulate(chain((3, 10)), actions)
+    outcome = simulate(chain_of((3, 10)), actions)
     assert outcome.peak_bytes == 3 + 10
 
 
 def test_advancing_holds_the_state_before_and_the_state_after():
     actions = [Save(0), Forward(0, 1), Tape(1), Backward(1), Load(0), Free(0), Tape(0), Backward(0)]
-    outcome = simulate(chain((3, 4), (5, 6)), actions)
+    outcome = simulate(chain_of((3, 4), (5, 6)), actions)
     # State 0 stays stored; the highest place is the tape of stage 1: state 0, state 1, tape 1.
     assert (outcome.peak_bytes, outcome.peak_step, outcome.peak_position) == (3 + 5 + 6, 1, 2)
 
 
 def test_loading_what_a_held_tape_contains_costs_no_read():
     kept = [Tape(0), Save(0, item=Item.TAPE), Tape(1), Save(1, item=Item.TAPE)]
-    assert simulate(chain((3, 4), (5, 6)), [*kept, Load(1), Tape(1), Backward(1), Backward(0)]).reads == 0
+    assert simulate(chain_of((3, 4), (5, 6)), [*kept, Load(1), Tape(1), Backward(1), Backward(0)]).reads == 0
 
 
 def test_transients_and_fixed_bytes_count_while_they_are_there():
@@ -278,8 +276,8 @@ def test_an_option_brings_its_own_bytes_and_seconds():
 
 def test_the_timeline_is_kept_only_when_asked_for():
     actions = [Tape(0), Backward(0)]
-    assert simulate(chain((3, 10)), actions).timeline == ()
-    timeline = simulate(chain((3, 10)), actions, timeline=True).timeline
+    assert simulate(chain_of((3, 10)), actions).timeline == ()
+    timeline = simulate(chain_of((3, 10)), actions, timeline=True).timeline
     assert max(count for _, count in timeline) == 13
     assert [seconds for seconds, _ in timeline] == sorted(seconds for seconds, _ in timeline)
 

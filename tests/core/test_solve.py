@@ -5,7 +5,6 @@ import math
 import pickle
 
 import pytest
-from tests.support.chains import option, stage
 
 from retape.core import (
     Budget,
@@ -24,6 +23,7 @@ from retape.core import (
     solve,
 )
 from retape.core.errors import BudgetTooSmall, InvalidInput
+from support.chains import option, stage
 
 STAGE = Stage(forward_seconds=1, backward_seconds=1, state_bytes=1, tape_bytes=1)
 EQUAL = Chain(stages=(STAGE,) * 10)

@@ -4,39 +4,25 @@ import pytest
 
 from retape.core.assignment import RegionStage, assign
 from retape.core.fit_record import FitRecord
-from retape.core.problem import Chain, Option, OptionKind, Stage
+from retape.core.problem import Chain, OptionKind
 from retape.core.record import MemorySample, Record
 from retape.core.solve import frontier, solve
+from support.chains import option, stage
 from support.stages import region_stage
 
 MIB = 1 << 20
 BLOCKS = 6
 
 
-def option(kind, held, rerun):
-    return Option(kind=kind, held_bytes=held * MIB, forward_seconds=0.010, backward_seconds=0.020, rerun_seconds=rerun)
-
-
-def block(number):
-    return Stage(
-        name=f"blocks.{number}",
-        forward_seconds=0.010,
-        backward_seconds=0.020,
-        state_bytes=MIB if number else 0,
-        tape_bytes=10 * MIB,
-        options=(option(OptionKind.SELECT, 4, 0.002), option(OptionKind.RECOMPUTE, 1, 0.010)),
-    )
-
-
-def glue(name):
-    return Stage(
-        name=name, forward_seconds=0.001, backward_seconds=0.001, state_bytes=0, tape_bytes=2 * MIB, pinned=True
-    )
-
-
-CHAIN = Chain(
-    stages=(glue("before the regions"), *map(block, range(BLOCKS)), glue("after the regions")), fixed_bytes=100 * MIB
+OPTIONS = (
+    option(OptionKind.SELECT, 4 * MIB, 0.010, 0.020, rerun_seconds=0.002),
+    option(OptionKind.RECOMPUTE, MIB, 0.010, 0.020, rerun_seconds=0.010),
 )
+BEFORE, AFTER = (
+    stage(0, 2 * MIB, 0.001, 0.001, name=f"{where} the regions", pinned=True) for where in ("before", "after")
+)
+REGIONS = [stage(MIB if i else 0, 10 * MIB, 0.010, 0.020, name=f"blocks.{i}", options=OPTIONS) for i in range(BLOCKS)]
+CHAIN = Chain(stages=(BEFORE, *REGIONS, AFTER), fixed_bytes=100 * MIB)
 KINDS = (OptionKind.KEEP, OptionKind.SELECT, OptionKind.RECOMPUTE)
 MEANINGS = (
     RegionStage(),
@@ -73,3 +59,9 @@ def fit_in():
         )
 
     return make
+
+
+@pytest.fixture
+def record(fit_in, request):
+    """A fit inside the budget that is given as an indirect parameter."""
+    return fit_in(fit_in(1.0).frontier.floor_bytes if request.param == "floor" else request.param)

@@ -24,9 +24,7 @@ MIB = 1 << 20
 BUDGETS = [1.0, 0.5, "floor"]
 
 
-@pytest.fixture(params=BUDGETS)
-def record(fit_in, request):
-    return fit_in(fit_in(1.0).frontier.floor_bytes if request.param == "floor" else request.param)
+in_every_budget = pytest.mark.parametrize("record", BUDGETS, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +32,7 @@ def thousand():
     return large_fit(1000)
 
 
+@in_every_budget
 def test_values_read_back_are_the_records(record):
     values = Page(render_report(record)).values
     assert {name: float(value) for name, value in values.items()} == {
@@ -49,6 +48,7 @@ def test_values_read_back_are_the_records(record):
     }
 
 
+@in_every_budget
 def test_it_needs_nothing_but_itself(record):
     text = render_report(record)
     page = Page(text)
@@ -58,6 +58,7 @@ def test_it_needs_nothing_but_itself(record):
     assert "prefers-color-scheme: dark" in text
 
 
+@in_every_budget
 def test_every_class_that_is_used_has_a_style(record):
     text = render_report(record)
     sheet = text[text.index("<style>") : text.index("</style>")]
@@ -65,6 +66,7 @@ def test_every_class_that_is_used_has_a_style(record):
     assert not {name for name in used if not re.search(rf"\.{name}\b", sheet)}
 
 
+@in_every_budget
 def test_the_table_has_the_rows_of_the_fit(record):
     rows = Page(render_report(record)).section("regions").iter("tr")
     found = [(int(row.get("data-count")), int(row.get("data-held-bytes"))) for row in rows if row.get("data-count")]
@@ -93,6 +95,7 @@ def test_moved_bytes_have_their_column(fit_in):
     assert select[4:7] == ["4.00 MiB", "3.00 MiB", "3.00 MiB"]  # held, dropped, moved: 10 in all
 
 
+@in_every_budget
 def test_pictures_have_their_parts(record):
     page = Page(render_report(record, peers=(Peer(name="other <way>", peak_bytes=120 * MIB, seconds=0.3),)))
     assert page.count("line", **{"class": "budget"}) == 5  # in three pictures, and in two legends
@@ -105,6 +108,7 @@ def test_pictures_have_their_parts(record):
     assert "other <way>: 120.00 MiB, 300 ms" in titles
 
 
+@in_every_budget
 def test_every_run_of_the_plan_is_drawn(record):
     page = Page(render_report(record))
     kinds = [span.kind for span in replay(record.chain, record.plan.actions()).spans]

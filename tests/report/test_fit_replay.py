@@ -3,23 +3,22 @@
 from itertools import pairwise
 
 import pytest
-from tests.support.chains import option, stage
 
 from retape.core.actions import Backward, Forward, Item, Load, Save, Tape
 from retape.core.machine import simulate
 from retape.core.problem import Chain, OptionKind, Tier
 from retape.report.page.replay import Share, SpanKind, groups_of, replay, replay_plain
+from support.chains import option, stage
 
 MIB = 1 << 20
 BUDGETS = [1.0, 0.8, 0.6, 0.5, 0.4, "floor"]
 FIXED, GLUE, SNAPSHOTS, SLOTS, RERUN, WORKING = range(len(Share))
 
 
-@pytest.fixture(params=BUDGETS)
-def record(fit_in, request):
-    return fit_in(fit_in(1.0).frontier.floor_bytes if request.param == "floor" else request.param)
+in_every_budget = pytest.mark.parametrize("record", BUDGETS, indirect=True)
 
 
+@in_every_budget
 def test_totals_and_clock_are_the_machines(record):
     replayed = replay(record.chain, record.plan.actions())
     outcome = simulate(record.chain, record.plan.actions(), timeline=True)
@@ -29,12 +28,14 @@ def test_totals_and_clock_are_the_machines(record):
     assert replayed.levels[-1].parts == (record.chain.fixed_bytes, 0, 0, 0, 0, 0)
 
 
+@in_every_budget
 def test_no_class_is_ever_negative_and_fixed_is_fixed(record):
     for level in replay(record.chain, record.plan.actions()).levels:
         assert min(level.parts) >= 0
         assert level.parts[FIXED] == record.chain.fixed_bytes
 
 
+@in_every_budget
 def test_groups_hold_all_but_fixed_bytes_and_inputs(record):
     groups = groups_of(record.chain.length)
     assert [stage for stages in groups for stage in stages] == list(range(record.chain.length))
@@ -53,6 +54,7 @@ def test_groups_are_few_and_even(length):
     assert max(sizes) - min(sizes) <= 1
 
 
+@in_every_budget
 def test_spans_fill_the_step_and_count_the_runs(record):
     replayed = replay(record.chain, record.plan.actions())
     spans = replayed.spans
@@ -74,6 +76,7 @@ def _last_tapes(actions):
     return {action.step: action.option for action in actions if isinstance(action, Tape)}
 
 
+@in_every_budget
 def test_keeping_everything_is_the_outline(record):
     plain = replay_plain(record.chain)
     assert plain.peak_bytes == record.frontier.store_all_bytes

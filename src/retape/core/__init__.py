@@ -8,19 +8,7 @@ plan. These names are public and documented (docs/planner.md), so they are expor
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Offload, Prefetch, Save, Tape
 from retape.core.machine import Machine, Outcome, TierUse, simulate
 from retape.core.plan import Frontier, FrontierPoint, Plan, ProblemKind, Status
-from retape.core.problem import (
-    Budget,
-    BudgetKind,
-    Chain,
-    Graph,
-    GraphTensor,
-    Loop,
-    Op,
-    Option,
-    OptionKind,
-    Stage,
-    Tier,
-)
+from retape.core.problem import Budget, BudgetKind, Chain, Graph, GraphTensor, Loop, Op, Option, OptionKind, Stage, Tier
 from retape.core.solve import frontier, solve
 
 __all__ = [

@@ -75,11 +75,7 @@ class Outcome:
 
 
 def simulate(
-    problem: Chain | Loop,
-    actions: Iterable[Action],
-    *,
-    tiers: tuple[Tier, ...] = (DEVICE,),
-    timeline: bool = False,
+    problem: Chain | Loop, actions: Iterable[Action], *, tiers: tuple[Tier, ...] = (DEVICE,), timeline: bool = False
 ) -> Outcome:
     """Run `actions` on the abstract machine; raise IllegalAction at the first illegal one."""
     machine = Machine(problem, tiers=tiers, timeline=timeline)

@@ -47,11 +47,7 @@ def option_plans(costs: ChainCosts, *, most_labels: int = TUNING.labels) -> Opti
         kept = _thin(need, most_labels)
         labels = need[kept], seconds[kept]
         steps.append((option[kept].astype(np.int16), following[kept].astype(np.int32)))
-    return OptionPlans(
-        peak_bytes=labels[0] + costs.base_bytes,
-        seconds=labels[1],
-        steps=tuple(reversed(steps)),
-    )
+    return OptionPlans(peak_bytes=labels[0] + costs.base_bytes, seconds=labels[1], steps=tuple(reversed(steps)))
 
 
 def _extend(need: Ints, seconds: Floats, options: tuple[OptionCost, ...]) -> tuple[Ints, Floats, Ints, Ints]:
