@@ -211,13 +211,15 @@ class TreeLayout:
         objects = self.objects_in(fields) if self.object_places else []
         if objects is None or not self._are_plain(now):
             return None
-        held = self.held_in(self.pick_content(now))
+        content = self.pick_content(now)
+        held = self.held_in(content)
         if held is None or list(map(type, held)) != self._held_types:
             return None
         children, expected = self._children, self._expected
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
         tree = ModuleTree(self, modules, fields, now, held)
+        tree.content = content
         if objects:
             tree.others = objects[: self.followed_count]
         return tree
@@ -261,6 +263,7 @@ class ModuleTree:
     others: Sequence[Any] = ()
     statistics: set[int] | None = None
     renormalised: set[int] | None = None
+    content: tuple[dict[Any, Any], ...]  # the dicts of buffers, children and parameters
     _hook_copies: list[dict[Any, Any]] | None = None
     _objects: list[Any] | None = None  # in fields when it was entered
     _entered: list[ModuleHolder] | None = None
@@ -290,17 +293,9 @@ class ModuleTree:
                 self.renormalised = {id(held[number]) for number in layout.renormalised}
             if not layout.only_parameters:
                 self._add_buffers()
-        if any(layout.pick_hooks(saved)):
+        self._hooks: tuple[dict[Any, Any], ...] = layout.pick_hooks(saved)
+        if any(self._hooks):
             self._hook_copies = [hook.copy() for hook in self._hooks]
-
-    @property
-    def _content(self) -> tuple[dict[Any, Any], ...]:
-        """The dicts of buffers, children and parameters."""
-        return self.layout.pick_content(self._saved)  # type: ignore[no-any-return]
-
-    @property
-    def _hooks(self) -> tuple[dict[Any, Any], ...]:
-        return self.layout.pick_hooks(self._saved)  # type: ignore[no-any-return]
 
     def _add_buffers(self) -> None:
         """Add buffers and tensors in fields, without their history, which could close a cycle through the graph."""
@@ -316,7 +311,7 @@ class ModuleTree:
 
     def places(self) -> list[tuple[Any, Any]]:
         """Return the dict and the key of each tensor of `state`."""
-        layout, content = self.layout, self._content
+        layout, content = self.layout, self.content
         held = [layout.held_places[number] for number in layout.tensor_numbers]
         owned = [layout.field_places[number] for number in layout.tensor_fields]
         return [
@@ -364,12 +359,12 @@ class ModuleTree:
         self._fields_are_unchanged = unchanged
         if not unchanged:
             return False
-        held = layout.held_in(self._content)
+        held = layout.held_in(self.content)
         return held is not None and all(map(is_, held, self._held)) and self._hooks_are_unchanged()
 
     def _put_held_back(self) -> None:
         """Put back entries of buffers, children and parameters: usually a re-run has replaced buffers by copies."""
-        layout, content = self.layout, self._content
+        layout, content = self.layout, self.content
         now = layout.held_in(content)
         if now is not None:
             for number, (present, saved) in enumerate(zip(now, self._held, strict=True)):
@@ -393,7 +388,7 @@ class ModuleTree:
 
     def _one_by_one(self) -> list[ModuleHolder]:
         """Return a holder for each module, of what it held in the first run."""
-        layout, content, hooks = self.layout, self._content, self._hooks
+        layout, content, hooks = self.layout, self.content, self._hooks
         numbers = layout.setting_numbers
         settings = self._by_owner([layout.field_places[n] for n in numbers], [self._saved[n] for n in numbers])
         held, saved_hooks = self._held_by_dict(), self._hook_copies or [{} for _ in hooks]

@@ -184,7 +184,7 @@ class _Alone:
 
     def __init__(self, number: int, tensor: Tensor) -> None:
         self.numbers = (number,)
-        self._copy = tensor.detach().clone()
+        self._copy = tensor.detach().clone() if tensor.requires_grad else tensor.clone()
 
     def differs(self, number: int, tensor: Tensor) -> bool:
         return not equal_bits(self._copy, tensor)
