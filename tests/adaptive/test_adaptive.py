@@ -46,7 +46,7 @@ class Count:
         setattr(type(self), name, value)
 
 
-def chain(length):
+def unit_chain(length):
     torch.manual_seed(0)
     return nn.Sequential(*[Unit() for _ in range(length)])
 
@@ -79,7 +79,7 @@ def whole_bytes(model):
 
 
 def test_a_batch_that_fits_runs_nothing_again_and_copies_nothing():
-    model = chain(8)
+    model = unit_chain(8)
     run(model)
     with OpLog() as plain:
         run(model)
@@ -101,7 +101,7 @@ def test_a_batch_that_fits_runs_nothing_again_and_copies_nothing():
 
 def test_what_comes_between_two_steps_is_a_part_of_neither():
     """An optimizer, an evaluation, another model: what they take is no need of the last region's backward."""
-    model = chain(8)
+    model = unit_chain(8)
     whole = whole_bytes(model)
     live = retape.adaptive(model, budget="1GiB")
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_what_comes_between_two_steps_is_a_part_of_neither():
 
 
 def test_what_comes_between_two_steps_leaves_the_smallest_budget_enough():
-    model, other = chain(16), chain(64)
+    model, other = unit_chain(16), unit_chain(64)
     wanted, whole = plain_gradients(model), whole_bytes(model)
     live = retape.adaptive(model, budget=retape.Budget.activations(whole // 2))
     for _ in range(4):
@@ -127,7 +127,7 @@ def test_what_comes_between_two_steps_leaves_the_smallest_budget_enough():
 
 
 def test_checkpoint_regions_are_held_while_they_fit():
-    model = chain(4)
+    model = unit_chain(4)
     wanted = plain_gradients(model)
     live = retape.adaptive(budget="1GiB")
     Count.runs = 0
@@ -184,7 +184,7 @@ class NotingTracker:
 @pytest.mark.parametrize("share", [2.0, 0.5, 0.25])
 def test_the_account_is_what_the_tracker_shows(share):
     """Everything is in regions here, so that the account must explain every live byte at every mark."""
-    model, tracker = chain(12), NotingTracker()
+    model, tracker = unit_chain(12), NotingTracker()
     budget = retape.Budget.activations(int(share * whole_bytes(model)))
     live = Adaptive(model, budget, instruments=AdaptiveInstruments(track_memory=tracker.track))
     tracker.governor = live.governor
@@ -213,7 +213,7 @@ def test_views_are_counted_once_and_what_somebody_else_holds_stays_counted():
 
 
 def test_outputs_that_the_user_holds_are_not_counted_as_gone():
-    model = chain(10)
+    model = unit_chain(10)
     whole = whole_bytes(model)
     live = retape.adaptive(budget=retape.Budget.activations(int(0.7 * whole)))
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_outputs_that_the_user_holds_are_not_counted_as_gone():
 
 
 def test_nothing_is_left_behind():
-    model = chain(10)
+    model = unit_chain(10)
     whole = whole_bytes(model)
     live = retape.adaptive(model, budget=retape.Budget.activations(whole // 2))
     for _ in range(3):
@@ -249,7 +249,7 @@ def test_nothing_is_left_behind():
 
 @pytest.mark.parametrize(("length", "units", "most"), [(64, 16, 2.0), (512, 40, 2.5)])
 def test_a_chain_in_the_root_of_its_memory_takes_few_extra_runs(length, units, most):
-    model = chain(length)
+    model = unit_chain(length)
     wanted = plain_gradients(model)
     live = retape.adaptive(model, budget=retape.Budget.activations(units * UNIT_BYTES))
     for _ in range(2):
@@ -264,7 +264,7 @@ def test_a_chain_in_the_root_of_its_memory_takes_few_extra_runs(length, units, m
 
 
 def test_less_memory_is_never_wrong_and_more_memory_runs_less_again():
-    model = chain(48)
+    model = unit_chain(48)
     wanted, whole = plain_gradients(model), whole_bytes(model)
     counts = []
     for share in (1.1, 0.7, 0.4, 0.2):
@@ -282,7 +282,7 @@ def test_less_memory_is_never_wrong_and_more_memory_runs_less_again():
 
 
 def test_below_the_floor_the_numbers_are_said():
-    model = chain(8)
+    model = unit_chain(8)
     run(model)
     live = retape.adaptive(model, budget=retape.Budget.activations(2 * UNIT_BYTES))
     with pytest.raises(
@@ -310,7 +310,7 @@ class RefusingMemory(DeviceMemory):
 
 def test_an_allocator_with_a_limit_of_its_own_decides(caplog):
     """As on CUDA: a warning once, a count, and the step goes on."""
-    model = chain(8)
+    model = unit_chain(8)
     run(model)
     wanted = gradients(model)
     budget = retape.Budget.activations(2 * UNIT_BYTES)
@@ -329,7 +329,7 @@ def test_an_allocator_with_a_limit_of_its_own_decides(caplog):
 
 
 def test_a_graph_that_is_retained_can_be_walked_twice():
-    model = chain(12)
+    model = unit_chain(12)
     whole, wanted = whole_bytes(model), plain_gradients(model)
     live = retape.adaptive(model, budget=retape.Budget.activations(whole // 3))
     for _ in range(3):
@@ -345,7 +345,7 @@ def test_a_graph_that_is_retained_can_be_walked_twice():
 
 
 def test_two_forwards_before_one_backward():
-    model = chain(8)
+    model = unit_chain(8)
     whole = whole_bytes(model)
     model.zero_grad(set_to_none=False)
     (model(X) + model(2 * X)).sum().backward()
@@ -361,7 +361,7 @@ def test_two_forwards_before_one_backward():
 
 
 def test_regions_inside_regions():
-    model = chain(6)
+    model = unit_chain(6)
     wanted, whole = plain_gradients(model), whole_bytes(model)
 
     def pair(first, second, x):
@@ -427,7 +427,7 @@ def test_a_tensor_that_was_written_to_is_still_an_error():
 
 
 def test_it_leaves_a_model_as_it_was():
-    model = chain(3)
+    model = unit_chain(3)
     kinds = [type(part) for part in model.modules()]
     with retape.adaptive(model, budget="1GiB") as live:
         assert isinstance(model[0], Unit)

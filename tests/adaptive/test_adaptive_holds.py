@@ -54,7 +54,7 @@ class Cheap(nn.Module):
         return x + self.second(nn.functional.dropout(y, 0.25))
 
 
-class Net(nn.Module):
+class MixedNet(nn.Module):
     """Blocks of several kinds, and perhaps a skip past most of them, which the user holds all the while."""
 
     def __init__(self, draw):
@@ -72,7 +72,7 @@ class Net(nn.Module):
         return x + kept if self.skips else x
 
 
-def step(model, x):
+def mean_square_step(model, x):
     model.zero_grad(set_to_none=False)
     torch.manual_seed(1)
     model(x).square().mean().backward()
@@ -118,7 +118,7 @@ def check(run, seed, share, host):
     """Inside the budget and with the bits of plain autograd, step after step; no case is so tight that it may be refused."""
     draw = random.Random(seed)
     torch.manual_seed(0)
-    model, x = Net(draw), torch.randn(256, WIDTH)
+    model, x = MixedNet(draw), torch.randn(256, WIDTH)
     run(model, x)
     run(model, x)
     wanted, whole = parameter_gradients(model), step_peak_bytes(lambda: run(model, x))
@@ -141,7 +141,7 @@ def check(run, seed, share, host):
     ("seed", "share"), [(3, 0.6), *((seed, share) for seed in (7, 24, 25, 27, 35) for share in (0.6, 0.45, 0.35))]
 )
 def test_the_peak_stays_inside(seed, share, host):
-    check(step, seed, share, host)
+    check(mean_square_step, seed, share, host)
 
 
 @pytest.mark.parametrize("host", [False, True])

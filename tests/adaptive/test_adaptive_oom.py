@@ -26,7 +26,7 @@ def outside():
     return not THREAD.runs
 
 
-class Block(nn.Module):
+class DrawingBlock(nn.Module):
     """Draws, keeps statistics, and counts its calls in a list and in a buffer."""
 
     def __init__(self, width=6):
@@ -42,9 +42,9 @@ class Block(nn.Module):
         return x + self.second(y)
 
 
-def build():
+def drawing_blocks():
     torch.manual_seed(3)
-    return nn.Sequential(*[Block() for _ in range(3)])
+    return nn.Sequential(*[DrawingBlock() for _ in range(3)])
 
 
 def outcome(model, x, around=None):
@@ -68,7 +68,7 @@ class Managed:
     """A model under a live budget that has seen its kinds, and is put back to its start before every step."""
 
     def __init__(self, share):
-        self.model = build()
+        self.model = drawing_blocks()
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
         above = whole_bytes()
         self.live = retape.adaptive(self.model, budget=retape.Budget.activations(int(share * above)))
@@ -91,13 +91,13 @@ class Managed:
 
 
 def whole_bytes():
-    return step_peak_bytes(lambda: outcome(build(), X))
+    return step_peak_bytes(lambda: outcome(drawing_blocks(), X))
 
 
 @pytest.mark.parametrize(("where", "share"), [(in_forward, 4.0), (in_rerun, 0.75)])
 def test_out_of_memory_at_every_op_of_regions(where, share):
     managed = Managed(share)
-    wanted = outcome(build(), X)
+    wanted = outcome(drawing_blocks(), X)
     ops = managed.ops(where)
     assert ops > 15
     overcome = 0
@@ -127,7 +127,7 @@ def test_a_region_that_changed_its_own_input_cannot_be_run_again():
 
 
 def test_elsewhere_it_is_a_clear_error():
-    block, head = Block(), nn.Linear(6, 1)
+    block, head = DrawingBlock(), nn.Linear(6, 1)
     with retape.adaptive(budget="1GiB") as live, FailingOp(0, outside) as counter:
         head(retape.checkpoint(block, X)).sum().backward()
     ops = counter.count
@@ -154,4 +154,4 @@ def test_nothing_left_says_the_numbers():
     with pytest.raises(BudgetTooSmall, match=message) as caught:
         managed.step(FailingOp(1, in_forward, for_good=True))
     assert caught.value.floor_bytes > 0
-    assert caught.value.binding == "The forward of Block"
+    assert caught.value.binding == "The forward of DrawingBlock"

@@ -26,12 +26,12 @@ def second_profiler():
         pytest.skip(str(error).splitlines()[0])
 
 
-def build():
+def profiled_model():
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)])
 
 
-def step(model):
+def profiled_step(model):
     model.zero_grad()
     model(X).square().mean().backward()
 
@@ -41,21 +41,21 @@ def products(seen):
 
 
 def test_a_profiler_that_is_started_while_a_step_is_weighed_sees_everything():
-    model = build()
-    step(model)
+    model = profiled_model()
+    profiled_step(model)
     wanted = gradients(model)
     live = retape.adaptive(model, budget="1GiB")
-    step(model)
+    profiled_step(model)
     assert live.governor.is_measuring, "it stays up until the next step"
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(3):
-            step(model)
+            profiled_step(model)
             assert not live.governor.is_measuring
     assert products(seen) == 3 * 8
     assert_equal(gradients(model), wanted)
     assert live.stats().weighed_steps == 0, "what was counted is lost"
     for _ in range(4):
-        step(model)
+        profiled_step(model)
     after = live.stats()
     assert after.weighed_steps == FIRST_MEASURED
     assert after.plain_steps > 0
@@ -64,7 +64,7 @@ def test_a_profiler_that_is_started_while_a_step_is_weighed_sees_everything():
 
 
 def test_a_profiler_inside_a_weighed_step_sees_that_part_and_nothing_is_learned_from_the_step():
-    model = build()
+    model = profiled_model()
     live = retape.adaptive(model, budget="1GiB")
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         pass
@@ -76,22 +76,22 @@ def test_a_profiler_inside_a_weighed_step_sees_that_part_and_nothing_is_learned_
     governor = live.governor
     assert not governor.needs.is_covered(governor.kinds.of(model, (X,), {}))
     for _ in range(FIRST_MEASURED):
-        step(model)
+        profiled_step(model)
     assert live.stats().weighed_steps == FIRST_MEASURED
     live.remove()
 
 
 def test_measure_says_that_a_profiler_took_its_place():
-    model = build()
+    model = profiled_model()
 
     def profiled():
         with profile(activities=[ProfilerActivity.CPU]):
-            step(model)
+            profiled_step(model)
 
     with pytest.raises(InvalidInput, match="was started while retape counted bytes on the CPU, and took its place"):
         retape.measure(profiled)
     assert not internals.profiler_running()
-    assert retape.measure(lambda: step(model)).peak_bytes > 0
+    assert retape.measure(lambda: profiled_step(model)).peak_bytes > 0
 
 
 def test_an_error_of_the_step_is_not_hidden_by_that():

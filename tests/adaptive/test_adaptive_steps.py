@@ -25,7 +25,7 @@ from support.ops import FailingOp
 WIDTH = 32
 
 
-class Block(nn.Module):
+class CheapBlock(nn.Module):
     """Saves several tensors the size of its input, whichever of its weights are trained."""
 
     def __init__(self):
@@ -40,7 +40,7 @@ class Model(nn.Module):
     def __init__(self, blocks=8):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(CheapBlock() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, x):
@@ -52,7 +52,7 @@ class Model(nn.Module):
 X = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def step(model):
+def loss_step(model):
     model.zero_grad(set_to_none=False)
     model(X).backward()
 
@@ -62,30 +62,30 @@ def step(model):
 
 def test_entered_around_each_step_every_step_is_under_the_budget():
     model = Model()
-    step(model)
-    whole, wanted = peak_above(lambda: step(model)), gradients(model)
+    loss_step(model)
+    whole, wanted = peak_above(lambda: loss_step(model)), gradients(model)
     live = retape.adaptive(model, budget=retape.Budget.activations(int(0.6 * whole)))
     for _ in range(4):
         before = live.stats()
         with live:
-            assert type(model.blocks[0]) is not Block
-            step(model)
-        assert type(model.blocks[0]) is Block, "outside the block the model is as it was"
+            assert type(model.blocks[0]) is not CheapBlock
+            loss_step(model)
+        assert type(model.blocks[0]) is CheapBlock, "outside the block the model is as it was"
         assert_equal(gradients(model), wanted)
         assert live.stats().regions == before.regions + 8
     assert live.stats().reruns > before.reruns
     assert live.stats().steps == 4
     with live:
-        assert peak_above(lambda: step(model)) <= 0.6 * whole
+        assert peak_above(lambda: loss_step(model)) <= 0.6 * whole
 
 
 def test_what_was_learned_goes_with_it_from_one_block_to_the_next():
     model = Model()
-    step(model)
+    loss_step(model)
     live = retape.adaptive(model, budget="1GiB")
     for _ in range(5):
         with live:
-            step(model)
+            loss_step(model)
     stats = live.stats()
     assert (stats.steps, stats.weighed_steps, stats.plain_steps) == (5, 2, 3)
 
@@ -95,14 +95,14 @@ def test_removed_it_is_gone_until_it_is_entered_again():
     live = retape.adaptive(model, budget="1GiB")
     live.remove()
     live.remove()
-    step(model)
+    loss_step(model)
     assert live.stats().regions == 0
     with live:
         with live:
-            step(model)
-        step(model)
+            loss_step(model)
+        loss_step(model)
     assert live.stats().regions == 16, "the end of an inner block is not the end"
-    step(model)
+    loss_step(model)
     assert live.stats().regions == 16
 
 
@@ -112,14 +112,14 @@ def test_entered_again_over_a_plan_that_was_fitted_meanwhile():
     live.remove()
     fitted = retape.fit(model, (X,), budget=0.7, progress=False)
     with live:
-        step(model)
+        loss_step(model)
     assert live.stats().regions == 8
     fitted.remove()
-    assert type(model.blocks[0]) is Block
+    assert type(model.blocks[0]) is CheapBlock
     with live:
-        step(model)
+        loss_step(model)
     assert live.stats().regions == 16
-    assert type(model.blocks[0]) is Block
+    assert type(model.blocks[0]) is CheapBlock
 
 
 class LimitedMemory(DeviceMemory):
@@ -143,7 +143,7 @@ def test_a_step_that_goes_on_in_another_block_is_limited_again():
     live = Adaptive(model, Budget.of("1GiB"), tuning=managed_always, instruments=fakes)
     for _ in range(3):  # the first two are measured, and not limited
         with live:
-            step(model)
+            loss_step(model)
     with live:
         first = model(X)
     assert memory.limits[-1] == 1.0, "removed at the end of the block"
@@ -166,24 +166,24 @@ def freeze(model, frozen):
 def test_unfrozen_layers_are_noticed(first):
     """With everything from one block on trained the step takes far more than that of the head, and must be learned anew."""
     model = Model()
-    step(model)
-    whole, wanted = peak_above(lambda: step(model)), gradients(model)
+    loss_step(model)
+    whole, wanted = peak_above(lambda: loss_step(model)), gradients(model)
     freeze(model, True)
-    head = peak_above(lambda: step(model))
+    head = peak_above(lambda: loss_step(model))
     budget = int(0.75 * whole) if not first else int(0.4 * whole)
     assert 1.2 * head < budget
     live = retape.adaptive(model, budget=retape.Budget.activations(budget))
     for _ in range(4):
-        step(model)
+        loss_step(model)
     assert live.stats().plain_steps > 0
     for block in model.blocks[first:]:
         block.requires_grad_(True)
     before = live.stats()
     for _ in range(3):
-        step(model)
+        loss_step(model)
     after = live.stats()
     assert (after.weighed_steps, after.plain_steps) == (before.weighed_steps + 1, before.plain_steps)
-    assert peak_above(lambda: step(model)) <= budget
+    assert peak_above(lambda: loss_step(model)) <= budget
     assert live.stats().reruns > 0
     for name, gradient in gradients(model).items():
         assert torch.equal(gradient, wanted[name]) == model.get_parameter(name).requires_grad, (
@@ -211,14 +211,14 @@ def test_layers_that_are_trained_in_turns_are_learned_once():
     live = retape.adaptive(model, budget="1GiB")
     for turn in range(12):
         freeze(model, bool(turn % 2))
-        step(model)
+        loss_step(model)
     stats = live.stats()
     assert (stats.weighed_steps, stats.plain_steps) == (2, 8)
     live.remove()
 
 
 def test_regions_by_hand_are_of_another_kind_once_they_are_unfrozen():
-    block = Block().requires_grad_(False)
+    block = CheapBlock().requires_grad_(False)
     weight = nn.Parameter(torch.ones(WIDTH))
     live = retape.adaptive(budget="1GiB")
     for turn in range(5):
@@ -286,8 +286,8 @@ def test_the_state_of_unfrozen_layers_is_counted():
 def test_what_earlier_scales_saw_is_not_seen_going_in_a_later_one():
     """A cycle of tensors that were allocated in one measurement, and that Python collects in the middle of another."""
     model, calls = Model(), []
-    step(model)
-    wanted = peak_above(lambda: step(model))
+    loss_step(model)
+    wanted = peak_above(lambda: loss_step(model))
     gc.collect()
     gc.disable()
     model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(gc.collect()))
@@ -297,7 +297,7 @@ def test_what_earlier_scales_saw_is_not_seen_going_in_a_later_one():
             cycle.append(cycle)
             del cycle
         live = retape.adaptive(model, budget="1GiB")
-        step(model)
+        loss_step(model)
         stats = live.stats()
     finally:
         gc.enable()

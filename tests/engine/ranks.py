@@ -40,20 +40,20 @@ def linked(function, *args):
     return run_region(function, *args, policy=Policy(inputs=Inputs.SEGMENT, held=frozenset({1, 3})))
 
 
-def plainly(function, *args):
+def without_region(function, *args):
     return function(*args)
 
 
 WAYS = (region, values, held, linked)
 
 
-class Block(nn.Module):
+class RankedBlock(nn.Module):
     """Runs its body as a region or plainly, as `call` says."""
 
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.call = plainly
+        self.call = without_region
 
     def forward(self, x):
         return x + self.call(self.body, x)
@@ -62,15 +62,15 @@ class Block(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-class Model(nn.Module):
+class RankedModel(nn.Module):
     """A few blocks; `around` calls each of them. `unused` parameters get no gradient, `tied` blocks run twice."""
 
     def __init__(self, *, unused=False, tied=False):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(RankedBlock() for _ in range(3))
         self.spare = nn.Linear(WIDTH, WIDTH) if unused else None
         self.tied = tied
-        self.around = plainly
+        self.around = without_region
 
     def forward(self, x):
         for block in (*self.blocks, *(self.blocks if self.tied else ())):
@@ -87,13 +87,13 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def step(model, **calls):
+def two_steps(model, **calls):
     """Two steps with a gradient each, in one of which gradients accumulate; returns what the parameters got."""
-    inside, around = calls.get("inside", plainly), calls.get("around", plainly)
+    inside, around = calls.get("inside", without_region), calls.get("around", without_region)
     for module in model.modules():
-        if isinstance(module, Block):
+        if isinstance(module, RankedBlock):
             module.call = inside
-        if isinstance(module, Model):
+        if isinstance(module, RankedModel):
             module.around = around
     model.zero_grad()
     for _ in range(2):
@@ -102,50 +102,50 @@ def step(model, **calls):
     return [None if p.grad is None else full(p.grad).clone() for p in model.parameters()]
 
 
-def same(make):
+def assert_equals_plain(make):
     """A model's gradients with regions inside its blocks and around them equal those without."""
-    wanted = step(make())
+    wanted = two_steps(make())
     assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in wanted)
     for way in WAYS:
         for calls in ({"inside": way}, {"around": way}, {"inside": way, "around": way}):
-            got = step(make(), **calls)
+            got = two_steps(make(), **calls)
             for one, other in zip(got, wanted, strict=True):
                 assert one is None if other is None else torch.equal(one, other), (way, calls)
 
 
-def seeded(**options):
+def seeded_model(**options):
     torch.manual_seed(0)
-    return Model(**options)
+    return RankedModel(**options)
 
 
 # --- the checks ------------------------------------------------------------------------------------------------------
 
 
 def ddp_unused_parameters():
-    same(lambda: DistributedDataParallel(seeded(unused=True), find_unused_parameters=True))
+    assert_equals_plain(lambda: DistributedDataParallel(seeded_model(unused=True), find_unused_parameters=True))
 
 
 def ddp_tied_blocks():
-    same(lambda: DistributedDataParallel(seeded(tied=True)))
+    assert_equals_plain(lambda: DistributedDataParallel(seeded_model(tied=True)))
 
 
 def ddp_static_graph():
-    same(lambda: DistributedDataParallel(seeded(tied=True, unused=True), static_graph=True))
+    assert_equals_plain(lambda: DistributedDataParallel(seeded_model(tied=True, unused=True), static_graph=True))
 
 
 def sharded(reshard=True):
-    model = seeded()
+    model = seeded_model()
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard)
     return fully_shard(model)
 
 
 def fsdp():
-    same(sharded)
+    assert_equals_plain(sharded)
 
 
 def fsdp_without_reshard():
-    same(partial(sharded, reshard=False))
+    assert_equals_plain(partial(sharded, reshard=False))
 
 
 def fsdp_training_goes_on():
@@ -155,7 +155,7 @@ def fsdp_training_goes_on():
         model = sharded()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
-            step(model, **calls)
+            two_steps(model, **calls)
             optimizer.step()
         return [full(p).detach().clone() for p in model.parameters()]
 
@@ -167,7 +167,7 @@ def fsdp_training_goes_on():
 
 def _step_between(reshard, **calls):
     model = sharded(reshard)
-    step(model, **calls)
+    two_steps(model, **calls)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loss = (model(batch()) ** 2).sum()
     optimizer.step()
@@ -198,7 +198,7 @@ def tensor_parallel():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def make():
-        model = seeded()
+        model = seeded_model()
         for block in model.blocks:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         return model
@@ -214,7 +214,7 @@ def tensor_parallel():
 
 
 def step_on(model, x, **calls):
-    inside, around = calls.get("inside", plainly), calls.get("around", plainly)
+    inside, around = calls.get("inside", without_region), calls.get("around", without_region)
     for block in model.blocks:
         block.call = inside
     model.around = around
@@ -238,7 +238,7 @@ def dtensor_slots():
         call(function, x * 1).sum().backward()
         return full(x.grad), full(w.grad)
 
-    wanted = run(plainly)
+    wanted = run(without_region)
     for way in WAYS:
         assert all(torch.equal(one, other) for one, other in zip(run(way), wanted, strict=True)), way
     x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
@@ -254,9 +254,9 @@ def dtensor_slots():
 
 
 def deep_copies_compute_with_their_own_weights():
-    model = DistributedDataParallel(seeded())
+    model = DistributedDataParallel(seeded_model())
     inner = copy.deepcopy(model.module)
-    assert len(step(inner, inside=region)) == len(step(model.module, inside=region))
+    assert len(two_steps(inner, inside=region)) == len(two_steps(model.module, inside=region))
 
 
 def _fitted(model, room):
@@ -290,7 +290,7 @@ def _fitted(model, room):
 
 
 def ddp_fitted():
-    _fitted(DistributedDataParallel(seeded()), 1.0)
+    _fitted(DistributedDataParallel(seeded_model()), 1.0)
 
 
 def fsdp_fitted():
@@ -305,7 +305,7 @@ def fsdp_resident():
     assert own < sum(p.nbytes for p in model.parameters())
     before = fixed_bytes(model, rows, optimizer, torch.device("cpu"))
     assert before == 4 * own + rows.nbytes
-    step(model)
+    two_steps(model)
     optimizer.step()
     counters = 4 * len(list(model.parameters()))
     assert fixed_bytes(model, rows, optimizer, torch.device("cpu")) == before + counters

@@ -32,7 +32,7 @@ def through_two_chunks(model, ids):
     return chunk(model, cache, ids[:, :5]) + chunk(model, cache, ids[:, 5:])
 
 
-def gradients(model, step):
+def cached_gradients(model, step):
     model.zero_grad()
     loss = step(model, TOKENS)
     loss.backward()
@@ -46,15 +46,15 @@ def equal(found, wanted):
 @pytest.mark.parametrize("step", [after_a_chunk_without_gradients, through_two_chunks])
 def test_a_cache_that_the_caller_gives_stays(step):
     model = llama()
-    wanted = gradients(model, step)
+    wanted = cached_gradients(model, step)
     fitted = retape.fit(model, TOKENS, budget=0.8, step=step, progress=False)
     assert not fitted.record.assignment.keeps_everything
-    assert equal(gradients(model, step), wanted)
+    assert equal(cached_gradients(model, step), wanted)
     assert retape.verify(model, TOKENS, step=step).equal
     fitted.remove()
-    live = retape.adaptive(model, budget=int(0.9 * retape.measure(lambda: gradients(model, step)).peak_bytes))
+    live = retape.adaptive(model, budget=int(0.9 * retape.measure(lambda: cached_gradients(model, step)).peak_bytes))
     for _ in range(3):
-        assert equal(gradients(model, step), wanted)
+        assert equal(cached_gradients(model, step), wanted)
     assert live.stats().reruns
     live.remove()
 
@@ -62,9 +62,9 @@ def test_a_cache_that_the_caller_gives_stays(step):
 def test_a_cache_that_nobody_gave_is_left_out():
     model = llama()
     step = lambda model, ids: model(input_ids=ids, labels=ids, use_cache=True).loss  # noqa: E731
-    wanted = gradients(model, step)
+    wanted = cached_gradients(model, step)
     fitted = retape.fit(model, TOKENS, budget=0.6, step=step, progress=False)
-    assert equal(gradients(model, step), wanted)
+    assert equal(cached_gradients(model, step), wanted)
     assert model(input_ids=TOKENS, use_cache=True).past_key_values.get_seq_length() == 0
     fitted.remove()
     assert model(input_ids=TOKENS, use_cache=True).past_key_values.get_seq_length() == TOKENS.shape[1]

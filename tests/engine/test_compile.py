@@ -30,7 +30,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-class Block(nn.Module):
+class TanhBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
@@ -39,12 +39,12 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def block():
+def block_and_input():
     seed()
-    return Block(), torch.randn(4, 8, requires_grad=True)
+    return TanhBlock(), torch.randn(4, 8, requires_grad=True)
 
 
-def gradients(module, x, call, passes=1):
+def compiled_gradients(module, x, call, passes=1):
     module.zero_grad()
     x.grad = None
     out = call(x)
@@ -66,18 +66,18 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_region_around_a_compiled_function(backend, policy):
-    module, x = block()
+    module, x = block_and_input()
     compiled = torch.compile(module, backend=backend, fullgraph=True)
-    wanted = gradients(module, x, lambda t: compiled(t * 1))
-    assert_equal(gradients(module, x, lambda t: run_region(compiled, t * 1, policy=policy)), wanted)
-    assert_equal(gradients(module, x, lambda t: retape.checkpoint(compiled, t * 1, check="values")), wanted)
+    wanted = compiled_gradients(module, x, lambda t: compiled(t * 1))
+    assert_equal(compiled_gradients(module, x, lambda t: run_region(compiled, t * 1, policy=policy)), wanted)
+    assert_equal(compiled_gradients(module, x, lambda t: retape.checkpoint(compiled, t * 1, check="values")), wanted)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_rerun_of_a_compiled_function_compiles_nothing_anew(backend):
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    module, x = block()
+    module, x = block_and_input()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(module, backend=counter)
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_the_rerun_of_a_compiled_function_compiles_nothing_anew(backend):
 
 def test_a_chain_of_compiled_blocks_with_links():
     seed()
-    blocks = nn.ModuleList(Block() for _ in range(4))
+    blocks = nn.ModuleList(TanhBlock() for _ in range(4))
     x = torch.randn(4, 8, requires_grad=True)
     compiled = [torch.compile(b, backend="aot_eager") for b in blocks]
 
@@ -96,23 +96,23 @@ def test_a_chain_of_compiled_blocks_with_links():
             value = b(value) if policy is None else run_region(b, value, policy=policy)
         return value
 
-    wanted = gradients(blocks, x, lambda t: run(None, t * 1))
+    wanted = compiled_gradients(blocks, x, lambda t: run(None, t * 1))
     for inputs in Inputs:
-        assert_equal(gradients(blocks, x, lambda t, i=inputs: run(Policy(inputs=i), t * 1)), wanted)
+        assert_equal(compiled_gradients(blocks, x, lambda t, i=inputs: run(Policy(inputs=i), t * 1)), wanted)
 
 
 def test_a_compiled_region_is_never_put_under_a_recipe_that_makes_it_eager():
     """A dispatch mode around compiled code silently turns it eager, so a trace of it must not lead to another result."""
-    module, x = block()
+    module, x = block_and_input()
     compiled = torch.compile(module, backend="aot_eager")
-    wanted = gradients(module, x, lambda t: compiled(t * 1))
+    wanted = compiled_gradients(module, x, lambda t: compiled(t * 1))
     region = Region(capture_call(compiled, (x,), {}))
     region.run(compiled, (x,), {})
     trace = region.trace()
     assert trace.opaque
     held = frozenset({0})
     policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
-    assert_equal(gradients(module, x, lambda t: run_region(compiled, t * 1, policy=policy)), wanted)
+    assert_equal(compiled_gradients(module, x, lambda t: run_region(compiled, t * 1, policy=policy)), wanted)
 
 
 def test_dropout_in_a_compiled_region():
@@ -135,10 +135,10 @@ def test_dropout_in_a_compiled_region():
 
 
 def test_retain_graph_around_a_function_compiled_by_dynamo_alone():
-    module, x = block()
+    module, x = block_and_input()
     compiled = torch.compile(module, backend="eager")
-    wanted = gradients(module, x, lambda t: module(t * 1), passes=2)
-    assert_equal(gradients(module, x, lambda t: retape.checkpoint(compiled, t * 1), passes=2), wanted)
+    wanted = compiled_gradients(module, x, lambda t: module(t * 1), passes=2)
+    assert_equal(compiled_gradients(module, x, lambda t: retape.checkpoint(compiled, t * 1), passes=2), wanted)
 
 
 # --- a compiled caller with a region inside ----------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_retain_graph_around_a_function_compiled_by_dynamo_alone():
 class Caller(nn.Module):
     def __init__(self, checkpoint):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(TanhBlock() for _ in range(2))
         self.checkpoint = checkpoint
 
     def forward(self, x):
@@ -161,18 +161,18 @@ def caller(checkpoint):
     return Caller(checkpoint), torch.randn(4, 8, requires_grad=True)
 
 
-def plainly(function, *args, **options):
+def without_region(function, *args, **options):
     return function(*args)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_caller(backend):
-    module, x = caller(plainly)
+    module, x = caller(without_region)
     compiled = torch.compile(module, backend=backend)
-    wanted = gradients(module, x, compiled)
+    wanted = compiled_gradients(module, x, compiled)
     module, x = caller(retape.checkpoint)
     compiled = torch.compile(module, backend=backend)
-    assert_equal(gradients(module, x, compiled), wanted)
+    assert_equal(compiled_gradients(module, x, compiled), wanted)
 
 
 def test_a_compiled_caller_delegates_to_torchs_operator():
@@ -210,18 +210,18 @@ def test_an_eager_caller_says_nothing(caplog):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_caller_after_the_replacement(backend, monkeypatch):
-    module, x = caller(plainly)
-    wanted = gradients(module, x, torch.compile(module, backend=backend))
+    module, x = caller(without_region)
+    wanted = compiled_gradients(module, x, torch.compile(module, backend=backend))
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", retape.checkpoint)
     module, x = caller(torch.utils.checkpoint.checkpoint)
     assert module.checkpoint is retape.checkpoint
-    assert_equal(gradients(module, x, torch.compile(module, backend=backend)), wanted)
+    assert_equal(compiled_gradients(module, x, torch.compile(module, backend=backend)), wanted)
 
 
 def test_retain_graph_of_a_compiled_caller():
     module, x = caller(retape.checkpoint)
-    wanted = gradients(module, x, module, passes=2)
-    assert_equal(gradients(module, x, torch.compile(module, backend="eager"), passes=2), wanted)
+    wanted = compiled_gradients(module, x, module, passes=2)
+    assert_equal(compiled_gradients(module, x, torch.compile(module, backend="eager"), passes=2), wanted)
 
 
 def test_check_is_for_eager_only():
@@ -231,5 +231,5 @@ def test_check_is_for_eager_only():
         return retape.checkpoint(function, *args, check="values", **options)
 
     module, x = caller(checked)
-    wanted = gradients(module, x, module)
-    assert_equal(gradients(module, x, torch.compile(module, backend="eager")), wanted)
+    wanted = compiled_gradients(module, x, module)
+    assert_equal(compiled_gradients(module, x, torch.compile(module, backend="eager")), wanted)

@@ -26,7 +26,7 @@ def must_save(*ops):
     return lambda context, op, *args, **kwargs: SAVE if op in ops else RECOMPUTE
 
 
-def gradients(function, checkpoint, **options):
+def context_gradients(function, checkpoint, **options):
     seed()
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
     W.grad = None
@@ -36,7 +36,7 @@ def gradients(function, checkpoint, **options):
     return [x.grad, W.grad, torch.get_rng_state()]
 
 
-def block(x):
+def gelu_block(x):
     return torch.relu(F.gelu(x @ W) @ W.t()).exp()
 
 
@@ -54,8 +54,8 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_every_kind_of_policy_gives_the_gradients_of_plain(policy):
-    got = gradients(block, retape.checkpoint, context_fn=contexts(policy))
-    assert_equal(got, gradients(block, None))
+    got = context_gradients(gelu_block, retape.checkpoint, context_fn=contexts(policy))
+    assert_equal(got, context_gradients(gelu_block, None))
 
 
 class Ops(torch.utils._python_dispatch.TorchDispatchMode):
@@ -70,7 +70,7 @@ class Ops(torch.utils._python_dispatch.TorchDispatchMode):
 
 def backward_ops(policy):
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    out = retape.checkpoint(block, x, use_reentrant=False, context_fn=contexts(policy))
+    out = retape.checkpoint(gelu_block, x, use_reentrant=False, context_fn=contexts(policy))
     with Ops() as ops:
         out.sum().backward()
     return ops.seen
@@ -113,9 +113,9 @@ def held_draw_then_recomputed_draw(x):
 def test_a_held_draw_does_not_shift_a_recomputed_one():
     """Torch's own is wrong here: the held `rand` is answered without a draw, so the recomputed `randn` draws its numbers."""
     policy = must_save(ATEN.rand_like.default)
-    plain = gradients(held_draw_then_recomputed_draw, None)
-    theirs = gradients(held_draw_then_recomputed_draw, torch_checkpoint, context_fn=contexts(policy))
-    ours = gradients(held_draw_then_recomputed_draw, retape.checkpoint, context_fn=contexts(policy))
+    plain = context_gradients(held_draw_then_recomputed_draw, None)
+    theirs = context_gradients(held_draw_then_recomputed_draw, torch_checkpoint, context_fn=contexts(policy))
+    ours = context_gradients(held_draw_then_recomputed_draw, retape.checkpoint, context_fn=contexts(policy))
     assert not torch.equal(theirs[0], plain[0]), "torch is right now: this test has lost its point"
     assert float((theirs[0] - plain[0]).norm() / plain[0].norm()) > 0.5
     assert_equal(ours, plain)
@@ -123,9 +123,9 @@ def test_a_held_draw_does_not_shift_a_recomputed_one():
 
 def test_a_held_dropout_before_a_recomputed_one():
     """The mask that is drawn again is the second one; torch's own draws the first again and is wrong by more than its size."""
-    plain = gradients(two_dropouts, None)
-    theirs = gradients(two_dropouts, torch_checkpoint, context_fn=contexts(only_first_dropout()))
-    ours = gradients(two_dropouts, retape.checkpoint, context_fn=contexts(only_first_dropout()))
+    plain = context_gradients(two_dropouts, None)
+    theirs = context_gradients(two_dropouts, torch_checkpoint, context_fn=contexts(only_first_dropout()))
+    ours = context_gradients(two_dropouts, retape.checkpoint, context_fn=contexts(only_first_dropout()))
     assert not torch.equal(theirs[0], plain[0]), "torch is right now: this test has lost its point"
     assert_equal(ours, plain)
 
@@ -135,7 +135,9 @@ def test_a_dropout_of_several_ops():
         return F.dropout(F.dropout(x @ W, 0.5).exp(), 0.5).sin()
 
     policy = must_save(ATEN.div_.Scalar, ATEN.mul.Tensor)
-    assert_equal(gradients(function, retape.checkpoint, context_fn=contexts(policy)), gradients(function, None))
+    assert_equal(
+        context_gradients(function, retape.checkpoint, context_fn=contexts(policy)), context_gradients(function, None)
+    )
 
 
 def test_explicit_generators_are_put_where_a_held_draw_left_them():
@@ -147,7 +149,7 @@ def test_explicit_generators_are_put_where_a_held_draw_left_them():
 
     def run(checkpoint, **options):
         generator.manual_seed(3)
-        return [*gradients(function, checkpoint, **options), generator.get_state()]
+        return [*context_gradients(function, checkpoint, **options), generator.get_state()]
 
     policy = must_save(ATEN.rand.generator)
     assert_equal(run(retape.checkpoint, context_fn=contexts(policy)), run(None))
@@ -165,13 +167,13 @@ def with_in_place(x):
 
 @pytest.mark.parametrize("op", [ATEN.mul_.Tensor, ATEN.exp.default])
 def test_in_place_ops_held(op):
-    got = gradients(with_in_place, retape.checkpoint, context_fn=contexts(must_save(op)))
-    assert_equal(got, gradients(with_in_place, None))
+    got = context_gradients(with_in_place, retape.checkpoint, context_fn=contexts(must_save(op)))
+    assert_equal(got, context_gradients(with_in_place, None))
 
 
 def test_a_held_result_that_is_changed_later_is_refused():
     with pytest.raises(StateChanged, match="has been mutated"):
-        gradients(with_in_place, retape.checkpoint, context_fn=contexts(must_save(ATEN.mm.default)))
+        context_gradients(with_in_place, retape.checkpoint, context_fn=contexts(must_save(ATEN.mm.default)))
 
 
 def test_a_held_view_of_memory_that_is_written_later():
@@ -183,10 +185,10 @@ def test_a_held_view_of_memory_that_is_written_later():
         return h * h.detach().sum()
 
     policy = must_save(ATEN.view.default)
-    plain = gradients(function, None)
-    theirs = gradients(function, torch_checkpoint, context_fn=contexts(policy))
+    plain = context_gradients(function, None)
+    theirs = context_gradients(function, torch_checkpoint, context_fn=contexts(policy))
     assert not torch.equal(theirs[0], plain[0]), "torch is right now: this test has lost its point"
-    assert_equal(gradients(function, retape.checkpoint, context_fn=contexts(policy)), plain)
+    assert_equal(context_gradients(function, retape.checkpoint, context_fn=contexts(policy)), plain)
 
 
 def test_a_held_factory_result_that_is_written_later():
@@ -196,9 +198,9 @@ def test_a_held_factory_result_that_is_written_later():
         return out.view(8, 4).tanh_()
 
     policy = must_save(ATEN.zeros_like.default, ATEN.tanh_.default)
-    plain = gradients(function, None)
+    plain = context_gradients(function, None)
     try:
-        ours = gradients(function, retape.checkpoint, context_fn=contexts(policy))
+        ours = context_gradients(function, retape.checkpoint, context_fn=contexts(policy))
     except StateChanged:
         return
     assert_equal(ours, plain)
@@ -223,7 +225,9 @@ def test_a_held_out_op():
         return Sigmoid.apply(x @ W).exp()
 
     policy = must_save(ATEN.sigmoid.out)
-    assert_equal(gradients(function, retape.checkpoint, context_fn=contexts(policy)), gradients(function, None))
+    assert_equal(
+        context_gradients(function, retape.checkpoint, context_fn=contexts(policy)), context_gradients(function, None)
+    )
 
 
 def test_item_is_replayed():
@@ -235,7 +239,7 @@ def test_item_is_replayed():
         calls.append(box[0].item())
         return (x @ W).exp() if calls[-1] > 1 else (x @ W).tanh().sin().cos()
 
-    plain = gradients(function, None)
+    plain = context_gradients(function, None)
     seed()
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
     W.grad = None
@@ -249,7 +253,7 @@ def test_item_is_replayed():
 def test_buffers_are_updated_once():
     def run(checkpoint, **options):
         norm = nn.BatchNorm1d(8)
-        found = gradients(lambda x: norm(x @ W).exp(), checkpoint, **options)
+        found = context_gradients(lambda x: norm(x @ W).exp(), checkpoint, **options)
         return [*found, *norm.buffers(), *[p.grad for p in norm.parameters()]]
 
     for op in (ATEN.mm.default, ATEN.native_batch_norm.default, ATEN._native_batch_norm_legit.default):
@@ -268,7 +272,7 @@ def test_a_region_nested_in_a_selective_one(op):
             again = inner if checkpoint is None else partial(retape.checkpoint, inner, check="values")
             return (again((x @ W).clone()) @ W).exp()
 
-        return [*gradients(outer, checkpoint, **options), *norm.buffers()]
+        return [*context_gradients(outer, checkpoint, **options), *norm.buffers()]
 
     assert_equal(run(retape.checkpoint, context_fn=contexts(must_save(op))), run(None))
 
@@ -278,7 +282,7 @@ def test_a_region_nested_in_a_selective_one(op):
 
 def test_a_second_backward_says_what_to_do():
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    out = retape.checkpoint(block, x, use_reentrant=False, context_fn=contexts(must_save(ATEN.mm.default)))
+    out = retape.checkpoint(gelu_block, x, use_reentrant=False, context_fn=contexts(must_save(ATEN.mm.default)))
     out.sum().backward(retain_graph=True)
     with pytest.raises(RecomputeMismatch, match="backward an extra time"):
         out.sum().backward()

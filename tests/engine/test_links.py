@@ -33,7 +33,7 @@ class Step(nn.Module):
         return torch.tanh(self.dropout(self.linear(x)))
 
 
-class Chain:
+class LinkedChain:
     """A chain of steps, each a region of its own, the storages of the states between them, and how often each ran again."""
 
     def __init__(self, policies, **options):
@@ -75,7 +75,7 @@ class Chain:
 
 
 def plain(length, passes=1):
-    return Chain([None] * length).gradients(passes)
+    return LinkedChain([None] * length).gradients(passes)
 
 
 def expected_reruns(policies):
@@ -102,26 +102,26 @@ def expected_reruns(policies):
 
 
 def test_held_inputs_run_each_region_once():
-    chain = Chain([DROP] * 6)
+    chain = LinkedChain([DROP] * 6)
     assert_equal(chain.gradients(), plain(6))
     assert chain.reruns == [1] * 6
 
 
 def test_a_chain_of_links_runs_each_region_once_for_every_later_one():
-    chain = Chain([DROP] + [LINK] * 5)
+    chain = LinkedChain([DROP] + [LINK] * 5)
     assert_equal(chain.gradients(), plain(6))
     assert chain.reruns == [6, 5, 4, 3, 2, 1]
 
 
 def test_a_segment_runs_each_region_once():
-    chain = Chain([DROP] + [SEGMENT] * 5)
+    chain = LinkedChain([DROP] + [SEGMENT] * 5)
     assert_equal(chain.gradients(), plain(6))
     assert chain.reruns == [1] * 6
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_two_segments_of_links(early_stop):
-    chain = Chain([DROP, LINK, LINK, DROP, LINK, LINK], early_stop=early_stop)
+    chain = LinkedChain([DROP, LINK, LINK, DROP, LINK, LINK], early_stop=early_stop)
     assert_equal(chain.gradients(), plain(6))
     assert chain.reruns == [3, 2, 1, 3, 2, 1]
 
@@ -130,7 +130,7 @@ def test_two_segments_of_links(early_stop):
 def test_random_chains_run_again_as_often_as_their_model_says(case):
     rng = random.Random(case)
     policies = [rng.choice((DROP, LINK, SEGMENT)) for _ in range(rng.randint(2, 9))]
-    chain = Chain(policies, check=rng.choice((Check.OFF, Check.METADATA, Check.VALUES)))
+    chain = LinkedChain(policies, check=rng.choice((Check.OFF, Check.METADATA, Check.VALUES)))
     assert_equal(chain.gradients(), plain(len(policies)))
     assert chain.reruns == expected_reruns(policies)
 
@@ -138,13 +138,13 @@ def test_random_chains_run_again_as_often_as_their_model_says(case):
 def test_recursive_halving():
     """8 regions, the inputs held at 0, and at 4, 2, 1 ... only while they are needed is the plan's part; here at 0 and 4."""
     policies = [DROP if index in (0, 4) else SEGMENT for index in range(8)]
-    chain = Chain(policies)
+    chain = LinkedChain(policies)
     assert_equal(chain.gradients(), plain(8))
     assert sum(chain.reruns) == 8
 
 
 def test_two_backward_passes_run_everything_twice():
-    chain = Chain([DROP, LINK, SEGMENT, LINK])
+    chain = LinkedChain([DROP, LINK, SEGMENT, LINK])
     once = expected_reruns(chain.policies)
     assert_equal(chain.gradients(passes=2), plain(4, passes=2))
     assert chain.reruns == [2 * count for count in once]
@@ -154,7 +154,11 @@ def test_two_backward_passes_run_everything_twice():
 
 
 def test_links_free_the_states_between():
-    held, linked, segment = Chain([DROP] * 6), Chain([DROP] + [LINK] * 5), Chain([DROP] + [SEGMENT] * 5)
+    held, linked, segment = (
+        LinkedChain([DROP] * 6),
+        LinkedChain([DROP] + [LINK] * 5),
+        LinkedChain([DROP] + [SEGMENT] * 5),
+    )
     outs = [chain.forward() for chain in (held, linked, segment)]
     assert [chain.live() for chain in (held, linked, segment)] == [5, 0, 0]
     for out in outs:
@@ -166,7 +170,7 @@ def test_links_free_the_states_between():
 def test_as_many_states_live_as_inputs_are_held(case):
     rng = random.Random(case)
     policies = [DROP, *[rng.choice((DROP, LINK, SEGMENT)) for _ in range(7)]]
-    chain = Chain(policies)
+    chain = LinkedChain(policies)
     out = chain.forward()
     assert chain.live() == policies[1:].count(DROP)
     out.sum().backward()
@@ -176,7 +180,7 @@ def test_nothing_is_left_without_the_garbage_collector():
     gc.collect()
     gc.disable()
     try:
-        chain = Chain([DROP, LINK, SEGMENT, DROP, LINK])
+        chain = LinkedChain([DROP, LINK, SEGMENT, DROP, LINK])
         chain.gradients()
         regions = [weakref.ref(region) for region in chain.regions]
         chain.regions.clear()
@@ -187,7 +191,7 @@ def test_nothing_is_left_without_the_garbage_collector():
 
 
 def test_late_eviction():
-    chain = Chain([HOLD] * 4)
+    chain = LinkedChain([HOLD] * 4)
     out = chain.forward()
     torch.rand(3)
     for region in (chain.regions[1], chain.regions[3]):

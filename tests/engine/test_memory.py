@@ -13,7 +13,7 @@ WIDTH = 1000
 UNIT = WIDTH * 4
 
 
-def block(a):
+def four_ops(a):
     """Four ops; all results but the first are saved."""
     return a.sin().exp().tanh().cos()
 
@@ -22,7 +22,7 @@ def theirs(function, *args, **kwargs):
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-def chain(call, count=8, function=block):
+def chained(call, count=8, function=four_ops):
     def run(x):
         for _ in range(count):
             x = call(function, x)
@@ -43,19 +43,19 @@ def measured(forward, **options):
 
 
 def test_the_ledger_counts_plain_autograd():
-    held, peak = measured(chain(plainly))
+    held, peak = measured(chained(plainly))
     assert held == 24  # three results a block
     assert peak >= held
 
 
 def test_eight_blocks_hold_their_inputs_alone():
-    held, peak = measured(chain(as_region))
+    held, peak = measured(chained(as_region))
     assert held == 8  # seven inputs made inside, and the output
-    assert peak <= measured(chain(theirs))[1] < measured(chain(plainly))[1]
+    assert peak <= measured(chained(theirs))[1] < measured(chained(plainly))[1]
 
 
 def test_one_region_around_everything_is_no_worse_than_plain():
-    whole = chain(plainly)
+    whole = chained(plainly)
     held, peak = measured(lambda x: as_region(whole, x))
     assert held == 1
     assert peak <= measured(lambda x: theirs(whole, x))[1]
@@ -63,19 +63,19 @@ def test_one_region_around_everything_is_no_worse_than_plain():
 
 
 def four_by_four(call):
-    return chain(call, 4, chain(call, 4))
+    return chained(call, 4, chained(call, 4))
 
 
 def test_nested_four_by_four():
     held, peak = measured(four_by_four(as_region))
     assert held == 4
     assert peak <= measured(four_by_four(theirs))[1]
-    assert peak < measured(chain(as_region, 16))[1]
+    assert peak < measured(chained(as_region, 16))[1]
 
 
 @pytest.mark.parametrize("segments", [2, 4, 8])
 def test_segments(segments):
-    functions = [block] * 16
+    functions = [four_ops] * 16
     ours = measured(lambda x: retape.checkpoint_sequential(functions, segments, x, use_reentrant=False))
     other = measured(lambda x: torch_sequential(functions, segments, x, use_reentrant=False))
     assert ours[0] <= other[0]
@@ -83,13 +83,13 @@ def test_segments(segments):
 
 
 def boxed(call, wrap, unwrap):
-    return chain(call, 8, block), lambda x: _run_boxed(call, wrap, unwrap, x)
+    return chained(call, 8, four_ops), lambda x: _run_boxed(call, wrap, unwrap, x)
 
 
 def _run_boxed(call, wrap, unwrap, x):
     box = wrap(x)
     for _ in range(8):
-        box = call(lambda b: wrap(block(unwrap(b))), box)
+        box = call(lambda b: wrap(four_ops(unwrap(b))), box)
     return unwrap(box)
 
 
@@ -110,16 +110,16 @@ def test_containers_are_as_frugal_as_tensors(wrap, unwrap):
 def test_keywords_are_as_frugal_as_tensors():
     def by_keyword(x):
         for _ in range(8):
-            x = as_region(lambda *, hidden: block(hidden), hidden=x)
+            x = as_region(lambda *, hidden: four_ops(hidden), hidden=x)
         return x
 
-    assert measured(by_keyword) == measured(chain(as_region))
+    assert measured(by_keyword) == measured(chained(as_region))
 
 
 def test_a_retained_graph_drops_what_was_refilled():
     x = torch.randn(WIDTH, requires_grad=True)
     with Ledger() as ledger:
-        y = chain(as_region)(x).sum()
+        y = chained(as_region)(x).sum()
         held = ledger.live
         y.backward(retain_graph=True)
         peak = ledger.peak
@@ -135,7 +135,7 @@ def test_a_retained_graph_drops_what_was_refilled():
 def test_a_partial_backward_leaves_nothing_refilled():
     x = torch.randn(WIDTH, requires_grad=True)
     with Ledger() as ledger:
-        y, z = as_region(lambda a: (block(a), block(a * 2)), x)
+        y, z = as_region(lambda a: (four_ops(a), four_ops(a * 2)), x)
         held = ledger.live
         y.sum().backward(retain_graph=True)
         x.grad = None
@@ -147,7 +147,7 @@ def test_a_partial_backward_leaves_nothing_refilled():
 def test_a_saved_tensor_that_is_looked_at_is_not_kept():
     x = torch.randn(WIDTH, requires_grad=True)
     with Ledger() as ledger:
-        y = as_region(block, x)
+        y = as_region(four_ops, x)
         held = ledger.live
         y.grad_fn._saved_self  # noqa: B018 - reading it is the point
         assert ledger.live == held
@@ -156,7 +156,7 @@ def test_a_saved_tensor_that_is_looked_at_is_not_kept():
 def test_everything_is_gone_after_a_step():
     x = torch.randn(WIDTH, requires_grad=True)
     with Ledger() as ledger:
-        chain(as_region)(x).sum().backward()
+        chained(as_region)(x).sum().backward()
         x.grad = None
         assert ledger.live == 0
 
@@ -166,7 +166,7 @@ def counted():
 
     def function(a):
         calls()
-        return block(a)
+        return four_ops(a)
 
     return function, calls
 
@@ -174,13 +174,13 @@ def counted():
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_each_block_is_run_again_exactly_once(count):
     function, calls = counted()
-    chain(as_region, count, function)(torch.randn(4, requires_grad=True)).sum().backward()
+    chained(as_region, count, function)(torch.randn(4, requires_grad=True)).sum().backward()
     assert len(calls.all) == 2 * count
 
 
 def test_nested_blocks_run_three_times_less_the_last_of_each():
     function, calls = counted()
-    chain(as_region, 4, chain(as_region, 4, function))(torch.randn(4, requires_grad=True)).sum().backward()
+    chained(as_region, 4, chained(as_region, 4, function))(torch.randn(4, requires_grad=True)).sum().backward()
     assert len(calls.all) == 16 + 12 + 16  # the outer re-run ends where the last inner region begins
 
 
@@ -194,7 +194,7 @@ def test_segments_run_each_managed_function_twice(segments):
 
 def test_a_second_backward_runs_each_block_once_more():
     function, calls = counted()
-    y = chain(as_region, 8, function)(torch.randn(4, requires_grad=True)).sum()
+    y = chained(as_region, 8, function)(torch.randn(4, requires_grad=True)).sum()
     y.backward(retain_graph=True)
     y.backward()
     assert len(calls.all) == 24
@@ -202,9 +202,9 @@ def test_a_second_backward_runs_each_block_once_more():
 
 def test_a_forward_that_nobody_differentiates_is_run_once():
     function, calls = counted()
-    chain(as_region, 8, function)(torch.randn(4, requires_grad=True))
+    chained(as_region, 8, function)(torch.randn(4, requires_grad=True))
     with torch.no_grad():
-        chain(as_region, 8, function)(torch.randn(4, requires_grad=True))
+        chained(as_region, 8, function)(torch.randn(4, requires_grad=True))
     assert len(calls.all) == 16
 
 

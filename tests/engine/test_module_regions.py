@@ -14,7 +14,7 @@ from retape.torch.engine.policy import DROP_IN, HOLD, Policy
 from support.comparing import Notes, as_region, every_way, leaf, refuses, same_as_plain
 
 
-class Block(nn.Module):
+class BareBlock(nn.Module):
     """Holds nothing but parameters; does what its `extra` says in every run."""
 
     def __init__(self, extra=None):
@@ -48,14 +48,14 @@ def known(module, *inputs):
 
 
 @pytest.mark.parametrize("policy", [DROP_IN, Policy(), HOLD, Policy(held=frozenset({0, 2}))])
-@pytest.mark.parametrize("make", [Block, lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4, bias=False)])
+@pytest.mark.parametrize("make", [BareBlock, lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4, bias=False)])
 def test_a_re_run_happens_only_where_something_is_missing(make, policy):
     module, x = make(), leaf(2, 4)
     for _ in range(2):
         region, out = of(module, x, policy=policy)
         out.sum().backward()
         # The drop-in runs again in any case; else a lone layer has all it needs in its input.
-        assert region.reruns == (policy is DROP_IN or (make is Block and policy is not HOLD))
+        assert region.reruns == (policy is DROP_IN or (make is BareBlock and policy is not HOLD))
 
 
 # --- what may happen between and in the runs -------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def as_plain(case, *, extra=None, way=as_region):
     """Assert that a case, given a known module and a caller, comes out as in plain autograd."""
 
     def whole(call):
-        module, x = Block(extra), leaf(2, 4)
+        module, x = BareBlock(extra), leaf(2, 4)
         for _ in range(2):
             call(module, x).sum().backward()
         return case(call, module, x), x.grad, [parameter.grad for parameter in module.parameters()], module.calls
@@ -186,13 +186,13 @@ def test_a_write_after_a_function_that_asked_for_gradients_itself_is_an_error():
         return x + g
 
     def case(call):
-        module, x = known(Block(asking), leaf(2, 4)), leaf(2, 4)
+        module, x = known(BareBlock(asking), leaf(2, 4)), leaf(2, 4)
         out = call(module, x)
         with torch.no_grad():
             module.up.weight.mul_(2)
         out.sum().backward()
 
-    refuses(case, retape.RetapeError, "Block", "up.weight", "inplace")
+    refuses(case, retape.RetapeError, "BareBlock", "up.weight", "inplace")
 
 
 def test_a_frozen_parameter_is_held():
@@ -207,13 +207,13 @@ def test_a_frozen_parameter_is_held():
 
 def test_a_parameter_written_to_since_is_an_error():
     def case(call):
-        module, x = known(Block(), leaf(2, 4)), leaf(2, 4)
+        module, x = known(BareBlock(), leaf(2, 4)), leaf(2, 4)
         out = call(module, x)
         with torch.no_grad():
             module.up.weight.mul_(2)
         out.sum().backward()
 
-    refuses(case, retape.RetapeError, "Block", "up.weight", "inplace")
+    refuses(case, retape.RetapeError, "BareBlock", "up.weight", "inplace")
 
 
 def test_a_call_that_begins_to_write_is_an_error_once_and_right_from_then_on():
@@ -226,7 +226,7 @@ def test_a_call_that_begins_to_write_is_an_error_once_and_right_from_then_on():
         return out
 
     x = leaf(2, 4)
-    module = Block(writing)
+    module = BareBlock(writing)
     for _ in range(2):
         run(as_region, module, x)
     module.scale = 3.0
@@ -337,7 +337,7 @@ def test_a_re_run_that_fails_leaves_everything_as_it_was():
         return x
 
     x = leaf(2, 4)
-    module = Block(failing)
+    module = BareBlock(failing)
     for _ in range(2):
         as_region(module, x).sum().backward()
     module.scale = 2.0
@@ -363,7 +363,7 @@ def test_the_stop_may_be_swallowed():
 
 def test_it_goes_without_the_garbage_collector():
     x = leaf(2, 4)
-    module = known(Block(), x)
+    module = known(BareBlock(), x)
     gc.collect()
     gc.disable()
     try:
@@ -379,8 +379,8 @@ def test_it_goes_without_the_garbage_collector():
 
 def test_a_region_asked_about_dies_all_the_same():
     x = leaf(2, 4)
-    region, out = of(known(Block(), x), x)
-    assert region.name == "Block"
+    region, out = of(known(BareBlock(), x), x)
+    assert region.name == "BareBlock"
     assert region.snapshot.describe(0) == "tensor 0 of its arguments"
     alive = weakref.ref(region)
     del region, out

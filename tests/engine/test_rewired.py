@@ -30,7 +30,7 @@ def rewired(swap):
     return function
 
 
-def gradients(function, run=None):
+def rewired_gradients(function, run=None):
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
     W.grad = None
     out = function(x * 1) if run is None else run(x * 1)
@@ -46,7 +46,7 @@ FACTORS = {
 }
 
 
-def traced(swap=False):
+def traced_rewired(swap=False):
     inputs = (torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * 1,)
     function = rewired(swap)
     region = Region(capture_call(function, inputs, {}))
@@ -56,17 +56,19 @@ def traced(swap=False):
 
 def managed(function, held, check):
     """Gradients with a recipe for the other wiring, and how often the region ran again."""
-    policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(traced(), held))
+    policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(traced_rewired(), held))
     regions = []
-    found = gradients(function, lambda x: run_region(function, x, policy=policy, check=check, done=regions.append))
+    found = rewired_gradients(
+        function, lambda x: run_region(function, x, policy=policy, check=check, done=regions.append)
+    )
     return found, regions[0].reruns
 
 
 def test_the_case_is_what_it_says():
     """The factors of the product are saved last, by one op; one of them answers for a twin that what is missing is made from."""
-    trace = traced()
+    trace = traced_rewired()
     assert trace.saved_at[6] == trace.saved_at[7] == max(trace.saved_at)
-    assert [trace.ops[i].op for i in range(9)] == [traced(swap=True).ops[i].op for i in range(9)]
+    assert [trace.ops[i].op for i in range(9)] == [traced_rewired(swap=True).ops[i].op for i in range(9)]
     recipe = plan_recipe(trace, FACTORS["the second"])
     assert Step.ANSWER in recipe.steps
     assert recipe.checked == {7}
@@ -80,7 +82,7 @@ def test_any_wiring_is_right(held, check):
     for swap in (False, True):
         function = rewired(swap)
         found, _ = managed(function, held, check)
-        assert all(map(torch.equal, found, gradients(function)))
+        assert all(map(torch.equal, found, rewired_gradients(function)))
 
 
 def test_the_wiring_that_was_learned_runs_once():

@@ -38,14 +38,14 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def traced(function, *inputs):
+def traced_region(function, *inputs):
     seed()
     region = Region(capture_call(function, inputs, {}))
     region.run(function, inputs, {})
     return region.trace()
 
 
-def gradients(function, sources, policy=None, check=Check.METADATA):
+def selected_gradients(function, sources, policy=None, check=Check.METADATA):
     """Every gradient and the end of the random stream, plainly or as a region."""
     seed()
     inputs = [source * 1 for source in sources if not isinstance(source, nn.Parameter)]
@@ -115,22 +115,22 @@ REGIONS = [mlp, with_dropout, attention, in_place, normed, scaled_by_item, cast,
 @pytest.mark.parametrize("function", REGIONS, ids=lambda f: f.__name__)
 def test_all_subsets_of_held_slots_equal_plain(function):
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    plain = gradients(function, [x, W])
-    trace = traced(function, x * 1)
+    plain = selected_gradients(function, [x, W])
+    trace = traced_region(function, x * 1)
     assert not trace.opaque
     assert len(trace.slots) <= 9, "all subsets would take too long"
     for held in subsets(len(trace.slots)):
         policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
-        assert equal(gradients(function, [x, W], policy), plain), sorted(held)
+        assert equal(selected_gradients(function, [x, W], policy), plain), sorted(held)
 
 
 def test_all_subsets_with_every_value_checked():
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    plain = gradients(with_dropout, [x, W])
-    trace = traced(with_dropout, x * 1)
+    plain = selected_gradients(with_dropout, [x, W])
+    trace = traced_region(with_dropout, x * 1)
     for held in subsets(len(trace.slots)):
         policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
-        assert equal(gradients(with_dropout, [x, W], policy, Check.VALUES), plain), sorted(held)
+        assert equal(selected_gradients(with_dropout, [x, W], policy, Check.VALUES), plain), sorted(held)
 
 
 def complex_view(x):
@@ -140,11 +140,11 @@ def complex_view(x):
 
 def test_a_slot_that_is_a_view_of_another_dtype():
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    plain = gradients(complex_view, [x])
-    trace = traced(complex_view, x * 1)
+    plain = selected_gradients(complex_view, [x])
+    trace = traced_region(complex_view, x * 1)
     for held in subsets(len(trace.slots)):
         policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
-        assert equal(gradients(complex_view, [x], policy), plain), sorted(held)
+        assert equal(selected_gradients(complex_view, [x], policy), plain), sorted(held)
 
 
 # --- what is run ---------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def big_first(x):
 
 def test_a_held_matmul_is_not_run_again():
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    trace = traced(big_first, x * 1)
+    trace = traced_region(big_first, x * 1)
     names = [op.op.overloadpacket.__name__ for op in trace.ops]
     second = [i for i, name in enumerate(names) if name == "mm"][1]
     held = frozenset(i for i, storage in enumerate(trace.slots) if storage in trace.ops[second].makes)
@@ -185,7 +185,7 @@ def test_a_held_matmul_is_not_run_again():
 
 def test_what_only_feeds_held_slots_is_skipped():
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    trace = traced(big_first, x * 1)
+    trace = traced_region(big_first, x * 1)
     last = [i for i, op in enumerate(trace.ops) if "sin" in str(op.op)][-1]
     missing = {i for i, storage in enumerate(trace.slots) if storage in trace.ops[last].makes}
     held = frozenset(range(len(trace.slots))) - missing
@@ -200,12 +200,12 @@ def test_what_only_feeds_held_slots_is_skipped():
 
 def test_nothing_held_needs_no_recipe():
     x = torch.ones(4, 8, requires_grad=True)
-    assert plan_recipe(traced(mlp, x), frozenset()) is None
+    assert plan_recipe(traced_region(mlp, x), frozenset()) is None
 
 
 def test_the_counts_of_a_recipe_add_up():
     x = torch.ones(4, 8, requires_grad=True)
-    trace = traced(mlp, x)
+    trace = traced_region(mlp, x)
     for held in subsets(len(trace.slots))[1:]:
         recipe = plan_recipe(trace, held)
         assert recipe.run == sum(step is Step.RUN for step in recipe.steps)
@@ -232,12 +232,12 @@ def test_a_write_that_dispatch_cannot_see_makes_a_region_opaque():
         return Hidden.apply(x.exp()).cos()
 
     x = torch.linspace(-1, 1, 8).requires_grad_()
-    trace = traced(function, x * 1)
+    trace = traced_region(function, x * 1)
     assert trace.opaque
-    plain = gradients(function, [x])
+    plain = selected_gradients(function, [x])
     for held in subsets(len(trace.slots)):
         assert plan_recipe(trace, held) is None
-        assert equal(gradients(function, [x], Policy(held=held)), plain)
+        assert equal(selected_gradients(function, [x], Policy(held=held)), plain)
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "numpy", "array"])
@@ -256,11 +256,11 @@ def test_a_value_that_python_reads_is_a_true_one(read):
         return ((x.sin() + total).exp() * scale * 0.1).tanh()
 
     x = torch.linspace(-1, 2, 8).requires_grad_()
-    plain = gradients(function, [x])
-    trace = traced(function, x * 1)
+    plain = selected_gradients(function, [x])
+    trace = traced_region(function, x * 1)
     for held in subsets(len(trace.slots)):
         policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held), reuse_inputs=False)
-        assert equal(gradients(function, [x], policy), plain), sorted(held)
+        assert equal(selected_gradients(function, [x], policy), plain), sorted(held)
 
 
 def test_another_branch_than_the_traced_one_falls_back_to_a_full_rerun():
@@ -269,12 +269,12 @@ def test_another_branch_than_the_traced_one_falls_back_to_a_full_rerun():
         return h.exp().sin() if float(h.detach().sum()) > 0 else h.tanh().cos().sigmoid()
 
     ones = torch.ones(4, 8, requires_grad=True)
-    trace = traced(function, ones * 1)
+    trace = traced_region(function, ones * 1)
     for start in (ones, (ones.detach() * -1).requires_grad_(), ones):
-        plain = gradients(function, [start, W])
+        plain = selected_gradients(function, [start, W])
         for held in subsets(len(trace.slots)):
             policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
-            assert equal(gradients(function, [start, W], policy), plain), sorted(held)
+            assert equal(selected_gradients(function, [start, W], policy), plain), sorted(held)
 
 
 def test_a_diverged_region_does_not_try_its_recipe_again():
@@ -283,7 +283,7 @@ def test_a_diverged_region_does_not_try_its_recipe_again():
 
     flag = [True]
     x = torch.linspace(-1, 1, 8).requires_grad_()
-    trace = traced(function, x * 1)
+    trace = traced_region(function, x * 1)
     flag[0] = False
     policy = Policy(held=frozenset({0}), proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, frozenset({0})))
     region = Region(capture_call(function, (x,), {}), policy=policy)
@@ -309,12 +309,12 @@ def test_streams_of_skipped_and_answered_random_ops():
 
     def run(policy):
         generator.manual_seed(1)
-        return [*gradients(function, [x], policy), generator.get_state()]
+        return [*selected_gradients(function, [x], policy), generator.get_state()]
 
     x = torch.linspace(-1, 1, 8).requires_grad_()
     plain = run(None)
     generator.manual_seed(1)
-    trace = traced(function, x * 1)
+    trace = traced_region(function, x * 1)
     for held in subsets(len(trace.slots)):
         assert equal(run(Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))), plain), (
             sorted(held)
@@ -337,11 +337,11 @@ def test_buffers_of_a_region_under_a_recipe():
     def run(policy):
         torch.manual_seed(0)
         block = Block()
-        return [*gradients(block, [x], policy), *block.buffers(), *(p.grad for p in block.parameters())]
+        return [*selected_gradients(block, [x], policy), *block.buffers(), *(p.grad for p in block.parameters())]
 
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
     plain = run(None)
-    trace = traced(Block(), x * 1)
+    trace = traced_region(Block(), x * 1)
     for held in subsets(len(trace.slots)):
         assert equal(run(Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))), plain), (
             sorted(held)
@@ -356,8 +356,8 @@ def test_a_recipe_around_nested_regions():
         return run_region(inner, x.tanh()).cos() * run_region(inner, x)
 
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    plain = gradients(lambda t: inner(t.tanh()).cos() * inner(t), [x, W])
-    trace = traced(outer, x * 1)
+    plain = selected_gradients(lambda t: inner(t.tanh()).cos() * inner(t), [x, W])
+    trace = traced_region(outer, x * 1)
     for held in subsets(len(trace.slots)):
         policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
-        assert equal(gradients(outer, [x, W], policy), plain), sorted(held)
+        assert equal(selected_gradients(outer, [x, W], policy), plain), sorted(held)

@@ -261,7 +261,7 @@ def _function_modes_of_torch() -> int:
     return int(torch.get_default_device().type != "cpu")
 
 
-def equal(one: object, other: object) -> bool:
+def equal_or_nan(one: object, other: object) -> bool:
     """Bit for bit, except that NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
@@ -272,7 +272,7 @@ def equal(one: object, other: object) -> bool:
 
 
 def differences(wanted: dict, got: dict) -> list[str]:
-    return [name for name in dict.fromkeys([*wanted, *got]) if not equal(wanted.get(name), got.get(name))]
+    return [name for name in dict.fromkeys([*wanted, *got]) if not equal_or_nan(wanted.get(name), got.get(name))]
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Language(nn.Module):
         return [torch.randint(0, 50, (2, length)) for length in (24, 96, 48)]
 
 
-class Cell(nn.Module):
+class TreeCell(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.mix, self.out = nn.Linear(2 * width, 4 * width), nn.Linear(4 * width, width)
@@ -56,7 +56,7 @@ class Tree(nn.Module):
     def __init__(self, width=16):
         super().__init__()
         self.leaf = nn.Linear(8, width)
-        self.cells = nn.ModuleList(Cell(width) for _ in range(4))
+        self.cells = nn.ModuleList(TreeCell(width) for _ in range(4))
 
     def forward(self, leaves, shape):
         return self.walk([self.leaf(leaf) for leaf in leaves], shape, 0).square().mean()
@@ -133,7 +133,7 @@ class Depth(nn.Module):
 MODELS = (Language, Tree, Mixture, Depth)
 
 
-def call(model, batch):
+def call_on(model, batch):
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
@@ -141,7 +141,7 @@ def step(model, batch, seed=0):
     """One step from the same random state; gradients start from zero, and stay where they are."""
     model.zero_grad(set_to_none=False)
     torch.manual_seed(seed)
-    loss = call(model, batch)
+    loss = call_on(model, batch)
     loss.backward()
     return loss.detach()
 
