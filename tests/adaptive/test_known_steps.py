@@ -17,7 +17,7 @@ from support.ops import FailingOp
 INSIDE = []
 
 
-class Cell(nn.Module):
+class MaskedCell(nn.Module):
     """Draws a mask, and leaves nothing behind."""
 
     def __init__(self, width=16):
@@ -32,7 +32,7 @@ class Cell(nn.Module):
             INSIDE.pop()
 
 
-class Noting(Cell):
+class Noting(MaskedCell):
     """Leaves something behind in a list."""
 
     def __init__(self):
@@ -44,7 +44,7 @@ class Noting(Cell):
         return super().forward(x)
 
 
-class Counting(Cell):
+class CountingCell(MaskedCell):
     """Leaves something behind in a buffer."""
 
     def __init__(self):
@@ -70,19 +70,19 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def build(*kinds):
+def known_model(*kinds):
     torch.manual_seed(0)
-    return Deep(*(kinds or (Cell,) * 6))
+    return Deep(*(kinds or (MaskedCell,) * 6))
 
 
-def rows(count):
+def seeded_rows(count):
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(count))
 
 
-X = rows(64)
+X = seeded_rows(64)
 
 
-def step(model, x=X):
+def known_step(model, x=X):
     model.zero_grad(set_to_none=False)
     torch.manual_seed(1)
     model(x).backward()
@@ -90,10 +90,10 @@ def step(model, x=X):
 
 def settled(model, x=X):
     """A live budget far above what the model takes, that has measured this batch."""
-    step(model, x)
+    known_step(model, x)
     live = retape.adaptive(model, budget="1GiB")
     for _ in range(2):
-        step(model, x)
+        known_step(model, x)
     return live
 
 
@@ -103,13 +103,13 @@ def managed_regions(live):
 
 
 def test_from_the_third_step_on_there_are_no_regions():
-    model = build()
-    step(model)
-    step(model)
+    model = known_model()
+    known_step(model)
+    known_step(model)
     wanted = gradients(model)
     live = settled(model)
     managed = managed_regions(live)
-    step(model)
+    known_step(model)
     assert managed_regions(live) == managed, "no region was made"
     assert_equal(gradients(model), wanted)
     stats = live.stats()
@@ -119,88 +119,88 @@ def test_from_the_third_step_on_there_are_no_regions():
 
 
 def test_a_smaller_batch_is_known_to_fit_and_a_larger_one_is_not():
-    model = build()
-    live = settled(model, rows(64))
+    model = known_model()
+    live = settled(model, seeded_rows(64))
     for count, plain in ((32, 0), (32, 1), (128, 1), (32, 2)):
-        step(model, rows(count))
+        known_step(model, seeded_rows(count))
         assert live.stats().plain_steps == plain, count
     live.remove()
 
 
 def test_another_shape_with_as_many_numbers_is_not_known_to_fit():
-    model = build()
-    live = settled(model, rows(64).view(4, 16, 16))
+    model = known_model()
+    live = settled(model, seeded_rows(64).view(4, 16, 16))
     weighed = live.stats().weighed_steps
     for _ in range(3):
-        step(model, rows(64).view(16, 4, 16))
+        known_step(model, seeded_rows(64).view(16, 4, 16))
     stats = live.stats()
     assert stats.weighed_steps == weighed + 1, "it was measured itself"
     assert stats.plain_steps == 2
     live.remove()
 
 
-@pytest.mark.parametrize("kind", [Noting, Counting])
+@pytest.mark.parametrize("kind", [Noting, CountingCell])
 def test_a_region_that_leaves_something_behind_stays_one(kind):
-    model = build(Cell, kind, Cell)
+    model = known_model(MaskedCell, kind, MaskedCell)
     live = settled(model)
     managed = managed_regions(live)
-    step(model)
+    known_step(model)
     assert live.stats().plain_steps == 1
     assert managed_regions(live) == managed + 1
     live.remove()
 
 
 def test_a_model_that_does_something_else_has_regions_again():
-    model = build()
+    model = known_model()
     model.depth[0] = 3
     live = settled(model)
-    step(model)
+    known_step(model)
     model.depth[0] = 6
     managed = managed_regions(live)
-    step(model)
+    known_step(model)
     assert managed_regions(live) == managed + 3, "from the first region that was not expected"
-    step(model)
+    known_step(model)
     assert managed_regions(live) == managed + 9, "and it is not trusted any more"
     live.remove()
 
 
 def test_two_forwards_before_one_backward_are_never_both_plain():
-    model = build()
+    model = known_model()
     live = settled(model)
-    step(model)
+    known_step(model)
     assert live.stats().plain_steps == 1
     managed = managed_regions(live)
     (model(X) + model(X)).backward()
     assert managed_regions(live) == managed + 6
-    step(model)
+    known_step(model)
     assert managed_regions(live) == managed + 12
     live.remove()
 
 
 def test_a_budget_that_is_too_small_has_regions():
-    model = build()
-    step(model)
-    whole = step_peak_bytes(lambda: step(model))
+    model = known_model()
+    known_step(model)
+    whole = step_peak_bytes(lambda: known_step(model))
     live = retape.adaptive(model, budget=retape.Budget.activations(int(1.02 * whole)))
     for _ in range(4):
-        step(model)
+        known_step(model)
     assert live.stats().plain_steps == 0
     live.remove()
 
 
 def test_out_of_memory_at_every_op_of_a_step_without_regions():
-    model = build(Cell, Cell, Cell)
-    step(model)
-    step(model)
+    model = known_model(MaskedCell, MaskedCell, MaskedCell)
+    known_step(model)
+    known_step(model)
     wanted, stream = gradients(model), torch.get_rng_state()
     live = settled(model)
     with FailingOp(0, lambda: bool(INSIDE)) as counter:
-        step(model)
+        known_step(model)
     assert counter.count > 15
     for at in range(1, counter.count + 1):
         before = live.stats()
         with FailingOp(at, lambda: bool(INSIDE)):
-            step(model)
+            known_step(model)
         after = live.stats()
         assert_equal(gradients(model), wanted)
         assert torch.equal(torch.get_rng_state(), stream)
@@ -223,7 +223,7 @@ def test_what_changed_its_argument_cannot_be_run_again():
 
 
 def test_stats_in_one_line():
-    model = build()
+    model = known_model()
     live = settled(model)
     line = live.stats().line()
     assert line.startswith("step 2: ")
@@ -243,10 +243,10 @@ class NotedLine(ProgressLine):
 
 
 def test_progress_is_one_line_that_follows_the_steps():
-    model, line = build(), NotedLine()
+    model, line = known_model(), NotedLine()
     live = Adaptive(model, Budget.of("1GiB"), progress=line)
     for _ in range(3):
-        step(model)
+        known_step(model)
     live.remove()
     assert line.shown == [1, 2, 3]
     assert line.closed == 1
@@ -255,7 +255,7 @@ def test_progress_is_one_line_that_follows_the_steps():
 def test_the_line_is_drawn_and_taken_away(capsys):
     line = ProgressLine()
     line.close()
-    model = build()
+    model = known_model()
     live = settled(model)
     line.show(live.stats())
     line.show(live.stats())

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.test_select import Step, equal, gradients, plan_recipe, subsets, traced, uninitialised_memory_is_nan  # noqa: F401
+from engine.test_select import (  # noqa: F401
+    Step,
+    equal,
+    plan_recipe,
+    selected_gradients,
+    subsets,
+    traced_region,
+    uninitialised_memory_is_nan,
+)
 from retape.torch.engine.policy import Policy, Proof, ProofState
 from retape.torch.planning.region_options import select_reruns
 
@@ -113,11 +121,11 @@ REGIONS = [
 @pytest.mark.parametrize("function", REGIONS, ids=lambda function: function.__name__)
 def test_all_subsets_of_held_slots_equal_plain(function):
     x = X.clone().requires_grad_()
-    plain = gradients(function, [x])
-    trace = traced(function, x * 1)
+    plain = selected_gradients(function, [x])
+    trace = traced_region(function, x * 1)
     for held in subsets(len(trace.slots)):
         policy = Policy(held=held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, held))
-        assert equal(gradients(function, [x], policy), plain), sorted(held)
+        assert equal(selected_gradients(function, [x], policy), plain), sorted(held)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8, affine=False), nn.InstanceNorm1d(4, track_running_stats=True)])
@@ -128,12 +136,12 @@ def test_running_statistics_that_the_region_reads_itself(norm):
 
     def run(policy=None):
         norm.reset_running_stats()
-        return [*gradients(function, [x], policy), norm.running_mean.clone(), norm.running_var.clone()]
+        return [*selected_gradients(function, [x], policy), norm.running_mean.clone(), norm.running_var.clone()]
 
     x = X.clone().requires_grad_()
     plain = run()
     norm.reset_running_stats()
-    trace = traced(function, x * 1)
+    trace = traced_region(function, x * 1)
     for treatment in select_reruns(trace):
         policy = Policy(held=treatment.held, proof=Proof(ProofState.TRIAL), recipe=plan_recipe(trace, treatment.held))
         assert equal(run(policy), plain), sorted(treatment.held)
@@ -149,14 +157,14 @@ def test_statistics_that_nobody_reads_do_not_keep_a_norm_from_being_answered():
     def function(x):
         return norm(x.exp()).sin().cos()
 
-    trace = traced(function, X.clone().requires_grad_() * 1)
+    trace = traced_region(function, X.clone().requires_grad_() * 1)
     (number,) = [i for i, op in enumerate(trace.ops) if "batch_norm" in str(op.op)]
     held = frozenset(i for i, storage in enumerate(trace.slots) if storage in trace.ops[number].makes)
     assert plan_recipe(trace, held).steps[number] is Step.ANSWER
 
 
 def test_what_it_became_is_answered_and_the_writes_are_skipped():
-    trace = traced(masks_made_in_place, X.clone().requires_grad_() * 1)
+    trace = traced_region(masks_made_in_place, X.clone().requires_grad_() * 1)
     recipe = plan_recipe(trace, frozenset(range(len(trace.slots) - 1)))
     steps = [step for op, step in zip(trace.ops, recipe.steps, strict=True) if op.writes or op.uninitialised]
     assert steps.count(Step.BECOME) == 2
