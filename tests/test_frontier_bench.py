@@ -178,22 +178,20 @@ def test_a_fused_loss_is_within_its_tolerance():
     assert case.model.loss_function.__name__ == "ForCausalLMLoss"  # taken off again
 
 
-def test_what_retape_refuses_is_said(monkeypatch):
+def test_what_retape_refuses_is_said():
     def refuse(*args, **keywords):
         raise retape.RetapeError(f"not with compile={keywords['compile']}")
 
-    monkeypatch.setattr(retape, "fit", refuse)
     wish = Wish(name="compiled", family=Family.RETAPE_COMPILED, activation_bytes=1)
-    assert fitted(case_of("bert"), wish, 0) == Skipped(name="compiled", why="refused: not with compile=True")
+    assert fitted(case_of("bert"), wish, 0, refuse) == Skipped(name="compiled", why="refused: not with compile=True")
 
 
-def test_a_fit_that_breaks_has_a_row_that_says_so(monkeypatch):
+def test_a_fit_that_breaks_has_a_row_that_says_so():
     def broken(*args, **keywords):
         raise ZeroDivisionError("of nothing\nand more")
 
-    found = Run(case_of("bert"), started=0.0, limit_seconds=float("inf"))
+    found = Run(case_of("bert"), started=0.0, limit_seconds=float("inf"), fit=broken)
     found.measure_peers(compiled=False, only=["checkpoint every block"])
-    monkeypatch.setattr(retape, "fit", broken)
     found.measure_own([0.0], compiled=False)
     found.take_turns(1)
     row = found.results()["retape.fit at the peak of checkpoint every block"]

@@ -5,7 +5,7 @@ Every fit is a call of `retape.fit`; its plan is then put on and taken off like 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,10 +48,10 @@ class BelowFloor(Skipped):
     floor_bytes: int
 
 
-def fitted(case: Case, wish: Wish, fixed_bytes: int) -> Way | Skipped:
-    """One row; a budget below the floor, or what retape refuses, is said."""
+def fitted(case: Case, wish: Wish, fixed_bytes: int, fit: Callable[..., retape.Fit] = retape.fit) -> Way | Skipped:
+    """Return one row; a budget below the floor, or a refusal of retape, is a skipped one."""
     try:
-        found = retape.fit(
+        found = fit(
             case.model,
             case.batch,
             step=case.step,

@@ -15,6 +15,7 @@ from benchmarks.frontier.peers import peers
 from benchmarks.frontier.picture import Family
 from benchmarks.frontier.ways import Skipped, Way
 
+import retape
 from retape.core.units import format_bytes, format_seconds
 from retape.integrations.huggingface.fused_loss import can_fuse_loss
 
@@ -34,9 +35,15 @@ class Run:
     """Collects the rows of one case, in the order in which they were measured."""
 
     def __init__(
-        self, case: Case, *, started: float, limit_seconds: float, tell: Callable[[str], None] = lambda line: None
+        self,
+        case: Case,
+        *,
+        started: float,
+        limit_seconds: float,
+        tell: Callable[[str], None] = lambda line: None,
+        fit: Callable[..., retape.Fit] = retape.fit,
     ) -> None:
-        self.case, self._tell = case, tell
+        self.case, self._tell, self._fit_model = case, tell, fit
         self._until = started + limit_seconds
         self.laboratory = Laboratory(case)
         self._ways: list[Way] = []
@@ -117,7 +124,7 @@ class Run:
 
     def _fitted(self, wish: Wish) -> Way | Skipped:
         try:
-            return fitted(self.case, wish, self.laboratory.fixed_bytes)
+            return fitted(self.case, wish, self.laboratory.fixed_bytes, self._fit_model)
         except Exception as error:  # a defect, which the row shows; the others go on
             self._forget()
             return failed(wish.name, error)
