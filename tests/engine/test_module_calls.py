@@ -419,7 +419,7 @@ class Flat(torch.autograd.Function):
 def test_a_view_of_a_parameter_that_a_function_made_keeps_nothing_alive():
     weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(16, requires_grad=True)
     region = Region(capture_call(lambda x: Flat.apply(weight) * x, (x * 1,), {}))
-    out = region.run(region._call.function, (x * 1,), {})
+    out = region.run(region.function, (x * 1,), {})
     alive = weakref.ref(region)
     del region, out
     gc.collect()

@@ -114,7 +114,7 @@ class Never:
 
 
 def test_what_a_region_moves_is_off_the_device_when_the_next_one_has_run_and_not_before(late):
-    late._luck = Never
+    late.luck = Never
     x, inputs, slots = leaf(8, 16), [], []
 
     def block(a):
@@ -138,7 +138,7 @@ def test_what_a_region_moves_is_off_the_device_when_the_next_one_has_run_and_not
 @pytest.mark.parametrize("between", [torch.sin, lambda a: a + 1])
 def test_a_region_that_is_gone_leaves_nothing_of_those_before_it_behind(late, between):
     """Its output is let go of, or it has saved nothing."""
-    late._luck = Never
+    late.luck = Never
     seen, every = [], Policy(moved=frozenset(range(100)))
 
     def first(a):
@@ -225,14 +225,14 @@ def test_a_region_that_changes_its_own_input_in_place(late):
 def test_by_values_a_damaged_copy_is_an_error(late):
     out = run_region(Chain().layers[0], leaf(4, 16) * 2, policy=INPUT, check=Check.VALUES)
     offload.after_unmoved([])
-    chunks = [chunk for parcel in _parcels() for chunk in parcel._chunks]
+    chunks = [chunk for copy in _host_copies() for chunk in copy.chunks]
     for chunk in chunks:
         chunk.memory.add_(1)
     with pytest.raises(RecomputeMismatch, match="another checksum"):
         out.sum().backward()
 
 
-def _parcels():
+def _host_copies():
     return [found for found in gc.get_objects() if type(found) is offload.HostCopy]
 
 

@@ -305,8 +305,8 @@ def test_a_write_to_a_moved_tensor_is_an_error(late, gone, view):
 def test_by_values_a_damaged_copy_is_an_error(late):
     out = by_values(lambda a: (a * 2).sin(), leaf())
     moved(torch.sin, leaf())
-    for parcel in _host_copies():
-        parcel._chunks[0].memory.add_(1)
+    for copy in _host_copies():
+        copy.chunks[0].memory.add_(1)
     with pytest.raises(RecomputeMismatch, match="values"):
         out.sum().backward()
 

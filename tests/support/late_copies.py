@@ -17,10 +17,10 @@ class Late:
     """A copy that is done when it is waited for, or by chance when it is queried."""
 
     def __init__(self, lane, luck):
-        self._lane, self._luck, self.done = lane, luck, False
+        self._lane, self.luck, self.done = lane, luck, False
 
     def query(self):
-        if not self.done and self._luck.random() < 0.3:
+        if not self.done and self.luck.random() < 0.3:
             self._lane.run_until(self)
         return self.done
 
@@ -64,7 +64,7 @@ class LateLanes:
     def __init__(self, seed=0, limit_bytes=2**30):
         self.pool = HostPool(pinned=False, limit_bytes=limit_bytes)
         self.faults, self.sent, self.fetched, self.waited = [], 0, 0, 0
-        self._luck = random.Random(seed)
+        self.luck = random.Random(seed)
         self._out, self._back = _Lane(self.faults), _Lane(self.faults)
 
     def stream(self):
@@ -81,7 +81,7 @@ class LateLanes:
         return self._added(self._back, pairs, [], False)
 
     def _added(self, lane, pairs, after, outward):
-        event = Late(lane, self._luck)
+        event = Late(lane, self.luck)
         lane.add(event, after, pairs, outward)
         return event
 

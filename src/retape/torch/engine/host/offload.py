@@ -53,7 +53,6 @@ class HostCopy:
 
     __slots__ = (
         "__weakref__",
-        "_chunks",
         "_copied_back",
         "_copied_out",
         "_lock",
@@ -63,6 +62,7 @@ class HostCopy:
         "_source",
         "_streams",
         "_tensors",
+        "chunks",
         "nbytes",
     )
 
@@ -76,13 +76,13 @@ class HostCopy:
         self._owner = streams.stream()
         self._returned: Tensor | None = None
         self._copied_back: Event | None = None
-        self._chunks = streams.pool.take(self.nbytes)
+        self.chunks = streams.pool.take(self.nbytes)
         try:
-            after = [chunk.read for chunk in self._chunks if chunk.read is not None]
+            after = [chunk.read for chunk in self.chunks if chunk.read is not None]
             self._copied_out = streams.send(self._pairs(source), after)
         except BaseException as error:
-            streams.pool.give(self._chunks)
-            self._chunks = []
+            streams.pool.give(self.chunks)
+            self.chunks = []
             _explain(error, self.nbytes, "to the host")
             raise
 
@@ -102,7 +102,7 @@ class HostCopy:
 
     def _pairs(self, there: Tensor) -> Pairs:
         pairs, begin = [], 0
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             part = there[begin : begin + chunk.memory.numel()]
             pairs.append((chunk.memory[: part.numel()], part))
             begin += part.numel()
@@ -145,7 +145,7 @@ class HostCopy:
                 _explain(error, self.nbytes, "back from the host")
                 raise
             self._returned = copy
-            for chunk in self._chunks:
+            for chunk in self.chunks:
                 chunk.read = self._copied_back
 
     def storage(self) -> Any:
@@ -171,7 +171,7 @@ class HostCopy:
             self._returned = None
 
     def __del__(self) -> None:
-        chunks: list[Chunk] = getattr(self, "_chunks", [])
+        chunks: list[Chunk] = getattr(self, "chunks", [])
         if sys.is_finalizing() or not chunks:
             return
         for event in (self._copied_out, self._copied_back):
