@@ -920,7 +920,7 @@ def test_waiting_frame():
         thread.join()
 
 
-def test_the_reducer_of_plain_objects():
+def test_reduced_as():
     class Plain:
         pass
 
