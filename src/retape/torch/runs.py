@@ -1,4 +1,4 @@
-"""The former place of names that scripts from before the packages import; they live in `engine/runs.py`."""
+"""The former place of names that scripts from before the packages import; they are in `engine/context.py`."""
 
 from retape.torch.engine.context import is_plain, keep, plain, recomputing
 
