@@ -18,6 +18,7 @@ from retape.torch.engine.select import plan_recipe
 from support.blocks import mean_square
 from support.comparing import equal, loss_and_gradients
 from support.regions import trace_region
+from support.trials import fit_by_ops
 
 W = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
 
@@ -153,7 +154,7 @@ def test_fit_and_apply_with_an_op_that_does_not_say_what_it_writes_to(tmp_path):
     wanted = step_gradients(lying_model(), x)
     for budget in (0.9, 0.75, 0.6):
         model = lying_model()
-        fitted = retape.fit(model, x, budget=budget, step=mean_square_step, progress=False)
+        fitted = fit_by_ops(model, x, budget=budget, step=mean_square_step)
         assert equal(step_gradients(model, x), wanted), budget
         fitted.save(tmp_path / "plan.json")
         fitted.remove()
@@ -223,7 +224,7 @@ def formats_model():
 def test_blocks_of_one_class_that_are_laid_out_or_set_differently(make, budget, tmp_path):
     model, x = make()
     wanted = step_gradients(copy.deepcopy(model), x)
-    fitted = retape.fit(model, x, budget=budget, step=mean_square_step, progress=False)
+    fitted = fit_by_ops(model, x, budget=budget, step=mean_square_step)
     for _ in range(2):
         assert equal(step_gradients(model, x), wanted)
     fitted.save(tmp_path / "plan.json")
@@ -248,7 +249,7 @@ def test_a_model_that_is_moved_to_another_memory_format_later():
     torch.manual_seed(1)
     model, x = nn.Sequential(*(ConvBlock() for _ in range(6))), torch.randn(4, 8, 12, 12)
     other = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    fitted = retape.fit(model, x, budget=0.6, step=mean_square_step, progress=False)
+    fitted = fit_by_ops(model, x, budget=0.6, step=mean_square_step)
     step_gradients(model, x)
     model.to(memory_format=torch.channels_last)
     for _ in range(3):
@@ -258,7 +259,7 @@ def test_a_model_that_is_moved_to_another_memory_format_later():
 
 def test_a_setting_that_changes_after_the_proof():
     model, x = turned_model()
-    fitted = retape.fit(model, x, budget=0.6, step=mean_square_step, progress=False)
+    fitted = fit_by_ops(model, x, budget=0.6, step=mean_square_step)
     for axes in ((0, 1, 0, 0, 1, 1), (1, 1, 0, 0, 0, 1), (1, 1, 1, 1, 1, 1)):
         plain = turned_model()[0]
         for block, other, axis in zip(model, plain, axes, strict=True):
@@ -300,7 +301,7 @@ def test_the_plan_of_the_test_blocks_selects():
     """At least one of the budgets above is met by a plan that re-runs a part, or the tests above would show nothing."""
     for budget in (0.9, 0.7, 0.55):
         model, x = turned_model()
-        fitted = retape.fit(model, x, budget=budget, step=mean_square_step, progress=False)
+        fitted = fit_by_ops(model, x, budget=budget, step=mean_square_step)
         if OptionKind.SELECT in {choice.option for choice in fitted.record.assignment.choices}:
             return
     pytest.fail("no budget was met by a plan that re-runs a part of a block")
