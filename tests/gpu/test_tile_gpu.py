@@ -49,7 +49,7 @@ def test_masks_are_replayed_slice_by_slice():
 def test_products_of_16_bit_operands_are_summed_in_float32(dtype, fused, monkeypatch):
     if not fused:
         monkeypatch.setattr(products, "_adds_in_place", lambda dtype: False)
-        monkeypatch.setattr(products, "_SLAB_BYTES", 4096)
+        monkeypatch.setattr(products, "_slabs", functools.partial(products._slabs, slab_bytes=4096))
     torch.manual_seed(0)
     left, right = torch.randn(96, 40, device="cuda").to(dtype), torch.randn(96, 24, device="cuda").to(dtype)
     total = torch.full((40, 24), 1000.0, device="cuda")

@@ -8,6 +8,7 @@ from retape.errors import RetapeError, StateChanged
 from support.comparing import (
     altered,
     as_region,
+    assign,
     by_values,
     equals_plain,
     leaf,
@@ -32,7 +33,7 @@ def changed():
 
 def rebound():
     held = MaskInSlots()
-    return lambda a, held: (a * held.mask).sin(), (held,), lambda: setattr(held, "mask", torch.zeros(4))
+    return lambda a, held: (a * held.mask).sin(), (held,), lambda: assign(held, mask=torch.zeros(4))
 
 
 def changed_by_the_region(call):

@@ -7,7 +7,7 @@ import retape
 from retape.integrations.huggingface.fused_loss import is_fused
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.planning.attach import is_attached
-from support.comparing import assert_equal, loss_and_gradients
+from support.comparing import assert_equal, hook_count, loss_and_gradients
 from support.models import small_llama
 
 peft = pytest.importorskip("peft")
@@ -38,8 +38,7 @@ def traces_on(model):
         name
         for name, module in model.named_modules()
         if is_attached(module)
-        or module._forward_hooks
-        or module._forward_pre_hooks
+        or hook_count(module)
         or any("loss_function" in field or "retape" in field for field in vars(module))
     ]
 

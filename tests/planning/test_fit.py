@@ -15,6 +15,7 @@ from retape.core.problem import OptionKind
 from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError, PlanMismatch
 from retape.torch.planning.instruments import FitInstruments
 from support import models
+from support.fits import regions_run
 from support.trials import fit_with
 
 fit = partial(retape.fit, progress=False)
@@ -134,7 +135,7 @@ def test_inference_and_generation_are_plain(fitted):
     with torch.no_grad():
         managed = model(**batch).logits
     ids = model.generate(batch["input_ids"][:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
-    runs = made._executor.regions_run
+    runs = regions_run(made)
     made.remove()
     with torch.no_grad():
         assert torch.equal(managed, model(**batch).logits)
@@ -197,7 +198,7 @@ def test_bad_input(gpt2):
     model, batch = gpt2
     refused(InvalidInput, "not a scalar loss", model, {"input_ids": batch["input_ids"]}, budget=0.5)
     refused(InvalidInput, "not a fraction", model, batch, budget=float("nan"))
-    refused(InvalidInput, "options='some' is not known", model, batch, budget=0.5, options="some")
+    refused(InvalidInput, "options='some' is unknown", model, batch, budget=0.5, options="some")
     refused(InvalidInput, "check='maybe' is not known", model, batch, budget=0.5, check="maybe")
     refused(InvalidInput, "got a int as its model", 3, batch, budget=0.5)
     refused(InvalidInput, "names cuda:0 only", model, batch, budget={"cuda:0": "1GiB"})
@@ -354,7 +355,7 @@ def test_a_saved_plan_needs_no_profile(fitted, tmp_path):
     applied = retape.apply(other, tmp_path / "plan.json")
     assert applied.record == made.record
     assert_same(run(other, batch), managed)
-    assert applied._executor.regions_run == made_regions_in_fitting(made) // 3
+    assert regions_run(applied) == made_regions_in_fitting(made) // 3
     peak = retape.measure(partial(run, other, batch)).step_bytes
     assert peak <= made.record.budget_bytes
     applied.remove()

@@ -17,6 +17,7 @@ from retape.torch.planning.attach import original_class
 from retape.torch.planning.region_options import tape_storages
 from retape.torch.planning.region_variants import VARIANTS
 from support.comparing import assert_equal, seed
+from support.fits import regions_run
 from support.trials import fit_with
 
 # torch's own: its compiler uses deprecated names, and reads .grad of every input.
@@ -367,11 +368,11 @@ def test_a_fitted_model_that_is_compiled_afterwards_runs_its_plan_and_says_so(ca
     wanted = gradients(model, batch)
     fit = retape.fit(model, (batch,), budget=0.5, progress=False)
     whole = torch.compile(model, backend="eager")
-    before = fit._executor.regions_run
+    before = regions_run(fit)
     with caplog.at_level(logging.WARNING, logger="retape"), torch._dynamo.config.patch(recompile_limit=limit):
         for _ in range(2):
             assert_equal(gradients(whole, batch), wanted)
-    assert fit._executor.regions_run > before
+    assert regions_run(fit) > before
     assert sum("runs uncompiled" in message for message in caplog.messages) == 1
     fit.remove()
 
@@ -425,7 +426,7 @@ def test_where_a_form_does_not_compile_any_more_the_region_is_recomputed(tmp_pat
         applied = retape.apply(model, tmp_path / "fit.json")
         gradients(model, batch)
         assert_equal(gradients(model, batch), wanted)
-        assert applied._executor.regions_run >= BLOCKS
+        assert regions_run(applied) >= BLOCKS
         applied.remove()
 
 

@@ -265,6 +265,12 @@ def assign(target: Any, **values: Any) -> None:
         setattr(target, name, value)
 
 
+def hook_count(holder: nn.Module | Tensor) -> int:
+    """Number of forward and backward hooks on a module or tensor."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(holder, kind, None) or ()) for kind in kinds)
+
+
 def leaf(*shape: int) -> Tensor:
     """A random tensor that requires a gradient."""
     return torch.randn(*(shape or (4, 4)), requires_grad=True)

@@ -17,11 +17,11 @@ class Late:
     """A copy that is done when it is waited for, or by chance when it is queried."""
 
     def __init__(self, lane, luck):
-        self._lane, self.luck, self.done = lane, luck, False
+        self.lane, self.luck, self.done = lane, luck, False
 
     def query(self):
         if not self.done and self.luck.random() < 0.3:
-            self._lane.run_until(self)
+            self.lane.run_until(self)
         return self.done
 
 
@@ -37,7 +37,7 @@ class _Lane:
         while not wanted.done:
             event, after, pairs, outward = self._queue.pop(0)
             for other in after:
-                other._lane.run_until(other)
+                other.lane.run_until(other)
             for host, reference, where in pairs:
                 self._copy(host, reference, where, outward)
             event.done = True
@@ -88,7 +88,7 @@ class LateLanes:
     def wait(self, event, stream):
         if not event.done:
             self.waited += 1
-            event._lane.run_until(event)
+            event.lane.run_until(event)
 
     def share(self, tensor, owner):
         """There is one stream."""
