@@ -7,7 +7,6 @@ Start from `manager.adaptive` (the user's call), `governor.Governor` (one step: 
 
 __all__ = [
     "accounting",
-    "attachment",
     "drop_levels",
     "evict",
     "governor",

@@ -7,9 +7,10 @@ drops nothing and runs nothing again. This module has the user's interface, wher
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,15 +18,21 @@ from torch import nn
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import EXACT, Budget, BudgetKind, BudgetLike, OptionSet
 from retape.core.units import format_bytes, format_seconds
-from retape.torch.adaptive.attachment import ModelAttachment, budget_device
 from retape.torch.adaptive.governor import Governor
 from retape.torch.adaptive.known_steps import UnmanagedCall, UnmanagedStep
-from retape.torch.adaptive.needs import RegionKind
 from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import THREAD, current_runner, enter_runner, managed_elsewhere, running_regions
 from retape.torch.engine.policy import HOLD
+from retape.torch.measure.baseline_memory import device_of
 from retape.torch.model_libraries import LIBRARIES
+from retape.torch.planning import attach
+from retape.torch.planning.discover import find_regions, refuse_graph_replays
+
+if TYPE_CHECKING:
+    from retape.torch.adaptive.needs import RegionKind
+
+_LOG = logging.getLogger("retape")
 
 
 def adaptive(
@@ -114,6 +121,80 @@ class ProgressLine:
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
+
+
+class ModelAttachment:
+    """A model, its regions, and the functions that answer their calls while it is attached.
+
+    `plan` answers for a plan that was attached before, or is None.
+    """
+
+    def __init__(self, model: nn.Module, call_root: attach.Caller, call: attach.Caller, *, fuse: bool) -> None:
+        self._model, self._call_root, self._call, self._fuse = attach.unwrapped(model), call_root, call, fuse
+        self._is_attached = self._fused = False
+        self._regions: tuple[nn.Module, ...] = ()
+        self.plan: attach.Caller | None = None
+
+    def attach(self) -> None:
+        """Answer calls from now on; do nothing if it is attached."""
+        if self._is_attached:
+            return
+        self.plan = attach.caller_of(self._model)
+        if self.plan is None:
+            self._attach_regions()
+        else:
+            attach.put_over(self._model, self._call_root)
+            self._leave_loss_to_plan()
+        self._is_attached = True
+
+    def _attach_regions(self) -> None:
+        regions = find_regions(self._model)
+        refuse_graph_replays({"the model itself": self._model, **regions})
+        self._regions = tuple(regions.values())
+        done: list[nn.Module] = []
+        try:
+            for module in (self._model, *self._regions):
+                attach.attach(module, self._call_root if module is self._model else self._call)
+                done.append(module)
+        except InvalidInput:
+            for module in done:
+                attach.detach(module)
+            raise
+        if self._fuse and LIBRARIES.can_fuse_loss(self._model):
+            LIBRARIES.fuse_loss(self._model, room_bytes=None, compiled=False)
+            self._fused = True
+
+    def _leave_loss_to_plan(self) -> None:
+        """Warn once that options=ALL changes nothing over a plan, which was made for the loss as it is."""
+        if self._fuse and LIBRARIES.can_fuse_loss(self._model):
+            self._fuse = False
+            _LOG.warning(
+                "retape: %s is fitted with its whole logits, and adaptive(options=ALL) leaves the plan as it is. For a loss in slices "
+                "give options=ALL to retape.fit.",
+                type(self._model).__name__,
+            )
+
+    def remove(self) -> None:
+        """Leave the model as it was before."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        if self.plan is not None:
+            attach.put_over(self._model, self.plan)
+            self.plan = None
+            return
+        for module in (self._model, *self._regions):
+            attach.detach(module)
+        if self._fused:
+            LIBRARIES.unfuse_loss(self._model)
+            self._fused = False
+
+
+def budget_device(model: nn.Module | None) -> torch.device:
+    """The device on which a live budget counts: the model's; without a model the GPU in use, if any is."""
+    if model is not None:
+        return device_of(model)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 class Adaptive:
