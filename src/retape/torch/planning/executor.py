@@ -15,29 +15,37 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from retape.core.assignment import Assignment, Choice
-from retape.core.errors import UnsupportedTransform
 from retape.core.problem import OptionKind
 from retape.torch.capture.signature import Signature, elements, shapes, signature
-from retape.torch.compat import compiler_internals, internals
+from retape.torch.compat import compiler_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runner, managed_elsewhere
 from retape.torch.engine.host import offload
 from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Proof, ProofState
-from retape.torch.engine.recipe_mode import Recipe
-from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.slots import tensors_of
-from retape.torch.engine.trace import RegionTrace
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import original_class
-from retape.torch.planning.region_variants import VARIANTS, CannotCompile, VariantCache, call_part, is_variant
+from retape.torch.planning.region_variants import (
+    VARIANTS,
+    CannotCompile,
+    VariantCache,
+    call_part,
+    is_variant,
+    refuse_kept_graph,
+)
 from retape.torch.planning.tuning import TUNING, PlanningTuning
+
+if TYPE_CHECKING:
+    from retape.torch.engine.recipe_mode import Recipe
+    from retape.torch.engine.region import Region
+    from retape.torch.engine.trace import RegionTrace
 
 _LOG = logging.getLogger("retape")
 _Key = tuple[int, tuple[int, ...], Signature]  # kind or number of a region, its held and moved slots, its inputs
@@ -59,7 +67,7 @@ class _Selection:
 class Executor:
     """Answers the calls of the modules that a fit has attached.
 
-    A recipe is shared by regions of one kind and proven for each of them (`proof.py`). With `trial` recipes are used unproven, for
+    A recipe is shared by regions of one kind and proven for each of them (`engine/policy.py`). With `trial` recipes are used unproven, for
     steps whose gradients are thrown away; `end_trial` ends that.
     """
 
@@ -119,11 +127,8 @@ class Executor:
     @compiler_internals.left_alone
     def _backward_begins(self, gradient: Any) -> None:
         self._root_call = -1
-        if self._is_compiled and internals.graph_is_kept():
-            raise UnsupportedTransform(
-                "backward(retain_graph=True) or create_graph=True over a model fitted with compile=True: compiled blocks reuse the "
-                "memory of their tapes during backward. Fit without compile=True, or run the forward again."
-            )
+        if self._is_compiled:
+            refuse_kept_graph()
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Answer the call of a region."""

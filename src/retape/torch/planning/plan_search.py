@@ -51,7 +51,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProblem:
-    """What is to be planned on one device: its chain as known by now, and its budget."""
+    """The problem of one device: its chain with the corrections so far, and its budget."""
 
     device: torch.device
     budget: Budget

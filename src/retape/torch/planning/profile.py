@@ -21,7 +21,6 @@ from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine.context import is_plain, managed_elsewhere
 from retape.torch.engine.inputs import maker_of
 from retape.torch.engine.messages import refuse_transforms
-from retape.torch.engine.policy import Inputs, Policy
 from retape.torch.engine.region import Region, RegionObserver
 from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import storage_bytes
@@ -40,6 +39,7 @@ from retape.torch.planning.region_variants import (
 )
 
 if TYPE_CHECKING:
+    from retape.torch.engine.policy import Policy
     from retape.torch.engine.slots import Slot
     from retape.torch.engine.trace import RegionTrace
     from retape.torch.planning.tuning import PlanningTuning
@@ -52,7 +52,7 @@ class ProfileSession:
         self,
         names: dict[int, str],
         device: torch.device,
-        inputs: Inputs = Inputs.HOLD,
+        policy: Policy,
         saved_share: float | None = None,
         *,
         tuning: PlanningTuning,
@@ -72,7 +72,7 @@ class ProfileSession:
         # Parts of a compiled variant that may run in tiles are found without the compiler.
         self._probe = TileProbe(device, tuning, clock) if tiles and saved_share is None else None
         self._tiled = tiled or PartsInTiles(1, {})
-        self._policy = Policy(inputs=inputs)
+        self._policy = policy
         self._spare_seconds = tuning.extra_trace_seconds
         self.profile = Profile()
         self.instrument: Instrument | None = None

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import RetapeError, UnsupportedTransform
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.signature import Signature, weights_signature
-from retape.torch.compat import compiler_internals, process_internals
+from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runs, is_plain
 from retape.torch.engine.policy import Policy
@@ -141,6 +141,15 @@ class VariantCache:
 
 
 VARIANTS = VariantCache()  # of this process, like the compiler's own cache
+
+
+def refuse_kept_graph() -> None:
+    """Raise UnsupportedTransform in a backward pass that keeps the graph: compiled blocks free their tapes as it runs."""
+    if internals.graph_is_kept():
+        raise UnsupportedTransform(
+            "backward(retain_graph=True) or create_graph=True over a model fitted with compile=True: compiled blocks reuse the "
+            "memory of their tapes during backward. Fit without compile=True, or run the forward again."
+        )
 
 
 def is_variant(call: Callable[..., Any]) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, RetapeError, StateChanged
 from retape.torch.compat.ranks import any_rank
-from retape.torch.engine.policy import Check, Inputs
+from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
 from retape.torch.measure.sandbox import Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
@@ -165,7 +165,7 @@ class StepTrials:
         return ProfileSession(
             names_of(regions),
             self.devices[0],
-            inputs,
+            Policy(inputs=inputs),
             saved_share,
             tuning=self.tuning,
             tiles=self._slices and not self.is_spread,
@@ -269,7 +269,7 @@ class StepTrials:
             synchronize(device)
 
     def is_exact(self, regions: Regions, executor: Executor) -> bool:
-        """Run one step in which every recipe is proven for its region (`proof.py`); False if one was rejected on a rank."""
+        """Run one step in which every recipe is proven for its region (`engine/policy.py`); False if one was rejected on a rank."""
         executor.end_trial()
         try:
             with self._attached(regions, executor):
