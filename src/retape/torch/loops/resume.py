@@ -276,11 +276,12 @@ def decode(value: Any) -> Any:
 # --- writing and reading a loop ----------------------------------------------------------------------------------------
 
 _FORWARD, _END, _BACKWARD, _ROWS = "forward", "end", "backward", "rows"
-_TO_THE_END = -1  # in place of a step
 
 
 class Resume:
     """Writes a loop to its journal and reads it back. `model`: a state of the same structure, on the same devices."""
+
+    TO_THE_END = -1  # in files, in place of a step
 
     def __init__(
         self,
@@ -298,7 +299,7 @@ class Resume:
         self._model = model
         self._progress_seconds, self._clock = progress_seconds, clock
         self._written_rows = 0
-        self._written_end = _TO_THE_END
+        self._written_end = self.TO_THE_END
         self._last_write = clock()
         self._incoming = ""
 
@@ -414,7 +415,7 @@ class Resume:
         if all(rows is None for rows in xs):
             return True
         start = end
-        while start != _TO_THE_END:
+        while start != self.TO_THE_END:
             entry = self._journal.read(_ROWS, start)
             if entry.values["incoming"] != self._incoming:
                 return False
@@ -432,7 +433,7 @@ class Resume:
             return
         about = {"incoming": self._incoming, "before": self._written_end}
         if any(grad is not None for grad in now.xs):
-            stop = None if self._written_end == _TO_THE_END else self._written_end
+            stop = None if self._written_end == self.TO_THE_END else self._written_end
             rows = [None if grad is None else grad[now.end : stop] for grad in now.xs]
             self._journal.write(_ROWS, Entry(now.end, about, {"xs": rows}))
         self._journal.write(_BACKWARD, Entry(now.end, about, {"carry": list(now.carry), "sums": list(now.sums)}))
