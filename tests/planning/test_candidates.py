@@ -14,7 +14,7 @@ from retape.torch.planning.candidates import Candidates
 from retape.torch.planning.plan_search import PlanSearch
 from retape.torch.planning.step_trials import StepTrials
 from retape.torch.planning.tuning import TUNING
-from support.models import MlpBlock
+from support.blocks import MlpBlock
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from retape.torch.planning.instruments import FitInstruments, Overheads, Stopwat
 from retape.torch.planning.plan_search import budgets_of
 from retape.torch.planning.profile_intervals import StepBytes
 from retape.torch.planning.step_trials import StepTrials
-from support.models import MlpBlock
+from support.blocks import MlpBlock
 from support.trials import fit_with
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")

@@ -10,7 +10,7 @@ import retape
 from retape.core.plan import Status
 from retape.torch.planning import plan_search
 from retape.torch.planning.step_trials import StepTrials
-from support.models import MlpBlock
+from support.blocks import MlpBlock
 from support.trials import NO_SLACK, fit_with
 
 ONCE = {"most_corrections": 1, **NO_SLACK}

@@ -7,8 +7,6 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from support.blocks import MlpBlock  # noqa: F401 - until its users name `blocks`
-
 
 def tokens(vocabulary=128, rows=4, length=32):
     return torch.randint(0, vocabulary, (rows, length))
