@@ -231,7 +231,7 @@ class _Group:
 
     def rebuild(self, made: dict[int, Tensor], *, needs_grad: bool) -> None:
         views = self._members.values()
-        base = None if len({view.same_as for view in views}) == 1 else self._base(needs_grad)
+        base = None if len({view.same_as for view in views}) == 1 else self._shared_base(needs_grad)
         for number, view in self._members.items():
             if view.same_as in made:
                 made[number] = made[view.same_as]
@@ -248,7 +248,7 @@ class _Group:
             tensor = tensor.conj()
         return internals.neg_view(tensor) if view.negated else tensor
 
-    def _base(self, needs_grad: bool) -> Tensor:
+    def _shared_base(self, needs_grad: bool) -> Tensor:
         """Return a flat tensor that several others are views of."""
         views = self._members.values()
         dtype = next(iter(views)).dtype

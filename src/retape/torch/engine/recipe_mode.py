@@ -94,7 +94,7 @@ class RecipeMode(compiler_internals.LightMode):
 
     def __init__(self, recipe: Recipe, held: dict[int, Tensor]) -> None:
         super().__init__()
-        self._values = held
+        self._held_values = held
         self.last_checked = max(recipe.checked, default=-1)
         self._saved = recipe.saved
         self._plan = recipe.plan
@@ -217,12 +217,12 @@ class RecipeMode(compiler_internals.LightMode):
 
     def answers(self) -> list[Tensor]:
         """Return the held values that may answer for results."""
-        return list(self._values.values())
+        return list(self._held_values.values())
 
     def _answer(self, slot: int, result: tuple[Any, ...], apart: bool) -> Tensor:
         if slot == BLANK:
             return _blank(result)
-        value = self._values.get(slot)
+        value = self._held_values.get(slot)
         if value is None:
             raise Diverged
         _, shape, stride, offset, dtype, device = result

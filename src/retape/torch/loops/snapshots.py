@@ -143,7 +143,7 @@ class LoopSnapshot(NamedTuple):
     side_state: SavedSideState
 
     def with_leaves(self, leaves: list[Any]) -> LoopSnapshot:
-        return self._replace(state=self.state.with_leaves(leaves))
+        return LoopSnapshot(state=self.state.with_leaves(leaves), tokens=self.tokens, side_state=self.side_state)
 
     def devices(self) -> list[torch.device | None]:
         """Return the device of each leaf of the carry, None for a leaf that is not a tensor."""

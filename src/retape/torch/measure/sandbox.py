@@ -145,13 +145,13 @@ class Sandbox:
 class _Leaf:
     """The original `.grad` of a leaf. A leaf without a name may be one that a step made, and is not kept alive."""
 
-    __slots__ = ("_copy", "_found", "_held", "_trained", "_version", "_weak", "name")
+    __slots__ = ("_copy", "_found", "_held", "_saved_version", "_trained", "_weak", "name")
 
     def __init__(self, name: str, leaf: Tensor, *, trained: bool) -> None:
         self.name, self._trained = name, trained
         self._held, self._weak = (leaf if name else None), hook_internals.weak_tensor(leaf)
         self._found = found = leaf.grad
-        self._version = None if found is None else found._version
+        self._saved_version = None if found is None else found._version
         # On the host, so that the device holds no more gradients than in training.
         self._copy = None if found is None else found.detach().to("cpu", copy=True)
 
@@ -172,7 +172,7 @@ class _Leaf:
         leaf, found = self.tensor, self._found
         if leaf is None:
             return
-        if found is not None and found._version != self._version and not has_shared_elements(found):
+        if found is not None and found._version != self._saved_version and not has_shared_elements(found):
             found.copy_(self._copy)  # type: ignore[arg-type]  # there is a copy of what was found
         leaf.grad = found
 
@@ -306,24 +306,24 @@ def save_container(name: str, container: Any) -> SavedContainer:
 
 
 class _SavedDict:
-    __slots__ = ("_keys", "_live", "_values", "name")
+    __slots__ = ("_keys", "_live", "_saved_values", "name")
 
     def __init__(self, name: str, live: dict[Any, Any]) -> None:
         self.name, self._live = name, live
-        self._keys, self._values = tuple(live), tuple(live.values())
+        self._keys, self._saved_values = tuple(live), tuple(live.values())
 
     def _is_same(self) -> bool:
         live = self._live
         return (
             len(live) == len(self._keys)
             and all(map(is_, live, self._keys))
-            and all(map(is_, live.values(), self._values))
+            and all(map(is_, live.values(), self._saved_values))
         )
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         if self._is_same():
             return
-        before = dict(zip(self._keys, self._values, strict=True))
+        before = dict(zip(self._keys, self._saved_values, strict=True))
         for position, key in enumerate(dict.fromkeys((*before, *self._live))):
             now = dict.get(self._live, key, _ABSENT)
             if now is not before.get(key, _ABSENT):
@@ -336,7 +336,7 @@ class _SavedDict:
         kind: Any = OrderedDict if isinstance(self._live, OrderedDict) else dict
         if list(map(id, self._live)) != list(map(id, self._keys)):
             kind.clear(self._live)
-        for key, value in zip(self._keys, self._values, strict=True):
+        for key, value in zip(self._keys, self._saved_values, strict=True):
             if dict.get(self._live, key, _ABSENT) is not value:
                 kind.__setitem__(self._live, key, value)
 
@@ -411,22 +411,22 @@ def _is_writable(value: Any) -> bool:
 class _SavedSlots:
     """The fields of an object that are in slots."""
 
-    __slots__ = ("_object", "_values", "name")
+    __slots__ = ("_object", "_saved_values", "name")
 
     def __init__(self, name: str, value: Any) -> None:
-        self.name, self._object, self._values = name, value, slots_of(value)
+        self.name, self._object, self._saved_values = name, value, slots_of(value)
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         now = slots_of(self._object)
-        for field in dict.fromkeys((*self._values, *now)):
-            if now.get(field, _ABSENT) is not self._values.get(field, _ABSENT):
+        for field in dict.fromkeys((*self._saved_values, *now)):
+            if now.get(field, _ABSENT) is not self._saved_values.get(field, _ABSENT):
                 yield f"{self.name}.{field}", now.get(field)
 
     def restore(self) -> None:
         now = slots_of(self._object)
-        for field in now.keys() - self._values.keys():
+        for field in now.keys() - self._saved_values.keys():
             object.__delattr__(self._object, field)
-        for field, value in self._values.items():
+        for field, value in self._saved_values.items():
             if now.get(field, _ABSENT) is not value:
                 object.__setattr__(self._object, field, value)
 
@@ -437,18 +437,18 @@ class _SavedTensor:
     A tensor that is not copied is only watched: that it was written to is known, its former values are not.
     """
 
-    __slots__ = ("_alias", "_copy", "_needs_grad", "_version", "name", "tensor")
+    __slots__ = ("_alias", "_copy", "_needs_grad", "_saved_version", "name", "tensor")
 
     def __init__(self, name: str, tensor: Tensor, *, copied: bool) -> None:
         self.name, self.tensor = name, tensor
         self._needs_grad = tensor.requires_grad
-        self._version = tensor._version
+        self._saved_version = tensor._version
         self._alias = tensor.detach() if _is_plain(tensor) else None  # shares its memory
         self._copy = _copied(tensor) if copied else None
 
     def is_changed(self) -> bool:
         """True if it was written to or its `.data` was replaced since."""
-        if self._is_rebound() or self.tensor._version != self._version:
+        if self._is_rebound() or self.tensor._version != self._saved_version:
             return True
         copy = self._copy
         if copy is None or copy.layout is not torch.strided:  # sparse: only the version tells
@@ -468,11 +468,11 @@ class _SavedTensor:
         known = self._copy is not None
         with torch.no_grad():
             if self._is_rebound() and self._alias is not None:
-                known |= self.tensor._version == self._version
+                known |= self.tensor._version == self._saved_version
                 self.tensor.data = self._alias
             if self._copy is not None and not _is_equal(self.tensor, self._copy):
                 self.tensor.detach().copy_(self._copy)
-        self._version = self.tensor._version
+        self._saved_version = self.tensor._version
         return known
 
 

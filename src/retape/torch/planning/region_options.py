@@ -171,11 +171,11 @@ class _GraphMaker:
         self._settled = trace.settled()
         self._made = {storage for op in trace.ops for storage in op.makes}
         self._rewritten = {storage for op in trace.ops for storage in op.writes} - self._settled
-        self._version: dict[int, int] = defaultdict(int)
+        self._write_counts: dict[int, int] = defaultdict(int)
         self._sizes: dict[str, int] = {}
 
     def _name(self, storage: int) -> str:
-        text = f"{storage}.{self._version[storage]}"
+        text = f"{storage}.{self._write_counts[storage]}"
         holdable = storage in self._tape and storage not in self._rewritten
         size = self._tape[storage] if holdable else self._too_much if storage in self._made else 0
         self._sizes.setdefault(text, size)
@@ -219,7 +219,7 @@ class _GraphMaker:
                 reads.update(dict.fromkeys(self._name(s) for s in op.reads if s not in own))
             for storage in op.writes:
                 if storage not in self._settled:
-                    self._version[storage] += 1
+                    self._write_counts[storage] += 1
             outputs.update(dict.fromkeys(self._name(s) for s in (*op.makes, *op.writes)))
         seconds = sum(op.seconds for op in group)
         return Op(name=f"{number} {group[-1].op}", seconds=seconds, inputs=tuple(reads), outputs=tuple(outputs))

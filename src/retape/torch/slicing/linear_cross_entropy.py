@@ -294,12 +294,12 @@ class LossCompiler:
     def __init__(
         self, compile: Callable[..., Callable[..., Slopes]] = torch.compile, device_types: tuple[str, ...] = ("cuda",)
     ) -> None:
-        self._compile, self._device_types = compile, device_types
+        self._compile, self._compiles_on = compile, device_types
         self._compiled: Callable[..., Slopes] | None = None
         self.refused: str | None = None  # the compiler's message; then it is not asked again
 
     def runs_on(self, device: torch.device) -> bool:
-        return device.type in self._device_types and self.refused is None
+        return device.type in self._compiles_on and self.refused is None
 
     def loss(self, logits: Tensor, labels: Tensor, narrow: torch.dtype) -> Slopes | None:
         """Return `losses_and_slopes` from the compiled function; None where it does not run or does not compile."""
