@@ -24,6 +24,7 @@ from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.engine.region import Region
 from support import late_copies
 from support.comparing import assert_equal, leaf, results, same_as_plain, seed
+from support.memory import WeakStorage
 from support.stages import region_stage
 from support.trials import fit_with_host, host_tier
 
@@ -91,7 +92,7 @@ def test_plain_copies_run_without_late_lanes():
 
 
 def expired(storages):
-    return [torch.UntypedStorage._expired(each) for each in storages]
+    return [each.is_freed for each in storages]
 
 
 def test_an_input_is_gone_from_the_device_when_the_region_after_it_has_run(late):
@@ -99,10 +100,8 @@ def test_an_input_is_gone_from_the_device_when_the_region_after_it_has_run(late)
     for layer in model:
         x = moving()(layer, x)
         assert all(expired(seen[:-1])), "every input but that of the last region, and the output that was just made"
-        seen.append(x.untyped_storage()._weak_ref())
+        seen.append(WeakStorage(x))
     x.sum().backward()
-    for each in seen:
-        torch.UntypedStorage._free_weak_ref(each)
 
 
 class Never:
@@ -119,20 +118,18 @@ def test_what_a_region_moves_is_off_the_device_when_the_next_one_has_run_and_not
 
     def block(a):
         made = a * 2
-        slots.append(made.untyped_storage()._weak_ref())
+        slots.append(WeakStorage(made))
         return made.sin()
 
     for number in range(4):
         if number:
-            inputs.append(x.untyped_storage()._weak_ref())
+            inputs.append(WeakStorage(x))
         x = moving(Policy(moved_inputs=frozenset({0} if number else ()), moved=frozenset(range(9))))(block, x)
         assert expired(inputs) == [True] * (number - 1) + [False] * bool(number)
         assert expired(slots) == [True] * number + [False]
     offload.after_unmoved([])
     assert all(expired([*inputs, *slots]))
     x.sum().backward()
-    for each in (*inputs, *slots):
-        torch.UntypedStorage._free_weak_ref(each)
 
 
 @pytest.mark.parametrize("between", [torch.sin, lambda a: a + 1])
@@ -143,7 +140,7 @@ def test_a_region_that_is_gone_leaves_nothing_of_those_before_it_behind(late, be
 
     def first(a):
         made = a * 2
-        seen.append(made.untyped_storage()._weak_ref())
+        seen.append(WeakStorage(made))
         return made.sin()
 
     out = moving(every)(first, leaf())
@@ -151,7 +148,6 @@ def test_a_region_that_is_gone_leaves_nothing_of_those_before_it_behind(late, be
     kept = moving(every)(torch.sin, leaf())
     assert expired(seen) == [True]
     (out.sum() + kept.sum()).backward()
-    torch.UntypedStorage._free_weak_ref(seen[0])
 
 
 def test_a_slot_that_shows_the_input_leaves_with_it(late):
@@ -160,7 +156,7 @@ def test_a_slot_that_shows_the_input_leaves_with_it(late):
     made = x * 2
     region = Region(capture_call(torch.sin, (made,), {}), policy=INPUT)
     out = region.run(torch.sin, (made,), {})
-    storage = made.untyped_storage()._weak_ref()
+    storage = WeakStorage(made)
     del made
     offload.after_unmoved([])
     assert expired([storage]) == [True]
@@ -168,7 +164,6 @@ def test_a_slot_that_shows_the_input_leaves_with_it(late):
     out.sum().backward()
     assert (region.reruns, late.fetched) == (0, 1)
     assert torch.equal(x.grad, 2 * (2 * x.detach()).cos())
-    torch.UntypedStorage._free_weak_ref(storage)
 
 
 def test_inputs_of_one_storage_leave_once(late):

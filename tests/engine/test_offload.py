@@ -24,6 +24,7 @@ from retape.torch.planning.discover import find_regions
 from retape.torch.planning.executor import Executor
 from support import late_copies, models
 from support.comparing import assert_equal, leaf, results, same_as_plain, seed
+from support.memory import WeakStorage
 
 EVERYTHING = Policy(moved=frozenset(range(100)))
 
@@ -247,15 +248,14 @@ def test_device_memory_is_released(late):
 
     def function(a):
         b = a * 2
-        seen.append(b.untyped_storage()._weak_ref())
+        seen.append(WeakStorage(b))
         return b.sin()
 
     out = moved(function, leaf())
     del function
     moved(torch.sin, leaf())
-    assert torch.UntypedStorage._expired(seen[0])
+    assert seen[0].is_freed
     out.sum().backward()
-    torch.UntypedStorage._free_weak_ref(seen[0])
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""Memory of a step, measured or made up: `step_peak_bytes`, `FakeMeter`. `ledger.Ledger` counts live bytes by ops."""
+"""Memory of a step, measured or made up: `step_peak_bytes`, `FakeMeter`, `WeakStorage`. `ledger.Ledger` counts live bytes by ops."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from retape.core.record import MemorySample
 from retape.torch.measure.memory_meter import MemoryReading, track_memory
@@ -19,6 +20,20 @@ def step_peak_bytes(action: Callable[[], Any], device: torch.device = CPU) -> in
     with track_memory(device) as tracker:
         action()
     return max(reading.peak_bytes for reading in tracker.readings)
+
+
+class WeakStorage:
+    """A weak reference to a tensor's memory: `is_freed` once nothing holds it any more."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = tensor.untyped_storage()._weak_ref()
+
+    @property
+    def is_freed(self) -> bool:
+        return torch.UntypedStorage._expired(self._reference)
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._reference)
 
 
 class FakeMeter:
