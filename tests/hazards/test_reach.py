@@ -74,6 +74,43 @@ def test_a_write_to_a_tensor_at_any_depth_is_an_error():
         y.sum().backward()
 
 
+class Slotted:
+    __slots__ = ("values",)
+
+
+class WithSlotsAndDict(Slotted):
+    def __init__(self, values):
+        self.values, self.other = values, None
+
+
+@pytest.mark.parametrize("place", ["closure", "attribute"])
+@pytest.mark.parametrize(
+    "box",
+    [
+        lambda: torch.ones(1, 4).max(dim=0),
+        lambda: nn.utils.rnn.pack_padded_sequence(torch.ones(1, 4), [4], batch_first=True),
+        lambda: WithSlotsAndDict(torch.ones(4)),
+    ],
+    ids=["torch.return_types", "PackedSequence", "slots and a dict"],
+)
+def test_a_write_to_a_tensor_in_an_odd_container_is_an_error(box, place):
+    held = box()
+    tensor = held.data if isinstance(held, nn.utils.rnn.PackedSequence) else held.values
+    model = nn.Tanh()
+    if place == "attribute":
+        model.held = held
+        model.forward = lambda a, self=model: (a * first_tensor(self.held)).sin()
+    function = model if place == "attribute" else lambda a: (a * first_tensor(held)).sin()
+    y = retape.checkpoint(function, torch.randn(4, requires_grad=True))
+    tensor.mul_(2)
+    with pytest.raises(StateChanged):
+        y.sum().backward()
+
+
+def first_tensor(held):
+    return held[0] if isinstance(held, tuple) else held.values
+
+
 class Node:
     def __init__(self, value, following=None):
         self.value, self.following = value, following

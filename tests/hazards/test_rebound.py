@@ -1,7 +1,7 @@
 """Names, attributes and items that are bound to another tensor when the region runs again."""
 
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from functools import partial
 
 import pytest
@@ -166,6 +166,61 @@ def test_an_attribute_of_a_module_bound_anew(call, way):
     later = model.mask
     y.sum().backward()
     return x.grad, model.mask is later
+
+
+class Boxed:
+    """A tensor in a slot, and a dict beside it."""
+
+    __slots__ = ("__dict__", "item")
+
+    def __init__(self, items):
+        self.item = next(iter(items))
+
+    def __iter__(self):
+        return iter((self.item,))
+
+
+class Recurrent(nn.Module):
+    """A state in a container, which each call reads and replaces."""
+
+    def __init__(self, box, *, detached):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.box, self.detached = box, detached
+        self.state = box([torch.randn(4, 4)])
+
+    def forward(self, a):
+        y = (self.linear(a) * next(iter(self.state))).sin()
+        self.state = self.box([y.detach() if self.detached else y])
+        return y
+
+
+def number(items):
+    return (float(items[0].detach().sum()),)
+
+
+BOXES = {"tuple": tuple, "list": list, "deque": deque, "object": Boxed, "number": number}
+
+
+@pytest.mark.parametrize("detached", [True, False])
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+@equals_plain
+def test_a_container_in_an_attribute_of_a_module_is_replaced_by_the_region(call, box, detached):
+    model, x = Recurrent(box, detached=detached), leaf()
+    y = call(model, call(model, call(model, x)))
+    later = model.state
+    y.sum().backward()
+    return results(model, x), model.state is later
+
+
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+@equals_plain
+def test_a_container_in_an_attribute_of_a_module_is_replaced_after_the_region(call, box):
+    model, x = Recurrent(box, detached=True), leaf()
+    y = call(model, x)
+    model.state = later = box([torch.randn(4, 4)])
+    y.sum().backward()
+    return results(model, x), model.state is later
 
 
 def functional(weights_of):

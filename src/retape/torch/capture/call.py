@@ -233,7 +233,8 @@ class Call:
             if type(getattr(value, "__dict__", None)) is dict:
                 follow = self._meet_state if LIBRARIES.restores_plain_fields(type(value)) else self._follow
                 follow(value.__dict__)
-            elif hasattr(type(value), "__slots__"):
+            kind: Any = type(value)
+            if _has_slots(kind):  # a subclass may have a dict beside the slots of its base
                 self._meet_slots(value)
         except Exception:  # user code (a property, __getattr__) raised: the object is not followed
             return
@@ -421,6 +422,7 @@ _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
     (types.FunctionType, Call._visit_function),
     ((types.MethodType, functools.partial, CompiledCall), Call._visit_wrapper),
     (_NOT_FOLLOWED, None),
+    ((tuple, set, frozenset), Call._visit_object),  # PyTorch's own too: `torch.return_types.max`, PackedSequence
 )
 
 
@@ -434,9 +436,17 @@ def _is_generator(kind: type) -> bool:
     )
 
 
+_NOT_STATE = ("__dict__", "__weakref__")  # in `__slots__`
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_slots(kind: type) -> bool:
+    return any(_slots_of(base) for base in kind.__mro__)
+
+
 def _slots_of(kind: type) -> tuple[str, ...]:
     slots = kind.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    names = [name for name in ((slots,) if isinstance(slots, str) else slots) if name not in _NOT_STATE]
     owner = kind.__name__.lstrip("_")  # as the language spells a private name
     return tuple([f"_{owner}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names])
 

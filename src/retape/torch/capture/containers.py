@@ -7,6 +7,7 @@ has `enter` (restore the contents of the first run) and `leave` (put back those 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +38,29 @@ def tracked_item(item: Any) -> Any:
     if isinstance(item, tuple) and holds_tensor(item):
         return tuple.__new__(type(item), [tracked_item(each) for each in item])
     return item
+
+
+def without_history(item: Any) -> Any:
+    """Return `tracked_item` of a tuple in which a tensor has a history; any other item unchanged."""
+    return tracked_item(item) if isinstance(item, tuple) and _has_history(item) else item
+
+
+def _has_history(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return item.grad_fn is not None
+    return isinstance(item, tuple) and any(map(_has_history, item))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_restored(kind: type) -> bool:
+    """True if a field of a module that holds an object of this class is put back where another object has been bound to it.
+
+    These are containers and objects of users' classes, whose tensors a call holds anyway.
+    """
+    if issubclass(kind, (tuple, list, dict, deque, set, frozenset)):
+        return True
+    made_at_run_time = kind.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
+    return bool(made_at_run_time) and not str(kind.__module__).startswith(("torch.", "functools", "builtins"))
 
 
 def holds_tensor(item: Any) -> bool:

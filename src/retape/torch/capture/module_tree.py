@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retape.torch.capture.containers import ATOMS, OWN_FIELDS, ModuleHolder, tracked
+from retape.torch.capture.containers import ATOMS, OWN_FIELDS, ModuleHolder, is_restored, tracked, without_history
 from retape.torch.capture.functions import RRELU, may_decide, names_of_class
 from retape.torch.compat import internals
 
@@ -72,6 +72,7 @@ class TreeLayout:
         "pick_hooks",
         "pick_switches",
         "renormalised",
+        "restored_count",
         "setting_numbers",
         "statistics",
         "tensor_fields",
@@ -115,6 +116,7 @@ class TreeLayout:
         """
         self.field_places: list[tuple[int, str]] = []
         self._pick_by_owner = []
+        restored: list[tuple[int, str]] = []
         objects: list[tuple[int, str]] = []
         modules: list[tuple[int, str]] = []
         for owner, part in enumerate(fields):
@@ -124,13 +126,17 @@ class TreeLayout:
                     continue
                 if type(value) in _SETTINGS or _is_plain_tuple(value) or isinstance(value, Tensor):
                     keys.append(key)
+                elif isinstance(value, nn.Module):
+                    modules.append((owner, key))
                 else:
-                    (modules if isinstance(value, nn.Module) else objects).append((owner, key))
+                    kind: Any = type(value)
+                    (restored if is_restored(kind) else objects).append((owner, key))
             keys += (*_HELD, *_HOOKS)
             self.field_places += [(owner, key) for key in keys]
             self._pick_by_owner.append(itemgetter(*keys))
-        # A tree must not keep objects alive, so they are read one by one. Modules among them are no children: not followed.
-        self.object_places, self.followed_count = objects + modules, len(objects)
+        # A layout must not keep objects alive, so they are read one by one. Modules among them are no children: not followed.
+        self.object_places = [*restored, *objects, *modules]
+        self.restored_count, self.followed_count = len(restored), len(restored) + len(objects)
         self._object_types = [type(fields[owner][key]) for owner, key in self.object_places]
         now = self.look(fields)
         assert now is not None
@@ -222,6 +228,7 @@ class TreeLayout:
         tree.content = content
         if objects:
             tree.others = objects[: self.followed_count]
+            tree.saved_objects = list(map(without_history, objects[: self.restored_count]))
         return tree
 
     def _are_plain(self, now: list[Any]) -> bool:
@@ -261,6 +268,7 @@ class ModuleTree:
     state: list[Tensor] = []  # noqa: RUF012 - never changed, only replaced
     switches: tuple[bool, ...] = ()
     others: Sequence[Any] = ()
+    saved_objects: Sequence[Any] = ()  # containers and objects of users' classes in fields, which may be rebound
     statistics: set[int] | None = None
     renormalised: set[int] | None = None
     content: tuple[dict[Any, Any], ...]  # the dicts of buffers, children and parameters
@@ -354,8 +362,8 @@ class ModuleTree:
         now = layout.look(fields)
         unchanged = now is not None and all(map(is_, self._saved, now))
         if unchanged and layout.object_places:
-            self._objects = layout.objects_in(fields)
-            unchanged = self._objects is not None
+            self._objects = objects = layout.objects_in(fields)
+            unchanged = objects is not None and all(map(is_, self.saved_objects, objects))
         self._fields_are_unchanged = unchanged
         if not unchanged:
             return False
@@ -390,7 +398,8 @@ class ModuleTree:
         """Return a holder for each module, of what it held in the first run."""
         layout, content, hooks = self.layout, self.content, self._hooks
         numbers = layout.setting_numbers
-        settings = self._by_owner([layout.field_places[n] for n in numbers], [self._saved[n] for n in numbers])
+        places = [*[layout.field_places[n] for n in numbers], *layout.object_places[: layout.restored_count]]
+        settings = self._by_owner(places, [*[self._saved[n] for n in numbers], *self.saved_objects])
         held, saved_hooks = self._held_by_dict(), self._hook_copies or [{} for _ in hooks]
         holders = []
         for number, (fields, mine) in enumerate(zip(self.fields, settings, strict=True)):
