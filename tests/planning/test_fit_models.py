@@ -7,7 +7,7 @@ import torch
 
 import retape
 from support import models
-from support.trials import fit_with
+from support.trials import NO_TURNS, fit_with
 
 SHARES = (0.7, 0.4, 0.2)
 
@@ -62,10 +62,10 @@ def test_inside_a_share_of_the_activations(example, request):
 
 def _check_share(model, batch, step, whole, share):
     try:
-        fitted = retape.fit(model, batch, budget=share, step=step, progress=False)
+        fitted = fit_with(model, batch, budget=share, step=step, tuning=NO_TURNS)
     except retape.errors.BudgetTooSmall as error:
         # These models have few blocks: it says from where on there is a plan, and there is one.
-        fitted = retape.fit(model, batch, budget=error.floor_bytes, step=step, progress=False)
+        fitted = fit_with(model, batch, budget=error.floor_bytes, step=step, tuning=NO_TURNS)
     assert not fitted.record.assignment.keeps_everything
     assert fitted.measured.peak_bytes < whole.measured.peak_bytes
     check(model, batch, step, fitted)
@@ -78,7 +78,7 @@ def test_the_floor_of_the_frontier_can_be_had(example, request):
     if names.index(request.node.callspec.params["example"]) % 2 and not os.environ.get("RETAPE_LONG"):
         pytest.skip("RETAPE_LONG=1 tries every make")
     model, batch, step, whole = example
-    fitted = retape.fit(model, batch, budget=whole.frontier.floor_bytes, step=step, progress=False)
+    fitted = fit_with(model, batch, budget=whole.frontier.floor_bytes, step=step, tuning=NO_TURNS)
     check(model, batch, step, fitted)
     fitted.remove()
 
@@ -89,7 +89,7 @@ def test_nothing_is_left_after_it(example):
     classes = {name: type(module) for name, module in model.named_modules()}
     model.zero_grad()
     stream = torch.get_rng_state()
-    fitted = retape.fit(model, batch, budget=0.7, step=step, progress=False)
+    fitted = fit_with(model, batch, budget=0.7, step=step, tuning=NO_TURNS)
     assert torch.equal(stream, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
     after = model.state_dict()
