@@ -14,6 +14,7 @@ from retape.errors import BudgetTooSmall, InvalidInput, StateChanged
 from retape.torch.adaptive.accounting import StorageAccount
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveInstruments, DeviceMemory
+from retape.torch.engine.context import current_runner
 from retape.torch.measure.memory_meter import track_memory
 from support.changing import Language, gradients, step
 from support.comparing import assert_equal, plainly
@@ -438,6 +439,15 @@ def test_it_leaves_a_model_as_it_was():
     assert [type(part) for part in model.modules()] == kinds == [type(part) for part in copied.modules()]
     run(model)
     assert live.stats().steps == 0
+
+
+def test_a_block_that_cannot_begin_leaves_later_regions_alone():
+    inner = retape.adaptive(budget={"cuda:0": "1GiB"})  # the step begins on the CPU, of which it has no bytes
+    outer = current_runner()
+    with pytest.raises(InvalidInput, match="Give it bytes for 'cpu'"), inner:
+        pass
+    assert current_runner() is outer
+    assert not inner.governor.is_measuring
 
 
 def test_stats_are_a_frozen_value():

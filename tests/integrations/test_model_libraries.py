@@ -65,6 +65,15 @@ def test_a_library_that_is_imported_later_answers(registry):
         registry.fuse_loss(torch.nn.ReLU(), room_bytes=None, compiled=False)
 
 
+def test_a_model_that_recomputes_its_layers_itself_is_refused_whatever_is_imported(registry):
+    model = torch.nn.Linear(1, 1)
+    model.is_gradient_checkpointing = True  # as models of Diffusers have it
+    with pytest.raises(InvalidInput, match="recomputes every layer by itself"):
+        registry.check_model(model)
+    model.is_gradient_checkpointing = False
+    registry.check_model(model)
+
+
 def test_regions_of_other_models_import_nothing_of_hugging_face():
     code = (
         "import sys, torch, retape;"

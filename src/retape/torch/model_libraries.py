@@ -89,6 +89,12 @@ class ModelLibraries(ModelLibrary):
                 self._registered.pop(library, None)
 
     def check_model(self, model: nn.Module) -> None:
+        # Transformers, Diffusers and models written after them have this attribute: no library need be imported for it.
+        if getattr(model, "is_gradient_checkpointing", False):
+            raise InvalidInput(
+                f"{type(model).__name__} recomputes every layer by itself (gradient_checkpointing): that leaves the fit no choice. "
+                "Call model.gradient_checkpointing_disable(), or take gradient_checkpointing=True out of TrainingArguments."
+            )
         for library in self._imported():
             library.check_model(model)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from retape.core.errors import InvalidInput
 from retape.integrations.huggingface.fused_loss import can_fuse_loss, chunk_within, fuse_loss, is_fused, unfuse_loss
 from retape.integrations.huggingface.kv_cache import CACHES, is_cache_class
 from retape.torch.model_libraries import ModelLibrary, RegionArguments
@@ -17,13 +16,6 @@ from retape.torch.model_libraries import ModelLibrary, RegionArguments
 
 class HuggingFace(ModelLibrary):
     """Layers, key-value caches and losses of Transformers' models."""
-
-    def check_model(self, model: nn.Module) -> None:
-        if getattr(model, "is_gradient_checkpointing", False):
-            raise InvalidInput(
-                f"{type(model).__name__} recomputes every layer by itself (gradient_checkpointing): that leaves the fit no choice. "
-                "Call model.gradient_checkpointing_disable(), or take gradient_checkpointing=True out of TrainingArguments."
-            )
 
     def recomputable_layers(self, model: nn.Module) -> list[nn.Module]:
         return [module for module in model.modules() if is_layer(module)]

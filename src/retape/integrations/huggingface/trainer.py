@@ -17,10 +17,6 @@ from retape.torch.compat.ranks import is_distributed
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import attach, detach, is_attached, replicated, take_off, unwrapped
 
-_MANAGED: WeakKeyDictionary[nn.Module, ref[FitCallback]] = (
-    WeakKeyDictionary()
-)  # fitted or waiting models, and their callback
-
 
 class FitCallback(TrainerCallback):
     """Fits the model on the Trainer's first batch: `Trainer(..., callbacks=[FitCallback(budget="20GiB")])`.

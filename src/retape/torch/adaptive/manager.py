@@ -315,13 +315,19 @@ class Adaptive:
 
     def __enter__(self) -> Adaptive:
         if self._attachment is not None:
-            self._outer.append(current_runner())
             self._attachment.attach()
+            self._outer.append(current_runner())
             return self
         if not self.governor.counts.steps and not self._in_step:  # by now the GPU is in use, if there is one
             self._use_device(budget_device(None))
         self._outer.append(enter_runner(self.governor))
-        self._begin_step(None, None)
+        try:
+            self._begin_step(None, None)
+        except BaseException:  # no __exit__ will follow
+            enter_runner(self._outer.pop())
+            self._end_step()
+            self.governor.limit.close()
+            raise
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
