@@ -4,14 +4,19 @@ import copy
 import dataclasses
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import retape
+from retape.api import Fit
+from retape.core.problem import Budget
 from retape.errors import InvalidInput
 from retape.integrations.huggingface import fused_loss
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
+from retape.torch.planning.plan_search import PlanSearch
+from retape.torch.planning.step_trials import StepTrials
 from support.comparing import hook_count, parameter_gradients
 from support.ops import LargestTensor
 
@@ -272,6 +277,27 @@ def test_a_plan_that_is_refused_leaves_the_loss_of_the_fit_that_is_there():
         retape.apply(model, dataclasses.replace(fitted.record, fused_loss=True))
     assert model.loss_function is there
     fitted.remove()
+
+
+class RejectsOnce(PlanSearch):
+    """A search whose first plan is found not to be exact."""
+
+    rejected = None
+
+    def _is_exact(self, found):
+        first, self.rejected = self.rejected is None, self.rejected or found
+        return not first
+
+
+def test_a_fit_that_rejects_a_plan_says_whether_its_loss_is_fused():
+    model, budget = small_model(vocab_size=4096), Budget.of(0.3)  # less than whole logits
+    search = RejectsOnce(StepTrials(model, batch(length=200), budget, slices=True), budget, options=retape.ALL)
+    found = search.run()
+    assert search.rejected.fused_loss
+    assert found.fused_loss == fused_loss.is_fused(model)
+    Fit(model, SimpleNamespace(fused_loss=found.fused_loss), found.regions, found.executor).remove()
+    assert not fused_loss.is_fused(model)
+    assert hook_count(model) == 0
 
 
 def test_a_live_budget_fuses_the_loss_where_all_is_allowed():

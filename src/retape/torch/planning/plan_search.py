@@ -147,7 +147,8 @@ class PlanSearch:
         """Search again without partial re-runs."""
         self._trials.tell("a partial re-run was not exact: planning without them")
         if rejected.fused_loss:
-            LIBRARIES.unfuse_loss(self._trials.root)
+            with self._trials.sandbox.kept_changes():
+                LIBRARIES.unfuse_loss(self._trials.root)
         self._put_off = None
         return self._with_or_without_fused_loss(Setup(regions=self._regions, selects=False))
 
