@@ -196,3 +196,32 @@ def test_an_argument_that_contains_itself(call):
     loop["self"] = loop
     call(lambda a, loop: (a * loop["self"]["mask"]).sin(), x, loop).sum().backward()
     return x.grad
+
+
+def patched(scale):
+    """A module whose forward is a function with a norm and a tensor in its closure."""
+    model, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(a):
+        scale.add_(1)
+        return norm(nn.functional.linear(a, model.weight) * scale.clone()).sin()
+
+    model.forward = forward
+    return model, norm
+
+
+@equals_plain
+def test_a_forward_assigned_to_a_module_changes_what_is_in_its_closure(call):
+    x, scale = leaf(), torch.ones(())
+    model, norm = patched(scale)
+    call(model, call(model, x)).sum().backward()
+    return results(model, x), results(norm, x), list(norm.buffers()), scale
+
+
+def test_a_write_to_what_is_in_the_closure_of_an_assigned_forward_is_an_error():
+    model, scale = nn.Linear(4, 4), torch.ones(4)
+    model.forward = lambda a: (a * scale).sin()
+    y = as_region(model, leaf())
+    scale.mul_(2)
+    with pytest.raises(StateChanged):
+        y.sum().backward()

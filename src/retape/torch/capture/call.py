@@ -263,7 +263,7 @@ class Call:
             self.decides = self.decides or layout.decides
             self.statistics |= tree.statistics or _NOTHING
             self.renormalised |= tree.renormalised or _NOTHING
-        elif last:
+        elif last and not tree.others:
             return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
@@ -297,10 +297,13 @@ class Call:
         """Follow an object whose plain fields describe its tensors: the dicts behind it are restored whole."""
         before, around = len(self.holders), self._pending
         self._pending = []
-        self._follow(fields)
-        while self._pending:
-            self._visit(self._pending.pop())
-        self._pending = around
+        try:
+            self._follow(fields)
+            while self._pending:
+                self._visit(self._pending.pop())
+        finally:  # user code may raise; the rest of the walk goes on
+            around += self._pending
+            self._pending = around
         met = self.holders[before:]
         self.holders[before:] = [StateFields(each.container) if type(each) is DictHolder else each for each in met]
 

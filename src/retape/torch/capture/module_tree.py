@@ -51,6 +51,7 @@ class TreeLayout:
         "_names_filled",
         "_object_types",
         "_pick_by_owner",
+        "_pick_functions",
         "_pick_tuples",
         "_root_type",
         "_tuples",
@@ -148,6 +149,7 @@ class TreeLayout:
         self.pick_switches = _picker([number for number in settings if type(now[number]) is bool])
         tuples = [number for number in settings if type(now[number]) is tuple]
         self._pick_tuples, self._tuples = _picker(tuples), [now[number] for number in tuples]
+        self._pick_functions = _picker([number for number in settings if type(now[number]) is types.FunctionType])
         self.tensor_fields = [number for number in settings if isinstance(now[number], Tensor)]
         return now
 
@@ -229,6 +231,8 @@ class TreeLayout:
         if objects:
             tree.others = objects[: self.followed_count]
             tree.saved_objects = list(map(without_history, objects[: self.restored_count]))
+        if self._pick_functions is not None:
+            tree.others = [*tree.others, *filter(_reaches_state, self._pick_functions(now))]
         return tree
 
     def _are_plain(self, now: list[Any]) -> bool:
@@ -245,6 +249,12 @@ Pick = Callable[[Any], Sequence[Any]]
 def _is_plain_tuple(value: Any) -> bool:
     """True for a tuple of plain values, such as `normalized_shape` or `kernel_size`."""
     return type(value) is tuple and ATOMS.issuperset(map(type, value))
+
+
+def _reaches_state(function: Any) -> bool:
+    """True for a function with a closure or with defaults that are no plain values: `module.forward = function`."""
+    defaults = function.__defaults__
+    return bool(function.__closure__ or (defaults and not ATOMS.issuperset(map(type, defaults))))
 
 
 def _picker(numbers: list[int]) -> Pick | None:
