@@ -76,6 +76,9 @@ class RegionRerun(RegionRun):
     _cursor = 0
     _observer: ReadGuard | Recorder | None = None
     _recipe_mode: RecipeMode | None = None
+    _noise: tuple[Any, ...] | None = (
+        None  # index, shape and dtype of the last target that may be filled after it was saved
+    )
 
     def __init__(  # noqa: PLR0917 - made for every re-run: by position
         self,
@@ -131,12 +134,26 @@ class RegionRerun(RegionRun):
             self._filled.append(slot)
         elif index >= len(self._slots):
             self._one_too_many(index)
-        if index >= self._last and self._early_stop:
+        if self._early_stop and index >= self._last - 1 and self._ends_at(index, tensor):
             self.done = True
             raise _stop_of(self)
         if not self._for_itself:
             return None
         return plain if plain is not None else tensor if tensor.is_leaf else tensor.detach()
+
+    def _ends_at(self, index: int, tensor: Tensor) -> bool:
+        """True if the re-run may stop here: every target is filled, and no op may still write to one.
+
+        `rrelu` saves its noise, then its input, and then runs the kernel that draws the noise: a re-run that stops before that
+        would keep uninitialised memory. The noise is a floating-point tensor without a gradient, of the input's shape. A recipe
+        is never made for a region where an op writes to a tensor that was saved before (`plan_recipe`).
+        """
+        if self._recipe_mode is not None:
+            return index >= self._last
+        if index in self._targets and not tensor.requires_grad and tensor.is_floating_point():
+            self._noise = (index, tensor.shape, tensor.dtype)
+            return False
+        return index >= self._last and self._noise != (index - 1, tensor.shape, tensor.dtype)
 
     def _compare(self, slot: Slot, wanted: tuple[Any, ...], tensor: Tensor) -> None:
         metadata = (tensor.shape, tensor.dtype, tensor.device)

@@ -35,6 +35,8 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
     """
     if trace.opaque or not held or any(torch.Tag.dynamic_output_shape in op.op.tags for op in trace.ops):
         return None
+    if any(s in op.writes for s, at in zip(trace.slots, trace.saved_at, strict=True) for op in trace.ops[at:]):
+        return None  # `rrelu` fills its noise after autograd has saved it
     holder = {trace.slots[slot]: slot for slot in sorted(held, reverse=True) if slot < len(trace.slots)}
     rewritten = {storage for op in trace.ops for storage in op.writes}
     settled = holder.keys() & trace.settled()
