@@ -358,6 +358,7 @@ class Region:
         if (
             recipe is not None
             and early_stop
+            and not self.is_running  # a proof covers the slots of the whole forward, and not all are saved yet
             and not self.has_diverged
             and not self.is_compiled
             and self._refilled_in_part(recipe, targets, held)
