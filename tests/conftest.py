@@ -10,8 +10,8 @@ import pytest
 
 # Before torch is imported: workers that each start one thread per core slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# pytest's importlib mode does not put the folder of a test on the path, so `support` would not be found.
-sys.path.append(str(Path(__file__).parent))
+# pytest's importlib mode puts no folder on the path: `support` is in this one, `benchmarks` beside it.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
 MANY_MODULES = 50

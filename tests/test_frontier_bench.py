@@ -16,16 +16,14 @@ import retape
 from retape.core.errors import InvalidInput
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))  # benchmarks are run from the repository, and are no part of the package
-
-from benchmarks.frontier import __main__ as command  # noqa: E402
-from benchmarks.frontier.measuring import Laboratory, Verdict, in_turns  # noqa: E402
-from benchmarks.frontier.models import SIZES, TINY, make  # noqa: E402
-from benchmarks.frontier.own import Wish, fitted  # noqa: E402
-from benchmarks.frontier.peers import peers, wrapped  # noqa: E402
-from benchmarks.frontier.rows import Run  # noqa: E402
-from benchmarks.frontier.table import table  # noqa: E402
-from benchmarks.frontier.ways import Skipped, Way, plain_way  # noqa: E402
+from benchmarks.frontier import __main__ as command
+from benchmarks.frontier.measuring import Laboratory, Verdict, in_turns
+from benchmarks.frontier.models import SIZES, TINY, make
+from benchmarks.frontier.own import Wish, fitted
+from benchmarks.frontier.peers import peers, wrapped
+from benchmarks.frontier.rows import Run
+from benchmarks.frontier.table import table
+from benchmarks.frontier.ways import Skipped, Way, plain_way
 
 CPU = torch.device("cpu")
 SVG = "{http://www.w3.org/2000/svg}"
