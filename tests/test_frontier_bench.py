@@ -10,20 +10,20 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarks.frontier.picture import Family, Measured, best_of, render_beside_svg
-
-import retape
-from retape.core.errors import InvalidInput
-
-ROOT = Path(__file__).parent.parent
 from benchmarks.frontier import __main__ as command
 from benchmarks.frontier.measuring import Laboratory, Verdict, in_turns
 from benchmarks.frontier.models import SIZES, TINY, make
 from benchmarks.frontier.own import Wish, fitted
 from benchmarks.frontier.peers import peers, wrapped
+from benchmarks.frontier.picture import Family, Measured, best_of, render_beside_svg
 from benchmarks.frontier.rows import Run
 from benchmarks.frontier.table import table
 from benchmarks.frontier.ways import Skipped, Way, plain_way
+
+import retape
+from retape.core.errors import InvalidInput
+
+ROOT = Path(__file__).parent.parent
 
 CPU = torch.device("cpu")
 SVG = "{http://www.w3.org/2000/svg}"
