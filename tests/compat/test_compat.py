@@ -771,7 +771,8 @@ def test_heap_bytes():
     before = process_internals.heap_bytes()
     assert before is not None
     tensor = torch.ones(1 << 20)
-    assert tensor.nbytes <= process_internals.heap_bytes() - before < 1.1 * tensor.nbytes
+    # Within a tenth: other objects of the process may be freed or allocated in between.
+    assert 0.9 * tensor.nbytes < process_internals.heap_bytes() - before < 1.1 * tensor.nbytes
     del tensor
     assert process_internals.heap_bytes() - before < 1 << 18
 
