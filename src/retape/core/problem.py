@@ -87,6 +87,8 @@ class Stage:
     intermediate results are in no tape. `options` are further treatments.
     `pinned`: its forward is never run again, so its tape is always kept. That is the glue between regions (an embedding, the head
     and the loss, ops outside every region), which is part of the chain but not managed.
+    `gradient_bytes` are gradients of weights that its backward makes and that stay to the end of the step: those of a step that
+    begins without gradients. Gradients that are there from the start are among the chain's fixed bytes instead.
     """
 
     forward_seconds: float
@@ -100,6 +102,7 @@ class Stage:
     options: tuple[Option, ...] = ()
     name: str = ""
     pinned: bool = False
+    gradient_bytes: int = 0
 
     __json_form__: ClassVar[JsonForm] = JsonForm(required=("options",))
 
@@ -411,6 +414,7 @@ def _plain(value: object) -> object:
 _ADDED_LATER = frozenset(
     {
         "pinned",
+        "gradient_bytes",
         "host",
         "untaped_transient_bytes",
         "input_bytes",

@@ -50,7 +50,11 @@ def coarsen(costs: ChainCosts, tuning: SolverTuning = TUNING) -> CoarseChain:
         if name not in made:
             made[name] = _combine(costs.options[start:stop], tuning.combinations)
     combinations = tuple(made[name] for name in named)
-    options = tuple(tuple(_joined(i, combo) for i, combo in enumerate(combos)) for combos in combinations)
+    gradients = [np.diff(costs.gradients[start : stop + 1]).tolist() for start, stop in pairwise(borders)]
+    options = tuple(
+        tuple(_joined(i, combo, own) for i, combo in enumerate(combos))
+        for combos, own in zip(combinations, gradients, strict=True)
+    )
     coarse = ChainCosts(
         base_bytes=costs.base_bytes,
         state_bytes=costs.state_bytes[list(borders)],
@@ -61,6 +65,7 @@ def coarsen(costs: ChainCosts, tuning: SolverTuning = TUNING) -> CoarseChain:
         sweep_bytes=(_sweeps(costs.sweep_bytes[0], borders), _sweeps(costs.sweep_bytes[1], borders)),
         kinds=np.array(named, dtype=np.int64),
         reach=reach_of(np.logical_or.reduceat(pinned, borders[:-1]).tolist()),
+        gradients=costs.gradients[list(borders)],
     )
     return CoarseChain(costs=coarse, borders=borders, combinations=combinations)
 
@@ -100,7 +105,7 @@ def _combine(stages: tuple[tuple[OptionCost, ...], ...], most: int) -> tuple[tup
     for slope in picked:
         price = slope * (1 + 1e-9)
         combos.append(tuple(min(o, key=lambda c: (c.seconds + price * c.held_bytes, c.held_bytes)) for o in stages))
-    combos.append(tuple(min(o, key=lambda c: (max(c.work_bytes), c.seconds)) for o in stages))
+    combos.append(tuple(min(o, key=lambda c: (max(map(c.work_bytes, (False, True))), c.seconds)) for o in stages))
     return tuple(dict.fromkeys(combos))
 
 
@@ -114,13 +119,18 @@ def _slopes(options: tuple[OptionCost, ...]) -> list[float]:
     return [(a.seconds - b.seconds) / (b.held_bytes - a.held_bytes) for a, b in pairs]
 
 
-def _joined(index: int, combo: tuple[OptionCost, ...]) -> OptionCost:
-    works = [0, 0]
-    for option in reversed(combo):
-        works = [max(work, option.held_bytes + rest) for work, rest in zip(option.work_bytes, works, strict=True)]
+def _joined(index: int, combo: tuple[OptionCost, ...], gradients: list[int]) -> OptionCost:
+    """Return the options of a group as one; `gradients` are the bytes that each stage's backward leaves."""
+    again = first = back = later = 0
+    for option, own in zip(reversed(combo), reversed(gradients), strict=True):
+        again = max(option.forward_bytes[0], option.held_bytes + again)
+        first = max(option.forward_bytes[1], option.held_bytes + first)
+        back = max(option.backward_bytes + later, option.held_bytes + back)
+        later += own
     return OptionCost(
         index=index,
         held_bytes=sum(option.held_bytes for option in combo),
-        work_bytes=(works[0], works[1]),
+        forward_bytes=(again, first),
+        backward_bytes=back,
         seconds=sum(option.seconds for option in combo),
     )

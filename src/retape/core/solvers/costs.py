@@ -50,17 +50,26 @@ TUNING = SolverTuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionCost:
-    """One option of a stage. `work_bytes` is its own peak (held bytes included), in a re-run and in the first run."""
+    """One option of a stage.
+
+    `forward_bytes` is the peak of its forward (held bytes included), in a re-run and in the first run; `backward_bytes` that of its
+    backward, with the gradients that it makes itself.
+    """
 
     index: int
     held_bytes: int
-    work_bytes: tuple[int, int]
+    forward_bytes: tuple[int, int]
+    backward_bytes: int
     seconds: float
+
+    def work_bytes(self, first: bool, gradient_bytes: int = 0) -> int:
+        """Return its own peak, if the stages after it in its segment have left `gradient_bytes` when its backward runs."""
+        return max(self.forward_bytes[first], self.backward_bytes + gradient_bytes)
 
     def beats(self, other: OptionCost) -> bool:
         """True if no number is worse than that of the other option."""
-        mine = (self.held_bytes, *self.work_bytes, self.seconds)
-        theirs = (other.held_bytes, *other.work_bytes, other.seconds)
+        mine = (self.held_bytes, *self.forward_bytes, self.backward_bytes, self.seconds)
+        theirs = (other.held_bytes, *other.forward_bytes, other.backward_bytes, other.seconds)
         return all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
@@ -86,6 +95,7 @@ class ChainCosts:
     sweep_bytes: tuple[Ints, Ints]
     kinds: Ints  # stages of one kind are interchangeable
     reach: Ints  # from each stage: the next pinned one, or the end; a split runs no further
+    gradients: Ints  # bytes of gradients that the stages before each state make in their backward
 
     @classmethod
     def of(cls, chain: Chain) -> ChainCosts:
@@ -107,7 +117,12 @@ class ChainCosts:
             sweep_bytes=(states[:-1] + leads[0], states[:-1] + leads[1]),
             kinds=_kinds(chain),
             reach=reach_of([stage.pinned for stage in chain.stages]),
+            gradients=np.cumsum([0, *(stage.gradient_bytes for stage in chain.stages)], dtype=np.int64),
         )
+
+    def gradients_of(self, start: int, stop: int) -> int:
+        """Return the bytes of gradients that the backward of a segment leaves."""
+        return int(self.gradients[stop] - self.gradients[start])
 
     @property
     def length(self) -> int:
@@ -131,7 +146,7 @@ class ChainCosts:
             first = stop == self.length
             if isinstance(move, Take):
                 option = self.choices[start][move.option]
-                need, where = option.work_bytes[first], start
+                need, where = option.work_bytes(first, self.gradients_of(start + 1, stop)), start
                 outer[start + 1] = outer[start] + option.held_bytes
                 seconds += option.seconds
             else:
@@ -142,21 +157,28 @@ class ChainCosts:
                 seconds += float(self.forward[middle] - self.forward[start])
             if outer[start] + need > peak:
                 peak, stage = outer[start] + need, where
+            if not isinstance(move, Take):  # the skipped stages are reversed beside the gradients of those beyond
+                outer[start] += self.gradients_of(middle, stop)
         return Total(peak_bytes=peak, peak_stage=stage, seconds=seconds)
 
     def taken_bytes(self, chosen: tuple[OptionCost, ...]) -> int:
         """Return the peak of a schedule without splits: every stage taped in its first run, as `chosen`."""
         need = 0
-        for option in reversed(chosen):
-            need = max(option.work_bytes[1], option.held_bytes + need)
+        for stage, option in reversed(list(enumerate(chosen))):
+            later = self.gradients_of(stage + 1, self.length)
+            need = max(option.work_bytes(True, later), option.held_bytes + need)
         return need
 
     def sizes(self) -> Ints:
         """Return every size that is a term of a peak."""
-        options = [n for stage in self.options for option in stage for n in (option.held_bytes, *option.work_bytes)]
-        return np.unique(
-            np.concatenate([options, self.state_bytes, *self.lead_bytes, *self.sweep_bytes]).astype(np.int64)
-        )
+        options = [
+            size
+            for stage in self.options
+            for option in stage
+            for size in (option.held_bytes, *option.forward_bytes, option.backward_bytes)
+        ]
+        others = (self.state_bytes, *self.lead_bytes, *self.sweep_bytes, np.diff(self.gradients))
+        return np.unique(np.concatenate([options, *others]).astype(np.int64))
 
 
 def reach_of(pinned: Sequence[bool]) -> Ints:
@@ -179,12 +201,13 @@ def _costs(stage: Stage) -> tuple[OptionCost, ...]:
 
 def _cost(stage: Stage, index: int, option: Option) -> OptionCost:
     again = max(option.forward_transient_bytes, stage.rerun_transient_bytes)
-    back = option.backward_transient_bytes
+    back = max(option.backward_transient_bytes, stage.gradient_bytes)
     held = option.held_bytes
     return OptionCost(
         index=index,
         held_bytes=held,
-        work_bytes=(held + max(again, back), held + max(option.forward_transient_bytes, back)),
+        forward_bytes=(held + again, held + option.forward_transient_bytes),
+        backward_bytes=held + back,
         seconds=float(option.forward_seconds + option.backward_seconds + option.rerun_seconds),
     )
 
