@@ -104,7 +104,7 @@ class Stage:
     pinned: bool = False
     gradient_bytes: int = 0
 
-    __json_form__: ClassVar[JsonForm] = JsonForm(required=("options",))
+    __json_form__: ClassVar[JsonForm] = JsonForm(required=("options",), omitted=("gradient_bytes",))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -191,6 +191,12 @@ class Chain:
     @property
     def length(self) -> int:
         return len(self.stages)
+
+    def accumulating(self) -> Chain:
+        """Return the chain of a step that begins with all gradients."""
+        there = sum(stage.gradient_bytes for stage in self.stages)
+        stages = tuple(replace(stage, gradient_bytes=0) for stage in self.stages)
+        return replace(self, stages=stages, fixed_bytes=self.fixed_bytes + there)
 
     def stage_name(self, index: int) -> str:
         return self.stages[index].name or f"stage {index}"

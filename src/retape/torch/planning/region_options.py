@@ -271,7 +271,7 @@ class MeasuredRegion:
 
     Bytes are above what lived when the region began. `linked` are the inputs that other regions made, by their numbers among the
     call's tensors. `lane_seconds` is the region's share of the copy stream to the host if it moves its input. `saved_share` and
-    `tiles` name the compiled variant that it ran in.
+    `tiles` name the compiled variant that it ran in. `gradient_bytes` of weights appear in its backward, and are in `backward_bytes`.
     """
 
     name: str
@@ -291,6 +291,7 @@ class MeasuredRegion:
     tuning: PlanningTuning
     saved_share: float | None = None
     tiles: int = 1
+    gradient_bytes: int = 0
 
     # Bytes that were measured and that no op of the trace shows, and the share of a forward that a whole re-run does.
     _unseen_forward: int = field(init=False)
@@ -329,6 +330,7 @@ class MeasuredRegion:
             rerun_transient_bytes=max(0, self.rerun_bytes - held),
             untaped_transient_bytes=max(0, self.forward_bytes - self.output_bytes),
             options=tuple(option.cost for option in own),
+            gradient_bytes=self.gradient_bytes,
         )
         return stage, (RegionOption(cost=stage.choices[0], saved_share=self.saved_share), *own)
 
