@@ -39,7 +39,8 @@ class SolverTuning:
     all_labels: int = 2_000_000  # Pareto labels of all stages together: memory
     bisections: int = 12  # plans by bisection between the floor and store-all
     milp_seconds: float = 10.0  # time limit of one mixed-integer program
-    graph_points: int = 8  # budgets at which a graph's frontier is sampled
+    graph_points: int = 8  # budgets in equal steps at which a graph's frontier is sampled
+    graph_halvings: int = 2  # further budgets, each half of the one before, down to 1/32 of a region's tape
     mixed_cells: int = 50_000_000  # steps^2 x slots of the table of the mixed family: about a second
     listed_slots: int = 64  # numbers of snapshots that a loop's frontier lists one by one
     online_slots: int = 1_024  # snapshots of a loop of unknown length whose states have no bytes

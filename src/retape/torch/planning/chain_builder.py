@@ -232,7 +232,7 @@ class _Builder:
         eager: Profiled | None,
         tuning: PlanningTuning,
     ) -> None:
-        self._profiled, self._tuning = profiled, tuning
+        self._profiled, self._tuning, self._host = profiled, tuning, host
         self._calls = profiled.profile.calls
         self._main = _VariantProfile(profiled, overheads, host, tuning)
         self._others = [_VariantProfile(other, overheads, host, tuning) for other in others]
@@ -273,7 +273,7 @@ class _Builder:
         slack = self._tuning.ignored_glue_bytes + int(
             self._tuning.slack_share * sum(stage.tape_bytes for stage in self._stages)
         )
-        chain = Chain(stages=tuple(self._stages), fixed_bytes=fixed_bytes + left + slack)
+        chain = Chain(stages=tuple(self._stages), fixed_bytes=fixed_bytes + left + slack, host=self._host)
         return RegionChain(chain=chain, stages=tuple(self._regions), slack_bytes=slack)
 
     def _feeds(self, call: RegionCall, following: RegionCall) -> bool:

@@ -122,15 +122,17 @@ def offload_reruns(
     targets: Iterable[int],
     *,
     small_parts: int,
+    small_bytes: int,
 ) -> tuple[PartialRerun, ...]:
     """Return ways to move about as many bytes as each of `targets`: of the whole tape, and of what each selection holds.
 
-    The largest storages go first, which takes the fewest copies; those below 1/`small_parts` of the tape stay on the device.
+    The largest storages go first, which takes the fewest copies; those below `small_bytes`, or below 1/`small_parts` of the tape if
+    that is less, stay on the device.
     """
     if trace is None or not is_steady(trace):
         return ()
     tape = tape_storages(trace)
-    least = sum(tape.values()) // small_parts
+    least = min(sum(tape.values()) // small_parts, small_bytes)
     wholes = [
         frozenset(tape),
         *(frozenset(tape.keys() & {trace.slots[slot] for slot in each.held}) for each in selections),
@@ -423,7 +425,8 @@ class MeasuredRegion:
         most = float("inf") if host.capacity_bytes is None else host.capacity_bytes // regions
         whole = sum(tape_storages(self.trace).values()) if self.trace is not None else 0
         targets = sorted({int(min(size, most, whole)) for size in (free / 2, free, 2 * free, whole)})
-        return offload_reruns(self.trace, selections, targets, small_parts=self.tuning.small_storage_parts)
+        small_parts, small_bytes = self.tuning.small_storage_parts, self.tuning.small_storage_bytes
+        return offload_reruns(self.trace, selections, targets, small_parts=small_parts, small_bytes=small_bytes)
 
     def offload(self, reruns: tuple[PartialRerun, ...], host: Tier) -> list[RegionOption]:
         """Return the undominated options to move slots."""

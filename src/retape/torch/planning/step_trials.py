@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, RetapeError, StateChanged
 from retape.core.problem import BudgetKind
+from retape.core.record import Record
 from retape.torch.compat.ranks import any_rank
 from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.measure.baseline_memory import gradient_bytes, missing_gradient_bytes
@@ -44,7 +45,6 @@ from retape.torch.planning.tuning import TUNING, PlanningTuning
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment
     from retape.core.problem import Budget
-    from retape.core.record import Record
 
 Regions = Mapping[str, nn.Module]
 _Result = TypeVar("_Result")
@@ -96,6 +96,9 @@ class StepTrials:
         self._slices, self._check, self._variants, self._budget = slices, check, variants, budget
         self._sandbox: Sandbox | None = None
         self._variant_profiles = VariantProfiles(tuning)
+        self._known: dict[
+            tuple[float | None, int], Profile
+        ] = {}  # traces of kinds of regions, by the variant they ran in
 
     def _initial_gradients(self, budget: Budget) -> InitialGradients:
         kept = any(parameter.grad is not None for parameter in self._trained)
@@ -227,6 +230,7 @@ class StepTrials:
             variants=self._variants,
             op_timer=self.instruments.op_timer,
             clock=self.instruments.clock,
+            known=self._known.setdefault((saved_share, tiled.tiles if tiled else 1), Profile()),
         )
 
     def _profiled_with(self, regions: Regions, session: ProfileSession) -> Profiled:
@@ -236,10 +240,10 @@ class StepTrials:
             self._first_step()
             profile = session.profile
             self.tell("measuring the memory of a step")
-            steps = self._tracked(session)
             seconds: list[dict[int, RegionSeconds]] = []
+            steps, taken = self._tracked(session, seconds)
             times = timed_steps_for(len(profile.calls), len(profile.traces), self.tuning)
-            taken = repeated(partial(self._timed_regions, session, seconds), times, self.tuning)
+            taken += repeated(partial(self._timed_regions, session, seconds), times, self.tuning, taken)
             self.is_long = is_long(min(taken), self.tuning)
         others = steps if self.is_spread else {}
         return Profiled(profile=profile, step=steps[self.devices[0]], seconds=seconds, others=others)
@@ -254,19 +258,34 @@ class StepTrials:
         for device in self.devices:
             self.fixed_bytes[device] += max(0, self.instruments.allocated_bytes(device) - before[device])
 
-    def _tracked(self, session: ProfileSession) -> dict[torch.device, StepBytes]:
+    def _tracked(
+        self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
+    ) -> tuple[dict[torch.device, StepBytes], list[float]]:
+        """Run a step with memory trackers, and with a stopwatch where they do not slow it down; return the seconds of that too."""
         marks = _GradientMarks(self._trained, self.devices)
+        stopwatch = Stopwatch(self.devices, self.instruments.clock) if self._tracks_freely else None
         with self._trackers() as trackers:
-            self._marked(session, _Marks((marks, *trackers.values())))
-        if self.gradients is InitialGradients.ZERO:
-            return {device: read_bytes(tracker.readings) for device, tracker in trackers.items()}
-        return {device: read_bytes(tracker.readings, marks.levels(device)) for device, tracker in trackers.items()}
+            self._marked(session, _Marks((*([stopwatch] if stopwatch else []), marks, *trackers.values())))
+        taken = [] if stopwatch is None else [self._read(stopwatch, readings)]
+        levels = None if self.gradients is InitialGradients.ZERO else marks
+        steps = {
+            device: read_bytes(tracker.readings, None if levels is None else levels.of(device))
+            for device, tracker in trackers.items()
+        }
+        return steps, taken
+
+    @property
+    def _tracks_freely(self) -> bool:
+        return not self.is_spread and self.instruments.tracks_freely(self.devices[0])
 
     def _timed_regions(self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]) -> float:
         """Run a step with a stopwatch; return its seconds in all."""
         self.tell("timing a step")
         stopwatch = Stopwatch(self.devices, self.instruments.clock)
         self._marked(session, stopwatch)
+        return self._read(stopwatch, readings)
+
+    def _read(self, stopwatch: Stopwatch, readings: list[dict[int, RegionSeconds]]) -> float:
         marks = stopwatch.read()
         readings.append(read_seconds(marks))
         return float(marks[-1][1])
@@ -302,13 +321,15 @@ class StepTrials:
         return executor
 
     def measured(self, regions: Regions, executor: Executor | None) -> list[Record]:
-        """Track the memory of a step under an executor; one record for each device, without seconds."""
+        """Track the memory of a step under an executor; one record for each device, with seconds if tracking takes no time."""
         self.tell("measuring the plan")
         with self._attached(regions, executor):
             self.rewind()
             with self._trackers() as trackers:
-                self.run_step()
-        return [step_record(tracker, device, self.start_bytes(device)) for device, tracker in trackers.items()]
+                taken = self._timed_step()
+        seconds = taken if self._tracks_freely else 0.0
+        pairs = trackers.items()
+        return [step_record(tracker, device, self.start_bytes(device), seconds=seconds) for device, tracker in pairs]
 
     def unmeasured(self, device: torch.device) -> Record:
         """Return the record of a plan that was not run: its peak is 0."""
@@ -318,11 +339,14 @@ class StepTrials:
         """Return the seconds of a step under an executor."""
         with self._attached(regions, executor):
             self.rewind()
-            self._synchronize()
-            start = self.instruments.clock()
-            self.run_step()
-            self._synchronize()
-            return self.instruments.clock() - start
+            return self._timed_step()
+
+    def _timed_step(self) -> float:
+        self._synchronize()
+        start = self.instruments.clock()
+        self.run_step()
+        self._synchronize()
+        return self.instruments.clock() - start
 
     def _synchronize(self) -> None:
         for device in self.devices:
@@ -386,7 +410,7 @@ class _GradientMarks:
         for device, levels in self._levels.items():
             levels.append(gradient_bytes(self._parameters, device))
 
-    def levels(self, device: torch.device) -> list[int]:
+    def of(self, device: torch.device) -> list[int]:
         """Return the bytes at each reading of a memory tracker, which has one more reading at its start and at its end."""
         return [*self._levels[device], self._levels[device][-1]]
 
