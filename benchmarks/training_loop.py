@@ -25,10 +25,11 @@ import traceback
 import torch
 from benchmarks.longest import EIGHT_BILLION, TINY, build, say
 from benchmarks.records import record
-from torch import nn
 
 import retape
+from retape.api import fit_using
 from retape.torch.measure.memory_meter import track_memory
+from retape.torch.planning.step_trials import StepTrials
 
 GIB = 2**30
 CUDA = torch.cuda.is_available()
@@ -51,22 +52,14 @@ def cleared() -> None:
         torch.cuda.empty_cache()
 
 
-class Counted(nn.Module):
-    """Counts the forwards of a model while it is entered."""
+class CountedTrials(StepTrials):
+    """The steps of a fit, counted."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.count, self._model = 0, [model]
+    steps = 0
 
-    def __enter__(self) -> Counted:
-        self._hook = self._model[0].register_forward_pre_hook(self._add)
-        return self
-
-    def _add(self, module, args) -> None:
-        self.count += 1
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
+    def run_step(self, *args) -> None:
+        CountedTrials.steps += 1
+        super().run_step(*args)
 
 
 class Loop:
@@ -125,19 +118,17 @@ def checkpointed(loop: Loop, steps: int, compiled: bool = False) -> dict:
 
 def fitted(loop: Loop, steps: int, budget, *, run=None, **options) -> dict:
     """A fit and the steps that follow it."""
-    before = allocated()
-    with Counted(loop.model) as forwards:
-        start = time.perf_counter()
-        try:
-            made = retape.fit(
-                loop.model, loop.batch, budget=budget, optimizer=loop.optimizer, progress=False, **options
-            )
-        except Exception as error:
-            traceback.print_exc()
-            return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    before, CountedTrials.steps = allocated(), 0
+    start = time.perf_counter()
+    try:
+        about = {"budget": budget, "optimizer": loop.optimizer, "progress": False}
+        made = fit_using(CountedTrials, loop.model, loop.batch, **about, **options)
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     found = {
         "fit_seconds": time.perf_counter() - start,
-        "fit_forwards": forwards.count,
+        "fit_steps": CountedTrials.steps,
         "left_bytes": allocated() - before,
         "promised_slowdown": made.promised.slowdown,
         "promised_seconds": made.promised.seconds,
@@ -289,7 +280,11 @@ def shown(name: str, row: dict) -> str:
     if "error" in row:
         return f"{name:28s} {row['error']}"
     speed = f"{row['tokens_per_second']:9.0f} tokens/s" if "tokens_per_second" in row else f"peaks {row['peaks_gib']}"
-    fit = f"  fit {row['fit_seconds']:.1f} s, {row['fit_forwards']} forwards, left {row['left_bytes']} bytes" if "fit_seconds" in row else ""
+    fit = (
+        f"  fit {row['fit_seconds']:.1f} s, {row['fit_steps']} steps, left {row['left_bytes']} bytes"
+        if "fit_seconds" in row
+        else ""
+    )
     return f"{name:28s} {speed}  peak {row['peak_gib']:7.2f} GiB{fit}"
 
 

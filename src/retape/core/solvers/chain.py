@@ -82,7 +82,9 @@ class MemoryGrid:
 
 def most_bytes(costs: ChainCosts) -> int:
     """Return the bytes beyond which no plan is faster: the peak with the fastest option of every stage."""
-    return costs.taken_bytes(tuple(min(options, key=lambda o: (o.seconds, o.held_bytes)) for options in costs.options))
+    return costs.taken_bytes(
+        tuple(min(options, key=lambda o: (o.seconds, o.held_bytes[1])) for options in costs.options)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,7 +156,7 @@ class ChainTable:
         self._states = grid.levels(costs.state_bytes, rounding)
         self._most = max(len(options) for options in costs.options)
         self._options = tuple(self._options_of(first) for first in (False, True))
-        self._backward = self._backward_needs()
+        self._backward = tuple(self._backward_needs(first) for first in (False, True))
         self.seconds[self._nothing] = 0.0
         self._low[self._nothing] = self._high[self._nothing] = 0
         segments = np.array(intervals.segments)
@@ -172,7 +174,8 @@ class ChainTable:
         seconds = np.full(shape, np.inf)
         for i, options in enumerate(self.costs.options):
             for j, option in enumerate(options):
-                held[i, j], need[i, j], move[i, j] = option.held_bytes, option.forward_bytes[first], -1 - option.index
+                held[i, j], need[i, j] = option.held_bytes[first], option.forward_bytes[first]
+                move[i, j] = -1 - option.index
                 seconds[i, j] = option.seconds
         nothing, zero = np.full(shape, self._nothing), np.zeros(shape, dtype=np.int64)
         return _FirstMoves(
@@ -188,11 +191,11 @@ class ChainTable:
             left_bytes=zero,
         )
 
-    def _backward_needs(self) -> Ints:
+    def _backward_needs(self, first: bool) -> Ints:
         """Return the peak of each option's own backward."""
         needs = np.zeros((self.costs.length, self._most), dtype=np.int64)
         for i, options in enumerate(self.costs.options):
-            needs[i, : len(options)] = [option.backward_bytes for option in options]
+            needs[i, : len(options)] = [option.backward_bytes[first] for option in options]
         return needs
 
     def _fill(self, row: int, starts: Ints, stops: Ints) -> None:
@@ -227,7 +230,8 @@ class ChainTable:
         }
         columns["first"] = np.repeat(rest[:, None], self._most, axis=1)
         later = self.costs.gradients[stops] - self.costs.gradients[np.minimum(starts + 1, self.costs.length)]
-        columns["need"] = np.maximum(columns["need"], self._backward[starts] + later[:, None])
+        backward = np.where(first, self._backward[1][starts], self._backward[0][starts])
+        columns["need"] = np.maximum(columns["need"], backward + later[:, None])
         least = np.maximum(self.grid.levels(columns["need"], self.rounding), columns["level"])
         columns["least"] = np.where(np.isinf(columns["seconds"]), self.grid.top + 1, least)
         return _FirstMoves(**columns)
@@ -405,7 +409,7 @@ class ChainPlans:
         """Return the move of a segment, and add the segments that it leaves to `todo`."""
         move = int(self.move[self.intervals.row[start, stop], level])
         if move < 0:
-            held = self.costs.choices[start][-1 - move].held_bytes
+            held = self.costs.choices[start][-1 - move].held_bytes[stop == self.costs.length]
             todo.append((start + 1, stop, level - self.grid.level(held, self.rounding)))
             return Take(-1 - move)
         middle = start + move

@@ -11,6 +11,7 @@ contains one is pinned as a whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -101,12 +102,17 @@ def _combine(stages: tuple[tuple[OptionCost, ...], ...], most: int) -> tuple[tup
     """Return about `most` combinations of options, from the fastest to the smallest."""
     slopes = sorted({slope for options in stages for slope in _slopes(options)})
     picked = slopes if len(slopes) <= most else [slopes[i] for i in _spaced(len(slopes), most)]
-    combos = [tuple(min(o, key=lambda c: (c.seconds, c.held_bytes)) for o in stages)]
+    combos = [tuple(min(o, key=lambda c: (c.seconds, c.held_bytes[1])) for o in stages)]
     for slope in picked:
         price = slope * (1 + 1e-9)
-        combos.append(tuple(min(o, key=lambda c: (c.seconds + price * c.held_bytes, c.held_bytes)) for o in stages))
+        combos.append(tuple(min(o, key=partial(_priced, price)) for o in stages))
     combos.append(tuple(min(o, key=lambda c: (max(map(c.work_bytes, (False, True))), c.seconds)) for o in stages))
     return tuple(dict.fromkeys(combos))
+
+
+def _priced(price: float, option: OptionCost) -> tuple[float, int]:
+    held = option.held_bytes[1]
+    return option.seconds + price * held, held
 
 
 def _spaced(count: int, most: int) -> list[int]:
@@ -115,22 +121,24 @@ def _spaced(count: int, most: int) -> list[int]:
 
 def _slopes(options: tuple[OptionCost, ...]) -> list[float]:
     """Return the prices in seconds per byte at which two options cost the same."""
-    pairs = [(a, b) for a in options for b in options if a.held_bytes < b.held_bytes and a.seconds > b.seconds]
-    return [(a.seconds - b.seconds) / (b.held_bytes - a.held_bytes) for a, b in pairs]
+    known = [(option.held_bytes[1], option.seconds) for option in options]
+    pairs = [(a, b) for a in known for b in known if a[0] < b[0] and a[1] > b[1]]
+    return [(a[1] - b[1]) / (b[0] - a[0]) for a, b in pairs]
 
 
 def _joined(index: int, combo: tuple[OptionCost, ...], gradients: list[int]) -> OptionCost:
     """Return the options of a group as one; `gradients` are the bytes that each stage's backward leaves."""
-    again = first = back = later = 0
+    held, forward, backward, later = [0, 0], [0, 0], [0, 0], 0
     for option, own in zip(reversed(combo), reversed(gradients), strict=True):
-        again = max(option.forward_bytes[0], option.held_bytes + again)
-        first = max(option.forward_bytes[1], option.held_bytes + first)
-        back = max(option.backward_bytes + later, option.held_bytes + back)
+        for run in (0, 1):
+            forward[run] = max(option.forward_bytes[run], option.held_bytes[run] + forward[run])
+            backward[run] = max(option.backward_bytes[run] + later, option.held_bytes[run] + backward[run])
+            held[run] += option.held_bytes[run]
         later += own
     return OptionCost(
         index=index,
-        held_bytes=sum(option.held_bytes for option in combo),
-        forward_bytes=(again, first),
-        backward_bytes=back,
+        held_bytes=(held[0], held[1]),
+        forward_bytes=(forward[0], forward[1]),
+        backward_bytes=(backward[0], backward[1]),
         seconds=sum(option.seconds for option in combo),
     )

@@ -51,27 +51,30 @@ TUNING = SolverTuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionCost:
-    """One option of a stage.
+    """One option of a stage. Pairs are (in a re-run, in the first run): a re-run copies nothing to the host.
 
-    `forward_bytes` is the peak of its forward (held bytes included), in a re-run and in the first run; `backward_bytes` that of its
-    backward, with the gradients that it makes itself.
+    `forward_bytes` is the peak of its forward (held bytes included); `backward_bytes` that of its backward, with the gradients that
+    it makes itself.
     """
 
     index: int
-    held_bytes: int
+    held_bytes: tuple[int, int]
     forward_bytes: tuple[int, int]
-    backward_bytes: int
+    backward_bytes: tuple[int, int]
     seconds: float
 
     def work_bytes(self, first: bool, gradient_bytes: int = 0) -> int:
         """Return its own peak, if the stages after it in its segment have left `gradient_bytes` when its backward runs."""
-        return max(self.forward_bytes[first], self.backward_bytes + gradient_bytes)
+        return max(self.forward_bytes[first], self.backward_bytes[first] + gradient_bytes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (*self.held_bytes, *self.forward_bytes, *self.backward_bytes)
 
     def beats(self, other: OptionCost) -> bool:
         """True if no number is worse than that of the other option."""
-        mine = (self.held_bytes, *self.forward_bytes, self.backward_bytes, self.seconds)
-        theirs = (other.held_bytes, *other.forward_bytes, other.backward_bytes, other.seconds)
-        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+        pairs = zip((*self.sizes, self.seconds), (*other.sizes, other.seconds), strict=True)
+        return all(mine <= theirs for mine, theirs in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +108,7 @@ class ChainCosts:
         least = [stage.untaped_transient_bytes for stage in chain.stages]
         rerun = np.maximum(least, np.array([stage.rerun_transient_bytes for stage in chain.stages], dtype=np.int64))
         first = np.maximum(least, np.array([stage.forward_transient_bytes for stage in chain.stages], dtype=np.int64))
-        made = {stage: _costs(stage) for stage in set(chain.stages)}
+        made = {stage: _costs(stage, copies=chain.host is not None) for stage in set(chain.stages)}
         kept = {stage: _undominated(costs) for stage, costs in made.items()}
         leads = (states[1:] + rerun, states[1:] + first)
         return cls(
@@ -148,7 +151,7 @@ class ChainCosts:
             if isinstance(move, Take):
                 option = self.choices[start][move.option]
                 need, where = option.work_bytes(first, self.gradients_of(start + 1, stop)), start
-                outer[start + 1] = outer[start] + option.held_bytes
+                outer[start + 1] = outer[start] + option.held_bytes[first]
                 seconds += option.seconds
             else:
                 middle = start + move.advance
@@ -167,17 +170,12 @@ class ChainCosts:
         need = 0
         for stage, option in reversed(list(enumerate(chosen))):
             later = self.gradients_of(stage + 1, self.length)
-            need = max(option.work_bytes(True, later), option.held_bytes + need)
+            need = max(option.work_bytes(True, later), option.held_bytes[1] + need)
         return need
 
     def sizes(self) -> Ints:
         """Return every size that is a term of a peak."""
-        options = [
-            size
-            for stage in self.options
-            for option in stage
-            for size in (option.held_bytes, *option.forward_bytes, option.backward_bytes)
-        ]
+        options = [size for stage in self.options for option in stage for size in option.sizes]
         others = (self.state_bytes, *self.lead_bytes, *self.sweep_bytes, np.diff(self.gradients))
         return np.unique(np.concatenate([options, *others]).astype(np.int64))
 
@@ -196,19 +194,21 @@ def _kinds(chain: Chain) -> Ints:
     return np.array(kinds, dtype=np.int64)
 
 
-def _costs(stage: Stage) -> tuple[OptionCost, ...]:
-    return tuple(_cost(stage, index, option) for index, option in enumerate(stage.choices))
+def _costs(stage: Stage, *, copies: bool) -> tuple[OptionCost, ...]:
+    return tuple(_cost(stage, index, option, copies) for index, option in enumerate(stage.choices))
 
 
-def _cost(stage: Stage, index: int, option: Option) -> OptionCost:
+def _cost(stage: Stage, index: int, option: Option, copies: bool) -> OptionCost:
     again = max(option.forward_transient_bytes, stage.rerun_transient_bytes)
     back = max(option.backward_transient_bytes, stage.gradient_bytes)
     held = option.held_bytes
+    # If the machine plays copies, what a re-run would move stays on the device: its backward follows soon.
+    stays = held + (option.moved_bytes if copies else 0)
     return OptionCost(
         index=index,
-        held_bytes=held,
-        forward_bytes=(held + again, held + option.forward_transient_bytes),
-        backward_bytes=held + back,
+        held_bytes=(stays, held),
+        forward_bytes=(stays + again, held + option.forward_transient_bytes),
+        backward_bytes=(stays + back, held + back),
         seconds=float(option.forward_seconds + option.backward_seconds + option.rerun_seconds),
     )
 

@@ -33,7 +33,7 @@ class ChainFloor:
     def _least(self, start: int, stop: int) -> int:
         rest = self._rest(start, stop)
         first, later = stop == self._costs.length, self._costs.gradients_of(start + 1, stop)
-        least = min(max(o.work_bytes(first, later), o.held_bytes + rest) for o in self._costs.options[start])
+        least = min(max(o.work_bytes(first, later), o.held_bytes[first] + rest) for o in self._costs.options[start])
         return min(least, int(self._cut_needs(start, stop).min(initial=least)))
 
     def _rest(self, start: int, stop: int) -> int:
@@ -67,15 +67,15 @@ class ChainFloor:
                 todo += [(start, middle, skipped), (middle, stop, room - int(self._costs.state_bytes[middle]))]
             else:
                 moves.append(Take(move.index))
-                todo.append((start + 1, stop, room - move.held_bytes))
+                todo.append((start + 1, stop, room - move.held_bytes[stop == self._costs.length]))
         return tuple(moves)
 
     def _choose(self, start: int, stop: int, room: int, table: ChainTable | None) -> OptionCost | Split:
         rest, first = self._rest(start, stop), stop == self._costs.length
         later = self._costs.gradients_of(start + 1, stop)
         options = self._costs.options[start]
-        fitting = [o for o in options if max(o.work_bytes(first, later), o.held_bytes + rest) <= room]
-        takes = [(o.seconds + _seconds(table, start + 1, stop, room - o.held_bytes), o) for o in fitting]
+        fitting = [o for o in options if max(o.work_bytes(first, later), o.held_bytes[first] + rest) <= room]
+        takes = [(o.seconds + _seconds(table, start + 1, stop, room - o.held_bytes[first]), o) for o in fitting]
         best = min(takes, key=lambda pair: pair[0]) if takes else None
         if stop - start == 1 or (table is None and best):
             assert best is not None, "the limit is below the floor"

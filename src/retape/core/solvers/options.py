@@ -55,7 +55,7 @@ def _extend(
     need: Ints, seconds: Floats, options: tuple[OptionCost, ...], gradient_bytes: int
 ) -> tuple[Ints, Floats, Ints, Ints]:
     """Put one more stage before the labels, with each option, and keep the undominated ones."""
-    needs = np.concatenate([np.maximum(o.work_bytes(True, gradient_bytes), o.held_bytes + need) for o in options])
+    needs = np.concatenate([np.maximum(o.work_bytes(True, gradient_bytes), o.held_bytes[1] + need) for o in options])
     totals = np.concatenate([o.seconds + seconds for o in options])
     ways = np.repeat(np.array([o.index for o in options]), len(need))
     following = np.tile(np.arange(len(need)), len(options))

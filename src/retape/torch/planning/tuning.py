@@ -27,8 +27,12 @@ class PlanningTuning:
     latest_forwards: int = 2  # an input's copy to the host may take this many forwards before the device waits for it
 
     # --- options of a region ---
-    small_storage_parts: int = 64  # a storage below 1/64 of a small tape is not moved: the copy costs more than it frees
-    small_storage_bytes: int = 2**20  # nor one below this of a large tape: a copy of 1 MiB takes 20 us, its launch 10 us
+    small_storage_parts: int = (
+        64  # a storage below 1/64 of a small tape is not moved: the copy costs more than it frees
+    )
+    small_storage_bytes: int = (
+        2**20
+    )  # nor one below this of a large tape: a copy of 1 MiB takes 20 us, its launch 10 us
     most_graph_ops: int = 600  # of a region whose op graph is solved exactly (seconds beyond that)
     most_offload_options: int = 12  # per region: the solver's time grows with each
     saved_shares: tuple[float, ...] = (
