@@ -115,7 +115,8 @@ def same_training(make, batch, step=call, budgets=BUDGETS, **options):
         assert_same(trained(model, step, batch), wanted)
         made.remove()
         assert [type(m) for m in model.modules()] == [type(m) for m in start.modules()]
-    assert not made.record.assignment.keeps_everything
+    if made.record.accumulating is None:  # else there was room in steps that begin without gradients
+        assert not made.record.assignment.keeps_everything
     return made
 
 

@@ -143,7 +143,11 @@ class ChainLedger(LoopLedger):
         return max(choice.forward_transient_bytes, self._stages[step].rerun_transient_bytes if rerun else 0)
 
     def backward_transient(self, step: int) -> int:
-        return max(self._taped_as[step].backward_transient_bytes, self._stages[step].gradient_bytes)
+        return self.backward_transient_of(step, self._taped_as[step])
+
+    def backward_transient_of(self, step: int, option: Option) -> int:
+        """Return the transient bytes of a stage's backward under an option; its own gradients are among them."""
+        return max(option.backward_transient_bytes, self._stages[step].gradient_bytes)
 
     def keep_gradients(self, step: int) -> None:
         self._bytes += self._stages[step].gradient_bytes

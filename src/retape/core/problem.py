@@ -143,6 +143,8 @@ class Tier:
     write_bytes_per_second: float = math.inf
     read_bytes_per_second: float = math.inf
 
+    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("write_bytes_per_second", "read_bytes_per_second"))
+
     def __post_init__(self) -> None:
         if self.capacity_bytes is not None and (not is_whole(self.capacity_bytes) or self.capacity_bytes < 0):
             raise InvalidInput(

@@ -154,10 +154,8 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
     table.add_column()
     table.add_row("", "")
     for name, text in (
-        (
-            "fixed",
-            f"{format_bytes(record.measured.base_bytes)}: weights, gradients, optimizer, batch{_correction(record)}",
-        ),
+        ("fixed", f"{format_bytes(record.measured.base_bytes)}: {fixed_parts(record)}{_correction(record)}"),
+        *_accumulating(record),
         ("budget", f"{format_bytes(record.budget_bytes)}, everything counted"),
         ("peak", _peak(record)),
         ("step", _step(record)),
@@ -172,6 +170,26 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
             "memory", f"{sparkline(record.measured, width=max(8, min(60, width - 45)))}  live bytes over the step"
         )
     return table
+
+
+def fixed_parts(record: FitRecord) -> str:
+    """Return the parts of the bytes before a step."""
+    later = sum(stage.gradient_bytes for stage in record.chain.stages)
+    if later:
+        return f"weights, optimizer, batch; {format_bytes(later)} of gradients appear in the backward"
+    return "weights, gradients, optimizer, batch"
+
+
+def _accumulating(record: FitRecord) -> list[tuple[str, str]]:
+    """Return the row of steps that begin with gradients, if they have a plan of their own."""
+    later = record.accumulating
+    if later is None:
+        return []
+    promised = format_bytes(later.promised_peak_bytes)
+    if not later.fits:
+        return [("accumulate", f"a step that begins with gradients does not fit: it needs about {promised}")]
+    seconds, measured = format_seconds(later.promised_seconds), format_bytes(later.measured_peak_bytes)
+    return [("accumulate", f"a step that begins with gradients: {measured} measured, {seconds} promised")]
 
 
 def _correction(record: FitRecord) -> str:

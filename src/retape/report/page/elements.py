@@ -67,14 +67,14 @@ STYLE = """
   color-scheme: light dark;
   --ground: #f4f6f8; --sheet: #ffffff; --ink: #1b2026; --soft: #5b6770; --line: #dde2e7; --track: #e8ecf0;
   --good: #15803d; --bad: #b91c1c; --plan: #d97706; --curve: #2563eb; --measured: #111827;
-  --fixed: #a3adb8; --glue: #7c6f64; --snapshots: #2f9e62; --slots: #3b76e0; --rerun: #e58a1f; --working: #b264d8;
+  --fixed: #a3adb8; --gradients: #c25b6b; --glue: #7c6f64; --snapshots: #2f9e62; --slots: #3b76e0; --rerun: #e58a1f; --working: #b264d8;
   --forward: #3b76e0; --dropped: #9db8e8; --backward: #52606d; --peer: #9333ea;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #0f1216; --sheet: #171b20; --ink: #e8eaed; --soft: #9aa7b1; --line: #2c333b; --track: #262c33;
     --good: #4ade80; --bad: #f87171; --plan: #fbbf24; --curve: #60a5fa; --measured: #f9fafb;
-    --fixed: #4b5560; --glue: #85776b; --snapshots: #34a96c; --slots: #4b83ea; --rerun: #e0892a; --working: #b06ad6;
+    --fixed: #4b5560; --gradients: #c4606f; --glue: #85776b; --snapshots: #34a96c; --slots: #4b83ea; --rerun: #e0892a; --working: #b06ad6;
     --forward: #4b83ea; --dropped: #2f4a7d; --backward: #8a97a3; --peer: #c084fc;
   }
 }
@@ -111,7 +111,7 @@ svg text { fill: var(--soft); }
 .ring { fill: none; stroke: var(--measured); stroke-width: 2; }
 .mark { stroke: var(--sheet); stroke-width: 1.5; }
 .strip { fill: var(--ink); fill-opacity: 0; } .strip:hover { fill-opacity: .14; }
-.a-fixed { fill: var(--fixed); } .a-glue { fill: var(--glue); } .a-snapshots { fill: var(--snapshots); }
+.a-fixed { fill: var(--fixed); } .a-gradients { fill: var(--gradients); } .a-glue { fill: var(--glue); } .a-snapshots { fill: var(--snapshots); }
 .a-slots { fill: var(--slots); } .a-rerun { fill: var(--rerun); } .a-working { fill: var(--working); }
 .g0 { fill: #2c4ea0; } .g1 { fill: #2f6fbf; } .g2 { fill: #2f92c4; } .g3 { fill: #34ada9; }
 .g4 { fill: #52b788; } .g5 { fill: #93bf5a; } .g6 { fill: #d0b347; } .g7 { fill: #e08a3c; }

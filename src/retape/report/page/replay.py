@@ -21,7 +21,8 @@ MOST_GROUPS = 8
 class Share(Enum):
     """The purpose of held bytes, from the bottom of a stack to its top; the value is its label."""
 
-    FIXED = "fixed: weights, gradients, optimizer, batch"
+    FIXED = "fixed: weights, optimizer, batch, gradients that are there before the step"
+    GRADIENTS = "gradients of weights"
     GLUE = "saved outside the regions"
     SNAPSHOTS = "inputs of regions"
     SLOTS = "held slots"
@@ -186,9 +187,13 @@ class _Reading:
             self._span(SpanKind.RERUN, step, begin, middle)
         self._span(SpanKind.BACKWARD, step, middle, end)
         # The backward of a kept region needs its own transients, and bytes from the host are in flight; the rest was recomputed.
-        needed, own = choice.backward_transient_bytes, self._chain.stages[step].backward_transient_bytes
+        needed, own = (
+            self._ledger.backward_transient_of(step, choice),
+            self._chain.stages[step].backward_transient_bytes,
+        )
         again = max(0, needed - own - choice.moved_bytes)
         self._level(step, needed - again, again)
+        self._held[Share.GRADIENTS] += self._chain.stages[step].gradient_bytes
         self._stored.discard(step)
         if self._working == step:
             self._working = None

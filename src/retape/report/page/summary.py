@@ -7,7 +7,7 @@ from html import escape
 
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
-from retape.report.fit_text import quality
+from retape.report.fit_text import fixed_parts, quality
 from retape.report.page.elements import bytes_value, counted, seconds_value, section
 
 
@@ -84,7 +84,7 @@ def facts(record: FitRecord) -> str:
     entries = [
         (
             "before the step",
-            f"{bytes_value('base-bytes', record.measured.base_bytes)}: weights, gradients, optimizer, batch{found}",
+            f"{bytes_value('base-bytes', record.measured.base_bytes)}: {fixed_parts(record)}{found}",
         ),
         ("floor", f"{bytes_value('floor-bytes', record.frontier.floor_bytes)}{binding}"),
         ("measured on", escape(record.measured.device)),
