@@ -28,8 +28,8 @@ class JsonForm:
 
     `noun` and `remedy` are for messages. `format` and `version` are the first keys of the object, if a format is given. `keys`
     renames fields. `required` names fields with a default that the text must contain: files of earlier versions may lack the other
-    ones. `omitted` names fields that are not written while they are None, 0 or infinite. With `row` the values are a list without keys, with
-    `bare` the JSON is the value of the only field. `pairs` names fields whose (key, value) pairs are an object.
+    ones. `omitted` names fields that are not written while they are None, 0 or infinite. With `row` the values are a list without keys,
+    with `bare` the JSON is the value of the only field. `pairs` names fields whose (key, value) pairs are an object.
     """
 
     noun: str = ""

@@ -111,7 +111,8 @@ svg text { fill: var(--soft); }
 .ring { fill: none; stroke: var(--measured); stroke-width: 2; }
 .mark { stroke: var(--sheet); stroke-width: 1.5; }
 .strip { fill: var(--ink); fill-opacity: 0; } .strip:hover { fill-opacity: .14; }
-.a-fixed { fill: var(--fixed); } .a-gradients { fill: var(--gradients); } .a-glue { fill: var(--glue); } .a-snapshots { fill: var(--snapshots); }
+.a-fixed { fill: var(--fixed); } .a-gradients { fill: var(--gradients); }
+.a-glue { fill: var(--glue); } .a-snapshots { fill: var(--snapshots); }
 .a-slots { fill: var(--slots); } .a-rerun { fill: var(--rerun); } .a-working { fill: var(--working); }
 .g0 { fill: #2c4ea0; } .g1 { fill: #2f6fbf; } .g2 { fill: #2f92c4; } .g3 { fill: #34ada9; }
 .g4 { fill: #52b788; } .g5 { fill: #93bf5a; } .g6 { fill: #d0b347; } .g7 { fill: #e08a3c; }
