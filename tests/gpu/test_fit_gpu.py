@@ -3,8 +3,10 @@
 import pytest
 import torch
 import transformers as hf
+from torch import nn
 
 import retape
+from support.blocks import MlpBlock
 from support.comparing import assert_equal, loss_and_gradients
 
 DEVICE = torch.device("cuda", 0)
@@ -86,3 +88,55 @@ def test_a_smaller_budget_never_has_a_larger_peak(whole_llama):
         fitted.remove()
         peaks.append(fitted.measured.peak_bytes)
     assert peaks == sorted(peaks, reverse=True)
+
+
+# --- what a fit leaves allocated --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fit_returns_with_the_bytes_that_it_found(fails):
+    """Also where a step inside it ran out of memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MlpBlock(512) for _ in range(6))).cuda()
+    batch = torch.randn(4096, 512, device="cuda")
+    calls = [0]
+
+    def step(model, batch):
+        loss = model(batch).square().mean()
+        calls[0] += 1
+        if fails and calls[0] == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return loss
+
+    step(model, batch).backward()
+    model.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    made = retape.fit(model, batch, budget=0.5, step=step, progress=False)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    made.remove()
+
+
+def test_both_kinds_of_steps_stay_inside_the_budget():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MlpBlock(1024) for _ in range(8))).cuda()
+    batch = torch.randn(2048, 1024, device="cuda")
+
+    def step(model, batch):
+        return model(batch).square().mean()
+
+    step(model, batch).backward()
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    fixed = torch.cuda.memory_allocated()
+    step(model, batch).backward()
+    model.zero_grad()
+    budget = fixed + (torch.cuda.max_memory_allocated() - fixed) * 8 // 10
+    made = retape.fit(model, batch, budget=budget, step=step, progress=False)
+    assert made.record.accumulating is not None
+    for _ in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        step(model, batch).backward()
+        assert torch.cuda.max_memory_allocated() <= budget
+    made.remove()
