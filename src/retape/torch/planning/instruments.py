@@ -210,6 +210,13 @@ class FitInstruments:
     home_of: Callable[[str, nn.Module], torch.device | None] = home_of
 
 
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The message of an out-of-memory error, without the error: that would keep the tensors of its step alive."""
+
+    message: str
+
+
 # --- steps and plans --------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from retape.core.problem import BudgetKind
 from retape.torch.capture.signature import signature
 from retape.torch.measure.budgets import resolved
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.step_trials import OutOfMemory
+from retape.torch.planning.instruments import OutOfMemory
 
 if TYPE_CHECKING:
     from torch import nn

@@ -32,8 +32,14 @@ from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, promised_seconds, ran_out
 from retape.torch.planning.chain_builder import RegionChain, build_chain
 from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_graph_replays
-from retape.torch.planning.instruments import in_turns, is_faster, overlaps_host_work, repeated, turns_within
-from retape.torch.planning.step_trials import OutOfMemory
+from retape.torch.planning.instruments import (
+    OutOfMemory,
+    in_turns,
+    is_faster,
+    overlaps_host_work,
+    repeated,
+    turns_within,
+)
 
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment

@@ -27,7 +27,7 @@ from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.planning.attach import ModelCaller, put_on, take_off, unwrapped
 from retape.torch.planning.executor import Executor, slots_there
-from retape.torch.planning.instruments import FitInstruments, Stopwatch, is_long, repeated, timed_steps_for
+from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
 from retape.torch.planning.profile import ProfileSession
 from retape.torch.planning.profile_intervals import (
     Instrument,
@@ -48,13 +48,6 @@ if TYPE_CHECKING:
 
 Regions = Mapping[str, nn.Module]
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """The message of an out-of-memory error, without the error: that would keep the tensors of its step alive."""
-
-    message: str
 
 
 class StepTrials:
