@@ -11,7 +11,7 @@ import torch
 
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetKind, OptionSet
-from retape.torch.engine.host.host_memory import available_host_bytes
+from retape.torch.compat.host_memory import available_host_bytes
 from retape.torch.measure.tuning import TUNING
 
 _ROOT = Path("/")

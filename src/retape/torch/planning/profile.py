@@ -149,7 +149,8 @@ class ProfileSession:
             self._note(region, stage, module, signature(args, keywords), inputs)
             kind_of_call = self.profile.calls[-1].kind
             if self._probe is not None and not is_distributed() and kind_of_call not in self.profile.tilings:
-                self.profile.tilings[kind_of_call] = self._probe.tiling(module, plain_call, args, keywords)
+                with region.snapshot.restored(inputs):  # what a probe leaves in containers is not the step's
+                    self.profile.tilings[kind_of_call] = self._probe.tiling(module, plain_call, args, keywords)
         else:
             self._counts[id(module)] = self._counts.get(id(module), 0) + 1
         return outputs

@@ -1,7 +1,6 @@
 """Saved tensors and inputs in host memory: pinned buffers, copy streams, and when to copy back.
 
 Start from `offload.RegionTransfers`, `offload.MovedInputs`, `offload.HostCopy`, `copy_streams.STREAMS` and `copy_streams.host_tier`.
-`host_memory` has the bytes that the process may still take.
 """
 
-__all__ = ["copy_streams", "host_memory", "offload"]
+__all__ = ["copy_streams", "offload"]

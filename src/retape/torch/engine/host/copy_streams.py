@@ -25,7 +25,7 @@ from torch import Tensor
 from retape.core.errors import OffloadError
 from retape.core.problem import Tier
 from retape.core.units import format_bytes
-from retape.torch.engine.host.host_memory import available_host_bytes
+from retape.torch.compat.host_memory import available_host_bytes
 
 _UNKNOWN_BYTES = 2**62  # of a machine that does not report its memory: the allocation itself will tell
 

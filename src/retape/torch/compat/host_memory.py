@@ -1,7 +1,7 @@
 """Host memory that this process may still take: of the machine, and of every control group (cgroup) around the process.
 
 Linux reports the machine's in /proc/meminfo. A container or a batch system sets lower limits in the process's cgroup or in one above
-it, in files of version 1 or 2. Not here: how much of it is used for offload (`copy_streams.py`) or for a budget (`measure/budgets.py`).
+it, in files of version 1 or 2. How much of it offload and budgets use is in `engine/host/copy_streams.py` and `measure/budgets.py`.
 """
 
 from __future__ import annotations

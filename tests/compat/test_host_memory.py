@@ -2,7 +2,7 @@
 
 import pytest
 
-from retape.torch.engine.host.host_memory import available_host_bytes
+from retape.torch.compat.host_memory import available_host_bytes
 from support.hosts import made_file, made_host
 
 MACHINE = 64 << 20
