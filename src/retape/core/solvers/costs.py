@@ -38,7 +38,7 @@ class SolverTuning:
     labels: int = 1_024  # Pareto labels of a stage
     all_labels: int = 2_000_000  # Pareto labels of all stages together: memory
     bisections: int = 12  # plans by bisection between the floor and store-all
-    milp_seconds: float = 10.0  # time limit of one mixed-integer program
+    milp_work: int = 400_000  # nodes x unknowns of one mixed-integer program: about two seconds; most need one node
     graph_points: int = 8  # budgets at which a graph's frontier is sampled
     mixed_cells: int = 50_000_000  # steps^2 x slots of the table of the mixed family: about a second
     listed_slots: int = 64  # numbers of snapshots that a loop's frontier lists one by one

@@ -28,7 +28,8 @@ class PlanningTuning:
 
     # --- options of a region ---
     small_storage_parts: int = 64  # a storage below 1/64 of a tape is not moved: the copy costs more than it frees
-    most_graph_ops: int = 600  # of a region whose op graph is solved exactly (seconds beyond that)
+    most_graph_ops: int = 600  # of a region's op graph that is solved as it is; in a larger one small ops are joined
+    graph_groups: int = 200  # ops that are left then: far fewer than above, because what they take is not exact anyway
     most_offload_options: int = 12  # per region: the solver's time grows with each
     saved_shares: tuple[float, ...] = (
         0.7,
