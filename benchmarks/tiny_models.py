@@ -71,13 +71,19 @@ REFORMER = {
     "num_buckets": 2,
 }
 
+LEVIT = {"image_size": 64, "patch_size": 16, "hidden_sizes": [64, 64, 64], "num_attention_heads": [4, 4, 4]}
+SPARSE = {"block_size": 4, "num_random_blocks": 1}  # so few that the attention is sparse at this length
+
 # By class: fields that are not sizes, or sizes that must agree with others.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "BigBirdForCausalLM": {**SPARSE, "is_decoder": True},
+    "BigBirdForMaskedLM": SPARSE,
+    "BigBirdPegasusForConditionalGeneration": SPARSE,
     "BitForImageClassification": {**STAGES, "embedding_size": 16, "hidden_sizes": [32, 32, 64, 64], "num_groups": 4},
     "CTRLLMHeadModel": {"dff": INNER},
     "ConvNextForImageClassification": STAGES,
     "ConvNextV2ForImageClassification": STAGES,
-    "CvtForImageClassification": {"embed_dim": [16, 24, 48], "depth": [1, 2, 2], "num_heads": [1, 3, 6], "mlp_ratio": [2.0, 2.0, 2.0]},
+    "CvtForImageClassification": {"embed_dim": [16, 24, 48], "depth": [1, 2, 3], "num_heads": [1, 3, 6]},
     "DonutSwinForImageClassification": SWIN,
     "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "EfficientNetForImageClassification": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320},
@@ -103,9 +109,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 16,
     },
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "HieraForImageClassification": {"embed_dim": 16, "depths": [2, 2, 2, 2]},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 16},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "LevitForImageClassification": LEVIT,
+    "LevitForImageClassificationWithTeacher": LEVIT,
     "LongcatFlashForCausalLM": {"qk_head_dim": 24},
     "Mamba2ForCausalLM": {"num_heads": 8, "n_groups": 2},
     "MinistralForCausalLM": {"head_dim": 16},
@@ -192,7 +201,8 @@ def small_config(kind: type, overrides: dict[str, Any]) -> Any:
 def small_fields(config: Any) -> dict[str, Any]:
     """Return the fields of a config that differ when it is small; configs inside it as dicts."""
     found: dict[str, Any] = {}
-    own = {**vars(config), **{name: getattr(config, name) for name in set(config.attribute_map) - set(vars(config))}}
+    mapped = {name: getattr(config, name, None) for name in set(config.attribute_map) - set(vars(config))}
+    own = {**vars(config), **mapped}
     for name, value in own.items():
         if isinstance(value, transformers.PretrainedConfig):
             found[name] = {**small_fields(value), "model_type": value.model_type}
