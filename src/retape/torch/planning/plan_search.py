@@ -10,6 +10,7 @@ Steps are run by `step_trials.py`, chains are made by `chain_builder.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from retape.core.assignment import Assignment
     from retape.torch.planning.profile_intervals import Profile, Profiled
     from retape.torch.planning.step_trials import StepTrials
+
+_LOG = logging.getLogger("retape")
 
 # A plan that copies, or re-runs regions in part, is compared with plans that ask less of the host: no profile of a GPU shows its work.
 _PLAINER = ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD))
@@ -164,7 +167,7 @@ class PlanSearch:
         fused = self._fused(setup, without)
         if isinstance(fused, Candidate):
             return fused
-        if isinstance(fused, BudgetTooSmall) and self._put_off is not None:
+        if self._put_off is not None:
             return lower_floor(self._with_less_at_once(setup, self._put_off), fused)
         return lower_floor(without, fused)
 
@@ -179,7 +182,7 @@ class PlanSearch:
         fused: Candidate | BudgetTooSmall | None = None
         better = False
         try:
-            fused = self._divided(setup)
+            fused = self._in_slices(setup)
             better = isinstance(fused, Candidate) and decided_by_first(partial(is_better, fused, without))
         finally:
             if not better:
@@ -188,6 +191,14 @@ class PlanSearch:
         if isinstance(fused, Candidate):
             return replace(fused, fused_loss=True) if better else None
         return fused
+
+    def _in_slices(self, setup: Setup) -> Candidate | BudgetTooSmall | None:
+        """Search with the loss fused; None, and a warning, if the model does something with its logits that needs them."""
+        try:
+            return self._divided(setup)
+        except InvalidInput as error:  # of the fused loss: the same steps have run without it
+            _LOG.warning("retape: the loss is not computed in slices. %s", error)
+            return None
 
     def _divided(self, setup: Setup) -> Candidate | BudgetTooSmall:
         """Search with the regions as they are; if they do not fit, with less of them at once."""
