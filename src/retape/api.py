@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from retape.core.errors import InvalidInput, PlanMismatch
-from retape.core.fit_record import FitRecord
+from retape.core.fit_record import AccumulatingStep, FitRecord
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import ALL, EXACT, Budget, BudgetLike, OptionSet
 from retape.core.record import Record
@@ -30,8 +30,9 @@ from retape.torch.engine.policy import Check
 from retape.torch.measure.step_function import StepFunction, rows_of
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import detach, is_attached, model_hash, put_on, refuse_replicas, take_off, unwrapped
+from retape.torch.planning.candidates import Candidate
 from retape.torch.planning.discover import Wanted, refuse_graph_replays
-from retape.torch.planning.executor import Executor, warn_of_evaluation
+from retape.torch.planning.executor import Executor, GradientSwitch, warn_of_evaluation
 from retape.torch.planning.plan_search import PlanSearch
 from retape.torch.planning.step_trials import Regions, StepTrials
 
@@ -57,8 +58,10 @@ class Fit:
     the measurement of a real step.
     """
 
-    def __init__(self, model: nn.Module, record: FitRecord, regions: Regions, executor: Executor | None) -> None:
-        self._model, self._regions, self._executor = model, regions, executor
+    def __init__(
+        self, model: nn.Module, record: FitRecord, regions: Regions, caller: Executor | GradientSwitch | None
+    ) -> None:
+        self._model, self._regions, self._caller = model, regions, caller
         self.record = record
 
     @property
@@ -86,6 +89,11 @@ class Fit:
             seconds=self.record.promised_seconds,
             slowdown=self.record.promised_slowdown,
         )
+
+    @property
+    def regions_run(self) -> int:
+        """Calls of regions that were not simply kept, since the plan was attached."""
+        return 0 if self._caller is None else self._caller.regions_run
 
     def explain(self) -> str:
         """Return a table: what each kind of region holds and recomputes, why, and its bytes and seconds."""
@@ -116,15 +124,15 @@ class Fit:
 
     def remove(self) -> None:
         """Restore the model as it was before the fit."""
-        if self._executor is not None:
+        if self._caller is not None:
             take_off(unwrapped(self._model), dict(self._regions))
-            self._executor = None
+            self._caller = None
         if self.record.fused_loss:
             LIBRARIES.unfuse_loss(unwrapped(self._model))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the executor: a copied or pickled model is a plain one."""
-        return {**self.__dict__, "_executor": None, "_regions": {}}
+        return {**self.__dict__, "_caller": None, "_regions": {}}
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
@@ -240,8 +248,19 @@ def fit_using(
             tell=tell,
         )
         found = PlanSearch(steps, asked, regions=regions, options=allowed).run()
+        record = _record(model, batch, found)
+        later = found.accumulating
+        executors = (found.executor, None if later is None else later.executor)
+        caller = _attached(model, record, found.regions, executors, Check.of(check))
+    made = Fit(model, record, found.regions, caller)
+    if progress:
+        _print_result(made)
+    return made
+
+
+def _record(model: nn.Module, batch: Any, found: Candidate) -> FitRecord:
     first = found.parts[0]
-    record = FitRecord(
+    return FitRecord(
         model=type(unwrapped(model)).__name__,
         fingerprint=model_hash(model),
         budget_bytes=first.budget_bytes,
@@ -255,11 +274,46 @@ def fit_using(
         rows=rows_of(batch),
         versions=_versions(),
         devices=found.parts if len(found.parts) > 1 else (),
+        accumulating=None if found.accumulating is None else _accumulating_step(found.accumulating),
     )
-    made = Fit(model, record, found.regions, found.executor)
-    if progress:
-        _print_result(made)
-    return made
+
+
+def _accumulating_step(found: Candidate) -> AccumulatingStep:
+    return AccumulatingStep(
+        assignment=found.assignment,
+        promised_peak_bytes=found.plan.promised_peak_bytes,
+        promised_seconds=found.promised_seconds,
+        measured_peak_bytes=found.parts[0].measured.peak_bytes,
+    )
+
+
+def _attached(
+    model: nn.Module, record: FitRecord, regions: Regions, made: tuple[Executor | None, Executor | None], check: Check
+) -> Executor | GradientSwitch | None:
+    """Attach the plans of a record; return None if there is nothing to do. Executors that are not `made` yet are made here."""
+    root, later = unwrapped(model), record.accumulating
+    names = {id(module): name for name, module in regions.items()}
+    fresh = made[0] or Executor(record.assignment, names, check=check)
+    if later is None:
+        if record.assignment.keeps_everything and not record.assignment.is_compiled:
+            return None
+        put_on(root, dict(regions), fresh)  # raises if a fit is attached already
+        return fresh
+    accumulating = made[1] or Executor(later.assignment, names, check=check)
+    for executor in (fresh, accumulating):
+        executor.end_trial()
+    too_small = None if later.fits else _no_accumulation(record, later)
+    weights = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    switch = GradientSwitch(fresh, accumulating, weights, too_small=too_small)
+    put_on(root, dict(regions), switch)
+    return switch
+
+
+def _no_accumulation(record: FitRecord, later: AccumulatingStep) -> str:
+    return (
+        f"a step began with gradients (accumulation), for which no plan fits in {format_bytes(record.budget_bytes)}: it needs about "
+        f"{format_bytes(later.promised_peak_bytes)}. Raise the budget, or call zero_grad() before each step"
+    )
 
 
 def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = "metadata") -> Fit:
@@ -277,17 +331,12 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
     modules = dict(unwrapped(model).named_modules())
     regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
     refuse_graph_replays({"the model itself": unwrapped(model), **regions})
-    executor = None
-    if not record.assignment.keeps_everything or record.assignment.is_compiled:
-        names = {id(module): name for name, module in regions.items()}
-        executor = Executor(record.assignment, names, check=Check.of(check))
     with _undone_on_error(unwrapped(model)):
-        if executor is not None:
-            put_on(unwrapped(model), regions, executor)  # raises if a fit is attached already
+        caller = _attached(model, record, regions, (None, None), Check.of(check))
         if record.fused_loss:
             room_bytes = record.budget_bytes - record.measured.base_bytes
             LIBRARIES.fuse_loss(unwrapped(model), room_bytes=room_bytes, compiled=record.assignment.is_compiled)
-    return Fit(model, record, regions, executor)
+    return Fit(model, record, regions, caller)
 
 
 def _record_of(plan: Fit | FitRecord | str | Path) -> FitRecord:

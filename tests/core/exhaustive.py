@@ -55,6 +55,13 @@ def untaped(chain: Chain, seed: int, most: int = 12) -> Chain:
     return replace(chain, stages=tuple(stages))
 
 
+def with_gradients(chain: Chain, seed: int, most: int = 8) -> Chain:
+    """The same chain, where each backward leaves gradients."""
+    rng = random.Random(seed)
+    stages = (replace(stage, gradient_bytes=rng.randint(0, most)) for stage in chain.stages)
+    return replace(chain, stages=tuple(stages))
+
+
 class Search:
     """A* over everything that the device can hold, by the rules of the machine written anew.
 
@@ -69,6 +76,9 @@ class Search:
         self.least = [
             min(o.forward_seconds + o.backward_seconds + o.rerun_seconds for o in s.choices) for s in chain.stages
         ]
+
+    def gradients(self, remaining) -> int:
+        return sum(stage.gradient_bytes for stage in self.chain.stages[remaining:])
 
     def weight(self, working, states, tapes) -> int:
         taped = {i for i, _ in tapes}
@@ -126,12 +136,13 @@ class Search:
         )
         there = w + 1 in states or w + 1 in taped or w in taped
         bare = w + 1 < remaining and not there and not stage.pinned
-        if bare and self.weight(w, states | {w + 1}, tapes) + transient <= self.room:
+        room = self.room - self.gradients(remaining)
+        if bare and self.weight(w, states | {w + 1}, tapes) + transient <= room:
             yield stage.forward_seconds, (w + 1, states, tapes, remaining, after)
         for o, option in enumerate(stage.choices) if w not in taped else ():
             more = tapes | {(w, o)}
             transient = max(option.forward_transient_bytes, stage.rerun_transient_bytes if rerun else 0)
-            if self.weight(w, states, more) + transient <= self.room:
+            if self.weight(w, states, more) + transient <= room:
                 yield option.forward_seconds, (w + 1, states, more, remaining, after)
 
     def backward(self, working, states, tapes, remaining, reached):
@@ -139,7 +150,9 @@ class Search:
         for tape in tapes:
             if tape[0] != last:
                 continue
-            option = self.chain.stages[last].choices[tape[1]]
-            if self.weight(working, states, tapes) + option.backward_transient_bytes <= self.room:
+            stage = self.chain.stages[last]
+            option = stage.choices[tape[1]]
+            transient = max(option.backward_transient_bytes, stage.gradient_bytes)
+            if self.weight(working, states, tapes) + transient <= self.room - self.gradients(remaining):
                 left = frozenset(i for i in states if i < last)
                 yield option.backward_seconds + option.rerun_seconds, (None, left, tapes - {tape}, last, reached)

@@ -203,6 +203,7 @@ def as_before_pins(problem):
     for one in fields.get("stages", ()):
         assert one.pop("pinned") is False
         assert one.pop("untaped_transient_bytes") == 0
+        assert one.pop("gradient_bytes") == 0
         for option in one["options"]:
             assert not any(option.pop(name) for name in CAME_LATER)
     return json.dumps(fields, sort_keys=True, default=lambda enum: enum.value)

@@ -131,7 +131,7 @@ def test_held_and_moved_bytes_come_to_the_tape():
     found, _ = traced()
     tape = tape_storages(found)
     whole = sum(tape.values())
-    for way in offload_reruns(found, select_reruns(found), [whole // 2, whole], small_parts=64):
+    for way in offload_reruns(found, select_reruns(found), [whole // 2, whole], small_parts=64, small_bytes=2**20):
         assert way.moved
         assert not way.moved & way.held
         assert way.moved_bytes == sum(tape[s] for s in {found.slots[i] for i in way.moved})

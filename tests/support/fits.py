@@ -28,7 +28,7 @@ def tightest(model: nn.Module, batch: Any, budget: Any, **options: Any) -> retap
 
 def regions_run(fitted: retape.Fit) -> int:
     """Number of regions that the fit has run so far."""
-    return fitted._executor.regions_run
+    return fitted.regions_run
 
 
 def model_of(fitted: retape.Fit) -> nn.Module:

@@ -27,7 +27,7 @@ class JsonForm:
 
     `noun` and `remedy` are for messages. `format` and `version` are the first keys of the object, if a format is given. `keys`
     renames fields. `required` names fields with a default that the text must contain: files of earlier versions may lack the other
-    ones. `omitted` names fields that are not written while they are None. With `row` the values are a list without keys, with
+    ones. `omitted` names fields that are not written while they are None or 0. With `row` the values are a list without keys, with
     `bare` the JSON is the value of the only field. `pairs` names fields whose (key, value) pairs are an object.
     """
 
@@ -221,7 +221,7 @@ def _encode_object(value: Any) -> Any:
     written = {"format": form.format, "version": form.version} if form.format else {}
     for each in _fields_of(kind):
         own = getattr(value, each.name)
-        if own is not None or each.name not in form.omitted:
+        if own or each.name not in form.omitted:
             written[each.key] = each.kind.encode(own)
     return written
 

@@ -45,13 +45,34 @@ def plain_seconds(chain: Chain) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AccumulatingStep:
+    """The plan of steps that begin with gradients, if the plan of those that begin without does not fit there.
+
+    `measured_peak_bytes` is 0 if no plan for such a step is inside the budget; the assignment is then that of the smallest peak.
+    """
+
+    assignment: Assignment
+    promised_peak_bytes: int
+    promised_seconds: float
+    measured_peak_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        codec.check_fields(self)
+
+    @property
+    def fits(self) -> bool:
+        return self.measured_peak_bytes > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FitRecord:
     """The result of a fit for a model whose structure has the hash `fingerprint`.
 
     `plan.choices` has one option per stage of `chain`; the regions among the stages are those of `assignment`, in the same
     order. `rows` is the size of the batch's first dimension (0 if it has none), `versions` those of the software.
     For a model on several devices, `devices` has all of them; budget, chain, plan, frontier and measurement are those of the first,
-    and the assignment has all regions. `views` has one record per device.
+    and the assignment has all regions. `views` has one record per device. `accumulating` is for steps that begin with gradients; None
+    if the plan serves those too.
     """
 
     model: str
@@ -67,6 +88,7 @@ class FitRecord:
     measured: Record
     assignment: Assignment
     devices: tuple[DeviceRecord, ...] = ()
+    accumulating: AccumulatingStep | None = None
 
     __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
         noun="saved fit",
@@ -76,6 +98,7 @@ class FitRecord:
         keys={"assignment": "regions"},
         required=("profile_seconds", "fused_loss", "rows", "versions"),
         pairs=("versions",),
+        omitted=("accumulating",),
     )
 
     def __post_init__(self) -> None:

@@ -59,6 +59,9 @@ class LoopLedger:
     def backward_transient(self, step: int) -> int:
         return 0
 
+    def keep_gradients(self, step: int) -> None:
+        """Count the gradients that the backward of a stage leaves, to the end."""
+
     def bytes_of(self, item: Item, step: int) -> int:
         return self._loop.state_bytes if item is Item.STATE else self._loop.tape_bytes
 
@@ -140,7 +143,10 @@ class ChainLedger(LoopLedger):
         return max(choice.forward_transient_bytes, self._stages[step].rerun_transient_bytes if rerun else 0)
 
     def backward_transient(self, step: int) -> int:
-        return self._taped_as[step].backward_transient_bytes
+        return max(self._taped_as[step].backward_transient_bytes, self._stages[step].gradient_bytes)
+
+    def keep_gradients(self, step: int) -> None:
+        self._bytes += self._stages[step].gradient_bytes
 
     def bytes_of(self, item: Item, step: int) -> int:
         if item is Item.TAPE:

@@ -225,6 +225,7 @@ class Machine:
         flight, stall = self._fetch_copies(step)
         self._mark(step, self._ledger.backward_transient(step) - flight)
         self.seconds += self._ledger.backward_seconds(step) - stall
+        self._ledger.keep_gradients(step)
         if stored is not None:
             self._ledger.drop_tape(step)
         if self.working_tape == step:

@@ -87,6 +87,8 @@ class Stage:
     intermediate results are in no tape. `options` are further treatments.
     `pinned`: its forward is never run again, so its tape is always kept. That is the glue between regions (an embedding, the head
     and the loss, ops outside every region), which is part of the chain but not managed.
+    `gradient_bytes` are gradients of weights that its backward makes and that stay to the end of the step: those of a step that
+    begins without gradients. Gradients that are there from the start are among the chain's fixed bytes instead.
     """
 
     forward_seconds: float
@@ -100,8 +102,9 @@ class Stage:
     options: tuple[Option, ...] = ()
     name: str = ""
     pinned: bool = False
+    gradient_bytes: int = 0
 
-    __json_form__: ClassVar[JsonForm] = JsonForm(required=("options",))
+    __json_form__: ClassVar[JsonForm] = JsonForm(required=("options",), omitted=("gradient_bytes",))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -188,6 +191,12 @@ class Chain:
     @property
     def length(self) -> int:
         return len(self.stages)
+
+    def accumulating(self) -> Chain:
+        """Return the chain of a step that begins with all gradients."""
+        there = sum(stage.gradient_bytes for stage in self.stages)
+        stages = tuple(replace(stage, gradient_bytes=0) for stage in self.stages)
+        return replace(self, stages=stages, fixed_bytes=self.fixed_bytes + there)
 
     def stage_name(self, index: int) -> str:
         return self.stages[index].name or f"stage {index}"
@@ -411,6 +420,7 @@ def _plain(value: object) -> object:
 _ADDED_LATER = frozenset(
     {
         "pinned",
+        "gradient_bytes",
         "host",
         "untaped_transient_bytes",
         "input_bytes",

@@ -4,7 +4,8 @@ Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for 
 seconds to reverse a segment within `m` levels of memory, its input counted elsewhere, is the least of
 
 - Take: an option's seconds + the rest of the segment within `m` less the option's held bytes;
-- Split: the run without tapes to a cut + the part beyond within `m` less the state there + the skipped part within `m`.
+- Split: the run without tapes to a cut + the part beyond within `m` less the state there + the skipped part within `m` less
+  the gradients that the part beyond has left.
 
 A split skips no pinned stage: the first pinned stage is the last cut.
 
@@ -81,15 +82,17 @@ class MemoryGrid:
 
 def most_bytes(costs: ChainCosts) -> int:
     """Return the bytes beyond which no plan is faster: the peak with the fastest option of every stage."""
-    return costs.taken_bytes(tuple(min(options, key=lambda o: (o.seconds, o.held_bytes)) for options in costs.options))
+    return costs.taken_bytes(
+        tuple(min(options, key=lambda o: (o.seconds, o.held_bytes[1])) for options in costs.options)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _FirstMoves:
     """First moves of some segments, a line per segment. A move leaves segment `first` with less memory; a cut also leaves `second`.
 
-    `level` and `bytes` are what a move holds while `first` is reversed, `need` is its own peak and `least` the levels of that;
-    `seconds` are its own, `move` is its code in the table.
+    `level` and `bytes` are what a move holds while `first` is reversed, `left_level` and `left_bytes` the gradients that are left
+    when `second` is; `need` is its own peak and `least` the levels of that; `seconds` are its own, `move` is its code in the table.
     """
 
     move: Ints
@@ -100,6 +103,8 @@ class _FirstMoves:
     seconds: Floats
     first: Ints
     second: Ints
+    left_level: Ints
+    left_bytes: Ints
 
     def __add__(self, other: _FirstMoves) -> _FirstMoves:
         return _FirstMoves(**{name: np.hstack([getattr(self, name), getattr(other, name)]) for name in _COLUMNS})
@@ -151,6 +156,7 @@ class ChainTable:
         self._states = grid.levels(costs.state_bytes, rounding)
         self._most = max(len(options) for options in costs.options)
         self._options = tuple(self._options_of(first) for first in (False, True))
+        self._backward = tuple(self._backward_needs(first) for first in (False, True))
         self.seconds[self._nothing] = 0.0
         self._low[self._nothing] = self._high[self._nothing] = 0
         segments = np.array(intervals.segments)
@@ -164,24 +170,39 @@ class ChainTable:
     def _options_of(self, first: bool) -> _FirstMoves:
         """Return the options of each stage, padded to the same number with options that never fit."""
         shape = self.costs.length, self._most
-        held, work, move = np.zeros((3, *shape), dtype=np.int64)
+        held, need, move = np.zeros((3, *shape), dtype=np.int64)
         seconds = np.full(shape, np.inf)
         for i, options in enumerate(self.costs.options):
             for j, option in enumerate(options):
-                held[i, j], work[i, j], move[i, j] = option.held_bytes, option.work_bytes[first], -1 - option.index
+                held[i, j], need[i, j] = option.held_bytes[first], option.forward_bytes[first]
+                move[i, j] = -1 - option.index
                 seconds[i, j] = option.seconds
-        level = self.grid.levels(held, self.rounding)
-        least = np.where(np.isinf(seconds), self.grid.top + 1, np.maximum(self.grid.levels(work, self.rounding), level))
-        nothing = np.full(shape, self._nothing)
+        nothing, zero = np.full(shape, self._nothing), np.zeros(shape, dtype=np.int64)
         return _FirstMoves(
-            move=move, level=level, bytes=held, need=work, least=least, seconds=seconds, first=nothing, second=nothing
+            move=move,
+            level=self.grid.levels(held, self.rounding),
+            bytes=held,
+            need=need,
+            least=zero,
+            seconds=seconds,
+            first=nothing,
+            second=nothing,
+            left_level=zero,
+            left_bytes=zero,
         )
+
+    def _backward_needs(self, first: bool) -> Ints:
+        """Return the peak of each option's own backward."""
+        needs = np.zeros((self.costs.length, self._most), dtype=np.int64)
+        for i, options in enumerate(self.costs.options):
+            needs[i, : len(options)] = [option.backward_bytes[first] for option in options]
+        return needs
 
     def _fill(self, row: int, starts: Ints, stops: Ints) -> None:
         """Fill the rows from `row` on, of segments of one length."""
         takes = self._takes(starts, stops)  # first, so that a tie runs nothing twice
         ways = takes + self._cuts(starts, stops)
-        begin = np.maximum(np.maximum(ways.least, self._low[ways.second]), ways.level + self._low[ways.first])
+        begin = np.maximum(ways.least, self._side_levels(ways))
         rows = slice(row, row + len(starts))
         self._low[rows] = np.minimum(begin.min(axis=1), self.grid.top + 1)
         fastest = self._fastest(rows, takes)
@@ -193,6 +214,11 @@ class ChainTable:
             if state <= self.grid.top:
                 self._beyond[line, state:] = self.seconds[line, : self.grid.top + 1 - state]
 
+    def _side_levels(self, ways: _FirstMoves) -> Ints:
+        """Return the level from which on both segments that a move leaves fit."""
+        sides: Ints = np.maximum(self._low[ways.second] + ways.left_level, ways.level + self._low[ways.first])
+        return sides
+
     def _takes(self, starts: Ints, stops: Ints) -> _FirstMoves:
         """Return the options of the first stage of each segment."""
         again, anew = self._options
@@ -203,6 +229,11 @@ class ChainTable:
             name: np.where(first, getattr(anew, name)[starts], getattr(again, name)[starts]) for name in _COLUMNS
         }
         columns["first"] = np.repeat(rest[:, None], self._most, axis=1)
+        later = self.costs.gradients[stops] - self.costs.gradients[np.minimum(starts + 1, self.costs.length)]
+        backward = np.where(first, self._backward[1][starts], self._backward[0][starts])
+        columns["need"] = np.maximum(columns["need"], backward + later[:, None])
+        least = np.maximum(self.grid.levels(columns["need"], self.rounding), columns["level"])
+        columns["least"] = np.where(np.isinf(columns["seconds"]), self.grid.top + 1, least)
         return _FirstMoves(**columns)
 
     def _cuts(self, starts: Ints, stops: Ints) -> _FirstMoves:
@@ -216,6 +247,7 @@ class ChainTable:
         lead = np.where(first[:, 0], self.costs.lead_bytes[1][starts], self.costs.lead_bytes[0][starts])
         sweep[:, :1] = lead[:, None]
         needs = np.maximum.accumulate(sweep, axis=1)
+        left = np.where(there, self.costs.gradients[stops][:, None] - self.costs.gradients[middle], 0)
         return _FirstMoves(
             move=np.broadcast_to(ahead, there.shape),
             level=self._states[middle],
@@ -225,6 +257,8 @@ class ChainTable:
             seconds=self.costs.forward[middle] - self.costs.forward[starts][:, None],
             first=np.where(there, self.intervals.row[middle, stops[:, None]], -1),
             second=np.where(there, self.intervals.row[starts[:, None], middle], -1),
+            left_level=self.grid.levels(left, self.rounding),
+            left_bytes=left,
         )
 
     def _find(self, rows: slice, ways: _FirstMoves, begin: Ints, low: int, high: int) -> None:
@@ -251,7 +285,7 @@ class ChainTable:
     def _try_cuts(self, block: _Block, ways: _FirstMoves) -> None:
         """Try the cuts, all lines at once, at the levels at which a cut can be faster than the options."""
         windows = zip(block.begin.min(axis=0).tolist(), self._until(block, ways), strict=True)
-        sides = np.maximum(self._low[ways.second], ways.level + self._low[ways.first])
+        sides = self._side_levels(ways)
         apart = (_apart(ways.first) | _apart(ways.second)).tolist()
         work = np.empty(block.best.size)
         for way, (since, until) in enumerate(windows):
@@ -260,7 +294,8 @@ class ChainTable:
             known, picked = block.between(since, until)
             total = work[: known.size].reshape(known.shape)
             first, second = (_rows(column[:, way], apart[way]) for column in (ways.first, ways.second))
-            np.add(self._beyond[first, since:until], self.seconds[second, since:until], out=total)
+            over = self._over(second, ways.left_level[:, way], since, until)
+            np.add(self._beyond[first, since:until], over, out=total)
             total += ways.seconds[:, way, None]
             for line in np.flatnonzero(
                 block.begin[:, way] > sides[:, way]
@@ -268,6 +303,18 @@ class ChainTable:
                 total[line, : block.begin[line, way] - since] = np.inf
             np.copyto(picked, way, where=total < known)
             np.minimum(known, total, out=known)
+
+    def _over(self, second: Ints | slice, left: Ints, since: int, until: int) -> Floats:
+        """Return the seconds of the skipped segments at some levels, each less the level of the gradients that are left."""
+        if (left == left[0]).all() and left[0] <= since:
+            return self.seconds[second, since - left[0] : until - left[0]]
+        rows = self.seconds[second]
+        found = np.full((len(rows), until - since), np.inf)
+        for line, level in enumerate(left.tolist()):
+            low = max(since, level)
+            if low < until:
+                found[line, low - since :] = rows[line, low - level : until - level]
+        return found
 
     def _until(self, block: _Block, ways: _FirstMoves) -> list[int]:
         """Return the level up to which each move can be faster than the best so far."""
@@ -280,11 +327,15 @@ class ChainTable:
 
     def _fill_peaks(self, rows: slice, ways: _FirstMoves, pick: Picks, columns: Ints) -> None:
         """Fill in the exact peaks of the picked moves."""
-        level, first, second = (np.take_along_axis(c, pick, axis=1) for c in (ways.level, ways.first, ways.second))
+        level, first, second, left = (
+            np.take_along_axis(column, pick, axis=1)
+            for column in (ways.level, ways.first, ways.second, ways.left_level)
+        )
         peak = self.peak[first, np.maximum(columns - level, 0)]
         peak += np.take_along_axis(ways.bytes, pick, axis=1)
         np.maximum(peak, np.take_along_axis(ways.need, pick, axis=1), out=peak)
-        np.maximum(peak, self.peak[second, columns], out=peak)
+        over = self.peak[second, np.maximum(columns - left, 0)] + np.take_along_axis(ways.left_bytes, pick, axis=1)
+        np.maximum(peak, over, out=peak)
         self.peak[rows, columns[0] : columns[-1] + 1] = peak
 
     def _fastest(self, rows: slice, takes: _FirstMoves) -> Ints:
@@ -358,12 +409,13 @@ class ChainPlans:
         """Return the move of a segment, and add the segments that it leaves to `todo`."""
         move = int(self.move[self.intervals.row[start, stop], level])
         if move < 0:
-            held = self.costs.choices[start][-1 - move].held_bytes
+            held = self.costs.choices[start][-1 - move].held_bytes[stop == self.costs.length]
             todo.append((start + 1, stop, level - self.grid.level(held, self.rounding)))
             return Take(-1 - move)
         middle = start + move
         state = self.grid.level(int(self.costs.state_bytes[middle]), self.rounding)
-        todo += [(start, middle, level), (middle, stop, level - state)]
+        left = self.grid.level(self.costs.gradients_of(middle, stop), self.rounding)
+        todo += [(start, middle, level - left), (middle, stop, level - state)]
         return Split(move)
 
 

@@ -61,7 +61,7 @@ class HeldTapesBound:
 def _points(options: tuple[OptionCost, ...], run: float, pinned: bool) -> list[tuple[int, float]]:
     """Return the held bytes and seconds of each treatment of a stage."""
     again = [] if pinned else [(0, run + min(option.seconds for option in options))]
-    return again + [(option.held_bytes, option.seconds) for option in options]
+    return again + [(option.held_bytes[1], option.seconds) for option in options]
 
 
 def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -110,10 +110,19 @@ class ChainPlanner:
         self._plain = self._measured((Take(0),) * chain.length)
         self.store_all_bytes = self._plain.peak_bytes
         self._menu = _undominated([self._plain, *self._candidates()])
-        floor = self._menu[0] if chain.host is None else self._replayed(self._menu[0])[1]
+        floor = self._menu[0] if chain.host is None else self._played_floor()
         self.floor_bytes = floor.peak_bytes
         rest = (c for c in self._menu[1:] if c.peak_bytes > floor.peak_bytes and c.seconds < floor.seconds)
         self.points = tuple((point.peak_bytes, point.seconds) for point in (floor, *rest))
+
+    def _played_floor(self) -> Outcome:
+        """Return the smallest peak of a candidate whose host copies are played; they may need more than the options estimate."""
+        found = self._replayed(self._menu[0])[1]
+        for candidate in self._menu[1:]:
+            if candidate.peak_bytes >= found.peak_bytes:
+                break
+            found = min(found, self._replayed(candidate)[1], key=lambda outcome: outcome.peak_bytes)
+        return found
 
     @property
     def binding(self) -> str:

@@ -11,6 +11,7 @@ contains one is pinned as a whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -50,7 +51,11 @@ def coarsen(costs: ChainCosts, tuning: SolverTuning = TUNING) -> CoarseChain:
         if name not in made:
             made[name] = _combine(costs.options[start:stop], tuning.combinations)
     combinations = tuple(made[name] for name in named)
-    options = tuple(tuple(_joined(i, combo) for i, combo in enumerate(combos)) for combos in combinations)
+    gradients = [np.diff(costs.gradients[start : stop + 1]).tolist() for start, stop in pairwise(borders)]
+    options = tuple(
+        tuple(_joined(i, combo, own) for i, combo in enumerate(combos))
+        for combos, own in zip(combinations, gradients, strict=True)
+    )
     coarse = ChainCosts(
         base_bytes=costs.base_bytes,
         state_bytes=costs.state_bytes[list(borders)],
@@ -61,6 +66,7 @@ def coarsen(costs: ChainCosts, tuning: SolverTuning = TUNING) -> CoarseChain:
         sweep_bytes=(_sweeps(costs.sweep_bytes[0], borders), _sweeps(costs.sweep_bytes[1], borders)),
         kinds=np.array(named, dtype=np.int64),
         reach=reach_of(np.logical_or.reduceat(pinned, borders[:-1]).tolist()),
+        gradients=costs.gradients[list(borders)],
     )
     return CoarseChain(costs=coarse, borders=borders, combinations=combinations)
 
@@ -96,12 +102,17 @@ def _combine(stages: tuple[tuple[OptionCost, ...], ...], most: int) -> tuple[tup
     """Return about `most` combinations of options, from the fastest to the smallest."""
     slopes = sorted({slope for options in stages for slope in _slopes(options)})
     picked = slopes if len(slopes) <= most else [slopes[i] for i in _spaced(len(slopes), most)]
-    combos = [tuple(min(o, key=lambda c: (c.seconds, c.held_bytes)) for o in stages)]
+    combos = [tuple(min(o, key=lambda c: (c.seconds, c.held_bytes[1])) for o in stages)]
     for slope in picked:
         price = slope * (1 + 1e-9)
-        combos.append(tuple(min(o, key=lambda c: (c.seconds + price * c.held_bytes, c.held_bytes)) for o in stages))
-    combos.append(tuple(min(o, key=lambda c: (max(c.work_bytes), c.seconds)) for o in stages))
+        combos.append(tuple(min(o, key=partial(_priced, price)) for o in stages))
+    combos.append(tuple(min(o, key=lambda c: (max(map(c.work_bytes, (False, True))), c.seconds)) for o in stages))
     return tuple(dict.fromkeys(combos))
+
+
+def _priced(price: float, option: OptionCost) -> tuple[float, int]:
+    held = option.held_bytes[1]
+    return option.seconds + price * held, held
 
 
 def _spaced(count: int, most: int) -> list[int]:
@@ -110,17 +121,24 @@ def _spaced(count: int, most: int) -> list[int]:
 
 def _slopes(options: tuple[OptionCost, ...]) -> list[float]:
     """Return the prices in seconds per byte at which two options cost the same."""
-    pairs = [(a, b) for a in options for b in options if a.held_bytes < b.held_bytes and a.seconds > b.seconds]
-    return [(a.seconds - b.seconds) / (b.held_bytes - a.held_bytes) for a, b in pairs]
+    known = [(option.held_bytes[1], option.seconds) for option in options]
+    pairs = [(a, b) for a in known for b in known if a[0] < b[0] and a[1] > b[1]]
+    return [(a[1] - b[1]) / (b[0] - a[0]) for a, b in pairs]
 
 
-def _joined(index: int, combo: tuple[OptionCost, ...]) -> OptionCost:
-    works = [0, 0]
-    for option in reversed(combo):
-        works = [max(work, option.held_bytes + rest) for work, rest in zip(option.work_bytes, works, strict=True)]
+def _joined(index: int, combo: tuple[OptionCost, ...], gradients: list[int]) -> OptionCost:
+    """Return the options of a group as one; `gradients` are the bytes that each stage's backward leaves."""
+    held, forward, backward, later = [0, 0], [0, 0], [0, 0], 0
+    for option, own in zip(reversed(combo), reversed(gradients), strict=True):
+        for run in (0, 1):
+            forward[run] = max(option.forward_bytes[run], option.held_bytes[run] + forward[run])
+            backward[run] = max(option.backward_bytes[run] + later, option.held_bytes[run] + backward[run])
+            held[run] += option.held_bytes[run]
+        later += own
     return OptionCost(
         index=index,
-        held_bytes=sum(option.held_bytes for option in combo),
-        work_bytes=(works[0], works[1]),
+        held_bytes=(held[0], held[1]),
+        forward_bytes=(forward[0], forward[1]),
+        backward_bytes=(backward[0], backward[1]),
         seconds=sum(option.seconds for option in combo),
     )

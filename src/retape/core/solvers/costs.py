@@ -39,7 +39,8 @@ class SolverTuning:
     all_labels: int = 2_000_000  # Pareto labels of all stages together: memory
     bisections: int = 12  # plans by bisection between the floor and store-all
     milp_work: int = 400_000  # nodes x unknowns of one mixed-integer program: about two seconds; most need one node
-    graph_points: int = 8  # budgets at which a graph's frontier is sampled
+    graph_points: int = 8  # budgets in equal steps at which a graph's frontier is sampled
+    graph_halvings: int = 2  # further budgets, each half of the one before, down to 1/32 of a region's tape
     mixed_cells: int = 50_000_000  # steps^2 x slots of the table of the mixed family: about a second
     listed_slots: int = 64  # numbers of snapshots that a loop's frontier lists one by one
     online_slots: int = 1_024  # snapshots of a loop of unknown length whose states have no bytes
@@ -50,18 +51,30 @@ TUNING = SolverTuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionCost:
-    """One option of a stage. `work_bytes` is its own peak (held bytes included), in a re-run and in the first run."""
+    """One option of a stage. Pairs are (in a re-run, in the first run): a re-run copies nothing to the host.
+
+    `forward_bytes` is the peak of its forward (held bytes included); `backward_bytes` that of its backward, with the gradients that
+    it makes itself.
+    """
 
     index: int
-    held_bytes: int
-    work_bytes: tuple[int, int]
+    held_bytes: tuple[int, int]
+    forward_bytes: tuple[int, int]
+    backward_bytes: tuple[int, int]
     seconds: float
+
+    def work_bytes(self, first: bool, gradient_bytes: int = 0) -> int:
+        """Return its own peak, if the stages after it in its segment have left `gradient_bytes` when its backward runs."""
+        return max(self.forward_bytes[first], self.backward_bytes[first] + gradient_bytes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (*self.held_bytes, *self.forward_bytes, *self.backward_bytes)
 
     def beats(self, other: OptionCost) -> bool:
         """True if no number is worse than that of the other option."""
-        mine = (self.held_bytes, *self.work_bytes, self.seconds)
-        theirs = (other.held_bytes, *other.work_bytes, other.seconds)
-        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+        pairs = zip((*self.sizes, self.seconds), (*other.sizes, other.seconds), strict=True)
+        return all(mine <= theirs for mine, theirs in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +99,7 @@ class ChainCosts:
     sweep_bytes: tuple[Ints, Ints]
     kinds: Ints  # stages of one kind are interchangeable
     reach: Ints  # from each stage: the next pinned one, or the end; a split runs no further
+    gradients: Ints  # bytes of gradients that the stages before each state make in their backward
 
     @classmethod
     def of(cls, chain: Chain) -> ChainCosts:
@@ -94,7 +108,7 @@ class ChainCosts:
         least = [stage.untaped_transient_bytes for stage in chain.stages]
         rerun = np.maximum(least, np.array([stage.rerun_transient_bytes for stage in chain.stages], dtype=np.int64))
         first = np.maximum(least, np.array([stage.forward_transient_bytes for stage in chain.stages], dtype=np.int64))
-        made = {stage: _costs(stage) for stage in set(chain.stages)}
+        made = {stage: _costs(stage, copies=chain.host is not None) for stage in set(chain.stages)}
         kept = {stage: _undominated(costs) for stage, costs in made.items()}
         leads = (states[1:] + rerun, states[1:] + first)
         return cls(
@@ -107,7 +121,12 @@ class ChainCosts:
             sweep_bytes=(states[:-1] + leads[0], states[:-1] + leads[1]),
             kinds=_kinds(chain),
             reach=reach_of([stage.pinned for stage in chain.stages]),
+            gradients=np.cumsum([0, *(stage.gradient_bytes for stage in chain.stages)], dtype=np.int64),
         )
+
+    def gradients_of(self, start: int, stop: int) -> int:
+        """Return the bytes of gradients that the backward of a segment leaves."""
+        return int(self.gradients[stop] - self.gradients[start])
 
     @property
     def length(self) -> int:
@@ -131,8 +150,8 @@ class ChainCosts:
             first = stop == self.length
             if isinstance(move, Take):
                 option = self.choices[start][move.option]
-                need, where = option.work_bytes[first], start
-                outer[start + 1] = outer[start] + option.held_bytes
+                need, where = option.work_bytes(first, self.gradients_of(start + 1, stop)), start
+                outer[start + 1] = outer[start] + option.held_bytes[first]
                 seconds += option.seconds
             else:
                 middle = start + move.advance
@@ -142,21 +161,23 @@ class ChainCosts:
                 seconds += float(self.forward[middle] - self.forward[start])
             if outer[start] + need > peak:
                 peak, stage = outer[start] + need, where
+            if not isinstance(move, Take):  # the skipped stages are reversed beside the gradients of those beyond
+                outer[start] += self.gradients_of(middle, stop)
         return Total(peak_bytes=peak, peak_stage=stage, seconds=seconds)
 
     def taken_bytes(self, chosen: tuple[OptionCost, ...]) -> int:
         """Return the peak of a schedule without splits: every stage taped in its first run, as `chosen`."""
         need = 0
-        for option in reversed(chosen):
-            need = max(option.work_bytes[1], option.held_bytes + need)
+        for stage, option in reversed(list(enumerate(chosen))):
+            later = self.gradients_of(stage + 1, self.length)
+            need = max(option.work_bytes(True, later), option.held_bytes[1] + need)
         return need
 
     def sizes(self) -> Ints:
         """Return every size that is a term of a peak."""
-        options = [n for stage in self.options for option in stage for n in (option.held_bytes, *option.work_bytes)]
-        return np.unique(
-            np.concatenate([options, self.state_bytes, *self.lead_bytes, *self.sweep_bytes]).astype(np.int64)
-        )
+        options = [size for stage in self.options for option in stage for size in option.sizes]
+        others = (self.state_bytes, *self.lead_bytes, *self.sweep_bytes, np.diff(self.gradients))
+        return np.unique(np.concatenate([options, *others]).astype(np.int64))
 
 
 def reach_of(pinned: Sequence[bool]) -> Ints:
@@ -173,18 +194,21 @@ def _kinds(chain: Chain) -> Ints:
     return np.array(kinds, dtype=np.int64)
 
 
-def _costs(stage: Stage) -> tuple[OptionCost, ...]:
-    return tuple(_cost(stage, index, option) for index, option in enumerate(stage.choices))
+def _costs(stage: Stage, *, copies: bool) -> tuple[OptionCost, ...]:
+    return tuple(_cost(stage, index, option, copies) for index, option in enumerate(stage.choices))
 
 
-def _cost(stage: Stage, index: int, option: Option) -> OptionCost:
+def _cost(stage: Stage, index: int, option: Option, copies: bool) -> OptionCost:
     again = max(option.forward_transient_bytes, stage.rerun_transient_bytes)
-    back = option.backward_transient_bytes
+    back = max(option.backward_transient_bytes, stage.gradient_bytes)
     held = option.held_bytes
+    # If the machine plays copies, what a re-run would move stays on the device: its backward follows soon.
+    stays = held + (option.moved_bytes if copies else 0)
     return OptionCost(
         index=index,
-        held_bytes=held,
-        work_bytes=(held + max(again, back), held + max(option.forward_transient_bytes, back)),
+        held_bytes=(stays, held),
+        forward_bytes=(stays + again, held + option.forward_transient_bytes),
+        backward_bytes=(stays + back, held + back),
         seconds=float(option.forward_seconds + option.backward_seconds + option.rerun_seconds),
     )
 

@@ -32,8 +32,8 @@ class ChainFloor:
 
     def _least(self, start: int, stop: int) -> int:
         rest = self._rest(start, stop)
-        first = stop == self._costs.length
-        least = min(max(o.work_bytes[first], o.held_bytes + rest) for o in self._costs.options[start])
+        first, later = stop == self._costs.length, self._costs.gradients_of(start + 1, stop)
+        least = min(max(o.work_bytes(first, later), o.held_bytes[first] + rest) for o in self._costs.options[start])
         return min(least, int(self._cut_needs(start, stop).min(initial=least)))
 
     def _rest(self, start: int, stop: int) -> int:
@@ -44,7 +44,7 @@ class ChainFloor:
         last = self._costs.last_cut(start, stop)
         cuts = slice(start + 1, last + 1)
         beyond = self._need[self._row[cuts, stop]] + self._costs.state_bytes[cuts]
-        over = self._need[self._row[start, cuts]]
+        over = self._need[self._row[start, cuts]] + (self._costs.gradients[stop] - self._costs.gradients[cuts])
         ahead = self._costs.advance_bytes(start, last, stop == self._costs.length)
         needs: Ints = np.maximum(np.maximum(beyond, over), ahead)
         return needs
@@ -63,16 +63,19 @@ class ChainFloor:
             if isinstance(move, Split):
                 middle = start + move.advance
                 moves.append(move)
-                todo += [(start, middle, room), (middle, stop, room - int(self._costs.state_bytes[middle]))]
+                skipped = room - self._costs.gradients_of(middle, stop)
+                todo += [(start, middle, skipped), (middle, stop, room - int(self._costs.state_bytes[middle]))]
             else:
                 moves.append(Take(move.index))
-                todo.append((start + 1, stop, room - move.held_bytes))
+                todo.append((start + 1, stop, room - move.held_bytes[stop == self._costs.length]))
         return tuple(moves)
 
     def _choose(self, start: int, stop: int, room: int, table: ChainTable | None) -> OptionCost | Split:
         rest, first = self._rest(start, stop), stop == self._costs.length
-        fitting = [o for o in self._costs.options[start] if max(o.work_bytes[first], o.held_bytes + rest) <= room]
-        takes = [(o.seconds + _seconds(table, start + 1, stop, room - o.held_bytes), o) for o in fitting]
+        later = self._costs.gradients_of(start + 1, stop)
+        options = self._costs.options[start]
+        fitting = [o for o in options if max(o.work_bytes(first, later), o.held_bytes[first] + rest) <= room]
+        takes = [(o.seconds + _seconds(table, start + 1, stop, room - o.held_bytes[first]), o) for o in fitting]
         best = min(takes, key=lambda pair: pair[0]) if takes else None
         if stop - start == 1 or (table is None and best):
             assert best is not None, "the limit is below the floor"
@@ -93,7 +96,8 @@ class ChainFloor:
         grid = table.grid
         levels = np.minimum((room - self._costs.state_bytes[middle]) // grid.unit, grid.top)
         beyond = table.seconds[self._row[middle, stop], levels]
-        over = table.seconds[self._row[start, middle], min(room // grid.unit, grid.top)]
+        skipped = room - (self._costs.gradients[stop] - self._costs.gradients[middle])
+        over = table.seconds[self._row[start, middle], np.minimum(skipped // grid.unit, grid.top)]
         total: Floats = beyond + over + (self._costs.forward[middle] - self._costs.forward[start])
         return total
 

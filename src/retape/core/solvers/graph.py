@@ -256,8 +256,11 @@ class GraphPlanner:
         """Return the best holdings at a sample of budgets from the floor to store-all, each faster than the one before."""
         span = max(self.store_all_bytes - self.floor_bytes, 0)
         found = [self._plain]
-        for i in reversed(range(TUNING.graph_points)):
-            budget = self.floor_bytes + span * i // TUNING.graph_points
+        # In equal steps, then in halves: a result that is small and expensive, as of attention, is found too.
+        equal = [span * i // TUNING.graph_points for i in reversed(range(1, TUNING.graph_points))]
+        halves = [span // TUNING.graph_points // 2**i for i in range(1, TUNING.graph_halvings + 1)]
+        for room in (*equal, *halves, 0):
+            budget = self.floor_bytes + room
             if found[-1].held_bytes > budget:  # else it is the best of the smaller budget too
                 found.append(self._hold(budget))
         kept: list[Holding] = []

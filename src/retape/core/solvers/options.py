@@ -42,17 +42,20 @@ def option_plans(costs: ChainCosts, *, most_labels: int = TUNING.labels) -> Opti
     """Return the frontier of all budgets."""
     labels: tuple[Ints, Floats] = (np.zeros(1, dtype=np.int64), np.zeros(1))
     steps = []
-    for options in reversed(costs.options):
-        need, seconds, option, following = _extend(*labels, options)
+    for stage, options in reversed(list(enumerate(costs.options))):
+        later = costs.gradients_of(stage + 1, costs.length)
+        need, seconds, option, following = _extend(*labels, options, later)
         kept = _thin(need, most_labels)
         labels = need[kept], seconds[kept]
         steps.append((option[kept].astype(np.int16), following[kept].astype(np.int32)))
     return OptionPlans(peak_bytes=labels[0] + costs.base_bytes, seconds=labels[1], steps=tuple(reversed(steps)))
 
 
-def _extend(need: Ints, seconds: Floats, options: tuple[OptionCost, ...]) -> tuple[Ints, Floats, Ints, Ints]:
+def _extend(
+    need: Ints, seconds: Floats, options: tuple[OptionCost, ...], gradient_bytes: int
+) -> tuple[Ints, Floats, Ints, Ints]:
     """Put one more stage before the labels, with each option, and keep the undominated ones."""
-    needs = np.concatenate([np.maximum(o.work_bytes[1], o.held_bytes + need) for o in options])
+    needs = np.concatenate([np.maximum(o.work_bytes(True, gradient_bytes), o.held_bytes[1] + need) for o in options])
     totals = np.concatenate([o.seconds + seconds for o in options])
     ways = np.repeat(np.array([o.index for o in options]), len(need))
     following = np.tile(np.arange(len(need)), len(options))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import InvalidInput
 from retape.core.problem import Budget
 from retape.torch.measure.budgets import device_named
-from retape.torch.measure.memory_meter import storage_bytes
+from retape.torch.measure.memory_meter import nbytes_of, storage_bytes
 from retape.torch.measure.step_function import refuse_lazy
 
 _KERNELS = ("fused", "foreach", "capturable")  # settings for the same state by another kernel; these need a real device
@@ -55,7 +55,7 @@ def fixed_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer |
         if device.type == "cuda"
         else storage_bytes(_known_tensors(model, batch, optimizer), device)
     )
-    return present + _missing_gradient_bytes(model, device) + pending_optimizer_bytes(optimizer, device)
+    return present + missing_gradient_bytes(model, device) + pending_optimizer_bytes(optimizer, device)
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -76,9 +76,16 @@ def _known_tensors(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
     yield from (leaf for leaf in pytree.tree_leaves((batch, states)) if isinstance(leaf, Tensor))
 
 
-def _missing_gradient_bytes(model: nn.Module, device: torch.device) -> int:
+def missing_gradient_bytes(model: nn.Module, device: torch.device) -> int:
+    """Bytes of gradients that trained parameters on this device do not have yet."""
     missing = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.device == device]
     return sum(_local_shard(parameter).nbytes for parameter in missing)
+
+
+def gradient_bytes(parameters: Iterable[nn.Parameter], device: torch.device) -> int:
+    """Bytes of the gradients that these parameters have on a device."""
+    found = [p.grad for p in parameters if p.grad is not None and p.device == device]
+    return sum(nbytes_of(_local_shard(gradient)) for gradient in found)
 
 
 def _local_shard(tensor: Tensor) -> Tensor:

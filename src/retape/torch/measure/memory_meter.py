@@ -305,12 +305,12 @@ def thin_timeline(timeline: list[MemorySample], base_bytes: int) -> tuple[Memory
     return tuple(MemorySample(seconds=top.seconds, live_bytes=max(0, base_bytes + top.live_bytes)) for top in tops)
 
 
-def step_record(tracker: MemoryTracker, device: torch.device, fixed_bytes: int) -> Record:
-    """Record of a tracked step with `fixed_bytes` allocated before it; seconds are 0 because tracking slows the step down."""
+def step_record(tracker: MemoryTracker, device: torch.device, fixed_bytes: int, *, seconds: float = 0.0) -> Record:
+    """Record of a tracked step with `fixed_bytes` allocated before it; seconds are 0 where tracking slows the step down."""
     return Record(
         peak_bytes=largest(fixed_bytes + max(reading.peak_bytes for reading in tracker.readings)),
         base_bytes=fixed_bytes,
-        seconds=0.0,
+        seconds=seconds,
         timeline=thin_timeline(tracker.timeline, fixed_bytes),
         reserved_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
         device=str(device),

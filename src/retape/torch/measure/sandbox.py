@@ -33,7 +33,7 @@ class InitialGradients(Enum):
     """State of the weights' gradients at the start of a step."""
 
     ZERO = auto()  # allocated, as during accumulation: that is when a step's peak is highest
-    NONE = auto()
+    NONE = auto()  # as after `zero_grad()`: each appears in the backward of its module
 
 
 class Sandbox:
@@ -74,12 +74,12 @@ class Sandbox:
         self._fields += [_SavedSlots(name, value) for name, value in reach.objects]
         return reach
 
-    def rewind(self) -> None:
-        """Restore everything to the start, with gradients of the weights zero or None, as InitialGradients says."""
+    def rewind(self, gradients: InitialGradients | None = None) -> None:
+        """Restore everything to the start, with gradients of the weights zero or None, by default as the sandbox was made with."""
         lost = self._restore()
         with torch.no_grad():
             for leaf in self._leaves.values():
-                leaf.reset(self._gradients)
+                leaf.reset(gradients or self._gradients)
         rng.seek(self._draws)
         _refuse_changes(lost)
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A measured plan: per device the problem, the plan and the record of a step; for all devices what each region does."""
+    """A measured plan: per device the problem, the plan and the record of a step; for all devices what each region does.
+
+    `accumulating` is the plan of steps that begin with gradients, if this one is not for them.
+    """
 
     parts: tuple[DeviceRecord, ...]
     assignment: Assignment
@@ -35,6 +38,7 @@ class Candidate:
     regions: Mapping[str, nn.Module]
     fused_loss: bool = False
     search_seconds: float = 0.0
+    accumulating: Candidate | None = None
 
     @property
     def plan(self) -> Plan:
@@ -214,11 +218,6 @@ def ran_out(plan: Plan, devices: str, message: str) -> BudgetTooSmall:
         floor_bytes=plan.floor_bytes,
         binding="",
     )
-
-
-def is_better(one: Candidate, other: Candidate | BudgetTooSmall) -> bool:
-    """True if a plan is better than the other result: that one failed, or is slower."""
-    return isinstance(other, BudgetTooSmall) or one.seconds < other.seconds
 
 
 def lower_floor(

@@ -64,6 +64,10 @@ class RegionChain:
         less = replace(self.chain, fixed_bytes=self.chain.fixed_bytes - self.slack_bytes)
         return replace(self, chain=less, slack_bytes=0)
 
+    def accumulating(self) -> RegionChain:
+        """Return the same chain for a step that begins with all gradients."""
+        return replace(self, chain=self.chain.accumulating())
+
     def without(self, *kinds: OptionKind) -> RegionChain:
         """Return the same chain without options of these kinds."""
         stages, regions = [], []
@@ -140,6 +144,7 @@ def elsewhere(call: RegionCall, levels: Levels, measured: RegionBytes, seconds: 
         forward_transient_bytes=max(0, measured.forward_peak - end),
         backward_transient_bytes=max(0, measured.rerun_peak - end, measured.backward_peak - end),
         pinned=True,
+        gradient_bytes=measured.gradient_bytes,
     )
 
 
@@ -158,6 +163,7 @@ def glue(stage: int, levels: tuple[int, int], profiled: Profiled, name: str, sta
         forward_transient_bytes=max(0, measured.glue_forward_peak - end),
         backward_transient_bytes=max(0, measured.glue_backward_peak - end),
         pinned=True,
+        gradient_bytes=measured.glue_gradient_bytes,
     )
 
 
@@ -166,11 +172,14 @@ def _least(times: list[RegionSeconds]) -> RegionSeconds:
 
 
 def _with_glue_bytes(measured: RegionBytes) -> RegionBytes:
-    """Return the peaks of a region with those of the glue after it, which saves nothing."""
+    """Return the bytes of a region with those of the glue after it, which saves nothing and whose backward comes first."""
+    earlier = measured.glue_gradient_bytes
     return replace(
         measured,
         forward_peak=max(measured.forward_peak, measured.glue_forward_peak),
-        backward_peak=max(measured.backward_peak, measured.glue_backward_peak),
+        rerun_peak=measured.rerun_peak + earlier,
+        backward_peak=max(measured.backward_peak + earlier, measured.glue_backward_peak),
+        gradient_bytes=measured.gradient_bytes + earlier,
     )
 
 
@@ -223,7 +232,7 @@ class _Builder:
         eager: Profiled | None,
         tuning: PlanningTuning,
     ) -> None:
-        self._profiled, self._tuning = profiled, tuning
+        self._profiled, self._tuning, self._host = profiled, tuning, host
         self._calls = profiled.profile.calls
         self._main = _VariantProfile(profiled, overheads, host, tuning)
         self._others = [_VariantProfile(other, overheads, host, tuning) for other in others]
@@ -264,7 +273,7 @@ class _Builder:
         slack = self._tuning.ignored_glue_bytes + int(
             self._tuning.slack_share * sum(stage.tape_bytes for stage in self._stages)
         )
-        chain = Chain(stages=tuple(self._stages), fixed_bytes=fixed_bytes + left + slack)
+        chain = Chain(stages=tuple(self._stages), fixed_bytes=fixed_bytes + left + slack, host=self._host)
         return RegionChain(chain=chain, stages=tuple(self._regions), slack_bytes=slack)
 
     def _feeds(self, call: RegionCall, following: RegionCall) -> bool:
@@ -348,6 +357,7 @@ class _VariantProfile:
             forward_bytes=measured.forward_peak - begin,
             rerun_bytes=measured.rerun_peak - begin,
             backward_bytes=measured.backward_peak - begin,
+            gradient_bytes=measured.gradient_bytes,
             engine_seconds=seconds.forward,
             body_seconds=seconds.body,
             rerun_seconds=seconds.rerun,

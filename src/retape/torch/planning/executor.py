@@ -12,7 +12,7 @@ import logging
 import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,11 @@ class Executor:
             self._recipes[(kind, there, inputs)] = plan_recipe(trace, frozenset(there))
 
     call_part = staticmethod(call_part)
+
+    @property
+    def begins_step(self) -> bool:
+        """True if the model has not been called since the last backward."""
+        return self._root_call < 0
 
     def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]:
         """Return the parts of a region that are called through `call_part`."""
@@ -268,6 +273,48 @@ class Executor:
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(what, stacklevel=4)
+
+
+class GradientSwitch:
+    """Lets one executor run the steps that begin without gradients, and another those that accumulate.
+
+    The first forward of a step decides. `too_small` is logged once if a step accumulates and no plan for that fits.
+    """
+
+    def __init__(
+        self, fresh: Executor, accumulating: Executor, weights: Sequence[nn.Parameter], *, too_small: str | None = None
+    ) -> None:
+        self._fresh, self._accumulating, self._weights = fresh, accumulating, tuple(weights)
+        self._running, self._too_small = fresh, too_small
+
+    call_part = staticmethod(call_part)
+
+    @property
+    def regions_run(self) -> int:
+        return self._fresh.regions_run + self._accumulating.regions_run
+
+    def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]:
+        """Return the parts of a region that are called through `call_part`."""
+        parts = [*self._fresh.parts_of(name, module), *self._accumulating.parts_of(name, module)]
+        return list(dict.fromkeys(parts))
+
+    def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Answer the call of the model."""
+        self._choose()
+        return self._running.call_root(module, plain_call, args, keywords)
+
+    def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Answer the call of a region; one outside the model's own call is a step of its own."""
+        self._choose()
+        return self._running.call(module, plain_call, args, keywords)
+
+    def _choose(self) -> None:
+        if not torch.is_grad_enabled() or not self._running.begins_step or managed_elsewhere():
+            return
+        accumulates = any(weight.grad is not None for weight in self._weights)
+        self._running = self._accumulating if accumulates else self._fresh
+        if accumulates and self._too_small is not None:
+            _log_once(self._too_small)
 
 
 @cache

@@ -202,6 +202,7 @@ class FitInstruments:
     overheads: Callable[[torch.device], Overheads] = engine_overheads
     host_tier: Callable[[torch.device], Tier | None] = host_tier
     track_memory: Callable[[torch.device], AbstractContextManager[MemoryTracker]] = track_memory
+    tracks_freely: Callable[[torch.device], bool] = overlaps_host_work  # tracking takes no time of the device
     fixed_bytes: Callable[..., int] = fixed_bytes
     allocated_bytes: Callable[[torch.device], int] = allocated_bytes
     devices_of: Callable[..., tuple[torch.device, ...]] = devices_of
@@ -216,12 +217,12 @@ def is_long(seconds: float, tuning: PlanningTuning) -> bool:
     return largest(int(1e3 * seconds)) >= 1e3 * tuning.long_step_seconds
 
 
-def repeated(run: Callable[[], float], times: int, tuning: PlanningTuning) -> list[float]:
-    """Return the seconds of up to `times` runs; fewer if they are long. Every rank runs equally often."""
-    found = [run()]
+def repeated(run: Callable[[], float], times: int, tuning: PlanningTuning, taken: Sequence[float] = ()) -> list[float]:
+    """Return the seconds of more runs, up to `times` with those `taken`; fewer if they are long. Every rank runs equally often."""
+    found = list(taken) or [run()]
     while len(found) < times and not is_long(found[-1] if len(found) < tuning.timed_steps else sum(found), tuning):
         found.append(run())
-    return found
+    return found[len(taken) :]
 
 
 def timed_steps_for(calls: int, kinds: int, tuning: PlanningTuning) -> int:

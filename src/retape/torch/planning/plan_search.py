@@ -11,9 +11,10 @@ Steps are run by `step_trials.py`, chains are made by `chain_builder.py`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,25 +22,29 @@ from torch import nn
 
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.fit_record import DeviceRecord
+from retape.core.machine import simulate
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
 from retape.torch.compat.ranks import decided_by_first
 from retape.torch.measure.budgets import add_suggestions, resolved
+from retape.torch.measure.sandbox import InitialGradients
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.candidates import Candidate, Candidates, is_better, lower_floor, promised_seconds, ran_out
+from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, promised_seconds, ran_out
 from retape.torch.planning.chain_builder import RegionChain, build_chain
 from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_graph_replays
 from retape.torch.planning.instruments import in_turns, is_faster, overlaps_host_work, repeated, turns_within
+from retape.torch.planning.step_trials import OutOfMemory
 
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment
+    from retape.core.record import Record
     from retape.torch.planning.profile_intervals import Profile, Profiled
     from retape.torch.planning.step_trials import StepTrials
 
 _LOG = logging.getLogger("retape")
 
-# A plan that copies, or re-runs regions in part, is compared with plans that ask less of the host: no profile of a GPU shows its work.
+# A plan that copies, or re-runs regions in part, is compared with one that asks less of the host: no profile of a GPU shows its work.
 _PLAINER = ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD))
 
 
@@ -111,7 +116,8 @@ class PlanSearch:
             self._check_spread()
         self._budgets = budgets_of(budget, trials.devices)
         self._limits: dict[torch.device, int] = {}  # in bytes with everything counted, once they are known
-        self._put_off: BudgetTooSmall | None = None  # what did not fit, if a fused loss is tried before other regions
+        self._winner: _SetupSearch | None = None  # the search that found the last plan
+        self._fusing_refused = False  # True once the model has used its logits between head and loss
 
     def _check_spread(self) -> None:
         if self._trials.compiled:
@@ -132,12 +138,18 @@ class PlanSearch:
             found = self._with_or_without_fused_loss(Setup(regions=self._regions))
             if isinstance(found, Candidate) and not self._is_exact(found):
                 found = self._without_select(found)
+            if isinstance(found, Candidate):
+                found = replace(found, accumulating=self._accumulating(found))
         if isinstance(found, BudgetTooSmall):
             budget, can_fuse = self._budgets[self._trials.devices[0]], LIBRARIES.can_fuse_loss(self._trials.root)
             raise add_suggestions(found, budget, self._options, can_fuse=can_fuse)
-        if found.executor is not None:
-            self._trials.attach(found.regions, found.executor)
         return replace(found, search_seconds=clock() - start)
+
+    def _accumulating(self, found: Candidate) -> Candidate | None:
+        """Return the plan of steps that begin with gradients; None if the plan that was found serves them too."""
+        if self._trials.gradients is InitialGradients.ZERO or self._winner is None:
+            return None
+        return self._winner.accumulating(found)
 
     def _is_exact(self, found: Candidate) -> bool:
         """True if every partial re-run of a plan reproduces the bits of the forward."""
@@ -150,65 +162,59 @@ class PlanSearch:
         """Search again without partial re-runs."""
         self._trials.tell("a partial re-run was not exact: planning without them")
         if rejected.fused_loss:
-            with self._trials.sandbox.kept_changes():
-                LIBRARIES.unfuse_loss(self._trials.root)
-        self._put_off = None
+            self._unfuse_loss()
         return self._with_or_without_fused_loss(Setup(regions=self._regions, selects=False))
 
     @property
     def _may_fuse(self) -> bool:
-        return self._options is OptionSet.ALL and LIBRARIES.can_fuse_loss(self._trials.root)
+        allowed = self._options is OptionSet.ALL and not self._fusing_refused
+        return allowed and LIBRARIES.can_fuse_loss(self._trials.root)
 
     def _with_or_without_fused_loss(self, setup: Setup) -> Candidate | BudgetTooSmall:
-        """Search; with `ALL` also with the loss in slices, which is kept if it is faster or if nothing else fits."""
-        without = self._divided(setup)
-        if not self._may_fuse or (isinstance(without, Candidate) and without.assignment.keeps_everything):
-            return without
-        fused = self._fused(setup, without)
+        """Search; with `ALL` also with the loss in slices, if that promises to be faster or if nothing else fits."""
+        plain = self._prepared(setup)
+        if not self._may_fuse or (isinstance(plain, _SetupSearch) and plain.promises_everything):
+            return self._divided(setup, plain)
+        fused: Candidate | BudgetTooSmall | None = None
+        self._fuse_loss()
+        try:
+            fused = self._in_slices(setup, plain)
+        finally:
+            if not isinstance(fused, Candidate):
+                self._unfuse_loss()
         if isinstance(fused, Candidate):
-            return fused
-        if self._put_off is not None:
-            return lower_floor(self._with_less_at_once(setup, self._put_off), fused)
-        return lower_floor(without, fused)
+            return replace(fused, fused_loss=True)
+        if isinstance(plain, BudgetTooSmall) and self._fusing_refused:
+            plain = self._prepared(setup)  # as it is profiled where nothing else lowers the floor
+        return lower_floor(self._divided(setup, plain), fused)
 
-    def _fused(self, setup: Setup, without: Candidate | BudgetTooSmall) -> Candidate | BudgetTooSmall | None:
-        """Search with the loss in slices; None, with the loss as it was, if that is not better than `without`."""
+    def _in_slices(self, setup: Setup, plain: _SetupSearch | BudgetTooSmall) -> Candidate | BudgetTooSmall | None:
+        """Search with the loss fused; None if it promises less, or, with a warning, if the model needs its logits."""
+        try:
+            prepared = self._prepared(setup)
+            if decided_by_first(partial(_is_more_promising, prepared, plain)):
+                return self._divided(setup, prepared)
+        except InvalidInput as error:  # of the fused loss: the same steps run without it
+            self._fusing_refused = True
+            _LOG.warning("retape: the loss is not computed in slices. %s", error)
+        return None
+
+    def _fuse_loss(self) -> None:
         trials, first = self._trials, self._trials.devices[0]
         trials.tell("with the loss fused")
-        limit = self._limits.get(first)
-        room_bytes = None if limit is None else limit - trials.fixed_bytes[first]
+        limit = self._limits.get(first, self._budgets[first].limit_bytes)
+        room_bytes = None if limit is None else max(0, limit - trials.fixed_bytes[first])
         with trials.sandbox.kept_changes():
             LIBRARIES.fuse_loss(trials.root, room_bytes=room_bytes, compiled=trials.compiled)
-        fused: Candidate | BudgetTooSmall | None = None
-        better = False
-        try:
-            fused = self._in_slices(setup)
-            better = isinstance(fused, Candidate) and decided_by_first(partial(is_better, fused, without))
-        finally:
-            if not better:
-                with trials.sandbox.kept_changes():
-                    LIBRARIES.unfuse_loss(trials.root)
-        if isinstance(fused, Candidate):
-            return replace(fused, fused_loss=True) if better else None
-        return fused
 
-    def _in_slices(self, setup: Setup) -> Candidate | BudgetTooSmall | None:
-        """Search with the loss fused; None, and a warning, if the model does something with its logits that needs them."""
-        try:
-            return self._divided(setup)
-        except InvalidInput as error:  # of the fused loss: the same steps have run without it
-            _LOG.warning("retape: the loss is not computed in slices. %s", error)
-            return None
+    def _unfuse_loss(self) -> None:
+        with self._trials.sandbox.kept_changes():
+            LIBRARIES.unfuse_loss(self._trials.root)
 
-    def _divided(self, setup: Setup) -> Candidate | BudgetTooSmall:
+    def _divided(self, setup: Setup, prepared: _SetupSearch | BudgetTooSmall) -> Candidate | BudgetTooSmall:
         """Search with the regions as they are; if they do not fit, with less of them at once."""
-        try:
-            return self._searched(setup)
-        except BudgetTooSmall as error:
-            if self._may_fuse and error.binding and error.binding not in setup.regions:
-                self._put_off = error  # the loss does not fit: other regions would help little
-                return error
-            return self._with_less_at_once(setup, error)
+        found = prepared if isinstance(prepared, BudgetTooSmall) else self._best(prepared)
+        return self._with_less_at_once(setup, found) if isinstance(found, BudgetTooSmall) else found
 
     def _with_less_at_once(self, setup: Setup, failure: BudgetTooSmall) -> Candidate | BudgetTooSmall:
         """Search with parts of compiled blocks in tiles, then with the blocks divided into their modules.
@@ -224,32 +230,39 @@ class PlanSearch:
             if not regions:
                 continue
             self._trials.tell(what)
-            try:
-                return self._searched(replace(setup, regions=regions, in_tiles=in_tiles))
-            except BudgetTooSmall as error:
-                failure = min(failure, error, key=lambda each: each.floor_bytes)
+            prepared = self._prepared(replace(setup, regions=regions, in_tiles=in_tiles))
+            found = prepared if isinstance(prepared, BudgetTooSmall) else self._best(prepared)
+            if isinstance(found, Candidate):
+                return found
+            failure = min(failure, found, key=lambda each: each.floor_bytes or math.inf)
         return failure
 
     # --- one setup --------------------------------------------------------------------------------------------------
 
-    def _searched(self, setup: Setup) -> Candidate:
-        """Profile, then propose, measure and correct until a plan is confirmed; raise BudgetTooSmall if there is none."""
+    def _prepared(self, setup: Setup) -> _SetupSearch | BudgetTooSmall:
+        """Profile a setup and make its problems; return the error if even a step that recomputes everything does not fit."""
         trials = self._trials
-        profiled = trials.profiled(setup.regions)
+        try:
+            profiled = trials.profiled(setup.regions, smallest=not self._may_fuse)
+        except BudgetTooSmall as error:
+            return _without_traceback(error)
         if trials.is_spread:
             self._refuse_unknown_devices(profiled.profile)
         few = setup.regions is not self._regions
         others, eager = trials.profiled_variants(setup.regions, profiled, few=few, tiles=setup.in_tiles)
         trials.tell("solving")
         problems = tuple(self._problem(device, profiled, others, eager, setup) for device in trials.devices)
-        search = _SetupSearch(trials, setup, profiled.profile)
-        found = Candidates(
-            limits=[self._limit(problem) for problem in problems],
-            everything=[problem.everything for problem in problems],
-            long=trials.is_long,
-            tuning=self._tuning,
-        )
-        return search.best(problems, found)
+        limits = [self._limit(problem) for problem in problems]
+        return _SetupSearch(trials, setup, profiled.profile, problems, limits)
+
+    def _best(self, prepared: _SetupSearch) -> Candidate | BudgetTooSmall:
+        """Propose, measure and correct until a plan is confirmed; return the error if there is none."""
+        try:
+            found = prepared.best()
+        except BudgetTooSmall as error:
+            return _without_traceback(error)
+        self._winner = prepared
+        return found
 
     def _problem(
         self,
@@ -266,7 +279,7 @@ class PlanSearch:
         chain = decided_by_first(
             lambda: build_chain(
                 profiled.on(device),
-                fixed_bytes=self._trials.fixed_bytes[device],
+                fixed_bytes=self._trials.start_bytes(device),
                 overheads=overheads,
                 host=host,
                 others=others,
@@ -287,7 +300,7 @@ class PlanSearch:
         """
         device = problem.device
         if device not in self._limits:
-            bare = replace(problem.chain.chain, fixed_bytes=self._trials.fixed_bytes[device])  # without slack
+            bare = replace(problem.chain.chain, fixed_bytes=self._trials.start_bytes(device))  # without slack
             self._limits[device] = decided_by_first(partial(limit_bytes, bare, problem.budget))
         return self._limits[device]
 
@@ -303,11 +316,34 @@ class PlanSearch:
 class _SetupSearch:
     """The search for one setup: proposals, measurements and corrections, and the comparison with plainer plans."""
 
-    def __init__(self, trials: StepTrials, setup: Setup, profile: Profile) -> None:
+    def __init__(
+        self, trials: StepTrials, setup: Setup, profile: Profile, problems: Problems, limits: Sequence[int]
+    ) -> None:
         self._trials, self._tuning, self._setup, self._profile = trials, trials.tuning, setup, profile
+        self._problems, self._limits = problems, list(limits)
+        everything = [problem.everything for problem in problems]
+        self._found = Candidates(limits=limits, everything=everything, long=trials.is_long, tuning=self._tuning)
 
-    def best(self, problems: Problems, found: Candidates) -> Candidate:
+    @cached_property
+    def promised(self) -> tuple[float, bool] | None:
+        """Predicted seconds of the best plan, and True if it keeps everything; None if no plan fits by prediction."""
+        try:
+            plans = self._proposed(self._problems, self._found)
+        except BudgetTooSmall:
+            return None
+        finally:
+            self._found.tried_floors.clear()
+        seconds = promised_seconds([problem.chain.chain for problem in self._problems], plans)
+        return seconds, self._assignment(self._problems, plans).keeps_everything
+
+    @property
+    def promises_everything(self) -> bool:
+        """True if a plan that keeps everything is predicted to fit."""
+        return self.promised is not None and self.promised[1]
+
+    def best(self) -> Candidate:
         """Return the best plan, timed; raise BudgetTooSmall if there is none."""
+        problems, found = self._problems, self._found
         if self._correct(problems, found):
             # The time that copies are in flight is the least certain part of a prediction: see what fits without them.
             self._correct(_without(problems, OptionKind.OFFLOAD), found)
@@ -315,6 +351,34 @@ class _SetupSearch:
         if found.best is None:
             raise found.error()
         return self._or_plainer(problems, found, self._timed(found.best))
+
+    def accumulating(self, best: Candidate) -> Candidate | None:
+        """Return a plan for steps that begin with gradients; None if the best plan for those without fits there too.
+
+        If nothing fits there, it is the plan with the smallest peak, which is not measured.
+        """
+        chains = [part.chain.accumulating() for part in best.parts]
+        pairs = zip(chains, best.parts, strict=True)
+        peaks = [simulate(chain, part.plan.actions()).peak_bytes for chain, part in pairs]
+        if all(peak <= limit for peak, limit in zip(peaks, self._limits, strict=True)):
+            return None
+        self._trials.tell("planning steps that accumulate gradients")
+        corrections = zip(self._problems, best.parts, strict=True)
+        more = [part.chain.fixed_bytes - problem.chain.chain.fixed_bytes for problem, part in corrections]
+        problems = _each(_with_more_fixed(self._problems, more), RegionChain.accumulating)
+        found = self._found.beside()
+        with self._trials.accumulating():
+            self._correct(problems, found)
+        return found.best or self._smallest(problems)
+
+    def _smallest(self, problems: Problems) -> Candidate:
+        """Return the plan with the smallest peak, with its predictions in the place of measurements."""
+        chains = [problem.chain.chain for problem in problems]
+        plans = [solve(chain, frontier(chain).floor_bytes) for chain in chains]
+        assignment = self._assignment(problems, plans)
+        executor = self._trials.executor(self._profile, assignment, self._setup.regions)
+        parts = self._parts(problems, plans, [self._trials.unmeasured(problem.device) for problem in problems])
+        return Candidate(parts=parts, assignment=assignment, executor=executor, regions=self._setup.regions)
 
     def _correct(self, problems: Problems, found: Candidates) -> bool:
         """Propose, measure and correct until a plan is confirmed; return True if one that moves slots exceeded a limit."""
@@ -330,10 +394,9 @@ class _SetupSearch:
                     break
                 problems = _each(problems, RegionChain.without_slack)
                 continue
-            try:
-                tried = self._measured(problems, plans, found)
-            except torch.OutOfMemoryError as error:
-                found.fail(self._ran_out(plans[0], error))
+            tried = self._attempted(problems, plans, found)
+            if isinstance(tried, OutOfMemory):
+                found.fail(self._ran_out(plans[0], tried))
                 if all(found.everything):
                     break
                 less = [plan.promised_peak_bytes // self._tuning.out_of_memory_parts for plan in plans]
@@ -352,11 +415,12 @@ class _SetupSearch:
         if best is None or not found.is_far_off:
             return
         again = replace(best, parts=decided_by_first(best.promised_again))
-        try:
-            found.add(again.measured_as(self._trials.measured(best.regions, best.executor)))
-        except torch.OutOfMemoryError as error:
-            found.fail(self._ran_out(again.plan, error))
+        records = self._trials.attempted(partial(self._trials.measured, best.regions, best.executor))
+        if isinstance(records, OutOfMemory):
+            found.fail(self._ran_out(again.plan, records))
             found.best = None
+        else:
+            found.add(again.measured_as(records))
 
     def _use_slack(self, problems: Problems, found: Candidates) -> None:
         """Measure the plan that needs what was put aside, or predicted and not needed, if it promises to be faster."""
@@ -369,13 +433,13 @@ class _SetupSearch:
         plans = self._promising(problems, found, self._tuning.min_gain * best.promised_seconds)
         if plans is None:
             return
-        try:
-            tried = self._measured(problems, plans, found)
+        for _ in range(2):
+            tried = self._attempted(problems, plans, found)
+            if isinstance(tried, OutOfMemory):
+                return
             found.add(tried)
-            if found.best is not best and tried.assignment.moves_something:  # copies are not always equally far
-                found.add(self._measured(problems, plans, found))
-        except torch.OutOfMemoryError as error:
-            self._ran_out(plans[0], error)
+            if found.best is best or not tried.assignment.moves_something:  # copies are not always equally far
+                return
 
     # --- by the clock -----------------------------------------------------------------------------------------------
 
@@ -383,16 +447,18 @@ class _SetupSearch:
         """Return the best plan with its seconds; no other is timed, because steps are expensive."""
         self._trials.tell("timing the plan")
         run = partial(self._trials.timed, best.regions, best.executor)
-        try:
-            return best.taking(min(repeated(run, self._tuning.timed_steps, self._tuning)))
-        except torch.OutOfMemoryError as error:  # it fitted once, which is no guarantee on this device
-            raise self._ran_out(best.plan, error) from error
+        # The first step of a plan that copies allocates host memory, which takes longer than the step.
+        known = [best.seconds] if best.seconds and not best.assignment.moves_something else []
+        taken = self._trials.attempted(partial(repeated, run, self._tuning.timed_steps, self._tuning, known))
+        if isinstance(taken, OutOfMemory):  # it fitted once, which is no guarantee on this device
+            raise self._ran_out(best.plan, taken)
+        return best.taking(min([*known, *taken]))
 
     def _or_plainer(self, problems: Problems, found: Candidates, best: Candidate) -> Candidate:
-        """Return the best plan, or one that copies nothing, or re-runs no region in part, if that is faster."""
+        """Return the best plan, or one that copies nothing (else: that re-runs no region in part), if that is faster."""
         for kinds in _PLAINER:
             if not self._trials.is_long and any(choice.option in kinds for choice in best.assignment.choices):
-                best = self._faster(_without(problems, *kinds), found, best)
+                return self._faster(_without(problems, *kinds), found, best)
         return best
 
     def _faster(self, plainer: Problems, found: Candidates, best: Candidate) -> Candidate:
@@ -411,10 +477,8 @@ class _SetupSearch:
         if other is None or not found.is_new(best, other):
             return best
         runs = [partial(self._trials.timed, each.regions, each.executor) for each in (best, other)]
-        try:
-            taken = in_turns(runs, turns)
-        except torch.OutOfMemoryError as error:
-            self._ran_out(other.plan, error)
+        taken = self._trials.attempted(partial(in_turns, runs, turns))
+        if isinstance(taken, OutOfMemory):
             return best
         # A promise that leaves something out does not say which of the two is faster either.
         ratio = 1.0 if late else other.promised_seconds / (best.promised_seconds or 1.0)
@@ -453,12 +517,19 @@ class _SetupSearch:
             return None
         return plans if promised_seconds([each.chain.chain for each in problems], plans) <= seconds else None
 
+    def _attempted(self, problems: Problems, plans: list[Plan], found: Candidates) -> Candidate | OutOfMemory:
+        return self._trials.attempted(partial(self._measured, problems, plans, found))
+
     def _measured(self, problems: Problems, plans: list[Plan], found: Candidates) -> Candidate:
         """Run the plans of all devices together and measure each; also plans that were run before, for their new promise."""
         assignment = self._assignment(problems, plans)
         executor = self._trials.executor(self._profile, assignment, self._setup.regions)
         records = self._trials.measured(self._setup.regions, executor)
-        parts = tuple(
+        parts = self._parts(problems, plans, records)
+        return Candidate(parts=parts, assignment=assignment, executor=executor, regions=self._setup.regions)
+
+    def _parts(self, problems: Problems, plans: Sequence[Plan], records: Sequence[Record]) -> tuple[DeviceRecord, ...]:
+        return tuple(
             DeviceRecord(
                 device=str(problem.device),
                 budget_bytes=limit,
@@ -468,9 +539,8 @@ class _SetupSearch:
                 frontier=problem.frontier,
                 measured=record,
             )
-            for problem, plan, limit, record in zip(problems, plans, found.limits, records, strict=True)
+            for problem, plan, limit, record in zip(problems, plans, self._limits, records, strict=True)
         )
-        return Candidate(parts=parts, assignment=assignment, executor=executor, regions=self._setup.regions)
 
     def _assignment(self, problems: Problems, plans: list[Plan]) -> Assignment:
         """Return each region as the plan of its own device has it; each assignment has all regions, in the same order."""
@@ -487,9 +557,21 @@ class _SetupSearch:
         calls = self._profile.calls
         return [n for n, call in enumerate(calls) if not self._trials.is_spread or call.device == device]
 
-    def _ran_out(self, plan: Plan, error: torch.OutOfMemoryError) -> BudgetTooSmall:
-        self._trials.after_running_out()
-        return ran_out(plan, self._trials.device_names, str(error).splitlines()[0])
+    def _ran_out(self, plan: Plan, why: OutOfMemory) -> BudgetTooSmall:
+        return ran_out(plan, self._trials.device_names, why.message)
+
+
+def _is_more_promising(one: _SetupSearch | BudgetTooSmall, other: _SetupSearch | BudgetTooSmall) -> bool:
+    """True if a search has a plan that is predicted to be as fast as the other's, or if no plan of the other fits."""
+    if isinstance(other, BudgetTooSmall) or other.promised is None:
+        return True
+    return isinstance(one, _SetupSearch) and one.promised is not None and one.promised[0] <= other.promised[0]
+
+
+def _without_traceback(error: BudgetTooSmall) -> BudgetTooSmall:
+    """Return an error that does not keep the frames alive, with their tensors, in which it was raised."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _each(problems: Problems, change: Callable[[RegionChain], RegionChain]) -> Problems:

@@ -62,8 +62,12 @@ class ProfileSession:
         variants: VariantCache = VARIANTS,
         op_timer: Callable[[torch.device], OpTimer] = OpTimer,
         clock: Clock = time.perf_counter,
+        known: Profile | None = None,
     ) -> None:
-        """`homes` has the device of each region, by the id of its module, if there are several devices."""
+        """`homes` has the device of each region, by the id of its module, if there are several devices.
+
+        Kinds of regions that `known` has are not traced again; new ones are added to it.
+        """
         self._names = names
         self._device = device
         self._homes = homes
@@ -74,6 +78,7 @@ class ProfileSession:
         self._tiled = tiled or PartsInTiles(1, {})
         self._policy = policy
         self._spare_seconds = tuning.extra_trace_seconds
+        self._known = Profile() if known is None else known
         self.profile = Profile()
         self.instrument: Instrument | None = None
         self._begin()
@@ -149,8 +154,11 @@ class ProfileSession:
             self._note(region, stage, module, signature(args, keywords), inputs)
             kind_of_call = self.profile.calls[-1].kind
             if self._probe is not None and not is_distributed() and kind_of_call not in self.profile.tilings:
-                with region.snapshot.restored(inputs):  # what a probe leaves in containers is not the step's
-                    self.profile.tilings[kind_of_call] = self._probe.tiling(module, plain_call, args, keywords)
+                if kind_of_call not in self._known.tilings:
+                    with region.snapshot.restored(inputs):  # what a probe leaves in containers is not the step's
+                        tiling = self._probe.tiling(module, plain_call, args, keywords)
+                    self._known.tilings[kind_of_call] = tiling
+                self.profile.tilings[kind_of_call] = self._known.tilings[kind_of_call]
         else:
             self._counts[id(module)] = self._counts.get(id(module), 0) + 1
         return outputs
@@ -177,7 +185,9 @@ class ProfileSession:
             tuple(slot.described for slot in region.live_slots()),
         )
         if kind not in self.profile.traces:
-            self.profile.traces[kind] = self._traced(region, home) if region.slot_count else None
+            if kind not in self._known.traces:
+                self._known.traces[kind] = self._traced(region, home) if region.slot_count else None
+            self.profile.traces[kind] = self._known.traces[kind]
         makers = [_maker_stage(tensor) for tensor in tensors]
         runs_variant = is_variant(region.function)
         known = {maker for maker in makers if maker is not None}

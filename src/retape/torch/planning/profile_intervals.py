@@ -6,7 +6,7 @@ order. Glue is numbered by the region before it; the glue before the first regio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
@@ -131,7 +131,11 @@ class _Follower:
 
 @dataclass(slots=True)
 class RegionBytes:
-    """Live and peak bytes of the parts of one region, above the start of the step; a part that never ran has peak 0."""
+    """Live and peak bytes of the parts of one region, above the start of the step; a part that never ran has peak 0.
+
+    `gradient_bytes` are the gradients of weights that appeared in its backward, and `glue_gradient_bytes` those in the backward of
+    the glue after it. Peaks contain the gradients of their own part, and none of other parts.
+    """
 
     start: int = 0
     end: int = 0
@@ -141,6 +145,8 @@ class RegionBytes:
     backward_peak: int = 0
     glue_forward_peak: int = 0
     glue_backward_peak: int = 0
+    gradient_bytes: int = 0
+    glue_gradient_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -227,14 +233,23 @@ _SECONDS = {
 }
 
 
-def read_bytes(readings: Iterable[MemoryReading]) -> StepBytes:
-    """Return the bytes of each region from the readings of a tracked step."""
+_GRADIENTS = {Part.GLUE_FORWARD: "glue_gradient_bytes", Part.GLUE_BACKWARD: "glue_gradient_bytes"}
+
+
+def read_bytes(readings: Sequence[MemoryReading], gradients: Sequence[int] | None = None) -> StepBytes:
+    """Return the bytes of each region from the readings of a tracked step.
+
+    `gradients` are the bytes of gradients at each reading; None if a step begins with them and their number does not change.
+    """
     step, follower = StepBytes(), _Follower()
     before = -1
-    for reading in readings:
+    levels = gradients or [0] * len(readings)
+    for reading, earlier, now in zip(readings, (0, *levels), levels, strict=False):
         part, stage = follower.next(reading.label)
-        region = step.of(stage)
-        setattr(region, _PEAKS[part], max(getattr(region, _PEAKS[part]), reading.peak_bytes))
+        region, own = step.of(stage), _GRADIENTS.get(part, "gradient_bytes")
+        peak = reading.peak_bytes - (earlier - getattr(region, own))
+        setattr(region, own, getattr(region, own) + now - earlier)
+        setattr(region, _PEAKS[part], max(getattr(region, _PEAKS[part]), peak))
         step.peak = max(step.peak, reading.peak_bytes)
         if not isinstance(reading.label, tuple):
             continue

@@ -126,15 +126,17 @@ def offload_reruns(
     targets: Iterable[int],
     *,
     small_parts: int,
+    small_bytes: int,
 ) -> tuple[PartialRerun, ...]:
     """Return ways to move about as many bytes as each of `targets`: of the whole tape, and of what each selection holds.
 
-    The largest storages go first, which takes the fewest copies; those below 1/`small_parts` of the tape stay on the device.
+    The largest storages go first, which takes the fewest copies; those below `small_bytes`, or below 1/`small_parts` of the tape if
+    that is less, stay on the device.
     """
     if trace is None or not is_steady(trace):
         return ()
     tape = tape_storages(trace)
-    least = sum(tape.values()) // small_parts
+    least = min(sum(tape.values()) // small_parts, small_bytes)
     wholes = [
         frozenset(tape),
         *(frozenset(tape.keys() & {trace.slots[slot] for slot in each.held}) for each in selections),
@@ -275,7 +277,7 @@ class MeasuredRegion:
 
     Bytes are above what lived when the region began. `linked` are the inputs that other regions made, by their numbers among the
     call's tensors. `lane_seconds` is the region's share of the copy stream to the host if it moves its input. `saved_share` and
-    `tiles` name the compiled variant that it ran in.
+    `tiles` name the compiled variant that it ran in. `gradient_bytes` of weights appear in its backward, and are in `backward_bytes`.
     """
 
     name: str
@@ -295,6 +297,7 @@ class MeasuredRegion:
     tuning: PlanningTuning
     saved_share: float | None = None
     tiles: int = 1
+    gradient_bytes: int = 0
 
     # Bytes that were measured and that no op of the trace shows, and the share of a forward that a whole re-run does.
     _unseen_forward: int = field(init=False)
@@ -333,6 +336,7 @@ class MeasuredRegion:
             rerun_transient_bytes=max(0, self.rerun_bytes - held),
             untaped_transient_bytes=max(0, self.forward_bytes - self.output_bytes),
             options=tuple(option.cost for option in own),
+            gradient_bytes=self.gradient_bytes,
         )
         return stage, (RegionOption(cost=stage.choices[0], saved_share=self.saved_share), *own)
 
@@ -425,7 +429,8 @@ class MeasuredRegion:
         most = float("inf") if host.capacity_bytes is None else host.capacity_bytes // regions
         whole = sum(tape_storages(self.trace).values()) if self.trace is not None else 0
         targets = sorted({int(min(size, most, whole)) for size in (free / 2, free, 2 * free, whole)})
-        return offload_reruns(self.trace, selections, targets, small_parts=self.tuning.small_storage_parts)
+        small_parts, small_bytes = self.tuning.small_storage_parts, self.tuning.small_storage_bytes
+        return offload_reruns(self.trace, selections, targets, small_parts=small_parts, small_bytes=small_bytes)
 
     def offload(self, reruns: tuple[PartialRerun, ...], host: Tier) -> list[RegionOption]:
         """Return the undominated options to move slots."""

@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, RetapeError, StateChanged
+from retape.core.problem import BudgetKind
+from retape.core.record import Record
 from retape.torch.compat.ranks import any_rank
 from retape.torch.engine.policy import Check, Inputs, Policy
+from retape.torch.measure.baseline_memory import gradient_bytes, missing_gradient_bytes
+from retape.torch.measure.budgets import resolved
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
-from retape.torch.measure.sandbox import Sandbox, sandboxed
+from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.planning.attach import ModelCaller, put_on, take_off, unwrapped
 from retape.torch.planning.executor import Executor, slots_there
@@ -41,13 +45,24 @@ from retape.torch.planning.tuning import TUNING, PlanningTuning
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment
     from retape.core.problem import Budget
-    from retape.core.record import Record
 
 Regions = Mapping[str, nn.Module]
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The message of an out-of-memory error, without the error: that would keep the tensors of its step alive."""
+
+    message: str
 
 
 class StepTrials:
-    """Steps of one model with one batch; `devices` are those that it trains on, `fixed_bytes` what each has before a step."""
+    """Steps of one model with one batch; `devices` are those that it trains on.
+
+    `fixed_bytes` is what each device has between steps, all gradients included; `gradients` says whether a step begins with them.
+    If the budget counts everything on the device, and the model has no gradients when the fit begins, steps begin without.
+    """
 
     def __init__(
         self,
@@ -74,10 +89,37 @@ class StepTrials:
         self.compiled = compiled
         self.is_long = False  # are the steps: then few of them are run
         self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, optimizer, d) for d in self.devices}
+        self._trained = [p for p in self.root.parameters() if p.requires_grad]
+        self.gradients = self._initial_gradients(budget)
+        self._missing_bytes = {d: missing_gradient_bytes(self.root, d) for d in self.devices}
         self._model, self._batch, self._step, self._optimizer = model, batch, step or default_step, optimizer
         self._slices, self._check, self._variants, self._budget = slices, check, variants, budget
         self._sandbox: Sandbox | None = None
         self._variant_profiles = VariantProfiles(tuning)
+        self._known: dict[
+            tuple[float | None, int], Profile
+        ] = {}  # traces of kinds of regions, by the variant they ran in
+
+    def _initial_gradients(self, budget: Budget) -> InitialGradients:
+        kept = any(parameter.grad is not None for parameter in self._trained)
+        budgets = [resolved(budget, device) for device in self.devices] if not kept else []
+        total = [each.kind is BudgetKind.TOTAL and each.in_flight == 1 for each in budgets]
+        return InitialGradients.NONE if total and all(total) else InitialGradients.ZERO
+
+    def start_bytes(self, device: torch.device) -> int:
+        """Return the bytes on a device when a step begins."""
+        later = self._missing_bytes[device] if self.gradients is InitialGradients.NONE else 0
+        return self.fixed_bytes[device] - later
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let steps begin with gradients meanwhile."""
+        before, self.gradients = self.gradients, InitialGradients.ZERO
+        try:
+            yield
+        finally:
+            self.gradients = before
+            self.sandbox.rewind(before)
 
     @property
     def is_spread(self) -> bool:
@@ -93,13 +135,19 @@ class StepTrials:
     @contextmanager
     def sandboxed(self) -> Iterator[None]:
         """Leave the model, its gradients and random streams as they were at the end."""
-        with sandboxed(self._model, self._batch, self._step, self._optimizer) as self._sandbox:
+        model, batch, step, optimizer = self._model, self._batch, self._step, self._optimizer
+        with sandboxed(model, batch, step, optimizer, gradients=self.gradients) as self._sandbox:
             yield
+        self._sandbox = None
 
     @property
     def sandbox(self) -> Sandbox:
         assert self._sandbox is not None, "steps are run inside sandboxed()"
         return self._sandbox
+
+    def rewind(self) -> None:
+        """Restore the start of a step."""
+        self.sandbox.rewind(self.gradients)
 
     def run_step(self, before_backward: Callable[[Tensor], object] = lambda loss: None) -> None:
         """Run one forward and backward."""
@@ -121,9 +169,13 @@ class StepTrials:
 
     # --- profile ------------------------------------------------------------------------------------------------------
 
-    def profiled(self, regions: Regions) -> Profiled:
-        """Profile a step; a compiled model in the variant that saves everything."""
-        return self._profiled(regions, self._variants.WHOLE if self.compiled else None)
+    def profiled(self, regions: Regions, *, smallest: bool = True) -> Profiled:
+        """Profile a step; a compiled model in the variant that saves everything.
+
+        Raise BudgetTooSmall if a step with every region recomputed does not fit; with `smallest` only if it does not with the
+        inputs of regions dropped either.
+        """
+        return self._profiled(regions, self._variants.WHOLE if self.compiled else None, smallest=smallest)
 
     def profiled_variants(
         self, regions: Regions, whole: Profiled, *, few: bool, tiles: bool
@@ -137,23 +189,27 @@ class StepTrials:
         profiled = partial(self._profiled, regions)
         return self._variant_profiles.all(tuple(regions), whole, profiled, few=few, tiles=tiles)
 
-    def _profiled(self, regions: Regions, saved_share: float | None, tiled: PartsInTiles | None = None) -> Profiled:
+    def _profiled(
+        self, regions: Regions, saved_share: float | None, tiled: PartsInTiles | None = None, *, smallest: bool = True
+    ) -> Profiled:
         """Profile with every region recomputed; if that does not fit, with the inputs dropped as well."""
-        for inputs in (Inputs.HOLD, Inputs.LINK):
+        failure: OutOfMemory | None = None
+        for inputs in (Inputs.HOLD, Inputs.LINK) if smallest else (Inputs.HOLD,):
+            session = self._session(regions, inputs, saved_share, tiled)
             try:
-                return self._profiled_with(regions, self._session(regions, inputs, saved_share, tiled))
+                found = self.attempted(partial(self._profiled_with, regions, session))
             except CannotCompile:
-                return self._profiled(regions, saved_share, tiled)  # what was refused is eager now
-            except torch.OutOfMemoryError as error:
-                failure = error
-            self.after_running_out()
+                return self._profiled(regions, saved_share, tiled, smallest=smallest)  # what was refused is eager now
+            if not isinstance(found, OutOfMemory):
+                return found
+            failure = found
+        assert failure is not None
         raise BudgetTooSmall(
-            f"The step does not fit on {self.device_names} even with everything recomputed: {str(failure).splitlines()[0]} "
-            "Use a smaller batch.",
+            f"The step does not fit on {self.device_names} even with everything recomputed: {failure.message} Use a smaller batch.",
             budget_bytes=self._budget.limit_bytes or 0,
             floor_bytes=0,
             binding="",
-        ) from failure
+        )
 
     def _session(
         self, regions: Regions, inputs: Inputs, saved_share: float | None, tiled: PartsInTiles | None
@@ -174,6 +230,7 @@ class StepTrials:
             variants=self._variants,
             op_timer=self.instruments.op_timer,
             clock=self.instruments.clock,
+            known=self._known.setdefault((saved_share, tiled.tiles if tiled else 1), Profile()),
         )
 
     def _profiled_with(self, regions: Regions, session: ProfileSession) -> Profiled:
@@ -183,40 +240,58 @@ class StepTrials:
             self._first_step()
             profile = session.profile
             self.tell("measuring the memory of a step")
-            steps = self._tracked(session)
             seconds: list[dict[int, RegionSeconds]] = []
+            steps, taken = self._tracked(session, seconds)
             times = timed_steps_for(len(profile.calls), len(profile.traces), self.tuning)
-            taken = repeated(partial(self._timed_regions, session, seconds), times, self.tuning)
+            taken += repeated(partial(self._timed_regions, session, seconds), times, self.tuning, taken)
             self.is_long = is_long(min(taken), self.tuning)
         others = steps if self.is_spread else {}
         return Profiled(profile=profile, step=steps[self.devices[0]], seconds=seconds, others=others)
 
     def _first_step(self) -> None:
         """Run a step that is not measured; what it leaves for good (workspaces of libraries) is fixed from then on."""
-        self.sandbox.rewind()
+        self.rewind()
         before = {device: self.instruments.allocated_bytes(device) for device in self.devices}
         self.run_step(self.sandbox.add_leaves)
-        self.sandbox.rewind()
+        self.rewind()
         gc.collect()  # what a compiler leaves in cycles is not there for good
         for device in self.devices:
             self.fixed_bytes[device] += max(0, self.instruments.allocated_bytes(device) - before[device])
 
-    def _tracked(self, session: ProfileSession) -> dict[torch.device, StepBytes]:
+    def _tracked(
+        self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
+    ) -> tuple[dict[torch.device, StepBytes], list[float]]:
+        """Run a step with memory trackers, and with a stopwatch where they do not slow it down; return the seconds of that too."""
+        marks = _GradientMarks(self._trained, self.devices)
+        stopwatch = Stopwatch(self.devices, self.instruments.clock) if self._tracks_freely else None
         with self._trackers() as trackers:
-            self._marked(session, _Marks(tuple(trackers.values())))
-        return {device: read_bytes(tracker.readings) for device, tracker in trackers.items()}
+            self._marked(session, _Marks((*([stopwatch] if stopwatch else []), marks, *trackers.values())))
+        taken = [] if stopwatch is None else [self._read(stopwatch, readings)]
+        levels = None if self.gradients is InitialGradients.ZERO else marks
+        steps = {
+            device: read_bytes(tracker.readings, None if levels is None else levels.of(device))
+            for device, tracker in trackers.items()
+        }
+        return steps, taken
+
+    @property
+    def _tracks_freely(self) -> bool:
+        return not self.is_spread and self.instruments.tracks_freely(self.devices[0])
 
     def _timed_regions(self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]) -> float:
         """Run a step with a stopwatch; return its seconds in all."""
         self.tell("timing a step")
         stopwatch = Stopwatch(self.devices, self.instruments.clock)
         self._marked(session, stopwatch)
+        return self._read(stopwatch, readings)
+
+    def _read(self, stopwatch: Stopwatch, readings: list[dict[int, RegionSeconds]]) -> float:
         marks = stopwatch.read()
         readings.append(read_seconds(marks))
         return float(marks[-1][1])
 
     def _marked(self, session: ProfileSession, instrument: Instrument) -> None:
-        self.sandbox.rewind()
+        self.rewind()
         session.begin_step(instrument)
         instrument.mark("start")
         self.run_step(lambda _: session.mark(Phase.LOSS, -1))
@@ -246,23 +321,32 @@ class StepTrials:
         return executor
 
     def measured(self, regions: Regions, executor: Executor | None) -> list[Record]:
-        """Track the memory of a step under an executor; one record for each device, without seconds."""
+        """Track the memory of a step under an executor; one record for each device, with seconds if tracking takes no time."""
         self.tell("measuring the plan")
         with self._attached(regions, executor):
-            self.sandbox.rewind()
+            self.rewind()
             with self._trackers() as trackers:
-                self.run_step()
-        return [step_record(tracker, device, self.fixed_bytes[device]) for device, tracker in trackers.items()]
+                taken = self._timed_step()
+        seconds = taken if self._tracks_freely else 0.0
+        pairs = trackers.items()
+        return [step_record(tracker, device, self.start_bytes(device), seconds=seconds) for device, tracker in pairs]
+
+    def unmeasured(self, device: torch.device) -> Record:
+        """Return the record of a plan that was not run: its peak is 0."""
+        return Record(peak_bytes=0, base_bytes=self.start_bytes(device), seconds=0.0, device=str(device))
 
     def timed(self, regions: Regions, executor: Executor | None) -> float:
         """Return the seconds of a step under an executor."""
         with self._attached(regions, executor):
-            self.sandbox.rewind()
-            self._synchronize()
-            start = self.instruments.clock()
-            self.run_step()
-            self._synchronize()
-            return self.instruments.clock() - start
+            self.rewind()
+            return self._timed_step()
+
+    def _timed_step(self) -> float:
+        self._synchronize()
+        start = self.instruments.clock()
+        self.run_step()
+        self._synchronize()
+        return self.instruments.clock() - start
 
     def _synchronize(self) -> None:
         for device in self.devices:
@@ -272,22 +356,33 @@ class StepTrials:
         """Run one step in which every recipe is proven for its region (`engine/policy.py`); False if one was rejected on a rank."""
         executor.end_trial()
         try:
-            with self._attached(regions, executor):
-                self.sandbox.rewind()
-                self.run_step()
-        except torch.OutOfMemoryError:  # a checksum needs temporaries: the first steps of training prove the rest
-            self.sandbox.rewind()
+            # A checksum needs temporaries: if they do not fit, the first steps of training prove the rest.
+            self.attempted(partial(self._step_under, regions, executor))
         except StateChanged:  # an op wrote to a held tensor without declaring it
             if not executor.rejected:
                 raise
-            self.sandbox.rewind()
+            self.rewind()
         return not any_rank(executor.rejected)
 
-    def after_running_out(self) -> None:
-        """Make room again after an out-of-memory error."""
-        self.sandbox.rewind()
+    def _step_under(self, regions: Regions, executor: Executor) -> None:
+        with self._attached(regions, executor):
+            self.rewind()
+            self.run_step()
+
+    def attempted(self, run: Callable[[], _Result]) -> _Result | OutOfMemory:
+        """Run steps; if they run out of memory, make room again and return the message.
+
+        Room is made when the error is gone: it refers to the frames of the step, and so to its tensors.
+        """
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            message = str(error).splitlines()[0]
+        self.rewind()
+        gc.collect()
         torch.cuda.empty_cache()
         self.tell("out of memory; trying with less")
+        return OutOfMemory(message)
 
 
 def names_of(regions: Regions) -> dict[int, str]:
@@ -295,14 +390,29 @@ def names_of(regions: Regions) -> dict[int, str]:
 
 
 class _Marks:
-    """One mark for several memory trackers."""
+    """One mark for several instruments."""
 
-    def __init__(self, trackers: Sequence[MemoryTracker]) -> None:
-        self._trackers = trackers
+    def __init__(self, instruments: Sequence[Instrument]) -> None:
+        self._instruments = instruments
 
     def mark(self, label: Any) -> None:
-        for tracker in self._trackers:
-            tracker.mark(label)
+        for instrument in self._instruments:
+            instrument.mark(label)
+
+
+class _GradientMarks:
+    """Notes at each mark how many bytes of gradients there are on each device."""
+
+    def __init__(self, parameters: list[nn.Parameter], devices: Sequence[torch.device]) -> None:
+        self._parameters, self._levels = parameters, {device: [0] for device in devices}
+
+    def mark(self, label: Any) -> None:
+        for device, levels in self._levels.items():
+            levels.append(gradient_bytes(self._parameters, device))
+
+    def of(self, device: torch.device) -> list[int]:
+        """Return the bytes at each reading of a memory tracker, which has one more reading at its start and at its end."""
+        return [*self._levels[device], self._levels[device][-1]]
 
 
 # --- compiled variants ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ class PlanningTuning:
     few_calls_per_kind: int = (
         4  # with fewer calls of a kind in a step, one disturbed call changes its figures: time twice as often
     )
-    long_step_seconds: float = 4.0  # a step this long is timed once: disturbances are short beside it
+    long_step_seconds: float = 1.5  # a step this long is timed once: disturbances are short beside it
 
     # --- chain ---
     ignored_glue_bytes: int = (
@@ -27,7 +27,12 @@ class PlanningTuning:
     latest_forwards: int = 2  # an input's copy to the host may take this many forwards before the device waits for it
 
     # --- options of a region ---
-    small_storage_parts: int = 64  # a storage below 1/64 of a tape is not moved: the copy costs more than it frees
+    small_storage_parts: int = (
+        64  # a storage below 1/64 of a small tape is not moved: the copy costs more than it frees
+    )
+    small_storage_bytes: int = (
+        2**20
+    )  # nor one below this of a large tape: a copy of 1 MiB takes 20 us, its launch 10 us
     most_graph_ops: int = 600  # of a region's op graph that is solved as it is; in a larger one small ops are joined
     graph_groups: int = 200  # ops that are left then: far fewer than above, because what they take is not exact anyway
     most_offload_options: int = 12  # per region: the solver's time grows with each
