@@ -26,6 +26,7 @@ from retape.report.fit_text import explain
 from retape.report.frontier import write_frontier
 from retape.report.page.html import render_fit_html, write_report
 from retape.torch.compat.compiler_internals import is_compiled
+from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine.policy import Check
 from retape.torch.measure.step_function import StepFunction, rows_of
 from retape.torch.model_libraries import LIBRARIES
@@ -33,6 +34,7 @@ from retape.torch.planning.attach import detach, is_attached, model_hash, put_on
 from retape.torch.planning.candidates import Candidate
 from retape.torch.planning.discover import Wanted, refuse_graph_replays
 from retape.torch.planning.executor import Executor, GradientSwitch, warn_of_evaluation
+from retape.torch.planning.plan_cache import PlanCache, confirmed, facts_of_step, key_of
 from retape.torch.planning.plan_search import PlanSearch
 from retape.torch.planning.step_trials import Regions, StepTrials
 
@@ -190,6 +192,7 @@ def fit(
     compile: bool = False,
     check: str = "metadata",
     progress: bool = True,
+    cache: str | Path | None = None,
 ) -> Fit:
     """Make a model train inside `budget` bytes, as fast as they allow, with the gradients of plain autograd bit for bit.
 
@@ -199,6 +202,10 @@ def fit(
     Runs a few real steps of `batch` to measure (never the optimizer), solves, attaches the plan to the model and measures it.
     A dict is passed as keyword arguments, a tuple as positional ones; `step(model, batch)` returns the scalar loss if the
     model does not. Weights, buffers, gradients and random streams are restored afterwards.
+
+    A budget that counts everything on the device ("24GiB", "auto") is planned for two kinds of steps, if the model has no gradients
+    yet: those that begin without (after `zero_grad()`), and those that accumulate. With a folder as `cache`, or in the environment
+    variable RETAPE_CACHE, the plan is kept there, and the next fit of the same training only checks it.
     """
     return fit_using(
         StepTrials,
@@ -212,6 +219,7 @@ def fit(
         compile=compile,
         check=check,
         progress=progress,
+        cache=cache,
     )
 
 
@@ -228,6 +236,7 @@ def fit_using(
     compile: bool = False,
     check: str = "metadata",
     progress: bool = True,
+    cache: str | Path | None = None,
 ) -> Fit:
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
     if not isinstance(model, nn.Module):
@@ -247,15 +256,53 @@ def fit_using(
             check=Check.of(check),
             tell=tell,
         )
-        found = PlanSearch(steps, asked, regions=regions, options=allowed).run()
-        record = _record(model, batch, found)
-        later = found.accumulating
-        executors = (found.executor, None if later is None else later.executor)
-        caller = _attached(model, record, found.regions, executors, Check.of(check))
-    made = Fit(model, record, found.regions, caller)
+        plans = PlanCache.at(cache)
+        key = None if plans is None else _cache_key(steps, asked, (model, batch, step), (regions, allowed, compile))
+        made = None if plans is None or key is None else _from_cache(steps, asked, plans.load(key), Check.of(check))
+        if made is None:
+            search = PlanSearch(steps, asked, regions=regions, options=allowed)
+            made = _from_search(model, batch, search.run(), Check.of(check))
+            if plans is not None and key is not None:
+                plans.store(key, made.record)
     if progress:
         _print_result(made)
     return made
+
+
+def _from_search(model: nn.Module, batch: Any, found: Candidate, check: Check) -> Fit:
+    """Attach the plans that a search has found."""
+    record, later = _record(model, batch, found), found.accumulating
+    executors = (found.executor, None if later is None else later.executor)
+    return Fit(model, record, found.regions, _attached(model, record, found.regions, executors, check))
+
+
+def _cache_key(
+    steps: StepTrials, budget: Budget, training: tuple[nn.Module, Any, Any], about: tuple[Any, OptionSet, bool]
+) -> str:
+    model, batch, step = training
+    facts = {"model": model_hash(model), "budget": budget, "about": about, "versions": _versions()}
+    return key_of({**facts, **facts_of_step(steps, batch, step)})
+
+
+def _from_cache(steps: StepTrials, budget: Budget, record: FitRecord | None, check: Check) -> Fit | None:
+    """Attach the plan of the cache; None if there is none, or if a step of it is not what it was."""
+    if record is None or is_distributed():
+        return None
+    steps.tell("checking the plan of the cache")
+    regions = _regions_of(steps.root, record)
+    assignment, names = record.assignment, {id(module): name for name, module in regions.items()}
+    executor = None
+    if not assignment.keeps_everything or assignment.is_compiled:
+        executor = Executor(assignment, names, check=check)
+    known = confirmed(steps, record, regions, executor, budget)
+    if known is None:
+        return None
+    return Fit(steps.root, known, regions, _attached(steps.root, known, regions, (executor, None), check))
+
+
+def _regions_of(root: nn.Module, record: FitRecord) -> dict[str, nn.Module]:
+    modules = dict(root.named_modules())
+    return {choice.name: modules[choice.name] for choice in record.assignment.choices}
 
 
 def _record(model: nn.Module, batch: Any, found: Candidate) -> FitRecord:
@@ -328,8 +375,7 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             "Fit this model, or apply the plan that belongs to it."
         )
     LIBRARIES.check_model(unwrapped(model))
-    modules = dict(unwrapped(model).named_modules())
-    regions = {choice.name: modules[choice.name] for choice in record.assignment.choices}
+    regions = _regions_of(unwrapped(model), record)
     refuse_graph_replays({"the model itself": unwrapped(model), **regions})
     with _undone_on_error(unwrapped(model)):
         caller = _attached(model, record, regions, (None, None), Check.of(check))

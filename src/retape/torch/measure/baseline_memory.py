@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import InvalidInput
 from retape.core.problem import Budget
@@ -98,25 +100,10 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
     """Bytes of optimizer state that the first step will allocate, found by a step on meta tensors."""
     if optimizer is None:
         return 0
-    pending = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": missing}
-        for group in optimizer.param_groups
-        if (
-            missing := [
-                p for p in group["params"] if p.requires_grad and p.device == device and p not in optimizer.state
-            ]
-        )
-    ]
-    if not pending:
+    trial = _meta_optimizer(optimizer, lambda p: p.device == device and p not in optimizer.state)
+    if trial is None:
         return 0
-    for group in pending:
-        group.update({name: False for name in _KERNELS if name in group})
-        group["params"] = [nn.Parameter(torch.empty_like(_local_shard(p), device="meta")) for p in group["params"]]
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
     try:
-        known = _known_defaults(optimizer) - set(_KERNELS)
-        trial = type(optimizer)(pending, **{k: v for k, v in optimizer.defaults.items() if k in known})
         trial.step()
     except Exception as error:
         raise InvalidInput(
@@ -125,6 +112,74 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
         ) from error
     leaves = [leaf for leaf in pytree.tree_leaves(list(trial.state.values())) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf.device.type == "meta")
+
+
+def optimizer_step_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+    """Peak of the temporary tensors of an optimizer's step, found on meta tensors; 0 if it cannot be run there.
+
+    An implementation of the kind "foreach", PyTorch's default on CUDA, needs several times the bytes of the weights; a fused one
+    needs none.
+    """
+    if optimizer is None or all(group.get("fused") for group in optimizer.param_groups):
+        return 0
+    try:
+        trial = _meta_optimizer(optimizer, lambda p: p.device == device, foreach=device.type == "cuda")
+        if trial is None:
+            return 0
+        trial.step()  # makes the state
+        with _LiveBytes() as live:
+            trial.step()
+    except Exception:  # an optimizer of the user's own: its temporaries are not known
+        return 0
+    found: int = live.peak_bytes
+    return found
+
+
+def _meta_optimizer(
+    optimizer: torch.optim.Optimizer, wanted: Callable[[nn.Parameter], bool], *, foreach: bool | None = None
+) -> torch.optim.Optimizer | None:
+    """Return an optimizer of the same class and settings over meta tensors; None if no trained parameter is wanted.
+
+    `foreach` is the default of that setting; None is the simplest implementation, whatever is set.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        some = [p for p in group["params"] if p.requires_grad and wanted(p)]
+        if some:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            settings.update({name: False for name in _KERNELS if name in group})
+            if foreach is not None and "foreach" in group:
+                settings["foreach"] = foreach if group["foreach"] is None else group["foreach"]
+            groups.append({**settings, "params": [_meta_parameter(p) for p in some]})
+    if not groups:
+        return None
+    known = _known_defaults(optimizer) - set(_KERNELS)
+    return type(optimizer)(groups, **{k: v for k, v in optimizer.defaults.items() if k in known})
+
+
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(_local_shard(parameter), device="meta"))
+    made.grad = torch.empty_like(made)
+    return made
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Tracks the peak bytes of the tensors that ops make while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
+        made = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, Tensor) and id(leaf) not in given and id(leaf) not in self._live and leaf._base is None:
+                self._live[id(leaf)] = leaf.nbytes
+                weakref.finalize(leaf, self._live.pop, id(leaf), None)
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return made
 
 
 def _known_defaults(optimizer: torch.optim.Optimizer) -> set[str]:

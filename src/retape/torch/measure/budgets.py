@@ -11,6 +11,7 @@ import torch
 
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetKind, OptionSet
+from retape.core.units import format_bytes
 from retape.torch.compat.host_memory import available_host_bytes
 from retape.torch.measure.tuning import TUNING
 
@@ -72,6 +73,23 @@ def _host_bytes(root: Path) -> int:
             "This machine does not report how much memory is free. Give a budget in bytes instead of 'auto'."
         )
     return found
+
+
+def refuse_optimizer_step(budget: Budget, device: torch.device, fixed_bytes: int, temporary_bytes: int) -> None:
+    """Raise BudgetTooSmall if the temporary tensors of an optimizer's step exceed a budget that counts everything."""
+    least = fixed_bytes + temporary_bytes
+    if budget.kind is not BudgetKind.TOTAL or budget.limit_bytes is None or least <= budget.limit_bytes:
+        return
+    if not temporary_bytes:
+        return  # weights, gradients and states alone do not fit: the search says so, with the floor
+    raise BudgetTooSmall(
+        f"optimizer.step() needs {format_bytes(temporary_bytes)} for temporary tensors beside {format_bytes(fixed_bytes)} of weights, "
+        f"gradients and states on {device}: {format_bytes(least)}, and the budget is {format_bytes(budget.limit_bytes)}. Make the "
+        "optimizer with fused=True, which needs none, or with foreach=False.",
+        budget_bytes=budget.limit_bytes,
+        floor_bytes=least,
+        binding="optimizer.step()",
+    )
 
 
 def add_suggestions(error: BudgetTooSmall, budget: Budget, options: OptionSet, *, can_fuse: bool) -> BudgetTooSmall:

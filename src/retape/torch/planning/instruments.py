@@ -26,7 +26,7 @@ from retape.torch.engine.policy import DROP, HOLD, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.trace import RegionTrace
-from retape.torch.measure.baseline_memory import allocated_bytes, devices_of, fixed_bytes
+from retape.torch.measure.baseline_memory import allocated_bytes, devices_of, fixed_bytes, optimizer_step_bytes
 from retape.torch.measure.memory_meter import MemoryTracker, synchronize, track_memory
 
 if TYPE_CHECKING:
@@ -204,6 +204,7 @@ class FitInstruments:
     track_memory: Callable[[torch.device], AbstractContextManager[MemoryTracker]] = track_memory
     tracks_freely: Callable[[torch.device], bool] = overlaps_host_work  # tracking takes no time of the device
     fixed_bytes: Callable[..., int] = fixed_bytes
+    optimizer_step_bytes: Callable[[Any, torch.device], int] = optimizer_step_bytes
     allocated_bytes: Callable[[torch.device], int] = allocated_bytes
     devices_of: Callable[..., tuple[torch.device, ...]] = devices_of
     home_of: Callable[[str, nn.Module], torch.device | None] = home_of

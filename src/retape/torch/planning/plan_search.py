@@ -27,7 +27,7 @@ from retape.core.plan import Frontier, Plan
 from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
 from retape.torch.compat.ranks import decided_by_first
-from retape.torch.measure.budgets import add_suggestions, resolved
+from retape.torch.measure.budgets import add_suggestions, refuse_optimizer_step, resolved
 from retape.torch.measure.sandbox import InitialGradients
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, promised_seconds, ran_out
@@ -115,6 +115,8 @@ class PlanSearch:
         if trials.is_spread:
             self._check_spread()
         self._budgets = budgets_of(budget, trials.devices)
+        for device, own in self._budgets.items():
+            refuse_optimizer_step(own, device, trials.fixed_bytes[device], trials.optimizer_bytes(device))
         self._limits: dict[torch.device, int] = {}  # in bytes with everything counted, once they are known
         self._winner: _SetupSearch | None = None  # the search that found the last plan
         self._fusing_refused = False  # True once the model has used its logits between head and loss

@@ -111,6 +111,10 @@ class StepTrials:
         later = self._missing_bytes[device] if self.gradients is InitialGradients.NONE else 0
         return self.fixed_bytes[device] - later
 
+    def optimizer_bytes(self, device: torch.device) -> int:
+        """Return the temporary bytes of an optimizer's step."""
+        return self.instruments.optimizer_step_bytes(self._optimizer, device)
+
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Let steps begin with gradients meanwhile."""
