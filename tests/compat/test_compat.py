@@ -227,6 +227,34 @@ def test_is_compiled():
     assert compiler_internals.is_compiled(torch.compile(lambda a: a, backend="eager"))
 
 
+def compiler_error(call, **how):
+    with pytest.raises(compiler_internals.compiler_errors()) as caught:
+        torch.compile(call, **how)(torch.ones(2))
+    return caught.value
+
+
+def test_the_reason_of_a_backend_that_raises():
+    def backend(graph, inputs, **keywords):
+        raise FileNotFoundError("Failed to build:\n  cc -o x\n\nno C compiler found")
+
+    found = compiler_error(torch.sin, backend=backend)
+    assert compiler_internals.reason_of(found) == "FileNotFoundError: no C compiler found"
+
+
+def test_the_reason_of_code_that_cannot_be_traced():
+    found = compiler_internals.reason_of(compiler_error(lambda a: str(a.sum().item()), backend="eager", fullgraph=True))
+    assert found.startswith("Unsupported: Dynamo does not know how to trace builtin operator `str`")
+    assert "\n" not in found
+
+
+def test_the_reason_of_an_error_without_a_message():
+    class Silent(Exception):
+        pass
+
+    assert compiler_internals.reason_of(Silent()) == "Silent"
+    assert compiler_internals.reason_of(Silent("x" * 1000)).endswith("xxx...")
+
+
 def test_compiler_is_on():
     seen = []
 

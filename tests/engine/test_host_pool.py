@@ -1,13 +1,12 @@
 """Host memory for moved slots: chunks that are used again, a limit that holds, and one warning where it cannot be pinned."""
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
 
 from retape.errors import OffloadError
-from retape.torch.engine.host.copy_streams import TUNING, HostPool, available_bytes, chunk_sizes
+from retape.torch.engine.host.copy_streams import TUNING, HostPool, chunk_sizes
 
 GRAIN, LARGEST_CHUNK = TUNING.chunk_grain_bytes, TUNING.largest_chunk_bytes
 
@@ -40,17 +39,6 @@ def test_the_machine_has_the_last_word():
     with pytest.raises(OffloadError, match=r"the machine has 4\.88 KiB left"):
         pool.take(6000)
     assert len(pool.take(4000)) == 1
-
-
-def test_what_the_machine_has_is_read_from_where_it_says(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
-    found = partial(available_bytes, tmp_path / "meminfo", tmp_path)
-    assert found() == 7 * 1024
-    for name, text in {"memory.max": "5000", "memory.current": "3000", "memory.stat": "inactive_file 500\n"}.items():
-        (tmp_path / name).write_text(text)
-    assert found() == 2500
-    (tmp_path / "memory.max").write_text("max\n")
-    assert found() == 7 * 1024
 
 
 def test_memory_that_cannot_be_pinned_is_said_once(monkeypatch):

@@ -17,7 +17,7 @@ from retape.integrations.huggingface import fused_loss
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.planning.plan_search import PlanSearch
 from retape.torch.planning.step_trials import StepTrials
-from support.comparing import hook_count, parameter_gradients
+from support.comparing import hook_count, loss_and_gradients, parameter_gradients
 from support.ops import LargestTensor
 
 transformers = pytest.importorskip("transformers")
@@ -225,11 +225,54 @@ def test_models_that_cannot_be_fused():
         fuse_loss(torch.nn.Linear(2, 2))
     model = small_model()
     model.loss_function = lambda *args, **kwargs: None
-    with pytest.raises(InvalidInput, match="has a loss function of its own"):
-        fuse_loss(model)
+    for other in (model, small_marian()):
+        with pytest.raises(InvalidInput, match="has a loss function of its own"):
+            fuse_loss(other)
 
 
 # --- how large a chunk is ---------------------------------------------------------------------------------------------
+
+
+def small_marian():
+    """A model with the property `loss_function` whose forward computes the loss from the logits itself."""
+    torch.manual_seed(0)
+    sizes = {
+        "d_model": 16,
+        "decoder_layers": 3,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 32,
+        "vocab_size": 1024,
+    }
+    return transformers.MarianForCausalLM(transformers.MarianConfig(**sizes, pad_token_id=0)).train()
+
+
+class IndexingLlama(transformers.LlamaForCausalLM):
+    """A model that uses its logits between head and loss."""
+
+    def forward(self, input_ids=None, labels=None, **keywords):
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        loss = self.loss_function(logits[..., :], labels, self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def small_indexing_llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 3, "vocab_size": 256})
+    return IndexingLlama(config).train()
+
+
+@pytest.mark.parametrize(("make", "is_said"), [(small_marian, False), (small_indexing_llama, True)])
+def test_fit_of_a_model_that_uses_its_logits_otherwise(make, is_said, caplog):
+    model = make()
+    tokens = torch.randint(1, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": tokens, "labels": tokens}
+    plain = loss_and_gradients(model, lambda: model(**given).loss)
+    with caplog.at_level(logging.WARNING, "retape"):
+        fitted = retape.fit(model, given, budget=0.9, options=retape.ALL, progress=False)
+    assert not fitted.record.fused_loss
+    assert ("the loss is not computed in slices. The model would index them" in caplog.text) is is_said
+    torch.testing.assert_close(loss_and_gradients(model, lambda: model(**given).loss), plain, rtol=1e-4, atol=1e-6)
+    fitted.remove()
 
 
 def test_a_chunk_of_the_loss_takes_no_more_than_it_may():

@@ -87,6 +87,18 @@ def test_fit(make, step, budget):
 
 
 @CASES
+@pytest.mark.parametrize("budget", [0.8, 0.5])
+def test_fit_with_parts_in_tiles(make, step, budget):
+    """Tiles are measured on regions by themselves; Transformers must not collect what those runs return."""
+    model = make()
+    wanted = batch_gradients(model, step)
+    fitted = retape.fit(model, BATCH, budget=budget, step=step, options=retape.ALL, progress=False)
+    torch.testing.assert_close(batch_gradients(model, step), wanted, rtol=1e-4, atol=1e-6)
+    fitted.remove()
+    assert equal(batch_gradients(model, step), wanted)
+
+
+@CASES
 def test_a_live_budget(make, step):
     model = make()
     wanted = batch_gradients(model, step)

@@ -59,8 +59,7 @@ def test_the_loss_of_the_model_inside_is_fused(model):
     assert_as_before(model, wanted)
 
 
-def test_fit_with_all_options():
-    model = adapted_llama(task_type="CAUSAL_LM")
+def test_fit_with_all_options(model):
     wanted = adapter_gradients(model)
     fitted = retape.fit(model, BATCH, budget=0.4, options=retape.ALL, progress=False)
     assert fitted.record.fused_loss

@@ -10,6 +10,7 @@ from retape.core.problem import Budget, BudgetKind
 from retape.errors import InvalidInput
 from retape.torch.measure.budgets import available_bytes, resolved
 from retape.torch.measure.tuning import TUNING
+from support.hosts import made_file, made_host
 
 CPU, CUDA0, CUDA1 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 GIB = 1 << 30
@@ -49,9 +50,16 @@ def test_an_invalid_budget_is_refused(bad):
     ],
 )
 def test_available_memory_of_the_host_leaves_a_margin(tmp_path, free, available):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text(f"MemTotal: 5 kB\nMemAvailable: {free >> 10} kB\n")
-    assert available_bytes(CPU, meminfo=meminfo) == available
+    made_host(tmp_path, free)
+    assert available_bytes(CPU, root=tmp_path) == available
+
+
+def test_available_memory_of_the_host_stays_within_its_cgroup(tmp_path):
+    made_host(tmp_path, 100 * GIB)
+    made_file(tmp_path, "proc/self/cgroup", "0::/job\n")
+    made_file(tmp_path, "sys/fs/cgroup/job/memory.max", str(20 * GIB))
+    made_file(tmp_path, "sys/fs/cgroup/job/memory.current", str(4 * GIB))
+    assert available_bytes(CPU, root=tmp_path) == 16 * GIB - int(TUNING.margin_share * 16 * GIB)
 
 
 def test_available_memory_of_a_gpu_includes_what_the_process_has_reserved():
@@ -65,9 +73,9 @@ def test_auto_on_this_machine():
 
 
 def test_a_machine_that_does_not_report_its_memory(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal: 5 kB\n")
+    made_file(tmp_path, "proc/meminfo", "MemTotal: 5 kB\n")
     with pytest.raises(InvalidInput, match="does not report how much memory is free"):
-        available_bytes(CPU, meminfo=tmp_path / "meminfo")
+        available_bytes(CPU, root=tmp_path)
 
 
 def test_one_per_device():

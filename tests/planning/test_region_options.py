@@ -90,9 +90,12 @@ def gradients(block, args, keywords, policy=None):
 
 
 def ways(trace):
-    """Everything that may be chosen: each selection, recomputing all, and holding all by number."""
+    """Everything that may be chosen: each selection, also with ops joined, recomputing all, and holding all by number."""
+    joined = select_reruns(trace, most_ops=1, groups=8)
+    assert joined
     return [
         *select_reruns(trace),
+        *joined,
         partial_rerun(trace, frozenset()),
         partial_rerun(trace, frozenset(tape_storages(trace))),
     ]

@@ -38,7 +38,7 @@ class SolverTuning:
     labels: int = 1_024  # Pareto labels of a stage
     all_labels: int = 2_000_000  # Pareto labels of all stages together: memory
     bisections: int = 12  # plans by bisection between the floor and store-all
-    milp_seconds: float = 10.0  # time limit of one mixed-integer program
+    milp_work: int = 400_000  # nodes x unknowns of one mixed-integer program: about two seconds; most need one node
     graph_points: int = 8  # budgets in equal steps at which a graph's frontier is sampled
     graph_halvings: int = 2  # further budgets, each half of the one before, down to 1/32 of a region's tape
     mixed_cells: int = 50_000_000  # steps^2 x slots of the table of the mixed family: about a second

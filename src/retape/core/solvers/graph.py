@@ -11,8 +11,8 @@ be held or made again. Minimises re-run seconds, then bytes among the optima, so
 follow from the held tensors but are integer unknowns as well: with continuous ones HiGHS often repairs an answer, and then prints to
 stdout whatever its output options are. Costs are in units of the smallest one, because HiGHS ignores differences below its tolerances.
 Each answer is evaluated exactly: one that exceeds a limit within the tolerance is excluded and the program is solved again; it is
-optimal only within a millionth of the cheapest op of the bound that HiGHS proved. Else (time limit, or seconds too far
-apart) the proved bound is reported.
+optimal only within a millionth of the cheapest op of the bound that HiGHS proved. Else (too many nodes, or seconds too far
+apart) the proved bound is reported. Work is limited in nodes of the search, not in seconds: equal graphs get equal answers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def hold_within(graph: Graph, limit_bytes: int, program: MilpSolver = milp) -> H
     unknowns = _Program(graph, program)
     if unknowns.empty:
         return least
-    best = unknowns.fastest(limit_bytes) or least  # HiGHS may find nothing in its time; this fits
+    best = unknowns.fastest(limit_bytes) or least  # HiGHS may find nothing within its nodes; this fits
     return unknowns.smallest(best) or best
 
 
@@ -190,7 +190,7 @@ class _Program:
             constraints=limits if self._needs is None else [*limits, self._needs],
             bounds=Bounds(0, 1),
             integrality=np.ones(len(goal)),
-            options={"time_limit": TUNING.milp_seconds, "mip_rel_gap": 0.0},
+            options={"node_limit": max(1, TUNING.milp_work // len(goal)), "mip_rel_gap": 0.0},
         )
 
     def _held(self, result: OptimizeResult) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ class GraphPlanner:
     """The floor of a graph by minimum cut, and the best holding for any budget by the exact program.
 
     Each budget is solved separately, and gets the best that fits of everything found so far: a larger budget is never slower
-    than a smaller one was, even if the solver ran out of time.
+    than a smaller one was, even if the solver stopped early.
     """
 
     fixed_bytes = 0

@@ -8,6 +8,7 @@ and the output's `.logits` is None. The rest of the model is unchanged.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import threading
 from collections.abc import Collection
@@ -41,7 +42,8 @@ def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: boo
 
     head, owner = _head_of(model), _owner_of(model)
     found = None if owner is None else owner.loss_function
-    if owner is None or (found is not ForCausalLMLoss and found is not fused_causal_loss):
+    is_causal = found is ForCausalLMLoss or found is fused_causal_loss
+    if owner is None or not is_causal or not _calls_loss_function(type(owner)):
         raise InvalidInput(
             f"{type(model).__name__} has a loss function of its own; only the causal one can be fused with the head."
         )
@@ -61,7 +63,7 @@ def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: boo
 
 
 def can_fuse_loss(model: nn.Module) -> bool:
-    """True if this is a causal language model with Transformers' loss and a plain linear head, not fused yet."""
+    """True if this is a model whose forward calls Transformers' causal loss, with a plain linear head, not fused yet."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
         return False
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -70,8 +72,15 @@ def can_fuse_loss(model: nn.Module) -> bool:
     return (
         owner is not None
         and owner.loss_function is ForCausalLMLoss
+        and _calls_loss_function(type(owner))
         and type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
     )
+
+
+def _calls_loss_function(kind: type[nn.Module]) -> bool:
+    """True if a forward of a class or of its bases uses `self.loss_function`; older models have the loss in their forward."""
+    forwards = (inspect.unwrap(base.__dict__["forward"]) for base in kind.__mro__ if "forward" in base.__dict__)
+    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 def is_fused(model: nn.Module) -> bool:

@@ -110,6 +110,9 @@ class LazyLogits:
             return args[0].tanh()
         raise _refused(f"call {getattr(func, '__name__', func)}")
 
+    def __getitem__(self, index: Any) -> Any:
+        raise _refused("index them")
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python looks up protocols
             raise AttributeError(name)

@@ -123,6 +123,25 @@ def compiler_errors() -> tuple[type[BaseException], ...]:
     return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
+def reason_of(error: BaseException) -> str:
+    """Return why the compiler failed, in one line: class and last line of the exception that it wraps, without its advice."""
+    while isinstance(inner := getattr(error, "inner_exception", None) or error.__cause__, BaseException):
+        error = inner
+    text = str(error).split(_USER_CODE)[0]
+    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith(_ADVICE)]
+    explained = [line for line in lines if line.startswith(_EXPLANATION)]
+    last = (explained or lines or [""])[-1].removeprefix(_EXPLANATION).strip()
+    name = type(error).__name__
+    reason = last if last.startswith(name) else f"{name}: {last}" if last else name
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
+
+
+_USER_CODE = "from user code:"  # then come frames of the user's code
+_EXPLANATION = "Explanation:"
+_ADVICE = ("Set TORCHDYNAMO_VERBOSE", "Hint:", "Developer debug context:", "For more details about this graph break")
+_LONGEST_REASON = 300  # characters: a failed build names its whole command
+
+
 def replays_cuda_graphs(module: Any) -> bool:
     """True if a module was compiled by its user in a mode that records CUDA graphs."""
     compiled = getattr(module, "_compiled_call_impl", None) or module

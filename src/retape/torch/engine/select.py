@@ -35,7 +35,8 @@ def plan_recipe(trace: RegionTrace, held: frozenset[int]) -> Recipe | None:
     """
     if trace.opaque or not held or any(torch.Tag.dynamic_output_shape in op.op.tags for op in trace.ops):
         return None
-    if any(s in op.writes for s, at in zip(trace.slots, trace.saved_at, strict=True) for op in trace.ops[at:]):
+    last_written = {storage: number for number, op in enumerate(trace.ops) for storage in op.writes}
+    if any(last_written.get(s, -1) >= at for s, at in zip(trace.slots, trace.saved_at, strict=True)):
         return None  # `rrelu` fills its noise after autograd has saved it
     holder = {trace.slots[slot]: slot for slot in sorted(held, reverse=True) if slot < len(trace.slots)}
     rewritten = {storage for op in trace.ops for storage in op.writes}

@@ -12,9 +12,10 @@ import torch
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetKind, OptionSet
 from retape.core.units import format_bytes
+from retape.torch.compat.host_memory import available_host_bytes
 from retape.torch.measure.tuning import TUNING
 
-MEMINFO = "/proc/meminfo"
+_ROOT = Path("/")
 
 
 def resolved(budget: Budget, device: torch.device, *, available: Callable[[torch.device], int] | None = None) -> Budget:
@@ -49,27 +50,29 @@ def device_named(name: str) -> torch.device:
         ) from error
 
 
-def available_bytes(device: torch.device, *, meminfo: str | Path = MEMINFO, cuda: Any = None) -> int:
-    """Bytes that this process could allocate on the device, its own reserved ones included, less a margin."""
+def available_bytes(device: torch.device, *, root: Path = _ROOT, cuda: Any = None) -> int:
+    """Bytes that this process could allocate on the device, its own reserved ones included, less a margin.
+
+    `root` is the folder that has the host's `proc` and `sys`.
+    """
     if device.type == "cuda":
         allocator = cuda or torch.cuda
         free, total = allocator.mem_get_info(device)
         whole = int(free) + int(allocator.memory_reserved(device))
     else:
-        whole = total = _host_bytes(meminfo)
+        whole = total = _host_bytes(root)
     margin = max(int(TUNING.margin_share * total), min(TUNING.least_margin_bytes, whole // 4))
     return max(1, whole - margin)
 
 
-def _host_bytes(meminfo: str | Path) -> int:
-    """Available memory of the host, as Linux reports it."""
-    with open(meminfo, encoding="ascii") as source:
-        for line in source:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise InvalidInput(
-        "This machine does not report how much memory is free. Give a budget in bytes instead of 'auto'."
-    )
+def _host_bytes(root: Path) -> int:
+    """Return the available memory of the host, within the limits of the process's control groups."""
+    found = available_host_bytes(root)
+    if found is None:
+        raise InvalidInput(
+            "This machine does not report how much memory is free. Give a budget in bytes instead of 'auto'."
+        )
+    return found
 
 
 def refuse_optimizer_step(budget: Budget, device: torch.device, fixed_bytes: int, temporary_bytes: int) -> None:

@@ -332,7 +332,8 @@ class _VariantProfile:
         self._seconds = seconds_of_kinds(profiled, tuning)
         traces = profiled.profile.traces
         self._selections = {
-            kind: select_reruns(trace, most_ops=tuning.most_graph_ops) for kind, trace in traces.items()
+            kind: select_reruns(trace, most_ops=tuning.most_graph_ops, groups=tuning.graph_groups)
+            for kind, trace in traces.items()
         }
         self._offloads: dict[tuple[Signature, bool], tuple[PartialRerun, ...]] = {}
 

@@ -10,6 +10,7 @@ Steps are run by `step_trials.py`, chains are made by `chain_builder.py`.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from retape.core.record import Record
     from retape.torch.planning.profile_intervals import Profile, Profiled
     from retape.torch.planning.step_trials import StepTrials
+
+_LOG = logging.getLogger("retape")
 
 # A plan that copies, or re-runs regions in part, is compared with one that asks less of the host: no profile of a GPU shows its work.
 _PLAINER = ((OptionKind.OFFLOAD,), (OptionKind.SELECT, OptionKind.OFFLOAD))
@@ -122,6 +125,7 @@ class PlanSearch:
             refuse_optimizer_step(own, device, trials.fixed_bytes[device], trials.optimizer_bytes(device))
         self._limits: dict[torch.device, int] = {}  # in bytes with everything counted, once they are known
         self._winner: _SetupSearch | None = None  # the search that found the last plan
+        self._fusing_refused = False  # True once the model has used its logits between head and loss
 
     def _check_spread(self) -> None:
         if self._trials.compiled:
@@ -171,7 +175,8 @@ class PlanSearch:
 
     @property
     def _may_fuse(self) -> bool:
-        return self._options is OptionSet.ALL and LIBRARIES.can_fuse_loss(self._trials.root)
+        allowed = self._options is OptionSet.ALL and not self._fusing_refused
+        return allowed and LIBRARIES.can_fuse_loss(self._trials.root)
 
     def _with_or_without_fused_loss(self, setup: Setup) -> Candidate | BudgetTooSmall:
         """Search; with `ALL` also with the loss in slices, if that promises to be faster or if nothing else fits."""
@@ -181,15 +186,26 @@ class PlanSearch:
         fused: Candidate | BudgetTooSmall | None = None
         self._fuse_loss()
         try:
-            prepared = self._prepared(setup)
-            if decided_by_first(partial(_is_more_promising, prepared, plain)):
-                fused = self._divided(setup, prepared)
+            fused = self._in_slices(setup, plain)
         finally:
             if not isinstance(fused, Candidate):
                 self._unfuse_loss()
         if isinstance(fused, Candidate):
             return replace(fused, fused_loss=True)
+        if isinstance(plain, BudgetTooSmall) and self._fusing_refused:
+            plain = self._prepared(setup)  # as it is profiled where nothing else lowers the floor
         return lower_floor(self._divided(setup, plain), fused)
+
+    def _in_slices(self, setup: Setup, plain: _SetupSearch | BudgetTooSmall) -> Candidate | BudgetTooSmall | None:
+        """Search with the loss fused; None if it promises less, or, with a warning, if the model needs its logits."""
+        try:
+            prepared = self._prepared(setup)
+            if decided_by_first(partial(_is_more_promising, prepared, plain)):
+                return self._divided(setup, prepared)
+        except InvalidInput as error:  # of the fused loss: the same steps run without it
+            self._fusing_refused = True
+            _LOG.warning("retape: the loss is not computed in slices. %s", error)
+        return None
 
     def _fuse_loss(self) -> None:
         trials, first = self._trials, self._trials.devices[0]

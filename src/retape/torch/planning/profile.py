@@ -155,7 +155,8 @@ class ProfileSession:
             kind_of_call = self.profile.calls[-1].kind
             if self._probe is not None and not is_distributed() and kind_of_call not in self.profile.tilings:
                 if kind_of_call not in self._known.tilings:
-                    tiling = self._probe.tiling(module, plain_call, args, keywords)
+                    with region.snapshot.restored(inputs):  # what a probe leaves in containers is not the step's
+                        tiling = self._probe.tiling(module, plain_call, args, keywords)
                     self._known.tilings[kind_of_call] = tiling
                 self.profile.tilings[kind_of_call] = self._known.tilings[kind_of_call]
         else:

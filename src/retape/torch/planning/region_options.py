@@ -17,6 +17,7 @@ import torch
 
 from retape.core.assignment import RegionOption
 from retape.core.problem import Graph, GraphTensor, Op, Option, OptionKind, Stage, Tier
+from retape.core.solvers.coarse_graph import coarsen_graph
 from retape.core.solvers.graph import GraphPlanner
 from retape.core.units import format_bytes
 from retape.torch.engine.recipe_mode import Step
@@ -94,21 +95,24 @@ def partial_rerun(
     )
 
 
-def select_reruns(trace: RegionTrace | None, *, most_ops: int | None = None) -> tuple[PartialRerun, ...]:
+def select_reruns(
+    trace: RegionTrace | None, *, most_ops: int | None = None, groups: int = 1
+) -> tuple[PartialRerun, ...]:
     """Return the undominated ways to hold a part of the tape; empty if the region cannot be re-run in part.
 
-    A graph of more than `most_ops` ops is not solved.
+    In a graph of more than `most_ops` ops, small ones are joined until at most `groups` are left.
     """
     if trace is None or trace.compiled or not is_steady(trace) or not tape_storages(trace):
         return ()
     graph, names = _graph_of(trace)
-    if most_ops is not None and len(graph.ops) > most_ops:
-        return ()
-    holdings = {frozenset(names[n] for n in each.held if n in names) for each in GraphPlanner(graph).holdings()}
+    whole = sum(tape_storages(trace).values())
+    is_small = most_ops is None or len(graph.ops) <= most_ops
+    coarse = coarsen_graph(graph, len(graph.ops) if is_small else groups, whole)
+    solved = [coarse.expand(each.held) for each in GraphPlanner(coarse.graph).holdings()]
+    holdings = {frozenset(names[n] for n in held if n in names) for held in solved}
     found = sorted(
         (partial_rerun(trace, held) for held in holdings if held), key=lambda each: (each.held_bytes, each.share)
     )
-    whole = sum(tape_storages(trace).values())
     kept: list[PartialRerun] = []
     for each in found:
         if each.held_bytes < whole and (not kept or each.share < kept[-1].share):

@@ -61,13 +61,19 @@ class CannotCompile(UnsupportedTransform):
 class Variant:
     """One compiled function for all blocks of one class with weights of the same shapes; some parts may run in tiles."""
 
-    def __init__(
-        self, kind: type[nn.Module], share: float, tiles: int, parts: Parts, backend: Callable[..., Any]
+    def __init__(  # noqa: PLR0917 - one user
+        self,
+        kind: type[nn.Module],
+        share: float,
+        tiles: int,
+        parts: Parts,
+        backend: Callable[..., Any],
+        report: Callable[[type, str], None],
     ) -> None:
         self.failed = False
         self.compilations = 0
         self._tiles, self._parts = tiles, parts
-        self._name = kind.__name__
+        self._kind, self._report = kind, report
 
         def counted(*arguments: Any, **keywords: Any) -> Any:
             self.compilations += 1
@@ -82,15 +88,14 @@ class Variant:
         except compiler_internals.compiler_errors() as error:
             self._refuse(error)
             raise CannotCompile(
-                f"{self._name} did not compile in the middle of a step. Run the step again: it stays eager from now on."
+                f"{self._kind.__name__} did not compile in the middle of a step. Run the step again: it stays eager from now on."
             ) from error
 
     def _refuse(self, error: BaseException) -> None:
-        """Stay eager from now on, and log it once."""
+        """Stay eager from now on, and report it once."""
         if not self.failed:
             self.failed = True
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            _LOG.warning("retape: %s does not compile and stays eager: %s", self._name, reason[0])
+            self._report(self._kind, compiler_internals.reason_of(error))
 
 
 def _function(kind: type[nn.Module], share: float, tiles: int) -> FunctionType:
@@ -112,6 +117,7 @@ class VariantCache:
     def __init__(self, backend: Callable[[float], Callable[..., Any]] = compiler_internals.inductor_saving) -> None:
         self.backend = backend
         self.variants: dict[tuple[type, Signature, float, int, Parts], Variant] = {}
+        self._reported: set[type] = set()
 
     def variant_of(
         self, kind: type[nn.Module], module: nn.Module, share: float, tiles: int = 1, parts: Parts = ()
@@ -120,8 +126,14 @@ class VariantCache:
         key = (kind, weights_signature(module), share, tiles, parts)
         found = self.variants.get(key)
         if found is None:
-            found = self.variants[key] = Variant(kind, share, tiles, parts, self.backend(share))
+            found = self.variants[key] = Variant(kind, share, tiles, parts, self.backend(share), self._report)
         return found
+
+    def _report(self, kind: type, reason: str) -> None:
+        """Log why a variant does not compile: a warning for the first of its class, since the others fail alike."""
+        level = logging.DEBUG if kind in self._reported else logging.WARNING
+        self._reported.add(kind)
+        _LOG.log(level, "retape: %s does not compile and stays eager: %s", kind.__name__, reason)
 
     def call_of(
         self,

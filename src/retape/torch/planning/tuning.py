@@ -33,7 +33,8 @@ class PlanningTuning:
     small_storage_bytes: int = (
         2**20
     )  # nor one below this of a large tape: a copy of 1 MiB takes 20 us, its launch 10 us
-    most_graph_ops: int = 600  # of a region whose op graph is solved exactly (seconds beyond that)
+    most_graph_ops: int = 600  # of a region's op graph that is solved as it is; in a larger one small ops are joined
+    graph_groups: int = 200  # ops that are left then: far fewer than above, because what they take is not exact anyway
     most_offload_options: int = 12  # per region: the solver's time grows with each
     saved_shares: tuple[float, ...] = (
         0.7,

@@ -296,7 +296,7 @@ class LossCompiler:
     ) -> None:
         self._compile, self._compiles_on = compile, device_types
         self._compiled: Callable[..., Slopes] | None = None
-        self.refused: str | None = None  # the compiler's message; then it is not asked again
+        self.refused: str | None = None  # the compiler's reason; then it is not asked again
 
     def runs_on(self, device: torch.device) -> bool:
         return device.type in self._compiles_on and self.refused is None
@@ -312,9 +312,8 @@ class LossCompiler:
             with compiler_internals.many_compilations():
                 return self._compiled(logits, labels, narrow)
         except compiler_internals.compiler_errors() as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self.refused = lines[0]
-            _LOG.warning("retape: the loss does not compile and stays eager: %s", lines[0])
+            self.refused = compiler_internals.reason_of(error)
+            _LOG.warning("retape: the loss does not compile and stays eager: %s", self.refused)
             return None
 
 

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,9 +25,9 @@ from torch import Tensor
 from retape.core.errors import OffloadError
 from retape.core.problem import Tier
 from retape.core.units import format_bytes
+from retape.torch.compat.host_memory import available_host_bytes
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+_UNKNOWN_BYTES = 2**62  # of a machine that does not report its memory: the allocation itself will tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ class HostPool:
     def __init__(
         self, *, pinned: bool, limit_bytes: int | None = None, available: Callable[[], int] | None = None
     ) -> None:
-        self._available = available or available_bytes
+        self._available = available or _available_bytes
         self.limit_bytes = int(TUNING.host_share * self._available()) if limit_bytes is None else limit_bytes
         self.pinned = pinned
         self.allocations = 0
@@ -148,6 +147,11 @@ class HostPool:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
+def _available_bytes() -> int:
+    found = available_host_bytes()
+    return _UNKNOWN_BYTES if found is None else found
+
+
 def chunk_sizes(count: int) -> list[int]:
     """Return powers of two that hold `count` bytes: whole large chunks, then smaller and smaller ones."""
     grain, largest = TUNING.chunk_grain_bytes, TUNING.largest_chunk_bytes
@@ -156,32 +160,6 @@ def chunk_sizes(count: int) -> list[int]:
     sizes = [largest] * (count // largest)
     rest = -(-(count % largest) // grain) * grain
     return sizes + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
-
-
-def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Return how much of the machine's memory this process may still take."""
-    found = [_meminfo_bytes(meminfo), _cgroup_bytes(cgroup)]
-    return min((each for each in found if each is not None), default=2**62)
-
-
-def _meminfo_bytes(meminfo: Path) -> int | None:
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-    except OSError:  # not a Linux machine: the allocation itself will tell
-        return None
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return 1024 * int(fields["MemAvailable"].split()[0]) if "MemAvailable" in fields else None
-
-
-def _cgroup_bytes(cgroup: Path) -> int | None:
-    """Return the bytes that the container has left, its page cache included."""
-    try:
-        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
 # --- streams --------------------------------------------------------------------------------------------------------
