@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import InvalidInput
-from retape.core.problem import Budget
-from retape.torch.measure.budgets import device_named
+from retape.core.problem import Budget, BudgetKind
+from retape.torch.measure.budgets import device_named, resolved
 from retape.torch.measure.memory_meter import nbytes_of, storage_bytes
+from retape.torch.measure.sandbox import InitialGradients
 from retape.torch.measure.step_function import refuse_lazy
 
 _KERNELS = ("fused", "foreach", "capturable")  # settings for the same state by another kernel; these need a real device
@@ -82,6 +83,17 @@ def missing_gradient_bytes(model: nn.Module, device: torch.device) -> int:
     """Bytes of gradients that trained parameters on this device do not have yet."""
     missing = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.device == device]
     return sum(_local_shard(parameter).nbytes for parameter in missing)
+
+
+def initial_gradients(
+    parameters: Iterable[nn.Parameter], budget: Budget, devices: Sequence[torch.device]
+) -> InitialGradients:
+    """Return NONE if the budget counts everything and the model has no gradients now: its steps then begin without."""
+    if any(parameter.grad is not None for parameter in parameters):
+        return InitialGradients.ZERO
+    budgets = [resolved(budget, device) for device in devices]
+    total = all(each.kind is BudgetKind.TOTAL and each.in_flight == 1 for each in budgets)
+    return InitialGradients.NONE if total else InitialGradients.ZERO
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter], device: torch.device) -> int:

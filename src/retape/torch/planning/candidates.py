@@ -14,6 +14,7 @@ from torch import nn
 from retape.core.assignment import Assignment
 from retape.core.errors import BudgetTooSmall
 from retape.core.fit_record import DeviceRecord, plain_seconds
+from retape.core.machine import simulate
 from retape.core.plan import Plan, judge
 from retape.core.problem import Chain
 from retape.core.record import Record
@@ -57,6 +58,12 @@ class Candidate:
     @property
     def is_inside(self) -> bool:
         return all(part.measured.peak_bytes <= part.budget_bytes for part in self.parts)
+
+    @property
+    def fits_with_gradients(self) -> bool:
+        """True if every device's plan is predicted to stay inside in a step that begins with all gradients too."""
+        plans = [(part.chain.accumulating(), part.plan.actions(), part.budget_bytes) for part in self.parts]
+        return all(simulate(chain, actions).peak_bytes <= limit for chain, actions, limit in plans)
 
     def is_near(self, share: float) -> bool:
         """True if every device's predicted peak is off by at most this share of the measured one."""
@@ -207,6 +214,11 @@ class Candidates:
 
 def _keeps_everything(assignment: Assignment, part: DeviceRecord) -> bool:
     return Assignment(choices=tuple(assignment.choices[number] for number in part.regions)).keeps_everything
+
+
+def not_measured(device: str) -> Record:
+    """Return the record of a plan that was not run: its peak is 0."""
+    return Record(peak_bytes=0, seconds=0.0, device=device)
 
 
 def ran_out(plan: Plan, devices: str, message: str) -> BudgetTooSmall:

@@ -22,15 +22,13 @@ from torch import nn
 
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.fit_record import DeviceRecord
-from retape.core.machine import simulate
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
 from retape.torch.compat.ranks import decided_by_first
 from retape.torch.measure.budgets import add_suggestions, refuse_optimizer_step, resolved
-from retape.torch.measure.sandbox import InitialGradients
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, promised_seconds, ran_out
+from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, not_measured, promised_seconds, ran_out
 from retape.torch.planning.chain_builder import RegionChain, build_chain
 from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_graph_replays
 from retape.torch.planning.instruments import (
@@ -155,9 +153,7 @@ class PlanSearch:
 
     def _accumulating(self, found: Candidate) -> Candidate | None:
         """Return the plan of steps that begin with gradients; None if the plan that was found serves them too."""
-        if self._trials.gradients is InitialGradients.ZERO or self._winner is None:
-            return None
-        return self._winner.accumulating(found)
+        return self._winner.accumulating(found) if self._winner is not None and self._trials.has_two_kinds else None
 
     def _is_exact(self, found: Candidate) -> bool:
         """True if every partial re-run of a plan reproduces the bits of the forward."""
@@ -365,10 +361,7 @@ class _SetupSearch:
 
         If nothing fits there, it is the plan with the smallest peak, which is not measured.
         """
-        chains = [part.chain.accumulating() for part in best.parts]
-        pairs = zip(chains, best.parts, strict=True)
-        peaks = [simulate(chain, part.plan.actions()).peak_bytes for chain, part in pairs]
-        if all(peak <= limit for peak, limit in zip(peaks, self._limits, strict=True)):
+        if best.fits_with_gradients:
             return None
         self._trials.tell("planning steps that accumulate gradients")
         corrections = zip(self._problems, best.parts, strict=True)
@@ -385,7 +378,7 @@ class _SetupSearch:
         plans = [solve(chain, frontier(chain).floor_bytes) for chain in chains]
         assignment = self._assignment(problems, plans)
         executor = self._trials.executor(self._profile, assignment, self._setup.regions)
-        parts = self._parts(problems, plans, [self._trials.unmeasured(problem.device) for problem in problems])
+        parts = self._parts(problems, plans, [not_measured(str(problem.device)) for problem in problems])
         return Candidate(parts=parts, assignment=assignment, executor=executor, regions=self._setup.regions)
 
     def _correct(self, problems: Problems, found: Candidates) -> bool:

@@ -16,12 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, RetapeError, StateChanged
-from retape.core.problem import BudgetKind
-from retape.core.record import Record
 from retape.torch.compat.ranks import any_rank
 from retape.torch.engine.policy import Check, Inputs, Policy
-from retape.torch.measure.baseline_memory import gradient_bytes, missing_gradient_bytes
-from retape.torch.measure.budgets import resolved
+from retape.torch.measure.baseline_memory import gradient_bytes, initial_gradients, missing_gradient_bytes
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
@@ -45,6 +42,7 @@ from retape.torch.planning.tuning import TUNING, PlanningTuning
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment
     from retape.core.problem import Budget
+    from retape.core.record import Record
 
 Regions = Mapping[str, nn.Module]
 _Result = TypeVar("_Result")
@@ -83,7 +81,7 @@ class StepTrials:
         self.is_long = False  # are the steps: then few of them are run
         self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, optimizer, d) for d in self.devices}
         self._trained = [p for p in self.root.parameters() if p.requires_grad]
-        self.gradients = self._initial_gradients(budget)
+        self.gradients = initial_gradients(self._trained, budget, self.devices)
         self._missing_bytes = {d: missing_gradient_bytes(self.root, d) for d in self.devices}
         self._model, self._batch, self._step, self._optimizer = model, batch, step or default_step, optimizer
         self._slices, self._check, self._variants, self._budget = slices, check, variants, budget
@@ -93,11 +91,10 @@ class StepTrials:
             tuple[float | None, int], Profile
         ] = {}  # traces of kinds of regions, by the variant they ran in
 
-    def _initial_gradients(self, budget: Budget) -> InitialGradients:
-        kept = any(parameter.grad is not None for parameter in self._trained)
-        budgets = [resolved(budget, device) for device in self.devices] if not kept else []
-        total = [each.kind is BudgetKind.TOTAL and each.in_flight == 1 for each in budgets]
-        return InitialGradients.NONE if total and all(total) else InitialGradients.ZERO
+    @property
+    def has_two_kinds(self) -> bool:
+        """True if steps begin without gradients, and others may accumulate."""
+        return self.gradients is InitialGradients.NONE
 
     def start_bytes(self, device: torch.device) -> int:
         """Return the bytes on a device when a step begins."""
@@ -327,10 +324,6 @@ class StepTrials:
         seconds = taken if self._tracks_freely else 0.0
         pairs = trackers.items()
         return [step_record(tracker, device, self.start_bytes(device), seconds=seconds) for device, tracker in pairs]
-
-    def unmeasured(self, device: torch.device) -> Record:
-        """Return the record of a plan that was not run: its peak is 0."""
-        return Record(peak_bytes=0, base_bytes=self.start_bytes(device), seconds=0.0, device=str(device))
 
     def timed(self, regions: Regions, executor: Executor | None) -> float:
         """Return the seconds of a step under an executor."""
