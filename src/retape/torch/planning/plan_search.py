@@ -28,7 +28,7 @@ from retape.torch.measure.budgets import add_suggestions, resolved
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import Candidate, Candidates, is_better, lower_floor, promised_seconds, ran_out
 from retape.torch.planning.chain_builder import RegionChain, build_chain
-from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_graph_replays
+from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_differing_ranks, refuse_graph_replays
 from retape.torch.planning.instruments import in_turns, is_faster, overlaps_host_work, repeated, turns_within
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class PlanSearch:
         self._trials, self._tuning, self._options = trials, trials.tuning, options
         self._may_refine = regions is None
         self._regions = find_regions(trials.root, regions)
+        refuse_differing_ranks(tuple(self._regions), "have")
         LIBRARIES.check_model(trials.root)
         refuse_graph_replays({"the model itself": trials.root, **self._regions})
         if trials.is_spread:
