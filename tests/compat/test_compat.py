@@ -754,6 +754,20 @@ def test_local_values():
     assert names["value"] == 3
 
 
+@pytest.mark.parametrize("refer", [weakref.ref, weakref.proxy])
+def test_referent(refer):
+    """Both kinds of proxies: of objects that can be called, and of others; a class may define `__reduce_ex__` itself."""
+
+    class Reduced:
+        def __reduce_ex__(self, protocol):
+            return (Reduced, ())
+
+    for thing in (torch.nn.Linear(2, 2), Reduced(), torch.ones(2), test_is_only_thread):
+        assert process_internals.referent(refer(thing)) is thing
+    gone = refer(Reduced())
+    assert process_internals.referent(gone) is None
+
+
 def test_is_only_thread():
     others = len(sys._current_frames()) - 1  # a test before may have left one
     assert process_internals.is_only_thread() == (others == 0)

@@ -27,13 +27,13 @@ from torch.nn.parameter import is_lazy
 from retape.torch.capture.containers import (
     ATOMS,
     BLANKS,
+    WEAK_PROXIES,
     DictHolder,
     ListHolder,
     SlotHolder,
     StateFields,
-    holds_tensor,
-    tracked,
-    tracked_item,
+    is_saved,
+    saved_item,
 )
 from retape.torch.capture.functions import (
     NEVER_READ,
@@ -46,7 +46,7 @@ from retape.torch.capture.functions import (
 )
 from retape.torch.capture.module_tree import TREES, ModuleTree
 from retape.torch.capture.tuning import TUNING
-from retape.torch.compat import internals
+from retape.torch.compat import internals, process_internals
 from retape.torch.model_libraries import LIBRARIES
 
 
@@ -108,15 +108,18 @@ class Call:
 
     def take(self, value: Any, inside: tuple[int, ...] = ()) -> Any:
         """Add the tensors of an argument; return its template for rebuilding the call. `inside`: ids of containers around it."""
-        if isinstance(value, Tensor):
+        kind: Any = type(value)
+        if issubclass(kind, Tensor):
             # One entry for each place, though several may hold one tensor: the number that a nested region saves must not depend
             # on which tensors are one object, since in a re-run they may be an argument and its copy in a closure.
             index = len(self.tensors)
             self.tensors.append(value)
             return _LEAVES[index] if index < len(_LEAVES) else Leaf(index)
-        kind = type(value)
         if kind in ATOMS:
             self.has_switches = True
+            return value
+        if kind in WEAK_PROXIES:
+            self.meet(value)
             return value
         if id(value) in inside:  # a container that holds itself
             self.meet(value)
@@ -190,11 +193,15 @@ class Call:
             self._seen.add(id(value))
             visit(self, value)
 
+    def _visit_weak(self, value: Any) -> None:
+        """Visit the object behind a weak reference or a weak proxy, if it is still there."""
+        self.meet(process_internals.referent(value))
+
     def _visit_posing(self, value: Any) -> None:
-        """Visit a weak proxy, or an object whose class is what it says."""
+        """Visit an object whose class is what it says."""
         try:
             kind: Any = value.__class__
-        except Exception:  # user code raised, or the object of a weak proxy is gone
+        except Exception:  # user code raised
             return
         visit = _visitor_of(kind)
         if visit is not None and visit is not Call._visit_posing:
@@ -277,21 +284,15 @@ class Call:
         self.holders.append(holder)
         holder.blanks = blanks = dict(container)
         for key, value in [(key, value) for key, value in container.items() if type(value) not in ATOMS]:
-            kind = type(value)
-            if isinstance(value, Tensor):
-                del blanks[key]
+            kind: Any = type(value)
+            if issubclass(kind, Tensor):
                 self._place(container, key, value)
-                holder.saved[key] = tracked(value)
-            elif kind is tuple and holds_tensor(value):
-                del blanks[key]
-                holder.saved[key] = tracked_item(value)
-                self.meet(value)
-            elif kind in BLANKS:
-                self.meet(value)
             else:
+                self.meet(value)
+            if is_saved(value):
+                holder.saved[key] = saved_item(value)
+            if key in holder.saved or kind not in BLANKS:
                 del blanks[key]
-                if kind is not types.FunctionType:
-                    self.meet(value)
 
     def _meet_state(self, fields: dict[str, Any]) -> None:
         """Follow an object whose plain fields describe its tensors: the dicts behind it are restored whole."""
@@ -321,7 +322,7 @@ class Call:
             if ATOMS.issuperset(map(type, holder.saved)):
                 return
             for index, item in enumerate(list(value)):
-                if isinstance(item, Tensor):
+                if issubclass(type(item), Tensor):
                     self._place(value, index, item)
                 else:
                     self.meet(item)
@@ -399,7 +400,6 @@ _NOT_FOLLOWED = (
 
 
 _Visitor = Callable[[Call, Any], None]
-_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -407,7 +407,7 @@ def _visitor_of(kind: type) -> _Visitor | None:
     """Return the method that visits objects of a class, or None where no state is reached through them."""
     if kind in ATOMS:
         return None
-    if kind in _PROXIES or any("__class__" in vars(base) for base in kind.__mro__[:-1]):
+    if any("__class__" in vars(base) for base in kind.__mro__[:-1]):
         return Call._visit_posing
     if _is_generator(kind):
         return Call._visit_generator
@@ -424,6 +424,7 @@ _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
     ((dict, list, deque), Call._visit_container),
     (types.FunctionType, Call._visit_function),
     ((types.MethodType, functools.partial, CompiledCall), Call._visit_wrapper),
+    ((weakref.ReferenceType, *WEAK_PROXIES), Call._visit_weak),
     (_NOT_FOLLOWED, None),
     ((tuple, set, frozenset), Call._visit_object),  # PyTorch's own too: `torch.return_types.max`, PackedSequence
 )
@@ -455,7 +456,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _behind_function(function: types.FunctionType) -> list[Any]:
-    """Return the values of a function's closure, defaults and globals."""
+    """Return the values of a function's closure, defaults, attributes and globals."""
     found: list[Any] = []
     for cell in function.__closure__ or ():
         try:
@@ -466,6 +467,8 @@ def _behind_function(function: types.FunctionType) -> list[Any]:
         found.extend(function.__defaults__)
     if function.__kwdefaults__:
         found.extend(function.__kwdefaults__.values())
+    if function.__dict__:
+        found.append(function.__dict__)
     names = function.__globals__
     found.extend(
         [
@@ -489,7 +492,7 @@ _CONTAINERS = (list, tuple, dict, deque, _Rebuilt, _AsIs)
 
 
 def _holds_no_container(taken: Iterable[Any]) -> bool:
-    return not any(type(value) is not Leaf and isinstance(value, _CONTAINERS) for value in taken)
+    return not any(type(value) is not Leaf and issubclass(type(value), _CONTAINERS) for value in taken)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -516,6 +519,8 @@ def twins_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
 
 def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
     """Walk a function and its arguments; return everything that the call reads."""
+    if type(function) in WEAK_PROXIES:
+        function = process_internals.referent(function) or function
     while type(function) is functools.partial:
         arguments = (*function.args, *arguments)
         keywords = {**function.keywords, **keywords}
@@ -562,7 +567,7 @@ _BEHIND_EVERY_CALL = (type, logging.Logger)  # the class itself, for `super()`, 
 
 
 def _put_back(value: Any, tensors: list[Tensor]) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     if kind is Leaf:
         return tensors[value.index]
     if kind is _AsIs:
@@ -577,7 +582,7 @@ def _put_back(value: Any, tensors: list[Tensor]) -> Any:
         twin = copy.copy(value)
         _refill(twin, [(key, _put_back(item, tensors)) for key, item in _items(value)])
         return twin
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if issubclass(kind, tuple) and hasattr(value, "_fields"):
         return tuple.__new__(kind, [_put_back(item, tensors) for item in value])
     return value
 

@@ -88,7 +88,7 @@ def _called(function: types.FunctionType) -> list[types.FunctionType]:
             found.append(cell.cell_contents)
         except ValueError:  # a variable that has no value yet
             continue
-    return [value for value in found if isinstance(value, types.FunctionType)]
+    return [value for value in found if type(value) is types.FunctionType]
 
 
 # --- a function over variables of its own -----------------------------------------------------------------------------
