@@ -89,6 +89,8 @@ class Call:
     # Buffers that their module writes to, though its first batch may not change their values.
     statistics: frozenset[int] = _NOTHING
     twins: tuple[tuple[int, int], ...] = ()  # places that hold the same tensor: code asks `q is k`
+    # Arguments that are reached in another way too, each with its number among `extras` and `state`: code asks `q is memory`.
+    shared: tuple[tuple[int, int], ...] = ()
     fsdp = False
     tensors: list[Tensor]  # of the arguments, in order
     extras: list[Tensor]  # of closures, defaults and globals
@@ -332,6 +334,14 @@ class Call:
             for item in value.values() if isinstance(value, dict) else value:
                 self.meet(item)
 
+    def find_shared(self) -> None:
+        """Find the arguments that are reached in another way too; parameters are passed to a re-run as they are."""
+        seen = self._seen
+        for index, tensor in enumerate(self.tensors):
+            if id(tensor) in seen and type(tensor) is not nn.Parameter:
+                found = [number for number, other in enumerate((*self.extras, *self.state)) if other is tensor]
+                self.shared += tuple([(index, number) for number in found[:1]])
+
     def _place(self, container: Any, key: Any, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
         self._placed.append((container, key))
@@ -543,9 +553,11 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.roots = (called,)
         call._meet_modules(called, last=True)
         call.function = function
+        call.find_shared()
         return call
     call.meet(function)
     call.function = frozen_copy(function) if type(function) is types.FunctionType else function
+    call.find_shared()
     return call
 
 

@@ -340,23 +340,28 @@ class SlotHolder:
             setattr(self._object, name, value)
 
 
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors are the same view of the same memory, of one class."""
+    return (
+        one.layout is torch.strided
+        and other.layout is torch.strided
+        and type(one) is type(other)
+        and one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype is other.dtype
+        and one.is_conj() is other.is_conj()
+        and one.is_neg() is other.is_neg()
+        and one.numel() > 0
+    )
+
+
 def _same(now: Any, then: Any) -> bool:
     """True if a container still holds the same object, or the tensor of which a detached alias was saved."""
     if now is then:
         return True
     if isinstance(now, Tensor) and isinstance(then, Tensor):
-        strided = now.layout is torch.strided and then.layout is torch.strided
-        return (
-            strided
-            and type(now) is type(then)
-            and now.data_ptr() == then.data_ptr()
-            and now.shape == then.shape
-            and now.stride() == then.stride()
-            and now.dtype is then.dtype
-            and now.is_conj() is then.is_conj()
-            and now.is_neg() is then.is_neg()
-            and now.numel() > 0
-        )
+        return _same_memory(now, then)
     if type(now) is type(then) and isinstance(now, tuple):
         return len(now) == len(then) and all(map(_same, now, then))
     return type(now) is type(then) and type(now) in ATOMS and bool(now == then)

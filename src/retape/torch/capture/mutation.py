@@ -294,6 +294,14 @@ class _WithHistory(torch.autograd.Function):
         return None, None
 
 
+def alias(tensor: Tensor, *, needs_grad: bool) -> Tensor:
+    """Return a tensor over the same memory, without the history of the original; one that needs gradients is no leaf."""
+    if not needs_grad:
+        return tensor.detach()
+    root = torch.empty(0, device=tensor.device, requires_grad=True)
+    return _WithHistory.apply(root, tensor.detach)  # type: ignore[no-any-return]
+
+
 def _copied(watched: list[Tensor], numbers: list[int]) -> _Alone | _Group:
     if len(numbers) == 1:
         tensor = watched[numbers[0]]

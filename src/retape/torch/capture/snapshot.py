@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.host_access import Observer
-from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, copyable, hold, version_of
+from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _version = operator.attrgetter("_version")
 _needs_grad = operator.attrgetter("requires_grad")
 _backward_hooks = operator.attrgetter("_backward_hooks")
+_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 _count_dispatch_modes = internals.count_dispatch_modes
 _capture_ambient, _RestoredAmbient = ambient.capture, ambient.RestoredAmbient
 _capture_streams, _drawn = rng.capture, rng.drawn
@@ -170,6 +171,8 @@ class Snapshot:
     draws: rng.Draws  # random streams and their positions before the call; after it, those that it moved
     kind: tuple[Any, Any]  # the module or code that was called, and the kind of the call
     _rest: list[Tensor]  # the tensors of closures and modules
+    # Those of them that have a history, by number: they themselves, which the function sees, and which are not held.
+    _originals: dict[int, weakref.ref[Tensor]] = {}  # noqa: RUF012 - never changed, only replaced
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -202,6 +205,8 @@ class Snapshot:
             self._rest = state
         else:
             self._leaves = [tensor.grad_fn is None for tensor in state]
+            reached = enumerate((*call.extras, *state))
+            self._originals = {n: weakref.ref(tensor) for n, tensor in reached if tensor.grad_fn is not None}
             call.state = [hold(tensor) for tensor in state]
             call.extras = [hold(tensor) for tensor in call.extras]
             self._rest = call.extras + call.state
@@ -272,6 +277,7 @@ class Snapshot:
 
     def _keep_changed(self, watched: list[Tensor], changed: set[int], copies: Copies | None) -> None:
         self._refuse_swapped(changed)
+        self._refuse_history(changed)
         lost = {i for i in (changed - copies.indices if copies else changed) if not internals.is_fake(watched[i])}
         if lost:
             raise StateChanged(
@@ -281,6 +287,16 @@ class Snapshot:
         if copies is not None:
             self._copies = copies.only(changed)
             self.changed = self._copies.indices
+
+    def _refuse_history(self, changed: set[int]) -> None:
+        """Raise if the call changes a tensor of its closure that has a history: a re-run would add itself to that history."""
+        first, extras = self._first_state - len(self._call.extras), len(self._call.extras)
+        for index in sorted(changed):
+            if 0 <= index - first < extras and index - first in self._originals:
+                raise RegionError(
+                    f"Region {self.name} changes {self.describe(index)} in place, which is part of the graph outside the region, so that "
+                    "it cannot be run again. Pass it as an argument, or give the region a copy (.clone())."
+                )
 
     def _refuse_swapped(self, changed: set[int]) -> None:
         """Raise if a re-run in another thread had replaced, during this call, the tensors that it changes."""
@@ -355,9 +371,9 @@ class Snapshot:
                 raise self.has_changed(self._index_of(suspects[0]))
         return ReadGuard(self, suspects)
 
-    def restored(self, held: list[Tensor]) -> RestoredState:
-        """Put the state of before the call back, until the result is left; `held` are the tensor arguments."""
-        return RestoredState(self, held)
+    def restored(self, held: list[Tensor], *, same_arguments: bool = True) -> RestoredState:
+        """Put the state of before the call back, until the result is left; `held` are the tensor arguments, or others."""
+        return RestoredState(self, held, same_arguments=same_arguments)
 
     # --- questions -----------------------------------------------------------------------------------------------
 
@@ -423,21 +439,24 @@ class RestoredState:
     _overwritten: Sequence[tuple[Tensor, Tensor]] = ()
     _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # tensors set differently for the re-run, and their setting before
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
-    _hook_counts: list[int] | None = None
+    _hook_counts: list[HookCounts] | None = None
     _swap: int | None = None
 
-    def __init__(self, snapshot: Snapshot, held: list[Tensor]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshot: Snapshot, held: list[Tensor], *, same_arguments: bool) -> None:
+        self._snapshot, self._same_arguments = snapshot, same_arguments
         self._ambient = _RestoredAmbient(snapshot._ambient, snapshot.draws)
         self._leaves = snapshot._rest
+        if snapshot._originals:
+            alive = [reference() for reference in snapshot._originals.values()]
+            self._leaves = [*self._leaves, *[tensor for tensor in alive if tensor is not None]]
         try:
-            self._restore(snapshot)
+            self._restore(snapshot, held)
             self.arguments = self._arguments(held)
         except BaseException:
             self.leave()
             raise
 
-    def _restore(self, snapshot: Snapshot) -> None:
+    def _restore(self, snapshot: Snapshot, held: list[Tensor]) -> None:
         call = snapshot._call
         for holder in call.holders:
             holder.enter()
@@ -445,8 +464,8 @@ class RestoredState:
             self._restore_needs_grad(call, snapshot)
         if snapshot._copies is not None:
             with internals.unobserved():
-                self._restore_copies(call, snapshot._copies)
-        if any(map(_backward_hooks, self._leaves)):
+                self._restore_copies(call, snapshot._copies, held)
+        if _any_hooks(self._leaves):
             self._hook_counts = _hook_counts(self._leaves)
 
     def _restore_needs_grad(self, call: Call, snapshot: Snapshot) -> None:
@@ -458,7 +477,7 @@ class RestoredState:
                 tensor.requires_grad_(needed)
                 changed.append((tensor, not needed))
 
-    def _restore_copies(self, call: Call, copies: Copies) -> None:
+    def _restore_copies(self, call: Call, copies: Copies, held: list[Tensor]) -> None:
         snapshot = self._snapshot
         self._overwritten = overwritten = []
         first = snapshot._first_state
@@ -472,10 +491,11 @@ class RestoredState:
         for index, copy in list(self._copies.items()):
             if index in in_place:
                 # The holders of a closure's tensor are unknown, so the copy is written into its own memory.
-                tensor = (call.extras + call.state)[index - extras] if index >= extras else None
-                if tensor is not None:
-                    overwritten.append((tensor, tensor.detach().clone()))
-                    internals.write_unseen(tensor, copy)
+                tensor = (call.extras + call.state)[index - extras] if index >= extras else held[index]
+                overwritten.append((tensor, tensor.detach().clone()))
+                internals.write_unseen(tensor, copy)
+                if index < extras:  # a view of that memory
+                    self._copies[index] = alias(tensor, needs_grad=needs_grad[index])
             elif index >= first:
                 container, key = places[index - first]
                 container[key] = copy
@@ -489,13 +509,24 @@ class RestoredState:
         for index in copies:
             if index < len(tensors):
                 tensors[index] = copies[index]
+        for index, number in snapshot._call.shared if self._same_arguments else ():
+            shared = self._shared(number)
+            tensors[index] = tensors[index] if shared is None else shared
         for place, first in snapshot._call.twins:
             tensors[place] = tensors[first]
         if nn.Parameter in map(type, tensors):  # passed on as they are
             mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
-            self._hook_counts = (self._hook_counts or [0] * len(self._leaves)) + _hook_counts(mine)
+            self._hook_counts = (self._hook_counts or [_NO_HOOKS] * len(self._leaves)) + _hook_counts(mine)
             self._leaves = [*self._leaves, *mine]
         return tensors
+
+    def _shared(self, number: int) -> Tensor | None:
+        """Return the tensor that a closure, a container or a module holds now under a number; None if it is gone."""
+        call, original = self._snapshot._call, self._snapshot._originals.get(number)
+        if number >= len(call.extras):
+            container, key = call.places[number - len(call.extras)]
+            return container[key]  # type: ignore[no-any-return]
+        return call.extras[number] if original is None else original()
 
     def keep_gradients(self) -> None:
         """Also put `.grad` back when left: the region runs a backward pass of its own."""
@@ -514,8 +545,8 @@ class RestoredState:
         try:
             if self._overwritten or self._needs_grad or self._grads:
                 self._undo_writes()
-            if any(map(_backward_hooks, self._leaves)):
-                drop_hooks(self._leaves, self._hook_counts or [0] * len(self._leaves))
+            if _any_hooks(self._leaves):
+                drop_hooks(self._leaves, self._hook_counts or [_NO_HOOKS] * len(self._leaves))
             for holder in self._snapshot._call.holders:
                 holder.leave()
             if self._swap is not None:
@@ -534,16 +565,24 @@ class RestoredState:
                 internals.write_unseen(gradient, before)
 
 
-def drop_hooks(tensors: Sequence[Tensor], counts: list[int]) -> None:
+HookCounts = tuple[int, int]  # hooks of a tensor's gradient, and hooks after its accumulation
+_NO_HOOKS: HookCounts = (0, 0)
+
+
+def drop_hooks(tensors: Sequence[Tensor], counts: list[HookCounts]) -> None:
     """Remove hooks that a re-run has registered once more; `counts` are the numbers of hooks before it."""
-    for tensor, count in zip(tensors, counts, strict=True):
-        hooks = tensor._backward_hooks
-        while hooks and len(hooks) > count:
-            hooks.popitem()
+    for tensor, before in zip(tensors, counts, strict=True):
+        for hooks, count in zip((tensor._backward_hooks, _accumulate_hooks(tensor)), before, strict=True):
+            while hooks and len(hooks) > count:
+                hooks.popitem()
 
 
-def _hook_counts(tensors: Sequence[Tensor]) -> list[int]:
-    return [len(hooks) if hooks else 0 for hooks in map(_backward_hooks, tensors)]
+def _any_hooks(tensors: Sequence[Tensor]) -> bool:
+    return any(map(_backward_hooks, tensors)) or any(map(_accumulate_hooks, tensors))
+
+
+def _hook_counts(tensors: Sequence[Tensor]) -> list[HookCounts]:
+    return [(len(t._backward_hooks or ()), len(_accumulate_hooks(t) or ())) for t in tensors]
 
 
 class ReadGuard(Observer):

@@ -553,7 +553,7 @@ class Region:
         running = THREAD.runs
         around, running[:] = list(running), [run]
         try:
-            with RERUN, internals.unobserved(), self.snapshot.restored(tensors) as restored:
+            with RERUN, internals.unobserved(), self.snapshot.restored(tensors, same_arguments=False) as restored:
                 args, keywords = self._call.rebuild(restored.arguments)
                 _push_hooks(pack, unpack)
                 try:
