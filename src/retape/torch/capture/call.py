@@ -42,6 +42,7 @@ from retape.torch.capture.functions import (
     Opaque,
     frozen_copy,
     may_decide,
+    may_write_unseen,
     names_of_function,
 )
 from retape.torch.capture.module_tree import TREES, ModuleTree
@@ -84,6 +85,7 @@ class Call:
     generators: tuple[Any, ...] = ()
     codes: tuple[Any, ...] = ()  # of functions met: one wrapper may wrap several
     fills_what_it_saved = False  # it may run `rrelu`, whose output autograd saves before the kernel has filled it
+    writes_unseen = False  # its code names a way to write to a tensor that leaves its version as it is
     decides = False  # its code names a function that decides (`decisions.py`)
     renormalised: frozenset[int] = _NOTHING  # parameters that their own module writes to in its forward
     # Buffers that their module writes to, though its first batch may not change their values.
@@ -224,6 +226,7 @@ class Call:
         names = names_of_function(function)
         self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
         self.decides = self.decides or may_decide(names)
+        self.writes_unseen = self.writes_unseen or may_write_unseen(names)
         self._meet_all(_behind_function(function))
 
     def _visit_wrapper(self, value: Any) -> None:
@@ -270,6 +273,7 @@ class Call:
             self.only_parameters = self.only_parameters and layout.only_parameters
             self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
             self.decides = self.decides or layout.decides
+            self.writes_unseen = self.writes_unseen or layout.writes_unseen
             self.statistics |= tree.statistics or _NOTHING
             self.renormalised |= tree.renormalised or _NOTHING
         elif last and not tree.others:

@@ -25,6 +25,11 @@ _DECIDING = frozenset(
 )
 
 
+def may_write_unseen(names: frozenset[str]) -> bool:
+    """True if code that mentions these names may write to a parameter without increasing its version: `weight.data.mul_(2)`."""
+    return "data" in names
+
+
 def may_decide(names: frozenset[str]) -> bool:
     """True if code that mentions these names may decide something."""
     return not _DECIDING.isdisjoint(names)

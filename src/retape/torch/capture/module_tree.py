@@ -29,7 +29,7 @@ from retape.torch.capture.containers import (
     tracked,
     without_history,
 )
-from retape.torch.capture.functions import RRELU, may_decide, names_of_class
+from retape.torch.capture.functions import RRELU, may_decide, may_write_unseen, names_of_class
 from retape.torch.compat import internals, process_internals
 
 _PARAMETER = frozenset({nn.Parameter})
@@ -88,6 +88,7 @@ class TreeLayout:
         "tensor_numbers",
         "tensors",
         "with_parameters",
+        "writes_unseen",
     )
 
     def __init__(self, modules: list[nn.Module], *, with_parameters: bool) -> None:
@@ -100,6 +101,7 @@ class TreeLayout:
         names = frozenset[str]().union(*map(names_of_class, dict.fromkeys(map(type, modules))))
         self.fills_what_it_saved = nn.RReLU in map(type, modules) or not RRELU.isdisjoint(names)
         self.decides = may_decide(names)
+        self.writes_unseen = may_write_unseen(names)
         fields = list(map(_vars, modules))
         self.field_names = list(map(tuple, fields))
         self.field_lengths = list(map(len, fields))
@@ -115,7 +117,12 @@ class TreeLayout:
         self._sort_held(modules, held)
         self._find_written(modules)
         self.is_simple = self.only_parameters and not (
-            self.object_places or self.renormalised or self.statistics or self.fills_what_it_saved or self.decides
+            self.object_places
+            or self.renormalised
+            or self.statistics
+            or self.fills_what_it_saved
+            or self.decides
+            or self.writes_unseen
         )
 
     def _sort_fields(self, fields: list[dict[str, Any]]) -> list[Any]:

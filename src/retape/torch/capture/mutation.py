@@ -332,6 +332,12 @@ class Copies:
         kept.indices = frozenset(number for group in kept._groups for number in group.numbers)
         return kept
 
+    def joined(self, other: Copies) -> Copies:
+        """Return these copies and others, of other storages."""
+        both = object.__new__(Copies)
+        both._groups, both.indices = [*self._groups, *other._groups], self.indices | other.indices
+        return both
+
     def different(self, watched: list[Tensor], skip: Set[int] = frozenset()) -> set[int]:
         """Return the indices whose tensors have other bits now, of those that are not in `skip`."""
         return {n for group in self._groups for n in group.numbers if n not in skip and group.differs(n, watched[n])}

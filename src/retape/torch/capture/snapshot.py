@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
-from retape.torch.capture.host_access import Observer
+from retape.torch.capture.host_access import DataAccess, Observer
 from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
@@ -51,6 +51,7 @@ _NO_COPIES: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _NOT_HELD = torch.empty(0)  # in place of an argument that the region does not hold, and that its owner checks
 
+_DATA = "data"  # marks, among the known changes, kinds of calls that ask for the `.data` of a parameter
 KnownChanges = dict[Any, frozenset[int]]
 
 
@@ -167,6 +168,7 @@ class Snapshot:
     _copies: Copies | None = None
     _leaves: list[bool] | None = None
     _plain = True  # every tensor has a version of its own
+    touches_data = False  # the call asks for the `.data` of a parameter
     changed: frozenset[int] = _NOTHING  # indices of the tensors that the call itself changes
     draws: rng.Draws  # random streams and their positions before the call; after it, those that it moved
     kind: tuple[Any, Any]  # the module or code that was called, and the kind of the call
@@ -241,6 +243,30 @@ class Snapshot:
             if index in known or (not tensor.requires_grad and _may_change(tensor) and tensor.nbytes <= small_bytes)
         ]
         return small if len(small) <= TUNING.max_copies else sorted(known)
+
+    def watch_data(self) -> DataAccess | None:
+        """Return a mode for the call in which parameters are copied when their `.data` is asked for; None if it never was.
+
+        A write through `.data` leaves the version as it is, and copies of all parameters in case of one would be large.
+        """
+        key = (_DATA, self.kind[1])
+        if self._call.writes_unseen and (self._known is None or key in self._known_changes):
+            return DataAccess(self._copy_parameter)
+        return None
+
+    def _copy_parameter(self, tensor: Tensor) -> None:
+        if type(tensor) is not nn.Parameter or not copyable(tensor):
+            return
+        self.touches_data = True
+        self._known_changes[(_DATA, self.kind[1])] = _NOTHING
+        watched = self._call.extras + self._call.state
+        first = len(self._before) - len(watched)
+        places = [first + n for n, other in enumerate(watched) if other is tensor]
+        if places and (self._copies is None or self._copies.indices.isdisjoint(places)):
+            holes = [_NOT_HELD] * first
+            with internals.unobserved():
+                copied = Copies([*holes, *watched], places)
+            self._copies = copied if self._copies is None else self._copies.joined(copied)
 
     # --- after the call ------------------------------------------------------------------------------------------
 
