@@ -23,7 +23,8 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -601,6 +602,16 @@ def drop_hooks(tensors: Sequence[Tensor], counts: list[HookCounts]) -> None:
         for hooks, count in zip((tensor._backward_hooks, _accumulate_hooks(tensor)), before, strict=True):
             while hooks and len(hooks) > count:
                 hooks.popitem()
+
+
+@contextmanager
+def without_new_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Remove the hooks that steps, run again inside, register on tensors once more."""
+    counts = _hook_counts(tensors)
+    try:
+        yield
+    finally:
+        drop_hooks(tensors, counts)
 
 
 def _any_hooks(tensors: Sequence[Tensor]) -> bool:
