@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+import torch.utils.flop_counter
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
@@ -414,6 +415,17 @@ def test_count_dispatch_modes():
     assert internals.count_dispatch_modes() == 0
     with TorchDispatchMode():
         assert internals.count_dispatch_modes() == 1
+
+
+def test_dispatch_modes():
+    """Outermost first; PyTorch's own, such as the counter of FLOPs, are left out."""
+
+    class Mine(TorchDispatchMode):
+        pass
+
+    assert internals.dispatch_modes() == ()
+    with Mine() as first, torch.utils.flop_counter.FlopCounterMode(display=False), Mine() as second:
+        assert internals.dispatch_modes() == (first, second)
 
 
 def test_cuda_built():

@@ -24,7 +24,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,6 +169,7 @@ class Snapshot:
     _copies: Copies | None = None
     _leaves: list[bool] | None = None
     _plain = True  # every tensor has a version of its own
+    _modes: tuple[Any, ...] = ()  # dispatch modes of the user around the call
     touches_data = False  # the call asks for the `.data` of a parameter
     changed: frozenset[int] = _NOTHING  # indices of the tensors that the call itself changes
     draws: rng.Draws  # random streams and their positions before the call; after it, those that it moved
@@ -180,6 +181,7 @@ class Snapshot:
     def __init__(self, call: Call) -> None:
         self._call = call
         if _count_dispatch_modes():
+            self._modes = _user_modes()
             with internals.unobserved():
                 self._take(call)
         else:
@@ -468,6 +470,7 @@ class RestoredState:
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
     _hook_counts: list[HookCounts] | None = None
     _swap: int | None = None
+    _entered: ExitStack | None = None  # dispatch modes
 
     def __init__(self, snapshot: Snapshot, held: list[Tensor], *, same_arguments: bool) -> None:
         self._snapshot, self._same_arguments = snapshot, same_arguments
@@ -479,9 +482,19 @@ class RestoredState:
         try:
             self._restore(snapshot, held)
             self.arguments = self._arguments(held)
+            if snapshot._modes:
+                self._enter_modes(snapshot._modes)
         except BaseException:
             self.leave()
             raise
+
+    def _enter_modes(self, modes: tuple[Any, ...]) -> None:
+        """Enter the dispatch modes of the first run, in the same order, unless they are around the re-run anyway."""
+        self._entered = ExitStack()
+        present = _user_modes()
+        for mode in modes:
+            if not any(mode is other for other in present):
+                self._entered.enter_context(mode)
 
     def _restore(self, snapshot: Snapshot, held: list[Tensor]) -> None:
         call = snapshot._call
@@ -569,6 +582,8 @@ class RestoredState:
 
     def leave(self) -> None:
         """Leave everything as it was found."""
+        if self._entered is not None:
+            self._entered.close()
         try:
             if self._overwritten or self._needs_grad or self._grads:
                 self._undo_writes()
@@ -643,6 +658,12 @@ class ReadGuard(Observer):
         suspect = self._suspects.get(internals.untyped_storage(tensor)._cdata)
         if suspect is not None:
             raise self._snapshot.suspect_has_changed(suspect)
+
+
+def _user_modes() -> tuple[Any, ...]:
+    """Return the dispatch modes around the caller that are neither PyTorch's nor retape's."""
+    own = __name__.partition(".")[0] + "."
+    return tuple([mode for mode in internals.dispatch_modes() if not type(mode).__module__.startswith(own)])
 
 
 def _kind_of(call: Call) -> tuple[Any, Any]:
