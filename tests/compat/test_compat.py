@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+import torch.utils.flop_counter
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
@@ -444,6 +445,17 @@ def test_count_dispatch_modes():
         assert internals.count_dispatch_modes() == 1
 
 
+def test_dispatch_modes():
+    """Outermost first; PyTorch's own, such as the counter of FLOPs, are left out."""
+
+    class Mine(TorchDispatchMode):
+        pass
+
+    assert internals.dispatch_modes() == ()
+    with Mine() as first, torch.utils.flop_counter.FlopCounterMode(display=False), Mine() as second:
+        assert internals.dispatch_modes() == (first, second)
+
+
 def test_cuda_built():
     assert hasattr(torch._C, "_cuda_getDeviceCount") == internals.CUDA_BUILT
 
@@ -780,6 +792,20 @@ def test_local_values():
     exec("found = look(inspect.currentframe())", names)
     assert 3 in names["found"]
     assert names["value"] == 3
+
+
+@pytest.mark.parametrize("refer", [weakref.ref, weakref.proxy])
+def test_referent(refer):
+    """Both kinds of proxies: of objects that can be called, and of others; a class may define `__reduce_ex__` itself."""
+
+    class Reduced:
+        def __reduce_ex__(self, protocol):
+            return (Reduced, ())
+
+    for thing in (torch.nn.Linear(2, 2), Reduced(), torch.ones(2), test_is_only_thread):
+        assert process_internals.referent(refer(thing)) is thing
+    gone = refer(Reduced())
+    assert process_internals.referent(gone) is None
 
 
 def test_is_only_thread():

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import retape
-from retape.errors import StateChanged
+from retape.errors import InvalidInput, StateChanged
 from retape.torch.engine.context import plain
 from support.blocks import MlpBlock, Stack, mean_square
 from support.ranks import run_cases
@@ -102,6 +102,34 @@ def step_between_forward_and_backward():
     assert "optimizer.step()" in message, message
 
 
+class Skipping(Stack):
+    """Calls fewer blocks on rank 1, as a model does whose depth depends on the data."""
+
+    def forward(self, a):
+        for block in self.blocks[dist.get_rank() :]:
+            a = block(a)
+        return mean_square(a)
+
+
+def fit_is_refused(model, verb):
+    """`fit` asks the ranks in turn; ranks that run other regions would answer different questions, or wait for ever."""
+    message = "not refused"
+    try:
+        retape.fit(model, torch.randn(4, 8), budget=0.6, progress=False)
+    except InvalidInput as error:
+        message = str(error)
+    assert f"they {verb} different regions: rank 0 " in message, message
+
+
+def stages_of_a_pipeline():
+    blocks = [MlpBlock(8, 2) for _ in range(3 + 2 * dist.get_rank())]
+    fit_is_refused(Stack(blocks, loss=mean_square), "have")
+
+
+def depth_depends_on_the_data():
+    fit_is_refused(Skipping(MlpBlock(8, 2) for _ in range(4)), "call")
+
+
 CASES = {
     "ddp": lambda: compared(data_parallel()),
     "ddp unused parameters": lambda: compared(data_parallel(find_unused_parameters=True), unused=True),
@@ -112,6 +140,8 @@ CASES = {
     "fsdp tied blocks": lambda: compared(sharded, repeats=2),
     "fsdp step in between": step_between_forward_and_backward,
     "tensor parallel": lambda: compared(tensor_parallel),
+    "fit of other stages": stages_of_a_pipeline,
+    "fit of other depths": depth_depends_on_the_data,
 }
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.errors import RetapeError
 from support.comparing import (
@@ -214,3 +215,23 @@ def mode_around_the_forward(call):
 )
 def test_plain_python_that_changed_is_right_or_found_by_values(case):
     right_or_refused(case, RetapeError, "Region", way=by_values)
+
+
+class DoublingSines(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.sin.default else out
+
+
+@pytest.mark.parametrize("mode", [Doubling, DoublingSines])
+@pytest.mark.parametrize("also_around_backward", [True, False])
+@equals_plain
+def test_a_mode_of_the_user_around_the_forward(call, mode, also_around_backward):
+    x, around = leaf(), mode()
+    with around:
+        y = call(lambda a: (a.sin() * a).cos(), x)
+        if also_around_backward:
+            y.sum().backward()
+    if not also_around_backward:
+        y.sum().backward()
+    return x.grad

@@ -397,3 +397,22 @@ def test_taylor_of_hidden_state_at_two_points():
         return loop(step, start, xs)
 
     assert_as_plain(lambda: run(unrolled), lambda: run(lambda *a: scan(*a, snapshots=2)), [weight, start])
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_hooks_that_steps_register_on_a_tensor_outside_run_once_per_step(history):
+    weight = normal(4, grad=True)
+    xs, start = normal(9, 4), normal(4, grad=True)
+
+    def run(loop):
+        used = weight.sin() if history else weight.detach().requires_grad_()
+
+        def step(h, x):
+            used.register_hook(lambda gradient: gradient * 1.1)
+            h = torch.tanh(h * used + x)
+            return h, h
+
+        end, rows = loop(step, start, xs)
+        return torch.autograd.grad((end.sum() + rows.sum()), [weight if history else used, start])
+
+    assert equal(run(lambda *a: scan(*a, snapshots=2)), run(unrolled))

@@ -178,6 +178,9 @@ class SelectionFuzzer:
         except RetapeError as error:
             tally.refused[f"trace: {type(error).__name__}"] += 1
             return
+        except PLAIN_ERRORS as error:  # another batch, for which plain PyTorch refuses the program: a singular matrix
+            tally.skipped[f"trace: {type(error).__name__}"] += 1
+            return
         offered = list(selections(trace, self._rng))
         for selection in offered:
             self._compare(subject, wanted, selection, self._recipe(trace, selection))

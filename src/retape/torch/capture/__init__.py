@@ -14,6 +14,7 @@ __all__ = [
     "host_access",
     "module_tree",
     "mutation",
+    "rerun_lock",
     "rng",
     "settings",
     "signature",

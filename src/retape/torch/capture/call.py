@@ -27,13 +27,13 @@ from torch.nn.parameter import is_lazy
 from retape.torch.capture.containers import (
     ATOMS,
     BLANKS,
+    WEAK_PROXIES,
     DictHolder,
     ListHolder,
     SlotHolder,
     StateFields,
-    holds_tensor,
-    tracked,
-    tracked_item,
+    is_saved,
+    saved_item,
 )
 from retape.torch.capture.functions import (
     NEVER_READ,
@@ -42,11 +42,12 @@ from retape.torch.capture.functions import (
     Opaque,
     frozen_copy,
     may_decide,
+    may_write_unseen,
     names_of_function,
 )
 from retape.torch.capture.module_tree import TREES, ModuleTree
 from retape.torch.capture.tuning import TUNING
-from retape.torch.compat import internals
+from retape.torch.compat import internals, process_internals
 from retape.torch.model_libraries import LIBRARIES
 
 
@@ -84,11 +85,14 @@ class Call:
     generators: tuple[Any, ...] = ()
     codes: tuple[Any, ...] = ()  # of functions met: one wrapper may wrap several
     fills_what_it_saved = False  # it may run `rrelu`, whose output autograd saves before the kernel has filled it
+    writes_unseen = False  # its code names a way to write to a tensor that leaves its version as it is
     decides = False  # its code names a function that decides (`decisions.py`)
     renormalised: frozenset[int] = _NOTHING  # parameters that their own module writes to in its forward
     # Buffers that their module writes to, though its first batch may not change their values.
     statistics: frozenset[int] = _NOTHING
     twins: tuple[tuple[int, int], ...] = ()  # places that hold the same tensor: code asks `q is k`
+    # Arguments that are reached in another way too, each with its number among `extras` and `state`: code asks `q is memory`.
+    shared: tuple[tuple[int, int], ...] = ()
     fsdp = False
     tensors: list[Tensor]  # of the arguments, in order
     extras: list[Tensor]  # of closures, defaults and globals
@@ -108,15 +112,18 @@ class Call:
 
     def take(self, value: Any, inside: tuple[int, ...] = ()) -> Any:
         """Add the tensors of an argument; return its template for rebuilding the call. `inside`: ids of containers around it."""
-        if isinstance(value, Tensor):
+        kind: Any = type(value)
+        if issubclass(kind, Tensor):
             # One entry for each place, though several may hold one tensor: the number that a nested region saves must not depend
             # on which tensors are one object, since in a re-run they may be an argument and its copy in a closure.
             index = len(self.tensors)
             self.tensors.append(value)
             return _LEAVES[index] if index < len(_LEAVES) else Leaf(index)
-        kind = type(value)
         if kind in ATOMS:
             self.has_switches = True
+            return value
+        if kind in WEAK_PROXIES:
+            self.meet(value)
             return value
         if id(value) in inside:  # a container that holds itself
             self.meet(value)
@@ -190,11 +197,15 @@ class Call:
             self._seen.add(id(value))
             visit(self, value)
 
+    def _visit_weak(self, value: Any) -> None:
+        """Visit the object behind a weak reference or a weak proxy, if it is still there."""
+        self.meet(process_internals.referent(value))
+
     def _visit_posing(self, value: Any) -> None:
-        """Visit a weak proxy, or an object whose class is what it says."""
+        """Visit an object whose class is what it says."""
         try:
             kind: Any = value.__class__
-        except Exception:  # user code raised, or the object of a weak proxy is gone
+        except Exception:  # user code raised
             return
         visit = _visitor_of(kind)
         if visit is not None and visit is not Call._visit_posing:
@@ -215,6 +226,7 @@ class Call:
         names = names_of_function(function)
         self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
         self.decides = self.decides or may_decide(names)
+        self.writes_unseen = self.writes_unseen or may_write_unseen(names)
         self._meet_all(_behind_function(function))
 
     def _visit_wrapper(self, value: Any) -> None:
@@ -261,6 +273,7 @@ class Call:
             self.only_parameters = self.only_parameters and layout.only_parameters
             self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
             self.decides = self.decides or layout.decides
+            self.writes_unseen = self.writes_unseen or layout.writes_unseen
             self.statistics |= tree.statistics or _NOTHING
             self.renormalised |= tree.renormalised or _NOTHING
         elif last and not tree.others:
@@ -277,21 +290,15 @@ class Call:
         self.holders.append(holder)
         holder.blanks = blanks = dict(container)
         for key, value in [(key, value) for key, value in container.items() if type(value) not in ATOMS]:
-            kind = type(value)
-            if isinstance(value, Tensor):
-                del blanks[key]
+            kind: Any = type(value)
+            if issubclass(kind, Tensor):
                 self._place(container, key, value)
-                holder.saved[key] = tracked(value)
-            elif kind is tuple and holds_tensor(value):
-                del blanks[key]
-                holder.saved[key] = tracked_item(value)
-                self.meet(value)
-            elif kind in BLANKS:
-                self.meet(value)
             else:
+                self.meet(value)
+            if is_saved(value):
+                holder.saved[key] = saved_item(value)
+            if key in holder.saved or kind not in BLANKS:
                 del blanks[key]
-                if kind is not types.FunctionType:
-                    self.meet(value)
 
     def _meet_state(self, fields: dict[str, Any]) -> None:
         """Follow an object whose plain fields describe its tensors: the dicts behind it are restored whole."""
@@ -321,7 +328,7 @@ class Call:
             if ATOMS.issuperset(map(type, holder.saved)):
                 return
             for index, item in enumerate(list(value)):
-                if isinstance(item, Tensor):
+                if issubclass(type(item), Tensor):
                     self._place(value, index, item)
                 else:
                     self.meet(item)
@@ -330,6 +337,14 @@ class Call:
         else:
             for item in value.values() if isinstance(value, dict) else value:
                 self.meet(item)
+
+    def find_shared(self) -> None:
+        """Find the arguments that are reached in another way too; parameters are passed to a re-run as they are."""
+        seen = self._seen
+        for index, tensor in enumerate(self.tensors):
+            if id(tensor) in seen and type(tensor) is not nn.Parameter:
+                found = [number for number, other in enumerate((*self.extras, *self.state)) if other is tensor]
+                self.shared += tuple([(index, number) for number in found[:1]])
 
     def _place(self, container: Any, key: Any, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
@@ -399,7 +414,6 @@ _NOT_FOLLOWED = (
 
 
 _Visitor = Callable[[Call, Any], None]
-_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -407,7 +421,7 @@ def _visitor_of(kind: type) -> _Visitor | None:
     """Return the method that visits objects of a class, or None where no state is reached through them."""
     if kind in ATOMS:
         return None
-    if kind in _PROXIES or any("__class__" in vars(base) for base in kind.__mro__[:-1]):
+    if any("__class__" in vars(base) for base in kind.__mro__[:-1]):
         return Call._visit_posing
     if _is_generator(kind):
         return Call._visit_generator
@@ -424,6 +438,7 @@ _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
     ((dict, list, deque), Call._visit_container),
     (types.FunctionType, Call._visit_function),
     ((types.MethodType, functools.partial, CompiledCall), Call._visit_wrapper),
+    ((weakref.ReferenceType, *WEAK_PROXIES), Call._visit_weak),
     (_NOT_FOLLOWED, None),
     ((tuple, set, frozenset), Call._visit_object),  # PyTorch's own too: `torch.return_types.max`, PackedSequence
 )
@@ -455,7 +470,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _behind_function(function: types.FunctionType) -> list[Any]:
-    """Return the values of a function's closure, defaults and globals."""
+    """Return the values of a function's closure, defaults, attributes and globals."""
     found: list[Any] = []
     for cell in function.__closure__ or ():
         try:
@@ -466,6 +481,8 @@ def _behind_function(function: types.FunctionType) -> list[Any]:
         found.extend(function.__defaults__)
     if function.__kwdefaults__:
         found.extend(function.__kwdefaults__.values())
+    if function.__dict__:
+        found.append(function.__dict__)
     names = function.__globals__
     found.extend(
         [
@@ -489,7 +506,7 @@ _CONTAINERS = (list, tuple, dict, deque, _Rebuilt, _AsIs)
 
 
 def _holds_no_container(taken: Iterable[Any]) -> bool:
-    return not any(type(value) is not Leaf and isinstance(value, _CONTAINERS) for value in taken)
+    return not any(type(value) is not Leaf and issubclass(type(value), _CONTAINERS) for value in taken)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -516,6 +533,8 @@ def twins_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
 
 def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
     """Walk a function and its arguments; return everything that the call reads."""
+    if type(function) in WEAK_PROXIES:
+        function = process_internals.referent(function) or function
     while type(function) is functools.partial:
         arguments = (*function.args, *arguments)
         keywords = {**function.keywords, **keywords}
@@ -538,9 +557,11 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.roots = (called,)
         call._meet_modules(called, last=True)
         call.function = function
+        call.find_shared()
         return call
     call.meet(function)
     call.function = frozen_copy(function) if type(function) is types.FunctionType else function
+    call.find_shared()
     return call
 
 
@@ -562,7 +583,7 @@ _BEHIND_EVERY_CALL = (type, logging.Logger)  # the class itself, for `super()`, 
 
 
 def _put_back(value: Any, tensors: list[Tensor]) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     if kind is Leaf:
         return tensors[value.index]
     if kind is _AsIs:
@@ -577,7 +598,7 @@ def _put_back(value: Any, tensors: list[Tensor]) -> Any:
         twin = copy.copy(value)
         _refill(twin, [(key, _put_back(item, tensors)) for key, item in _items(value)])
         return twin
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if issubclass(kind, tuple) and hasattr(value, "_fields"):
         return tuple.__new__(kind, [_put_back(item, tensors) for item in value])
     return value
 

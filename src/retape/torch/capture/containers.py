@@ -1,14 +1,17 @@
 """Containers that a region can reach (a module's fields, a list in a closure), and what they held when it first ran.
 
-A re-run sees the contents of the first run; afterwards the contents are those of before the re-run, whatever it put there. Tensors
-count, alone or inside tuples, lists and dicts, and so do plain values of modules; other objects are left as they are. Each class here
-has `enter` (restore the contents of the first run) and `leave` (put back those found by `enter`).
+A re-run sees the contents of the first run; afterwards the contents are those of before the re-run, whatever it put there. Tensors and
+modules count, alone or inside tuples, lists and dicts; so do callables and objects that lead to them (`is_restored`), and plain values
+of modules. Other plain values are left as they are. Each class here has `enter` (restore the contents of the first run) and `leave`
+(put back those found by `enter`).
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import types
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -33,51 +36,78 @@ def tracked(tensor: Tensor) -> Tensor:
 
 def tracked_item(item: Any) -> Any:
     """Return `tracked` of a tensor or of the tensors in a tuple; any other item unchanged."""
-    if isinstance(item, Tensor):
+    kind: Any = type(item)
+    if issubclass(kind, Tensor):
         return tracked(item)
-    if isinstance(item, tuple) and holds_tensor(item):
+    if issubclass(kind, tuple) and holds_state(item):
         return tuple.__new__(type(item), [tracked_item(each) for each in item])
     return item
 
 
 def without_history(item: Any) -> Any:
-    """Return `tracked_item` of a tuple in which a tensor has a history; any other item unchanged."""
-    return tracked_item(item) if isinstance(item, tuple) and _has_history(item) else item
+    """Return `tracked_item` of a tuple, or of the arguments of a partial, in which a tensor has a history; any other item unchanged."""
+    kind: Any = type(item)
+    if issubclass(kind, tuple):
+        return tracked_item(item) if _has_history(item) else item
+    if kind is functools.partial and (_has_history(item.args) or _has_history(tuple(item.keywords.values()))):
+        keywords = {name: tracked_item(value) for name, value in item.keywords.items()}
+        return functools.partial(item.func, *tracked_item(item.args), **keywords)
+    return item
 
 
 def _has_history(item: Any) -> bool:
-    if isinstance(item, Tensor):
+    kind: Any = type(item)
+    if issubclass(kind, Tensor):
         return item.grad_fn is not None
-    return isinstance(item, tuple) and any(map(_has_history, item))
+    return issubclass(kind, tuple) and any(map(_has_history, item))
+
+
+WEAK_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+# Classes of objects through which tensors or modules are reached; a `torch.Generator` is state itself.
+_LEADING_TO_STATE = (
+    *(nn.Module, tuple, list, dict, deque, set, frozenset, torch.Generator),
+    *(functools.partial, types.MethodType, types.FunctionType, weakref.ReferenceType),
+    *WEAK_PROXIES,
+)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_restored(kind: type) -> bool:
-    """True if a field of a module that holds an object of this class is put back where another object has been bound to it.
+    """True if a field that holds an object of this class is put back where another object has been bound to it.
 
-    These are containers and objects of users' classes, whose tensors a call holds anyway.
+    These are modules, containers, callables and objects of users' classes, whose tensors a call holds anyway.
     """
-    if issubclass(kind, (tuple, list, dict, deque, set, frozenset)):
+    if issubclass(kind, _LEADING_TO_STATE):
         return True
     made_at_run_time = kind.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
     return bool(made_at_run_time) and not str(kind.__module__).startswith(("torch.", "functools", "builtins"))
 
 
-def holds_tensor(item: Any) -> bool:
-    """True for a tensor, and for a tuple, list or dict that has one at any depth."""
-    if isinstance(item, Tensor):
-        return True
+def holds_state(item: Any) -> bool:
+    """True for a tensor or a module, and for a tuple, list or dict that has one at any depth."""
     pending, seen = [item], set[int]()
     while pending:
         each = pending.pop()
-        if isinstance(each, Tensor):
+        kind: Any = type(each)  # `isinstance` would ask the object behind a weak proxy, which may be gone
+        if issubclass(kind, (Tensor, nn.Module)):
             return True
-        if isinstance(each, (tuple, list, dict)) and id(each) not in seen:
+        if issubclass(kind, (tuple, list, dict)) and id(each) not in seen:
             seen.add(id(each))
             values: Any = each.values() if isinstance(each, dict) else each
             if not ATOMS.issuperset(map(type, values)):
                 pending.extend(values)
     return False
+
+
+def is_saved(item: Any) -> bool:
+    """True if a key of a plain dict, or a slot, that holds `item` is put back; a container only if it holds state."""
+    kind: Any = type(item)
+    return holds_state(item) if issubclass(kind, (tuple, list, dict)) else issubclass(kind, Tensor) or is_restored(kind)
+
+
+def saved_item(item: Any) -> Any:
+    """Return an item as it is kept for a re-run: without history, where that is not inside an object of its own."""
+    return without_history(tracked_item(item))
 
 
 def _to_undo(blanks: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
@@ -86,10 +116,7 @@ def _to_undo(blanks: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
     came = [
         key
         for key, then in blanks.items()
-        if (value := get(key)) is not then
-        and type(value) not in ATOMS
-        and holds_tensor(value)
-        and not holds_tensor(then)
+        if (value := get(key)) is not then and type(value) not in ATOMS and holds_state(value) and not holds_state(then)
     ]
     if not came:
         return came
@@ -119,7 +146,7 @@ class DictHolder:
         self._kept = dict(container)
         if len(container) > self._count:  # keys added since are the last ones
             for key in list(container)[self._count :]:
-                if key not in self.saved and holds_tensor(container[key]):
+                if key not in self.saved and holds_state(container[key]):
                     del container[key]
         for key, value in self.saved.items():
             now = container.get(key, _ABSENT)
@@ -138,7 +165,7 @@ class DictHolder:
             return
         for key in [*kept, *[key for key in container if key not in kept]]:
             old, new = kept.get(key, _ABSENT), container.get(key, _ABSENT)
-            if old is new or not (key in self.saved or key in undone or holds_tensor(old) or holds_tensor(new)):
+            if old is new or not (key in self.saved or key in undone or holds_state(old) or holds_state(new)):
                 continue
             if old is _ABSENT:
                 del container[key]
@@ -273,14 +300,14 @@ def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:
 
 
 class SlotHolder:
-    """An object with slots: the tensors in them, and placeholders that a tensor may replace later."""
+    """An object with slots: the tensors, modules and objects in them, and placeholders that a tensor may replace later."""
 
     __slots__ = ("_blanks", "_kept", "_object", "_saved", "_undone")
 
     def __init__(self, value: Any, names: list[str]) -> None:
         self._object = value
         held = {name: getattr(value, name, _ABSENT) for name in names}
-        self._saved = {name: tracked_item(item) for name, item in held.items() if holds_tensor(item)}
+        self._saved = {name: saved_item(item) for name, item in held.items() if is_saved(item)}
         self._blanks = {
             name: item
             for name, item in held.items()
@@ -301,7 +328,7 @@ class SlotHolder:
     def leave(self) -> None:
         for name, value in self._kept.items():
             now = getattr(self._object, name, _ABSENT)
-            ours = name in self._saved or name in self._undone or holds_tensor(now) or holds_tensor(value)
+            ours = name in self._saved or name in self._undone or holds_state(now) or holds_state(value)
             if now is not value and ours:
                 self._put(name, value)
         self._kept, self._undone = {}, []
@@ -313,23 +340,28 @@ class SlotHolder:
             setattr(self._object, name, value)
 
 
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors are the same view of the same memory, of one class."""
+    return (
+        one.layout is torch.strided
+        and other.layout is torch.strided
+        and type(one) is type(other)
+        and one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype is other.dtype
+        and one.is_conj() is other.is_conj()
+        and one.is_neg() is other.is_neg()
+        and one.numel() > 0
+    )
+
+
 def _same(now: Any, then: Any) -> bool:
     """True if a container still holds the same object, or the tensor of which a detached alias was saved."""
     if now is then:
         return True
     if isinstance(now, Tensor) and isinstance(then, Tensor):
-        strided = now.layout is torch.strided and then.layout is torch.strided
-        return (
-            strided
-            and type(now) is type(then)
-            and now.data_ptr() == then.data_ptr()
-            and now.shape == then.shape
-            and now.stride() == then.stride()
-            and now.dtype is then.dtype
-            and now.is_conj() is then.is_conj()
-            and now.is_neg() is then.is_neg()
-            and now.numel() > 0
-        )
+        return _same_memory(now, then)
     if type(now) is type(then) and isinstance(now, tuple):
         return len(now) == len(then) and all(map(_same, now, then))
     return type(now) is type(then) and type(now) in ATOMS and bool(now == then)

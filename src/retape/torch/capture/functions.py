@@ -25,6 +25,11 @@ _DECIDING = frozenset(
 )
 
 
+def may_write_unseen(names: frozenset[str]) -> bool:
+    """True if code that mentions these names may write to a parameter without increasing its version: `weight.data.mul_(2)`."""
+    return "data" in names
+
+
 def may_decide(names: frozenset[str]) -> bool:
     """True if code that mentions these names may decide something."""
     return not _DECIDING.isdisjoint(names)
@@ -88,7 +93,7 @@ def _called(function: types.FunctionType) -> list[types.FunctionType]:
             found.append(cell.cell_contents)
         except ValueError:  # a variable that has no value yet
             continue
-    return [value for value in found if isinstance(value, types.FunctionType)]
+    return [value for value in found if type(value) is types.FunctionType]
 
 
 # --- a function over variables of its own -----------------------------------------------------------------------------

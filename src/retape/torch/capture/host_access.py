@@ -1,4 +1,4 @@
-"""Calls that give Python access to a tensor's memory or values, which no op shows: `.numpy()`, `.tolist()`, `.data_ptr()`."""
+"""Calls that give Python access to a tensor's memory or values, which no op shows: `.numpy()`, `.tolist()`, `.data_ptr()`, `.data`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _EXPOSING = frozenset(
         "apply_",
     }
 )
+_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 _CUDA_ARRAY = Tensor.__cuda_array_interface__.__get__
 
 
@@ -39,6 +40,19 @@ class Exposure(TransparentMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (getattr(func, "__name__", "") in _EXPOSING or func is _CUDA_ARRAY) and args and isinstance(args[0], Tensor):
+            self._tell(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class DataAccess(TransparentMode):
+    """A mode that reports every tensor whose `.data` is read or set, before that happens."""
+
+    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DATA and isinstance(args[0], Tensor):
             self._tell(args[0])
         return func(*args, **(kwargs or {}))
 

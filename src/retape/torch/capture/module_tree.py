@@ -20,14 +20,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retape.torch.capture.containers import ATOMS, OWN_FIELDS, ModuleHolder, is_restored, tracked, without_history
-from retape.torch.capture.functions import RRELU, may_decide, names_of_class
-from retape.torch.compat import internals
+from retape.torch.capture.containers import (
+    ATOMS,
+    OWN_FIELDS,
+    WEAK_PROXIES,
+    ModuleHolder,
+    is_restored,
+    tracked,
+    without_history,
+)
+from retape.torch.capture.functions import RRELU, may_decide, may_write_unseen, names_of_class
+from retape.torch.compat import internals, process_internals
 
 _PARAMETER = frozenset({nn.Parameter})
 _HELD = ("_buffers", "_modules", "_parameters")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _SETTINGS = ATOMS | {types.FunctionType, type}
+_PROXY_TYPES = frozenset(WEAK_PROXIES)
 _flat = chain.from_iterable
 # Methods of `dict` itself: those of an OrderedDict are slower, and the order is the same.
 _values = dict.values
@@ -62,7 +71,6 @@ class TreeLayout:
         "field_names",
         "field_places",
         "fills_what_it_saved",
-        "followed_count",
         "held_lengths",
         "held_places",
         "is_simple",
@@ -80,6 +88,7 @@ class TreeLayout:
         "tensor_numbers",
         "tensors",
         "with_parameters",
+        "writes_unseen",
     )
 
     def __init__(self, modules: list[nn.Module], *, with_parameters: bool) -> None:
@@ -92,6 +101,7 @@ class TreeLayout:
         names = frozenset[str]().union(*map(names_of_class, dict.fromkeys(map(type, modules))))
         self.fills_what_it_saved = nn.RReLU in map(type, modules) or not RRELU.isdisjoint(names)
         self.decides = may_decide(names)
+        self.writes_unseen = may_write_unseen(names)
         fields = list(map(_vars, modules))
         self.field_names = list(map(tuple, fields))
         self.field_lengths = list(map(len, fields))
@@ -107,7 +117,12 @@ class TreeLayout:
         self._sort_held(modules, held)
         self._find_written(modules)
         self.is_simple = self.only_parameters and not (
-            self.object_places or self.renormalised or self.statistics or self.fills_what_it_saved or self.decides
+            self.object_places
+            or self.renormalised
+            or self.statistics
+            or self.fills_what_it_saved
+            or self.decides
+            or self.writes_unseen
         )
 
     def _sort_fields(self, fields: list[dict[str, Any]]) -> list[Any]:
@@ -119,25 +134,22 @@ class TreeLayout:
         self._pick_by_owner = []
         restored: list[tuple[int, str]] = []
         objects: list[tuple[int, str]] = []
-        modules: list[tuple[int, str]] = []
         for owner, part in enumerate(fields):
             keys: list[str] = []
             for key, value in part.items():
                 if key in OWN_FIELDS and key != "training":
                     continue
-                if type(value) in _SETTINGS or _is_plain_tuple(value) or isinstance(value, Tensor):
+                kind: Any = type(value)
+                if kind in _SETTINGS or _is_plain_tuple(value) or issubclass(kind, Tensor):
                     keys.append(key)
-                elif isinstance(value, nn.Module):
-                    modules.append((owner, key))
                 else:
-                    kind: Any = type(value)
                     (restored if is_restored(kind) else objects).append((owner, key))
             keys += (*_HELD, *_HOOKS)
             self.field_places += [(owner, key) for key in keys]
             self._pick_by_owner.append(itemgetter(*keys))
-        # A layout must not keep objects alive, so they are read one by one. Modules among them are no children: not followed.
-        self.object_places = [*restored, *objects, *modules]
-        self.restored_count, self.followed_count = len(restored), len(restored) + len(objects)
+        # A layout must not keep objects alive, so they are read one by one.
+        self.object_places = [*restored, *objects]
+        self.restored_count = len(restored)
         self._object_types = [type(fields[owner][key]) for owner, key in self.object_places]
         now = self.look(fields)
         assert now is not None
@@ -229,7 +241,7 @@ class TreeLayout:
         tree = ModuleTree(self, modules, fields, now, held)
         tree.content = content
         if objects:
-            tree.others = objects[: self.followed_count]
+            tree.others = objects
             tree.saved_objects = list(map(without_history, objects[: self.restored_count]))
         if self._pick_functions is not None:
             tree.others = [*tree.others, *filter(_reaches_state, self._pick_functions(now))]
@@ -255,6 +267,10 @@ def _reaches_state(function: Any) -> bool:
     """True for a function with a closure or with defaults that are no plain values: `module.forward = function`."""
     defaults = function.__defaults__
     return bool(function.__closure__ or (defaults and not ATOMS.issuperset(map(type, defaults))))
+
+
+def _behind_proxy(child: Any) -> Any:
+    return process_internals.referent(child) if type(child) in _PROXY_TYPES else child
 
 
 def _picker(numbers: list[int]) -> Pick | None:
@@ -476,7 +492,12 @@ class ModuleTrees:
                 scripted.append(module)
                 continue
             modules.append(module)
-            for child in fields["_modules"].values():
+            children = list(fields["_modules"].values())
+            if not _PROXY_TYPES.isdisjoint(
+                map(type, children)
+            ):  # which modules they stand for is asked again in each call
+                whole, children = False, [*map(_behind_proxy, children)]
+            for child in children:
                 if child is None or id(child) in met:
                     continue
                 if id(child) in seen:

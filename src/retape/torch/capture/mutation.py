@@ -9,7 +9,8 @@ over one new storage.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +159,9 @@ def _sum(octets: Tensor) -> Tensor:
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
+_ALIGNMENT = 64  # bytes, of memory that PyTorch allocates
+
+
 class _View(NamedTuple):
     """The layout of one tensor in its storage."""
 
@@ -216,7 +220,7 @@ class _Group:
             for number, t in ((number, watched[number]) for number in numbers)
         ]
         # No more than the tensors cover: a batch may be a slice of a whole data set.
-        start = min(v.offset * v.dtype.itemsize for v in views) // 16 * 16
+        start = min(v.offset * v.dtype.itemsize for v in views) // _ALIGNMENT * _ALIGNMENT
         stop = max((v.offset + v.extent) * v.dtype.itemsize for v in views)
         octets = torch.empty(0, dtype=torch.uint8, device=first.device)
         octets.set_(first.untyped_storage(), start, (max(stop - start, 0),), (1,))
@@ -262,16 +266,47 @@ class _Group:
 
     def _lone(self, view: _View, needs_grad: bool) -> Tensor:
         """Return a tensor that shares its storage with no other: not a view, as the original was none."""
-        twin = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self._device)
+        if not needs_grad:
+            return self._own(view)
+        root = torch.empty(0, device=self._device, requires_grad=True)
+        return _WithHistory.apply(root, partial(self._own, view))  # type: ignore[no-any-return]
+
+    def _own(self, view: _View) -> Tensor:
+        """Return a copy with the strides and the alignment of the original, on which the rounding of kernels depends."""
+        twin = torch.empty(0, dtype=view.dtype, device=self._device)
+        if not (view.conjugated or view.negated):
+            return twin.set_(self._storage.clone(), view.offset, view.size, view.stride)
         with torch.no_grad():
-            twin.copy_(self._view(view))
-        return twin.requires_grad_(True).clone() if needs_grad else twin
+            return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self._device).copy_(
+                self._view(view)
+            )
+
+
+class _WithHistory(torch.autograd.Function):
+    """A tensor that is neither a leaf nor a view, with any strides: a clone of a slice has other strides than the slice."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None
+
+
+def alias(tensor: Tensor, *, needs_grad: bool) -> Tensor:
+    """Return a tensor over the same memory, without the history of the original; one that needs gradients is no leaf."""
+    if not needs_grad:
+        return tensor.detach()
+    root = torch.empty(0, device=tensor.device, requires_grad=True)
+    return _WithHistory.apply(root, tensor.detach)  # type: ignore[no-any-return]
 
 
 def _copied(watched: list[Tensor], numbers: list[int]) -> _Alone | _Group:
     if len(numbers) == 1:
         tensor = watched[numbers[0]]
-        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        aligned = tensor.storage_offset() * tensor.itemsize % _ALIGNMENT == 0
+        if aligned and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             return _Alone(numbers[0], tensor)
     return _Group(watched, numbers)
 
@@ -296,6 +331,12 @@ class Copies:
         kept._groups = [group for group in self._groups if not changed.isdisjoint(group.numbers)]
         kept.indices = frozenset(number for group in kept._groups for number in group.numbers)
         return kept
+
+    def joined(self, other: Copies) -> Copies:
+        """Return these copies and others, of other storages."""
+        both = object.__new__(Copies)
+        both._groups, both.indices = [*self._groups, *other._groups], self.indices | other.indices
+        return both
 
     def different(self, watched: list[Tensor], skip: Set[int] = frozenset()) -> set[int]:
         """Return the indices whose tensors have other bits now, of those that are not in `skip`."""

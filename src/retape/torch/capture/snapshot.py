@@ -8,22 +8,17 @@ Versions show almost every write. BatchNorm's kernels update their statistics wi
 modules in the same modes, or the same code) every tensor that could change is copied and compared by value. From then on, tensors
 that calls of this kind are known to change are copied beforehand, and small ones in any case.
 
-Re-runs put process-wide state back, so only one runs at a time (`RerunLock`). Two faults of programs with several threads end in an
-error instead of a hang or a lost update: a re-run that waits for a worker which itself needs a re-run, and a forward that runs in one
-thread while another has replaced the buffers of its modules.
-
-Not here: the walk that finds the tensors (`call.py`), and what becomes of saved tensors (the engine).
+Not here: the walk that finds the tensors (`call.py`), the lock of re-runs (`rerun_lock.py`), and what becomes of saved tensors (the
+engine).
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +27,9 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
-from retape.torch.capture.host_access import Observer
-from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, copyable, hold, version_of
+from retape.torch.capture.host_access import DataAccess, Observer
+from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
+from retape.torch.capture.rerun_lock import SWAPS
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
 
@@ -43,6 +39,7 @@ if TYPE_CHECKING:
 _version = operator.attrgetter("_version")
 _needs_grad = operator.attrgetter("requires_grad")
 _backward_hooks = operator.attrgetter("_backward_hooks")
+_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 _count_dispatch_modes = internals.count_dispatch_modes
 _capture_ambient, _RestoredAmbient = ambient.capture, ambient.RestoredAmbient
 _capture_streams, _drawn = rng.capture, rng.drawn
@@ -50,86 +47,8 @@ _NO_COPIES: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _NOT_HELD = torch.empty(0)  # in place of an argument that the region does not hold, and that its owner checks
 
+_DATA = "data"  # marks, among the known changes, kinds of calls that ask for the `.data` of a parameter
 KnownChanges = dict[Any, frozenset[int]]
-
-
-# --- one re-run at a time ---------------------------------------------------------------------------------------------
-
-
-class RerunLock:
-    """A reentrant lock that raises RegionError where waiting for it would never end."""
-
-    def __init__(self, check_seconds: float = TUNING.lock_check_seconds) -> None:
-        self._lock = threading.RLock()
-        self._owner: int | None = None
-        self._depth = 0
-        self._check_seconds = check_seconds
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self._wait()
-        self._owner, self._depth = threading.get_ident(), self._depth + 1
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-        self._lock.release()
-
-    def _wait(self) -> None:
-        waited_in: types.FrameType | None = None
-        checks = 0
-        while not self._lock.acquire(timeout=self._check_seconds):
-            frame = internals.waiting_frame(self._owner)
-            checks = checks + 1 if frame is not None and frame is waited_in else 0
-            waited_in = frame
-            if checks >= TUNING.lock_stuck_checks:
-                raise RegionError(
-                    "A re-run in this thread waits for a re-run in another thread, and that one waits for a thread (a lock, a queue, "
-                    "a future): each waits for the other. Do not wait inside a region for work that runs a backward pass."
-                )
-
-
-class Swaps:
-    """The containers in which re-runs have replaced tensors, by thread: current ones, and a log of begins and ends."""
-
-    def __init__(self, length: int = 1024) -> None:
-        self._counter = itertools.count(1)
-        self.last = 0  # the number of the last entry in the log
-        self._log: deque[tuple[int, int, frozenset[int]]] = deque(maxlen=length)
-        self._active: dict[int, tuple[int, frozenset[int]]] = {}
-
-    def begin(self, containers: frozenset[int]) -> int:
-        """Record that a re-run in this thread replaces tensors in containers with these ids; return the argument for `end`."""
-        number = self._note(threading.get_ident(), containers)
-        self._active[number] = (threading.get_ident(), containers)
-        return number
-
-    def end(self, number: int) -> None:
-        """Record that the tensors are back."""
-        self._note(*self._active.pop(number))
-
-    def _note(self, thread: int, containers: frozenset[int]) -> int:
-        number = next(self._counter)
-        self._log.append((number, thread, containers))
-        self.last = number
-        return number
-
-    def none_since(self, number: int) -> bool:
-        """True if no re-run has replaced tensors since entry `number`, and none does now."""
-        return self.last == number and not self._active
-
-    def by_others_since(self, number: int, containers: frozenset[int]) -> bool:
-        """True if tensors of the containers were replaced by another thread at any time after entry `number`."""
-        here = threading.get_ident()
-        since = [entry[1:] for entry in list(self._log) if entry[0] > number]
-        return any(
-            thread != here and not containers.isdisjoint(replaced)
-            for thread, replaced in (*since, *self._active.values())
-        )
-
-
-SWAPS = Swaps()
 
 
 # --- the state that a call reads --------------------------------------------------------------------------------------
@@ -166,14 +85,19 @@ class Snapshot:
     _copies: Copies | None = None
     _leaves: list[bool] | None = None
     _plain = True  # every tensor has a version of its own
+    _modes: tuple[Any, ...] = ()  # dispatch modes of the user around the call
+    touches_data = False  # the call asks for the `.data` of a parameter
     changed: frozenset[int] = _NOTHING  # indices of the tensors that the call itself changes
     draws: rng.Draws  # random streams and their positions before the call; after it, those that it moved
     kind: tuple[Any, Any]  # the module or code that was called, and the kind of the call
     _rest: list[Tensor]  # the tensors of closures and modules
+    # Those of them that have a history, by number: they themselves, which the function sees, and which are not held.
+    _originals: dict[int, weakref.ref[Tensor]] = {}  # noqa: RUF012 - never changed, only replaced
 
     def __init__(self, call: Call) -> None:
         self._call = call
         if _count_dispatch_modes():
+            self._modes = _user_modes()
             with internals.unobserved():
                 self._take(call)
         else:
@@ -202,6 +126,8 @@ class Snapshot:
             self._rest = state
         else:
             self._leaves = [tensor.grad_fn is None for tensor in state]
+            reached = enumerate((*call.extras, *state))
+            self._originals = {n: weakref.ref(tensor) for n, tensor in reached if tensor.grad_fn is not None}
             call.state = [hold(tensor) for tensor in state]
             call.extras = [hold(tensor) for tensor in call.extras]
             self._rest = call.extras + call.state
@@ -236,6 +162,30 @@ class Snapshot:
             if index in known or (not tensor.requires_grad and _may_change(tensor) and tensor.nbytes <= small_bytes)
         ]
         return small if len(small) <= TUNING.max_copies else sorted(known)
+
+    def watch_data(self) -> DataAccess | None:
+        """Return a mode for the call in which parameters are copied when their `.data` is asked for; None if it never was.
+
+        A write through `.data` leaves the version as it is, and copies of all parameters in case of one would be large.
+        """
+        key = (_DATA, self.kind[1])
+        if self._call.writes_unseen and (self._known is None or key in self._known_changes):
+            return DataAccess(self._copy_parameter)
+        return None
+
+    def _copy_parameter(self, tensor: Tensor) -> None:
+        if type(tensor) is not nn.Parameter or not copyable(tensor):
+            return
+        self.touches_data = True
+        self._known_changes[(_DATA, self.kind[1])] = _NOTHING
+        watched = self._call.extras + self._call.state
+        first = len(self._before) - len(watched)
+        places = [first + n for n, other in enumerate(watched) if other is tensor]
+        if places and (self._copies is None or self._copies.indices.isdisjoint(places)):
+            holes = [_NOT_HELD] * first
+            with internals.unobserved():
+                copied = Copies([*holes, *watched], places)
+            self._copies = copied if self._copies is None else self._copies.joined(copied)
 
     # --- after the call ------------------------------------------------------------------------------------------
 
@@ -272,6 +222,7 @@ class Snapshot:
 
     def _keep_changed(self, watched: list[Tensor], changed: set[int], copies: Copies | None) -> None:
         self._refuse_swapped(changed)
+        self._refuse_history(changed)
         lost = {i for i in (changed - copies.indices if copies else changed) if not internals.is_fake(watched[i])}
         if lost:
             raise StateChanged(
@@ -281,6 +232,16 @@ class Snapshot:
         if copies is not None:
             self._copies = copies.only(changed)
             self.changed = self._copies.indices
+
+    def _refuse_history(self, changed: set[int]) -> None:
+        """Raise if the call changes a tensor of its closure that has a history: a re-run would add itself to that history."""
+        first, extras = self._first_state - len(self._call.extras), len(self._call.extras)
+        for index in sorted(changed):
+            if 0 <= index - first < extras and index - first in self._originals:
+                raise RegionError(
+                    f"Region {self.name} changes {self.describe(index)} in place, which is part of the graph outside the region, so that "
+                    "it cannot be run again. Pass it as an argument, or give the region a copy (.clone())."
+                )
 
     def _refuse_swapped(self, changed: set[int]) -> None:
         """Raise if a re-run in another thread had replaced, during this call, the tensors that it changes."""
@@ -355,9 +316,9 @@ class Snapshot:
                 raise self.has_changed(self._index_of(suspects[0]))
         return ReadGuard(self, suspects)
 
-    def restored(self, held: list[Tensor]) -> RestoredState:
-        """Put the state of before the call back, until the result is left; `held` are the tensor arguments."""
-        return RestoredState(self, held)
+    def restored(self, held: list[Tensor], *, same_arguments: bool = True) -> RestoredState:
+        """Put the state of before the call back, until the result is left; `held` are the tensor arguments, or others."""
+        return RestoredState(self, held, same_arguments=same_arguments)
 
     # --- questions -----------------------------------------------------------------------------------------------
 
@@ -423,21 +384,35 @@ class RestoredState:
     _overwritten: Sequence[tuple[Tensor, Tensor]] = ()
     _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # tensors set differently for the re-run, and their setting before
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
-    _hook_counts: list[int] | None = None
+    _hook_counts: list[HookCounts] | None = None
     _swap: int | None = None
+    _entered: ExitStack | None = None  # dispatch modes
 
-    def __init__(self, snapshot: Snapshot, held: list[Tensor]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshot: Snapshot, held: list[Tensor], *, same_arguments: bool) -> None:
+        self._snapshot, self._same_arguments = snapshot, same_arguments
         self._ambient = _RestoredAmbient(snapshot._ambient, snapshot.draws)
         self._leaves = snapshot._rest
+        if snapshot._originals:
+            alive = [reference() for reference in snapshot._originals.values()]
+            self._leaves = [*self._leaves, *[tensor for tensor in alive if tensor is not None]]
         try:
-            self._restore(snapshot)
+            self._restore(snapshot, held)
             self.arguments = self._arguments(held)
+            if snapshot._modes:
+                self._enter_modes(snapshot._modes)
         except BaseException:
             self.leave()
             raise
 
-    def _restore(self, snapshot: Snapshot) -> None:
+    def _enter_modes(self, modes: tuple[Any, ...]) -> None:
+        """Enter the dispatch modes of the first run, in the same order, unless they are around the re-run anyway."""
+        self._entered = ExitStack()
+        present = _user_modes()
+        for mode in modes:
+            if not any(mode is other for other in present):
+                self._entered.enter_context(mode)
+
+    def _restore(self, snapshot: Snapshot, held: list[Tensor]) -> None:
         call = snapshot._call
         for holder in call.holders:
             holder.enter()
@@ -445,8 +420,8 @@ class RestoredState:
             self._restore_needs_grad(call, snapshot)
         if snapshot._copies is not None:
             with internals.unobserved():
-                self._restore_copies(call, snapshot._copies)
-        if any(map(_backward_hooks, self._leaves)):
+                self._restore_copies(call, snapshot._copies, held)
+        if _any_hooks(self._leaves):
             self._hook_counts = _hook_counts(self._leaves)
 
     def _restore_needs_grad(self, call: Call, snapshot: Snapshot) -> None:
@@ -458,7 +433,7 @@ class RestoredState:
                 tensor.requires_grad_(needed)
                 changed.append((tensor, not needed))
 
-    def _restore_copies(self, call: Call, copies: Copies) -> None:
+    def _restore_copies(self, call: Call, copies: Copies, held: list[Tensor]) -> None:
         snapshot = self._snapshot
         self._overwritten = overwritten = []
         first = snapshot._first_state
@@ -472,10 +447,11 @@ class RestoredState:
         for index, copy in list(self._copies.items()):
             if index in in_place:
                 # The holders of a closure's tensor are unknown, so the copy is written into its own memory.
-                tensor = (call.extras + call.state)[index - extras] if index >= extras else None
-                if tensor is not None:
-                    overwritten.append((tensor, tensor.detach().clone()))
-                    internals.write_unseen(tensor, copy)
+                tensor = (call.extras + call.state)[index - extras] if index >= extras else held[index]
+                overwritten.append((tensor, tensor.detach().clone()))
+                internals.write_unseen(tensor, copy)
+                if index < extras:  # a view of that memory
+                    self._copies[index] = alias(tensor, needs_grad=needs_grad[index])
             elif index >= first:
                 container, key = places[index - first]
                 container[key] = copy
@@ -489,13 +465,24 @@ class RestoredState:
         for index in copies:
             if index < len(tensors):
                 tensors[index] = copies[index]
+        for index, number in snapshot._call.shared if self._same_arguments else ():
+            shared = self._shared(number)
+            tensors[index] = tensors[index] if shared is None else shared
         for place, first in snapshot._call.twins:
             tensors[place] = tensors[first]
         if nn.Parameter in map(type, tensors):  # passed on as they are
             mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
-            self._hook_counts = (self._hook_counts or [0] * len(self._leaves)) + _hook_counts(mine)
+            self._hook_counts = (self._hook_counts or [_NO_HOOKS] * len(self._leaves)) + _hook_counts(mine)
             self._leaves = [*self._leaves, *mine]
         return tensors
+
+    def _shared(self, number: int) -> Tensor | None:
+        """Return the tensor that a closure, a container or a module holds now under a number; None if it is gone."""
+        call, original = self._snapshot._call, self._snapshot._originals.get(number)
+        if number >= len(call.extras):
+            container, key = call.places[number - len(call.extras)]
+            return container[key]  # type: ignore[no-any-return]
+        return call.extras[number] if original is None else original()
 
     def keep_gradients(self) -> None:
         """Also put `.grad` back when left: the region runs a backward pass of its own."""
@@ -511,11 +498,13 @@ class RestoredState:
 
     def leave(self) -> None:
         """Leave everything as it was found."""
+        if self._entered is not None:
+            self._entered.close()
         try:
             if self._overwritten or self._needs_grad or self._grads:
                 self._undo_writes()
-            if any(map(_backward_hooks, self._leaves)):
-                drop_hooks(self._leaves, self._hook_counts or [0] * len(self._leaves))
+            if _any_hooks(self._leaves):
+                drop_hooks(self._leaves, self._hook_counts or [_NO_HOOKS] * len(self._leaves))
             for holder in self._snapshot._call.holders:
                 holder.leave()
             if self._swap is not None:
@@ -534,16 +523,34 @@ class RestoredState:
                 internals.write_unseen(gradient, before)
 
 
-def drop_hooks(tensors: Sequence[Tensor], counts: list[int]) -> None:
+HookCounts = tuple[int, int]  # hooks of a tensor's gradient, and hooks after its accumulation
+_NO_HOOKS: HookCounts = (0, 0)
+
+
+def drop_hooks(tensors: Sequence[Tensor], counts: list[HookCounts]) -> None:
     """Remove hooks that a re-run has registered once more; `counts` are the numbers of hooks before it."""
-    for tensor, count in zip(tensors, counts, strict=True):
-        hooks = tensor._backward_hooks
-        while hooks and len(hooks) > count:
-            hooks.popitem()
+    for tensor, before in zip(tensors, counts, strict=True):
+        for hooks, count in zip((tensor._backward_hooks, _accumulate_hooks(tensor)), before, strict=True):
+            while hooks and len(hooks) > count:
+                hooks.popitem()
 
 
-def _hook_counts(tensors: Sequence[Tensor]) -> list[int]:
-    return [len(hooks) if hooks else 0 for hooks in map(_backward_hooks, tensors)]
+@contextmanager
+def without_new_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Remove the hooks that steps, run again inside, register on tensors once more."""
+    counts = _hook_counts(tensors)
+    try:
+        yield
+    finally:
+        drop_hooks(tensors, counts)
+
+
+def _any_hooks(tensors: Sequence[Tensor]) -> bool:
+    return any(map(_backward_hooks, tensors)) or any(map(_accumulate_hooks, tensors))
+
+
+def _hook_counts(tensors: Sequence[Tensor]) -> list[HookCounts]:
+    return [(len(t._backward_hooks or ()), len(_accumulate_hooks(t) or ())) for t in tensors]
 
 
 class ReadGuard(Observer):
@@ -567,6 +574,12 @@ class ReadGuard(Observer):
         suspect = self._suspects.get(internals.untyped_storage(tensor)._cdata)
         if suspect is not None:
             raise self._snapshot.suspect_has_changed(suspect)
+
+
+def _user_modes() -> tuple[Any, ...]:
+    """Return the dispatch modes around the caller that are neither PyTorch's nor retape's."""
+    own = __name__.partition(".")[0] + "."
+    return tuple([mode for mode in internals.dispatch_modes() if not type(mode).__module__.startswith(own)])
 
 
 def _kind_of(call: Call) -> tuple[Any, Any]:

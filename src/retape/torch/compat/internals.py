@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from retape.core.errors import InvalidInput
 
@@ -452,6 +452,12 @@ _GENERATOR_OFFSET = _generator_offset()
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def dispatch_modes() -> tuple[Any, ...]:
+    """Return the dispatch modes around the caller, outermost first, without PyTorch's own."""
+    stack = _get_current_dispatch_mode_stack()
+    return tuple([mode for mode in stack if not type(mode).__module__.startswith("torch.")])
 
 
 def function_modes() -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import inspect
 import sys
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,15 @@ def local_values(frame: FrameType) -> list[Any]:
 
 
 _COPY_HOLDERS = 3  # of a frame's dict: the frame, a variable and the call that counts
+
+
+def referent(reference: Any) -> Any:
+    """Return the object behind a weak reference or a weak proxy; None if it is gone, or hides itself."""
+    try:
+        # A proxy passes every attribute on, so that a method of its object is bound to the object itself.
+        return reference() if isinstance(reference, weakref.ReferenceType) else reference.__reduce_ex__.__self__
+    except (ReferenceError, AttributeError):
+        return None
 
 
 def is_only_thread() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -43,11 +43,16 @@ class _Failed:
 
 def largest(value: int) -> int:
     """Return the largest of all ranks' values."""
+    return max(of_all_ranks(value))
+
+
+def of_all_ranks(value: Value) -> list[Value]:
+    """Return the values of all ranks, in the order of the ranks."""
     if not is_distributed():
-        return value
-    values: list[int] = [0] * dist.get_world_size()
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
-    return max(values)
+    return values
 
 
 def any_rank(value: bool) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +181,9 @@ class Region:
         call, contexts, transfers = self._call, self._contexts, self._transfers
         tensors, call.tensors = call.tensors, _NO_TENSORS
         running = THREAD.runs
+        watch = self.snapshot.watch_data() if call.writes_unseen and not is_compiled(call) else None
+        if watch is not None:
+            function = partial(_under, watch, function)
         if transfers is None and self.observer is None:  # hooks first: they may be forbidden
             _push_hooks(self.save, unpack)
         else:
@@ -199,6 +203,8 @@ class Region:
             _pop_hooks()
             running.pop()
         self.snapshot.finish_forward(tensors)
+        if self.snapshot.touches_data:  # what it puts there it may put back only at its end
+            self.early_stop = False
         self.is_running = False
         if transfers is not None:
             transfers.finish_forward()
@@ -553,7 +559,7 @@ class Region:
         running = THREAD.runs
         around, running[:] = list(running), [run]
         try:
-            with RERUN, internals.unobserved(), self.snapshot.restored(tensors) as restored:
+            with RERUN, internals.unobserved(), self.snapshot.restored(tensors, same_arguments=False) as restored:
                 args, keywords = self._call.rebuild(restored.arguments)
                 _push_hooks(pack, unpack)
                 try:
@@ -563,6 +569,11 @@ class Region:
                 return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(answer)]
         finally:
             running[:] = around
+
+
+def _under(mode: AbstractContextManager[Any], function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Any:
+    with mode:
+        return function(*args, **keywords)
 
 
 # The unpack hooks. Autograd keeps a hook longer than the slot, so these functions refer to no region.

@@ -13,7 +13,7 @@ from torch import Tensor
 from retape.torch.capture.decisions import Decisions, Repeating
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.mutation import checksum, version_of
-from retape.torch.capture.snapshot import RerunLock
+from retape.torch.capture.rerun_lock import RerunLock
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine.context import THREAD, RegionRun
 from retape.torch.engine.messages import (

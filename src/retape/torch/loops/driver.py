@@ -19,6 +19,7 @@ from retape.core.errors import InvalidInput, RegionError, StateChanged, Unsuppor
 from retape.core.schedules.online import forward_phase
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.mutation import versions_of
+from retape.torch.capture.snapshot import without_new_hooks
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.loops.captured_tensors import CapturedTensors
 from retape.torch.loops.plan import StepAction, TapeSteps, reversal
@@ -486,7 +487,8 @@ class LoopNode(torch.autograd.Function):
                 "Call backward without create_graph, or run the loop plainly where second derivatives are needed."
             )
         carry, ys = ctx.returned.split(grads)
-        found = driver.backward(carry, ys, keep=internals.graph_is_kept())
+        with without_new_hooks(driver.captured.tensors):
+            found = driver.backward(carry, ys, keep=internals.graph_is_kept())
         wanted = [grad for grad, needed in zip(found.carry, ctx.carry_needs_grad, strict=True) if needed]
         xs = [grad for grad, needed in zip(found.xs, driver.body.xs.needs_grad, strict=True) if needed]
         return (None, None, *wanted, *xs, *found.sums)

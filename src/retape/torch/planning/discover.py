@@ -7,13 +7,14 @@ of a mixture of experts the layer is a region, not each expert. Models that cann
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from retape.core.errors import InvalidInput, UnsupportedTransform
 from retape.torch.compat import compiler_internals
+from retape.torch.compat.ranks import of_all_ranks
 from retape.torch.model_libraries import LIBRARIES
 
 Wanted: TypeAlias = "Iterable[type[nn.Module] | str | nn.Module] | type[nn.Module] | str | nn.Module"
@@ -41,6 +42,28 @@ def refuse_graph_replays(regions: dict[str, nn.Module]) -> None:
                 f"Region {name} is compiled with CUDA graphs, which overwrite what a region holds or runs again. "
                 'Compile it without mode="reduce-overhead" (or "max-autotune"), for instance with "max-autotune-no-cudagraphs".'
             )
+
+
+def refuse_differing_ranks(names: Sequence[str], what: str) -> None:
+    """Raise InvalidInput on every rank if the ranks have other regions, or call them in another order.
+
+    One plan is made for all ranks: measured on each of them, decided by rank 0. Ranks that do not run the same steps would wait for
+    each other's answers to different questions.
+    """
+    every = of_all_ranks(tuple(names))
+    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
+    if other is None:
+        return
+    raise InvalidInput(
+        f"fit() plans once for all ranks, and they {what} different regions: rank 0 {_listed(every[0])}, rank {other} "
+        f"{_listed(every[other])}. Fit each of these models in a process without a process group, save the "
+        "fit, and apply() it on its rank; or wrap its blocks in retape.checkpoint."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} ({shown})" if names else "none"
 
 
 def refined(regions: dict[str, nn.Module]) -> dict[str, nn.Module]:

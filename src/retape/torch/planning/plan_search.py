@@ -30,7 +30,7 @@ from retape.torch.measure.budgets import add_suggestions, refuse_optimizer_step,
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, not_measured, promised_seconds, ran_out
 from retape.torch.planning.chain_builder import RegionChain, build_chain
-from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_graph_replays
+from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_differing_ranks, refuse_graph_replays
 from retape.torch.planning.instruments import (
     OutOfMemory,
     in_turns,
@@ -114,6 +114,7 @@ class PlanSearch:
         self._trials, self._tuning, self._options = trials, trials.tuning, options
         self._may_refine = regions is None
         self._regions = find_regions(trials.root, regions)
+        refuse_differing_ranks(tuple(self._regions), "have")
         LIBRARIES.check_model(trials.root)
         refuse_graph_replays({"the model itself": trials.root, **self._regions})
         if trials.is_spread:

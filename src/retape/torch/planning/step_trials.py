@@ -23,6 +23,7 @@ from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchr
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.planning.attach import ModelCaller, put_on, take_off, unwrapped
+from retape.torch.planning.discover import refuse_differing_ranks
 from retape.torch.planning.executor import Executor, slots_there
 from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
 from retape.torch.planning.profile import ProfileSession
@@ -233,6 +234,7 @@ class StepTrials:
             session.begin_step(None)
             self._first_step()
             profile = session.profile
+            refuse_differing_ranks([call.name for call in profile.calls], "call")
             self.tell("measuring the memory of a step")
             seconds: list[dict[int, RegionSeconds]] = []
             steps, taken = self._tracked(session, seconds)
