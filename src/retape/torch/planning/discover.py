@@ -1,6 +1,6 @@
 """Finds the modules that become regions: the repeated blocks of a model, by structure alone, or those that the user names.
 
-Nothing is run here. A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken:
+Nothing is run here: where these regions do not fit, others are chosen by measured bytes (`module_calls.py`). A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken:
 of a mixture of experts the layer is a region, not each expert. Models that cannot be managed are refused here.
 """
 
@@ -41,32 +41,6 @@ def refuse_graph_replays(regions: dict[str, nn.Module]) -> None:
                 f"Region {name} is compiled with CUDA graphs, which overwrite what a region holds or runs again. "
                 'Compile it without mode="reduce-overhead" (or "max-autotune"), for instance with "max-autotune-no-cudagraphs".'
             )
-
-
-def refined(regions: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the same regions, each divided into its modules; empty if none can be divided."""
-    found: dict[str, nn.Module] = {}
-    for name, module in regions.items():
-        parts = {f"{name}.{own}": part for own, part in _several_parts(module)}
-        found.update(parts or {name: module})
-    return found if len(found) > len(regions) else {}
-
-
-def _several_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the parts of a module, or of its only part, and so on; empty if it has none."""
-    parts = list(_callable_parts(module))
-    if len(parts) == 1:
-        name, only = parts[0]
-        return [(f"{name}.{own}", part) for own, part in _several_parts(only)]
-    return parts
-
-
-def _callable_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in module.named_children():
-        if isinstance(part, _WITHOUT_FORWARD):
-            yield from ((f"{name}.{own}", inner) for own, inner in _callable_parts(part))
-        else:
-            yield name, part
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ Steps are run by `step_trials.py`, chains are made by `chain_builder.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from retape.torch.measure.budgets import add_suggestions, resolved
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import Candidate, Candidates, is_better, lower_floor, promised_seconds, ran_out
 from retape.torch.planning.chain_builder import RegionChain, build_chain
-from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_graph_replays
+from retape.torch.planning.discover import Wanted, find_regions, refuse_graph_replays
 from retape.torch.planning.instruments import in_turns, is_faster, overlaps_host_work, repeated, turns_within
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class PlanSearch:
         self, trials: StepTrials, budget: Budget, *, regions: Wanted | None = None, options: OptionSet = OptionSet.EXACT
     ) -> None:
         self._trials, self._tuning, self._options = trials, trials.tuning, options
-        self._may_refine = regions is None
+        self._may_choose = regions is None
         self._regions = find_regions(trials.root, regions)
         LIBRARIES.check_model(trials.root)
         refuse_graph_replays({"the model itself": trials.root, **self._regions})
@@ -200,24 +200,26 @@ class PlanSearch:
             return self._with_less_at_once(setup, error)
 
     def _with_less_at_once(self, setup: Setup, failure: BudgetTooSmall) -> Candidate | BudgetTooSmall:
-        """Search with parts of compiled blocks in tiles, then with the blocks divided into their modules.
-
-        Smaller regions have a smaller working set, though more inputs to hold.
-        """
+        """Search with parts of compiled blocks in tiles, then with regions chosen by the bytes that modules save."""
         in_tiles = self._trials.compiled and self._options is OptionSet.ALL
-        finer = refined(dict(setup.regions)) if self._may_refine else {}
-        for regions, what in (
-            (setup.regions if in_tiles else {}, "with parts in tiles"),
-            (finer, "taking the regions apart"),
-        ):
-            if not regions:
-                continue
-            self._trials.tell(what)
+        for regions in self._smaller_regions(setup, in_tiles):
             try:
                 return self._searched(replace(setup, regions=regions, in_tiles=in_tiles))
             except BudgetTooSmall as error:
                 failure = min(failure, error, key=lambda each: each.floor_bytes)
         return failure
+
+    def _smaller_regions(self, setup: Setup, in_tiles: bool) -> Iterator[Mapping[str, nn.Module]]:
+        """Yield the regions to search with, one after the other, because choosing by bytes takes a forward."""
+        if in_tiles:
+            self._trials.tell("with parts in tiles")
+            yield setup.regions
+        if self._may_choose:
+            self._trials.tell("choosing regions by their bytes")
+            by_bytes = self._trials.regions_by_bytes()
+            names = decided_by_first(lambda: list(by_bytes))
+            if set(names) != set(setup.regions):
+                yield {name: self._trials.root.get_submodule(name) for name in names}
 
     # --- one setup --------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,10 @@ from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
 from retape.torch.measure.sandbox import Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
-from retape.torch.planning.attach import ModelCaller, put_on, take_off, unwrapped
+from retape.torch.planning.attach import ModelCaller, put_on, take_off, unreduced, unwrapped
 from retape.torch.planning.executor import Executor, slots_there
 from retape.torch.planning.instruments import FitInstruments, Stopwatch, is_long, repeated, timed_steps_for
+from retape.torch.planning.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.planning.profile import ProfileSession
 from retape.torch.planning.profile_intervals import (
     Instrument,
@@ -106,6 +107,21 @@ class StepTrials:
         loss = scalar_loss(self._step, self._model, self._batch)
         before_backward(loss)
         loss.backward()
+
+    def regions_by_bytes(self) -> dict[str, nn.Module]:
+        """Run a forward and choose regions by what each call of a module saves in it; none if it runs out of memory."""
+        self.sandbox.rewind()
+        try:
+            with unreduced(self._model):
+                forward = partial(scalar_loss, self._step, self._model, self._batch)
+                tree = recorded_calls(self.root, self._batch, forward)
+        except torch.OutOfMemoryError:
+            self.after_running_out()
+            return {}
+        self.sandbox.rewind()
+        return regions_by_bytes(
+            self.root, tree, region_bytes=self.tuning.region_bytes, tolerance=self.tuning.cover_tolerance
+        )
 
     def attach(self, regions: Regions, caller: ModelCaller) -> None:
         """Let `caller` answer the calls of the model and its regions from now on."""
