@@ -5,11 +5,11 @@ A case is a model, a batch, a step and `by_hand`: ways to wrap it, each a regula
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-import re
 from typing import Any
 
 import torch
@@ -124,7 +124,9 @@ class ConvNeXt(nn.Module):
         stages = []
         for number, width in enumerate(widths):
             below = widths[max(0, number - 1)]
-            down = nn.Identity() if number == 0 else nn.Sequential(nn.GroupNorm(1, below), nn.Conv2d(below, width, 2, 2))
+            down = (
+                nn.Identity() if number == 0 else nn.Sequential(nn.GroupNorm(1, below), nn.Conv2d(below, width, 2, 2))
+            )
             stages.append(nn.Sequential(down, *(ConvNeXtBlock(width, 0.2) for _ in range(depth))))
         self.stages = nn.ModuleList(stages)
         self.head = nn.Linear(widths[-1], 4)
@@ -182,7 +184,7 @@ def next_token(model, ids):
 def recurrent_transformer():
     return FloorCase(
         model=RecurrentTransformer(),
-        batch=tokens(64, 8, 48),
+        batch=tokens(64, 8, 24),
         step=next_token,
         by_hand=(r"encoder|decoder|head|layers\.\d+",),
     )
@@ -250,7 +252,7 @@ def albert():
         vocab_size=64,
         embedding_size=16,
         hidden_size=32,
-        num_hidden_layers=8,
+        num_hidden_layers=6,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,
@@ -265,7 +267,7 @@ def albert():
 
 def t5():
     config = hf.T5Config(
-        vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+        vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0, pad_token_id=0
     )
     return FloorCase(
         model=hf.T5ForConditionalGeneration(config),

@@ -1,7 +1,8 @@
 """Finds the modules that become regions: the repeated blocks of a model, by structure alone, or those that the user names.
 
-Nothing is run here: where these regions do not fit, others are chosen by measured bytes (`module_calls.py`). A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken:
-of a mixture of experts the layer is a region, not each expert. Models that cannot be managed are refused here.
+Nothing is run here: where these regions do not fit a budget, others are chosen by measured bytes (`module_calls.py`). A block is a module
+with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken: of a mixture of experts the layer is a
+region, not each expert. Models that cannot be managed are refused here.
 """
 
 from __future__ import annotations

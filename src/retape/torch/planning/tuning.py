@@ -20,7 +20,9 @@ class PlanningTuning:
     long_step_seconds: float = 4.0  # a step this long is timed once: disturbances are short beside it
 
     # --- regions by bytes ---
-    region_bytes: int = 8192  # of a region beside its inputs (states of generators); less than that saved makes no region
+    region_bytes: int = (
+        8192  # of a region beside its inputs (states of generators); less than that saved makes no region
+    )
     cover_tolerance: float = 0.005  # of the predicted floor: regions within it are as good as the best
 
     # --- chain ---
