@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from retape.torch.compat.compiler_internals import is_compiled, replays_cuda_graphs
+from retape.torch.compat.compiler_internals import is_compiled, replays_cuda_graphs, uncompiled
 from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import storages_of
 
@@ -111,11 +111,13 @@ class _Recorder:
             stack.enter_context(saved_tensors_hooks(partial(self._save, keep), _kept))
             yield
 
+    @uncompiled
     def _begin(self, name: str, module: nn.Module, args: Any, keywords: Any) -> None:
         call = ModuleCall(name, self._numbers_of(tensors_of((args, keywords))))
         self._running[-1].events.append(call)
         self._running.append(call)
 
+    @uncompiled
     def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._running.pop().outputs = self._numbers_of(tensors_of(outputs))
 
@@ -157,7 +159,7 @@ def regions_by_bytes(model: nn.Module, tree: CallTree, *, region_bytes: int, tol
     """
     low, high = 0, 3 * sum(tree.sizes) + region_bytes * sum(1 for _ in tree.root.calls())
     best = _regions_within(tree, high, region_bytes) or ()
-    while high - low > tolerance * high:
+    while high - low > max(1, tolerance * high):
         limit = (low + high) // 2
         found = _regions_within(tree, limit, region_bytes)
         if found is None:

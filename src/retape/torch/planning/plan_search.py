@@ -218,7 +218,7 @@ class PlanSearch:
             self._trials.tell("choosing regions by their bytes")
             by_bytes = self._trials.regions_by_bytes()
             names = decided_by_first(lambda: list(by_bytes))
-            if set(names) != set(setup.regions):
+            if names and set(names) != set(setup.regions):
                 yield {name: self._trials.root.get_submodule(name) for name in names}
 
     # --- one setup --------------------------------------------------------------------------------------------------
