@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from retape.errors import InvalidInput
-from retape.torch.planning.discover import find_regions, refined
+from retape.torch.planning.discover import find_regions
 from support import models
 
 
@@ -144,14 +144,3 @@ def test_by_name_class_and_module():
 def test_what_cannot_be_a_region(wanted, text):
     with pytest.raises(InvalidInput, match=text):
         find_regions(Loop([block(), block()]), wanted)
-
-
-def test_regions_are_taken_apart():
-    model = Loop([block(), nn.Sequential(block()), nn.LSTM(4, 4)])
-    found = refined(
-        {name: module for name, module in model.named_modules() if name in ("blocks.0", "blocks.1", "blocks.2")}
-    )
-    # Into parts, through the only part, and left alone where there are none.
-    assert list(found) == ["blocks.0.0", "blocks.0.1", "blocks.1.0.0", "blocks.1.0.1", "blocks.2"]
-    assert refined({"head": model.head}) == {}
-    assert all(dict(model.named_modules())[name] is module for name, module in found.items())

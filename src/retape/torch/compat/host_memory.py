@@ -14,7 +14,7 @@ _ROOT = Path("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Version:
+class _CgroupVersion:
     """Files of a cgroup's memory: limits, bytes in use, and the field of memory.stat that has the page cache to reclaim first."""
 
     limits: tuple[str, ...]
@@ -22,10 +22,10 @@ class _Version:
     reclaimable: str
 
 
-_VERSION_1 = _Version(
+_VERSION_1 = _CgroupVersion(
     limits=("memory.limit_in_bytes",), used="memory.usage_in_bytes", reclaimable="total_inactive_file"
 )
-_VERSION_2 = _Version(limits=("memory.max", "memory.high"), used="memory.current", reclaimable="inactive_file")
+_VERSION_2 = _CgroupVersion(limits=("memory.max", "memory.high"), used="memory.current", reclaimable="inactive_file")
 
 
 def available_host_bytes(root: Path = _ROOT) -> int | None:
@@ -54,7 +54,7 @@ def _cgroup_bytes(root: Path) -> Iterator[int | None]:
             yield from _left_up_to(mounted, path, _VERSION_2)
 
 
-def _left_up_to(mount: Path, path: str, version: _Version) -> Iterator[int | None]:
+def _left_up_to(mount: Path, path: str, version: _CgroupVersion) -> Iterator[int | None]:
     """Yield what is left of a cgroup and of those above it; a container may see its own as the mounted one."""
     place = mount / path.lstrip("/")
     for folder in (place, *place.parents):
@@ -62,7 +62,7 @@ def _left_up_to(mount: Path, path: str, version: _Version) -> Iterator[int | Non
             yield _left(folder, version)
 
 
-def _left(folder: Path, version: _Version) -> int | None:
+def _left(folder: Path, version: _CgroupVersion) -> int | None:
     """Return the bytes that a cgroup may still take, its page cache included; None if it has no limit."""
     limits = [int(text) for name in version.limits if (text := _text(folder / name).strip()).isdigit()]
     used = _text(folder / version.used).strip()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from retape.core.errors import RetapeError
+from retape.core.errors import InvalidInput, RetapeError
 
 Value = TypeVar("Value")
 
@@ -58,3 +58,25 @@ def of_all_ranks(value: Value) -> list[Value]:
 def any_rank(value: bool) -> bool:
     """True if the value is true on any rank."""
     return largest(int(value)) > 0
+
+
+def refuse_differing_ranks(names: Sequence[str], what: str) -> None:
+    """Raise InvalidInput on every rank if the ranks have other regions, or call them in another order.
+
+    One plan is made for all ranks: measured on each of them, decided by rank 0. Ranks that do not run the same steps would wait for
+    each other's answers to different questions.
+    """
+    every = of_all_ranks(tuple(names))
+    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
+    if other is None:
+        return
+    raise InvalidInput(
+        f"fit() plans once for all ranks, and they {what} different regions: rank 0 {_listed(every[0])}, rank {other} "
+        f"{_listed(every[other])}. Fit each of these models in a process without a process group, save the "
+        "fit, and apply() it on its rank; or wrap its blocks in retape.checkpoint."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} ({shown})" if names else "none"

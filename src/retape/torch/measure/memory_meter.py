@@ -252,14 +252,18 @@ def _stack_variables() -> Iterator[Any]:
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of the storages of some tensors on a device, each storage once; wrapper subclasses by what they wrap."""
+    return sum({storage._cdata: storage.nbytes() for storage in storages_of(tensors, device)}.values())
+
+
+def storages_of(tensors: Iterable[Tensor], device: torch.device | None = None) -> list[Any]:
+    """Return the storages of some tensors, on one device or all; of wrapper subclasses those of what they wrap."""
     parts: list[Tensor] = []
     for tensor in tensors:
         if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
             parts.append(tensor)
         else:
             parts += [part for part in _plain_parts(tensor) if not internals.is_fake(part)]
-    here = [part for part in parts if part.device == device and part.layout is torch.strided]
-    return sum({storage._cdata: storage.nbytes() for storage in _storages(here)}.values())
+    return _storages([p for p in parts if (device is None or p.device == device) and p.layout is torch.strided])
 
 
 def _storages(tensors: list[Tensor]) -> list[Any]:

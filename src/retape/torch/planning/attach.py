@@ -11,6 +11,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -164,6 +165,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, wrappers):
         model = model.module
     return model
+
+
+def unreduced(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which a forward need not be followed by a backward that reduces gradients among ranks."""
+    return model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()
 
 
 def refuse_replicas(model: nn.Module) -> None:

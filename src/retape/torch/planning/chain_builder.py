@@ -241,6 +241,7 @@ class _Builder:
         self._stages: list[Stage] = []
         self._regions: list[RegionStage] = []
         self._kinds = {kind: number for number, kind in enumerate(profiled.profile.traces)}
+        self._last_users = {source: call.stage for call in self._calls for source in call.sources}
 
     def _add(self, stage: Stage, region: RegionStage) -> None:
         self._stages.append(stage)
@@ -277,7 +278,9 @@ class _Builder:
         return RegionChain(chain=chain, stages=tuple(self._regions), slack_bytes=slack)
 
     def _feeds(self, call: RegionCall, following: RegionCall) -> bool:
-        return feeds_directly(call, following, self._levels, self._tuning.ignored_glue_bytes)
+        # What a later region takes as well is held for that one, and dropping it here would free nothing.
+        last = all(self._last_users[source] == following.stage for source in following.sources)
+        return last and feeds_directly(call, following, self._levels, self._tuning.ignored_glue_bytes)
 
     def _add_glue_after(self, call: RegionCall, following: RegionCall | None) -> None:
         begin = self._levels.ends[call.stage]

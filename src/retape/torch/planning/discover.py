@@ -1,20 +1,20 @@
 """Finds the modules that become regions: the repeated blocks of a model, by structure alone, or those that the user names.
 
-Nothing is run here. A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken:
-of a mixture of experts the layer is a region, not each expert. Models that cannot be managed are refused here.
+Nothing is run here: where these regions do not fit a budget, others are chosen by measured bytes (`measure/module_calls.py`).
+A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken: of a mixture of
+experts the layer is a region, not each expert. Models that cannot be managed are refused here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from retape.core.errors import InvalidInput, UnsupportedTransform
 from retape.torch.compat import compiler_internals
-from retape.torch.compat.ranks import of_all_ranks
 from retape.torch.model_libraries import LIBRARIES
 
 Wanted: TypeAlias = "Iterable[type[nn.Module] | str | nn.Module] | type[nn.Module] | str | nn.Module"
@@ -42,54 +42,6 @@ def refuse_graph_replays(regions: dict[str, nn.Module]) -> None:
                 f"Region {name} is compiled with CUDA graphs, which overwrite what a region holds or runs again. "
                 'Compile it without mode="reduce-overhead" (or "max-autotune"), for instance with "max-autotune-no-cudagraphs".'
             )
-
-
-def refuse_differing_ranks(names: Sequence[str], what: str) -> None:
-    """Raise InvalidInput on every rank if the ranks have other regions, or call them in another order.
-
-    One plan is made for all ranks: measured on each of them, decided by rank 0. Ranks that do not run the same steps would wait for
-    each other's answers to different questions.
-    """
-    every = of_all_ranks(tuple(names))
-    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
-    if other is None:
-        return
-    raise InvalidInput(
-        f"fit() plans once for all ranks, and they {what} different regions: rank 0 {_listed(every[0])}, rank {other} "
-        f"{_listed(every[other])}. Fit each of these models in a process without a process group, save the "
-        "fit, and apply() it on its rank; or wrap its blocks in retape.checkpoint."
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{len(names)} ({shown})" if names else "none"
-
-
-def refined(regions: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the same regions, each divided into its modules; empty if none can be divided."""
-    found: dict[str, nn.Module] = {}
-    for name, module in regions.items():
-        parts = {f"{name}.{own}": part for own, part in _several_parts(module)}
-        found.update(parts or {name: module})
-    return found if len(found) > len(regions) else {}
-
-
-def _several_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the parts of a module, or of its only part, and so on; empty if it has none."""
-    parts = list(_callable_parts(module))
-    if len(parts) == 1:
-        name, only = parts[0]
-        return [(f"{name}.{own}", part) for own, part in _several_parts(only)]
-    return parts
-
-
-def _callable_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in module.named_children():
-        if isinstance(part, _WITHOUT_FORWARD):
-            yield from ((f"{name}.{own}", inner) for own, inner in _callable_parts(part))
-        else:
-            yield name, part
 
 
 def _is_block(module: nn.Module) -> bool:

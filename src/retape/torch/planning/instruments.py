@@ -26,10 +26,19 @@ from retape.torch.engine.policy import DROP, HOLD, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.trace import RegionTrace
-from retape.torch.measure.baseline_memory import allocated_bytes, devices_of, fixed_bytes, optimizer_step_bytes
+from retape.torch.measure.baseline_memory import (
+    allocated_bytes,
+    devices_of,
+    fixed_bytes,
+    gradient_bytes,
+    initial_gradients,
+    missing_gradient_bytes,
+    optimizer_step_bytes,
+)
 from retape.torch.measure.memory_meter import MemoryTracker, synchronize, track_memory
 
 if TYPE_CHECKING:
+    from retape.torch.measure.sandbox import InitialGradients
     from retape.torch.planning.tuning import PlanningTuning
 
 Clock = Callable[[], float]
@@ -204,6 +213,9 @@ class FitInstruments:
     track_memory: Callable[[torch.device], AbstractContextManager[MemoryTracker]] = track_memory
     tracks_freely: Callable[[torch.device], bool] = overlaps_host_work  # tracking takes no time of the device
     fixed_bytes: Callable[..., int] = fixed_bytes
+    initial_gradients: Callable[..., InitialGradients] = initial_gradients
+    missing_gradient_bytes: Callable[[nn.Module, torch.device], int] = missing_gradient_bytes
+    gradient_bytes: Callable[..., int] = gradient_bytes
     optimizer_step_bytes: Callable[[Any, torch.device], int] = optimizer_step_bytes
     allocated_bytes: Callable[[torch.device], int] = allocated_bytes
     devices_of: Callable[..., tuple[torch.device, ...]] = devices_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -25,12 +25,12 @@ from retape.core.fit_record import DeviceRecord
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
-from retape.torch.compat.ranks import decided_by_first
+from retape.torch.compat.ranks import decided_by_first, refuse_differing_ranks
 from retape.torch.measure.budgets import add_suggestions, refuse_optimizer_step, resolved
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, not_measured, promised_seconds, ran_out
 from retape.torch.planning.chain_builder import RegionChain, build_chain
-from retape.torch.planning.discover import Wanted, find_regions, refined, refuse_differing_ranks, refuse_graph_replays
+from retape.torch.planning.discover import Wanted, find_regions, refuse_graph_replays
 from retape.torch.planning.instruments import (
     OutOfMemory,
     in_turns,
@@ -112,7 +112,7 @@ class PlanSearch:
         self, trials: StepTrials, budget: Budget, *, regions: Wanted | None = None, options: OptionSet = OptionSet.EXACT
     ) -> None:
         self._trials, self._tuning, self._options = trials, trials.tuning, options
-        self._may_refine = regions is None
+        self._may_choose = regions is None
         self._regions = find_regions(trials.root, regions)
         refuse_differing_ranks(tuple(self._regions), "have")
         LIBRARIES.check_model(trials.root)
@@ -222,25 +222,27 @@ class PlanSearch:
         return self._with_less_at_once(setup, found) if isinstance(found, BudgetTooSmall) else found
 
     def _with_less_at_once(self, setup: Setup, failure: BudgetTooSmall) -> Candidate | BudgetTooSmall:
-        """Search with parts of compiled blocks in tiles, then with the blocks divided into their modules.
-
-        Smaller regions have a smaller working set, though more inputs to hold.
-        """
+        """Search with parts of compiled blocks in tiles, then with regions chosen by the bytes that modules save."""
         in_tiles = self._trials.compiled and self._options is OptionSet.ALL
-        finer = refined(dict(setup.regions)) if self._may_refine else {}
-        for regions, what in (
-            (setup.regions if in_tiles else {}, "with parts in tiles"),
-            (finer, "taking the regions apart"),
-        ):
-            if not regions:
-                continue
-            self._trials.tell(what)
+        for regions in self._smaller_regions(setup, in_tiles):
             prepared = self._prepared(replace(setup, regions=regions, in_tiles=in_tiles))
             found = prepared if isinstance(prepared, BudgetTooSmall) else self._best(prepared)
             if isinstance(found, Candidate):
                 return found
             failure = min(failure, found, key=lambda each: each.floor_bytes or math.inf)
         return failure
+
+    def _smaller_regions(self, setup: Setup, in_tiles: bool) -> Iterator[Mapping[str, nn.Module]]:
+        """Yield the regions to search with, one after the other, because choosing by bytes takes a forward."""
+        if in_tiles:
+            self._trials.tell("with parts in tiles")
+            yield setup.regions
+        if self._may_choose:
+            self._trials.tell("choosing regions by their bytes")
+            by_bytes = self._trials.regions_by_bytes()
+            names = decided_by_first(lambda: list(by_bytes))
+            if names and set(names) != set(setup.regions):
+                yield {name: self._trials.root.get_submodule(name) for name in names}
 
     # --- one setup --------------------------------------------------------------------------------------------------
 

@@ -188,10 +188,11 @@ class ProfileSession:
             if kind not in self._known.traces:
                 self._known.traces[kind] = self._traced(region, home) if region.slot_count else None
             self.profile.traces[kind] = self._known.traces[kind]
-        makers = [_maker_stage(tensor) for tensor in tensors]
+        found = [_source(tensor) for tensor in tensors]
         runs_variant = is_variant(region.function)
-        known = {maker for maker in makers if maker is not None}
-        linked = [tensor for tensor, maker in zip(tensors, makers, strict=True) if maker is not None]
+        sources = frozenset(source for source in found if source is not None)
+        makers = {stage for stage, _ in sources}
+        linked = [tensor for tensor, source in zip(tensors, found, strict=True) if source is not None]
         self.profile.calls.append(
             RegionCall(
                 stage=stage,
@@ -200,10 +201,11 @@ class ProfileSession:
                 call=call,
                 kind=kind,
                 inputs=inputs,
-                maker=known.pop() if len(known) == 1 else None,
+                maker=makers.pop() if len(makers) == 1 else None,
+                sources=sources,
                 linked_bytes=storage_bytes(linked, home),
                 has_tape=region.slot_count > 0,
-                linked=frozenset(index for index, maker in enumerate(makers) if maker is not None),
+                linked=frozenset(index for index, source in enumerate(found) if source is not None),
                 device=None if self._homes is None else home,
                 saved_share=self._saved_share if runs_variant else None,
                 tiles=self._tiled.tiles if runs_variant and self._names[id(module)] in self._tiled.of_region else 1,
@@ -242,7 +244,9 @@ class ProfiledRegion(RegionObserver):
             self.session.mark(Phase.RERUN_END, self.stage)
 
 
-def _maker_stage(tensor: Tensor) -> int | None:
-    """Return the stage of the profiled region that made a tensor, or None."""
+def _source(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the stage of the profiled region that made a tensor and the number of that output, or None."""
     made = maker_of(tensor)
-    return made[0].observer.stage if made is not None and isinstance(made[0].observer, ProfiledRegion) else None
+    if made is None or not isinstance(made[0].observer, ProfiledRegion):
+        return None
+    return made[0].observer.stage, made[1]

@@ -49,9 +49,10 @@ class Instrument(Protocol):
 class RegionCall:
     """One execution of a region in the profiled step; calls of one `kind` are alike.
 
-    `linked` are the inputs that other regions made, by their numbers among the call's tensors, and `linked_bytes` their size;
-    `maker` is the one stage that made all of them, or None. `device` is None if the model has only one. `saved_share` names the
-    compiled variant that it really ran in, with its parts in `tiles` slices; `training` is the mode.
+    `linked` are the inputs that other regions made, by their numbers among the call's tensors, `linked_bytes` their size, and
+    `sources` the same as pairs of a stage and the number of its output; `maker` is the one stage that made all of them, or None.
+    `device` is None if the model has only one. `saved_share` names the compiled variant that it really ran in, with its parts in
+    `tiles` slices; `training` is the mode.
     """
 
     stage: int
@@ -64,6 +65,7 @@ class RegionCall:
     linked_bytes: int
     has_tape: bool
     linked: frozenset[int] = frozenset()
+    sources: frozenset[tuple[int, int]] = frozenset()
     device: torch.device | None = None
     saved_share: float | None = None
     tiles: int = 1

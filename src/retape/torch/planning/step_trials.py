@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, RetapeError, StateChanged
-from retape.torch.compat.ranks import any_rank
+from retape.torch.compat.ranks import any_rank, refuse_differing_ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
-from retape.torch.measure.baseline_memory import gradient_bytes, initial_gradients, missing_gradient_bytes
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
+from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
-from retape.torch.planning.attach import ModelCaller, put_on, take_off, unwrapped
-from retape.torch.planning.discover import refuse_differing_ranks
+from retape.torch.planning.attach import ModelCaller, put_on, take_off, unreduced, unwrapped
 from retape.torch.planning.executor import Executor, slots_there
 from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
 from retape.torch.planning.profile import ProfileSession
@@ -82,8 +81,8 @@ class StepTrials:
         self.is_long = False  # are the steps: then few of them are run
         self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, optimizer, d) for d in self.devices}
         self._trained = [p for p in self.root.parameters() if p.requires_grad]
-        self.gradients = initial_gradients(self._trained, budget, self.devices)
-        self._missing_bytes = {d: missing_gradient_bytes(self.root, d) for d in self.devices}
+        self.gradients = self.instruments.initial_gradients(self._trained, budget, self.devices)
+        self._missing_bytes = {d: self.instruments.missing_gradient_bytes(self.root, d) for d in self.devices}
         self._model, self._batch, self._step, self._optimizer = model, batch, step or default_step, optimizer
         self._slices, self._check, self._variants, self._budget = slices, check, variants, budget
         self._sandbox: Sandbox | None = None
@@ -149,6 +148,19 @@ class StepTrials:
         loss = scalar_loss(self._step, self._model, self._batch)
         before_backward(loss)
         loss.backward()
+
+    def regions_by_bytes(self) -> dict[str, nn.Module]:
+        """Run a forward and choose regions by what each call of a module saves in it; none if it runs out of memory."""
+        self.rewind()
+        forward = partial(scalar_loss, self._step, self._model, self._batch)
+        with unreduced(self._model):
+            tree = self.attempted(partial(recorded_calls, self.root, self._batch, forward))
+        self.rewind()
+        if isinstance(tree, OutOfMemory):
+            return {}
+        return regions_by_bytes(
+            self.root, tree, region_bytes=self.tuning.region_bytes, tolerance=self.tuning.cover_tolerance
+        )
 
     def attach(self, regions: Regions, caller: ModelCaller) -> None:
         """Let `caller` answer the calls of the model and its regions from now on."""
@@ -258,7 +270,7 @@ class StepTrials:
         self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
     ) -> tuple[dict[torch.device, StepBytes], list[float]]:
         """Run a step with memory trackers, and with a stopwatch where they do not slow it down; return the seconds of that too."""
-        marks = _GradientMarks(self._trained, self.devices)
+        marks = _GradientMarks(self._trained, self.devices, self.instruments.gradient_bytes)
         stopwatch = Stopwatch(self.devices, self.instruments.clock) if self._tracks_freely else None
         with self._trackers() as trackers:
             self._marked(session, _Marks((*([stopwatch] if stopwatch else []), marks, *trackers.values())))
@@ -395,12 +407,15 @@ class _Marks:
 class _GradientMarks:
     """Notes at each mark how many bytes of gradients there are on each device."""
 
-    def __init__(self, parameters: list[nn.Parameter], devices: Sequence[torch.device]) -> None:
-        self._parameters, self._levels = parameters, {device: [0] for device in devices}
+    def __init__(
+        self, parameters: list[nn.Parameter], devices: Sequence[torch.device], count: Callable[..., int]
+    ) -> None:
+        self._parameters, self._count = parameters, count
+        self._levels = {device: [0] for device in devices}
 
     def mark(self, label: Any) -> None:
         for device, levels in self._levels.items():
-            levels.append(gradient_bytes(self._parameters, device))
+            levels.append(self._count(self._parameters, device))
 
     def of(self, device: torch.device) -> list[int]:
         """Return the bytes at each reading of a memory tracker, which has one more reading at its start and at its end."""

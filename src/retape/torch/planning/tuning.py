@@ -19,6 +19,12 @@ class PlanningTuning:
     )
     long_step_seconds: float = 1.5  # a step this long is timed once: disturbances are short beside it
 
+    # --- regions by bytes ---
+    region_bytes: int = (
+        8192  # of a region beside its inputs (states of generators); less than that saved makes no region
+    )
+    cover_tolerance: float = 0.005  # of the predicted floor: regions within it are as good as the best
+
     # --- chain ---
     ignored_glue_bytes: int = (
         8192  # saved between two regions without making a stage of its own: rounding of allocators

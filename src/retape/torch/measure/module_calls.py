@@ -1,0 +1,236 @@
+"""Saved bytes of each call of a module in one forward, and regions that are chosen by them.
+
+The forward runs under hooks that note what autograd saves and keep nothing, so it needs less memory than a step. From the notes the
+peak of a step follows for any choice of modules as regions: storages that are held until backward, and the tape of the region whose
+backward runs. Regions by structure alone, without a run, are found in `planning/discover.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from retape.torch.compat.compiler_internals import is_compiled, replays_cuda_graphs, uncompiled
+from retape.torch.engine.slots import tensors_of
+from retape.torch.measure.memory_meter import storages_of
+
+Storage = int  # a storage of the forward, by number
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """One call of a module: storages of its inputs and outputs, and in order what it saved and which calls it made."""
+
+    name: str
+    inputs: frozenset[Storage] = frozenset()
+    outputs: frozenset[Storage] = frozenset()
+    events: list[Storage | ModuleCall] = field(default_factory=list)
+
+    def saved(self) -> Iterator[Storage]:
+        """Yield the storages that were saved in it, at any depth."""
+        for event in self.events:
+            if isinstance(event, ModuleCall):
+                yield from event.saved()
+            else:
+                yield event
+
+    def calls(self) -> Iterator[ModuleCall]:
+        """Yield the calls in it, at any depth."""
+        for event in self.events:
+            if isinstance(event, ModuleCall):
+                yield event
+                yield from event.calls()
+
+
+@dataclass(frozen=True, slots=True)
+class CallTree:
+    """The calls of a forward below `root`, which stands for the step, and the bytes of each storage."""
+
+    root: ModuleCall
+    sizes: list[int]
+
+
+# --- one forward ------------------------------------------------------------------------------------------------------
+
+
+class BackwardInside(Exception):
+    """Code in the forward takes gradients, and needs what autograd saved."""
+
+
+def recorded_calls(model: nn.Module, batch: Any, forward: Callable[[], object]) -> CallTree:
+    """Run a forward and return its calls; what it saves is kept only if it takes gradients itself."""
+    recorder = _Recorder(model, batch)
+    try:
+        with recorder.recording(keep=False):
+            forward()
+    except BackwardInside:
+        recorder = _Recorder(model, batch)
+        with recorder.recording(keep=True):
+            forward()
+    return CallTree(recorder.root, recorder.sizes)
+
+
+class _Recorder:
+    """Records the calls of a model's modules and what autograd saves in each."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.root = ModuleCall("")
+        self.sizes: list[int] = []
+        self._model = model
+        self._running = [self.root]
+        self._numbers: dict[int, tuple[StorageWeakRef, Storage]] = {}
+        self._weights = self._numbers_of([*model.parameters(), *model.buffers()], size=0)
+        self._numbers_of(tensors_of(batch), size=0)  # there before and after a step
+
+    def _number(self, storage: Any, size: int | None) -> Storage:
+        known = self._numbers.get(storage._cdata)
+        if known is None or known[0].expired():
+            known = self._numbers[storage._cdata] = (StorageWeakRef(storage), len(self.sizes))
+            self.sizes.append(storage.nbytes() if size is None else size)
+        return known[1]
+
+    def _numbers_of(self, tensors: list[Tensor], size: int | None = None) -> frozenset[Storage]:
+        return frozenset(self._number(storage, size) for storage in storages_of(tensors))
+
+    @contextmanager
+    def recording(self, *, keep: bool) -> Iterator[None]:
+        """Record until the end; without `keep` nothing that autograd saves is kept."""
+        with ExitStack() as stack:
+            for name, module in _called_modules(self._model):
+                begin = module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
+                stack.callback(begin.remove)
+                stack.callback(module.register_forward_hook(self._end, always_call=True).remove)
+            stack.enter_context(saved_tensors_hooks(partial(self._save, keep), _kept))
+            yield
+
+    @uncompiled
+    def _begin(self, name: str, module: nn.Module, args: Any, keywords: Any) -> None:
+        call = ModuleCall(name, self._numbers_of(tensors_of((args, keywords))))
+        self._running[-1].events.append(call)
+        self._running.append(call)
+
+    @uncompiled
+    def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        self._running.pop().outputs = self._numbers_of(tensors_of(outputs))
+
+    def _save(self, keep: bool, tensor: Tensor) -> Tensor | None:
+        self._running[-1].events += self._numbers_of([tensor]) - self._weights
+        return tensor.detach() if keep else None
+
+
+def _kept(saved: Tensor | None) -> Tensor:
+    if saved is None:
+        raise BackwardInside
+    return saved
+
+
+def _called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model whose calls Python sees, which excludes those inside a compiled or scripted one."""
+    seen: set[nn.Module] = {model}
+    waiting = [("", model)]
+    while waiting:
+        above, module = waiting.pop()
+        for own, part in module.named_children():
+            if part in seen or isinstance(part, torch.jit.ScriptModule) or replays_cuda_graphs(part):
+                continue
+            seen.add(part)
+            name = f"{above}.{own}" if above else own
+            yield name, part
+            if not is_compiled(part):
+                waiting.append((name, part))
+
+
+# --- regions by bytes -------------------------------------------------------------------------------------------------
+
+
+def regions_by_bytes(model: nn.Module, tree: CallTree, *, region_bytes: int, tolerance: float) -> dict[str, nn.Module]:
+    """Return the regions whose predicted floor is lowest, by name, up to a share `tolerance` of it; none is inside another.
+
+    For a limit the regions are the largest modules whose backward stays inside it: a bisection over the limit, in which modules
+    that do not fit are divided into the modules that they call. `region_bytes` count for each region beside its inputs.
+    """
+    low, high = 0, 3 * sum(tree.sizes) + region_bytes * sum(1 for _ in tree.root.calls())
+    best = _regions_within(tree, high, region_bytes) or ()
+    while high - low > max(1, tolerance * high):
+        limit = (low + high) // 2
+        found = _regions_within(tree, limit, region_bytes)
+        if found is None:
+            low = limit
+        else:
+            best, high = found, limit
+    chosen = set(best)
+    return {name: module for name, module in model.named_modules() if name in chosen}
+
+
+def _regions_within(tree: CallTree, limit: int, region_bytes: int) -> tuple[str, ...] | None:
+    """Return the largest modules as regions whose predicted peak is inside the limit; None if there are none."""
+    divisible = {call.name for call in tree.root.calls() if any(inner.events for inner in call.calls())}
+    divided: set[str] = set()
+    while True:
+        step = _PredictedStep(tree, divided, region_bytes)
+        too_large = {name for name, peak in step.peaks.items() if peak > limit}
+        more = step.nested | (too_large & divisible)
+        if not more:
+            return None if too_large or step.held_bytes > limit else tuple(step.peaks)
+        divided |= more
+
+
+class _PredictedStep:
+    """A step with the outermost modules that are not `divided` as regions: the bytes held at its end, and each region's peak.
+
+    A region's input is not held if the region right before it made it and nothing was saved between: it can be made again.
+    """
+
+    def __init__(self, tree: CallTree, divided: set[str], region_bytes: int) -> None:
+        self.held_bytes = 0
+        self.peaks: dict[str, int] = {}
+        self._inside: set[str] = set()
+        self._sizes, self._divided, self._region_bytes = tree.sizes, divided, region_bytes
+        self._held: set[Storage] = set()
+        self._made: set[Storage] = set()  # by regions
+        self._made_last: frozenset[Storage] = frozenset()
+        self._follow(tree.root)
+
+    @property
+    def nested(self) -> set[str]:
+        """Regions that are also called inside another one."""
+        return self._inside & self.peaks.keys()
+
+    def _follow(self, call: ModuleCall) -> None:
+        for event in call.events:
+            if not isinstance(event, ModuleCall):
+                self._hold((event,))
+                self._made_last = self._made_last if self._sizes[event] == 0 else frozenset()
+            elif event.name in self._divided:
+                self._follow(event)
+            else:
+                self._run(event)
+
+    def _hold(self, storages: Iterable[Storage]) -> None:
+        new = set(storages) - self._held
+        self._held |= new
+        self.held_bytes += sum(self._sizes[storage] for storage in new)
+
+    def _run(self, call: ModuleCall) -> None:
+        saved = set(call.saved())
+        if not saved or sum(self._sizes[storage] for storage in saved | call.outputs) <= self._region_bytes:
+            self._hold(saved)
+            return
+        made = call.inputs & self._made
+        self._hold(call.inputs - self._made_last if made <= self._made_last else call.inputs)
+        self.held_bytes += self._region_bytes
+        tape = [self._sizes[storage] for storage in (saved | call.inputs) - self._held]
+        # The largest once more, for its gradient.
+        peak = self.held_bytes + sum(tape) + max(tape, default=0)
+        self.peaks[call.name] = max(peak, self.peaks.get(call.name, 0))
+        self._inside.update(inner.name for inner in call.calls())
+        self._made_last = call.outputs
+        self._made |= call.outputs
