@@ -70,7 +70,7 @@ def fitted(case: Case, wish: Wish, fixed_bytes: int, fit: Callable[..., retape.F
 
 def as_way(case: Case, wish: Wish, found: retape.Fit) -> Way:
     """A fit that can be put on and taken off again and again."""
-    executor, regions, fused = found._executor, found._regions, found.record.fused_loss
+    executor, regions, fused = found._caller, found._regions, found.record.fused_loss
     found.remove()
 
     @contextmanager

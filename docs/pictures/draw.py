@@ -6,6 +6,7 @@ A test compares the files with the output of this script. `wave_inversion.svg` i
 """
 
 import ast
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -60,7 +61,7 @@ def pictures() -> dict[str, str]:
     """Return the text of each picture by its name."""
     drawn = {name: render_svg(schedule) for name, schedule in SCHEDULES.items()}
     models = {"tape": tape_picture(), "selective": selective_picture(), "tiers": tiers_picture()}
-    return {**drawn, **models, "architecture": architecture_picture()}
+    return {**drawn, **models, "architecture": architecture_picture(), "training_loop": training_loop_picture()}
 
 
 def model(*options: Option) -> Chain:
@@ -139,6 +140,46 @@ def track(
         peak_bytes=outcome.peak_bytes, seconds=outcome.seconds, timeline=moments, base_bytes=FIXED_BYTES, device="plan"
     )
     return Track(name=name, record=record, budget_bytes=budget_bytes)
+
+
+# --- the training loop, from its records --------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
+LOOP_RECORDS = (  # record, row, name of the row
+    ("training_loop_small_accumulate_large_h200_2026-11-18", "small", "2 x 8,192 tokens, AdamW, 130 GiB"),
+    ("training_loop_small_accumulate_large_h200_2026-11-18", "large", "6 x 8,192 tokens, AdamW, 130 GiB"),
+    ("training_loop_large_long_h200_2026-11-18", "long", "1 x 98,304 tokens, no optimizer, 60 GiB"),
+)
+BAR_LEFT, BAR_WIDTH, BAR_HEIGHT = 300.0, 380.0, 22.0
+
+
+def training_loop_picture() -> str:
+    """Draw tokens per second of each way to train, by row of the records."""
+    parts, y = [], 56.0
+    for file, row_name, title in LOOP_RECORDS:
+        rows = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["results"][row_name]
+        known = {name: row for name, row in rows.items() if "tokens_per_second" in row}
+        most = max(row["tokens_per_second"] for row in known.values())
+        parts.append(f'<text x="20" y="{y:.1f}" font-weight="bold">{title}</text>')
+        y += 12
+        for name, row in known.items():
+            parts.append(bar(y, name, row["tokens_per_second"], most, row["peak_gib"]))
+            y += BAR_HEIGHT + 8
+        y += 26
+    text = document("an 8-billion-parameter Llama on one H200: tokens per second, and the peak", *parts)
+    return text.replace('viewBox="0 0 900 480"', f'viewBox="0 0 900 {y:.0f}"')
+
+
+def bar(y: float, name: str, speed: float, most: float, peak: float) -> str:
+    """Draw one way to train: its name, a bar, tokens per second and the peak."""
+    colour = "#2563eb" if name.startswith("retape") else "#9aa7b1"
+    wide = BAR_WIDTH * speed / most
+    middle = y + BAR_HEIGHT - 6
+    return (
+        f'<text x="{BAR_LEFT - 10}" y="{middle:.1f}" text-anchor="end">{name}</text>'
+        f'<rect x="{BAR_LEFT}" y="{y:.1f}" width="{wide:.1f}" height="{BAR_HEIGHT}" rx="3" fill="{colour}"/>'
+        f'<text x="{BAR_LEFT + wide + 8:.1f}" y="{middle:.1f}">{speed:,.0f} tokens/s, {peak:.1f} GiB</text>'
+    )
 
 
 # --- the packages, and which imports which ------------------------------------------------------------------------

@@ -234,7 +234,7 @@ def compiler_error(call, **how):
     return caught.value
 
 
-def test_the_reason_of_a_backend_that_raises():
+def test_reason_of():
     def backend(graph, inputs, **keywords):
         raise FileNotFoundError("Failed to build:\n  cc -o x\n\nno C compiler found")
 
