@@ -108,8 +108,9 @@ def test_a_fit_returns_with_the_bytes_that_it_found(fails):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return loss
 
-    step(model, batch).backward()
-    model.zero_grad()
+    # Workspaces that libraries allocate once, for each thread and kind of kernel, are there after the first fit.
+    retape.fit(model, batch, budget=0.5, step=step, progress=False).remove()
+    calls[0] = 0
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     made = retape.fit(model, batch, budget=0.5, step=step, progress=False)

@@ -41,7 +41,7 @@ def step_gradients(model, step):
 def test_a_prefix_that_a_wrapper_makes_is_trained(make, step):
     model = prefixed(make)
     wanted = step_gradients(model, step)
-    fitted = retape.fit(model, BATCH, budget=0.8, step=step, progress=False)
+    fitted = retape.fit(model, BATCH, budget=0.9, step=step, progress=False)
     assert not fitted.record.assignment.keeps_everything
     assert equal(step_gradients(model, step), wanted)
     assert retape.verify(model, BATCH, step=step).equal

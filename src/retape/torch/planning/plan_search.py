@@ -239,7 +239,7 @@ class PlanSearch:
             yield setup.regions
         if self._may_choose:
             self._trials.tell("choosing regions by their bytes")
-            by_bytes = self._trials.regions_by_bytes()
+            by_bytes = self._trials.regions_by_bytes(setup.regions)
             names = decided_by_first(lambda: list(by_bytes))
             if names and set(names) != set(setup.regions):
                 yield {name: self._trials.root.get_submodule(name) for name in names}

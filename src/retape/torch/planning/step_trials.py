@@ -149,8 +149,11 @@ class StepTrials:
         before_backward(loss)
         loss.backward()
 
-    def regions_by_bytes(self) -> dict[str, nn.Module]:
-        """Run a forward and choose regions by what each call of a module saves in it; none if it runs out of memory."""
+    def regions_by_bytes(self, tried: Regions) -> dict[str, nn.Module]:
+        """Run a forward and choose regions by what each call of a module saves in it; none if it runs out of memory.
+
+        If those are the regions that were `tried`, which need more than they save, they are divided.
+        """
         self.rewind()
         forward = partial(scalar_loss, self._step, self._model, self._batch)
         with unreduced(self._model):
@@ -158,9 +161,15 @@ class StepTrials:
         self.rewind()
         if isinstance(tree, OutOfMemory):
             return {}
-        return regions_by_bytes(
-            self.root, tree, region_bytes=self.tuning.region_bytes, tolerance=self.tuning.cover_tolerance
+        choose = partial(
+            regions_by_bytes,
+            self.root,
+            tree,
+            region_bytes=self.tuning.region_bytes,
+            tolerance=self.tuning.cover_tolerance,
         )
+        chosen = choose()
+        return choose(divided=set(tried)) if chosen == dict(tried) else chosen
 
     def attach(self, regions: Regions, caller: ModelCaller) -> None:
         """Let `caller` answer the calls of the model and its regions from now on."""
