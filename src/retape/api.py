@@ -32,7 +32,7 @@ from retape.torch.measure.step_function import StepFunction, rows_of
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import detach, is_attached, model_hash, put_on, refuse_replicas, take_off, unwrapped
 from retape.torch.planning.candidates import Candidate
-from retape.torch.planning.discover import Wanted, refuse_graph_replays
+from retape.torch.planning.discover import Wanted, find_regions, refuse_graph_replays
 from retape.torch.planning.executor import Executor, GradientSwitch, warn_of_evaluation
 from retape.torch.planning.plan_cache import PlanCache, confirmed, facts_of_step, key_of
 from retape.torch.planning.plan_search import PlanSearch
@@ -241,6 +241,8 @@ def fit_using(
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
     refuse_replicas(model)
     warn_of_evaluation(unwrapped(model))
     with _undone_on_error(unwrapped(model)), _progress_bar(progress) as tell:
@@ -257,7 +259,8 @@ def fit_using(
             tell=tell,
         )
         plans = PlanCache.at(cache)
-        key = None if plans is None else _cache_key(steps, asked, (model, batch, step), (regions, allowed, compile))
+        key = None if plans is None else _cache_key(steps, asked, (model, batch, step, optimizer), (regions, allowed))
+        steps.check_optimizer(asked)
         made = None if plans is None or key is None else _from_cache(steps, asked, plans.load(key), Check.of(check))
         if made is None:
             search = PlanSearch(steps, asked, regions=regions, options=allowed)
@@ -277,11 +280,13 @@ def _from_search(model: nn.Module, batch: Any, found: Candidate, check: Check) -
 
 
 def _cache_key(
-    steps: StepTrials, budget: Budget, training: tuple[nn.Module, Any, Any], about: tuple[Any, OptionSet, bool]
+    steps: StepTrials, budget: Budget, training: tuple[nn.Module, Any, Any, Any], about: tuple[Any, OptionSet]
 ) -> str:
-    model, batch, step = training
-    facts = {"model": model_hash(model), "budget": budget, "about": about, "versions": _versions()}
-    return key_of({**facts, **facts_of_step(steps, batch, step)})
+    model, batch, step, optimizer = training
+    regions, options = about
+    named = None if regions is None else tuple(find_regions(steps.root, regions))
+    facts = {"model": model_hash(model), "budget": budget, "about": (named, options), "versions": _versions()}
+    return key_of({**facts, **facts_of_step(steps, batch, step, optimizer)})
 
 
 def _from_cache(steps: StepTrials, budget: Budget, record: FitRecord | None, check: Check) -> Fit | None:
@@ -290,14 +295,15 @@ def _from_cache(steps: StepTrials, budget: Budget, record: FitRecord | None, che
         return None
     steps.tell("checking the plan of the cache")
     regions = _regions_of(steps.root, record)
-    assignment, names = record.assignment, {id(module): name for name, module in regions.items()}
-    executor = None
-    if not assignment.keeps_everything or assignment.is_compiled:
-        executor = Executor(assignment, names, check=check)
-    known = confirmed(steps, record, regions, executor, budget)
+    later, names = record.accumulating, {id(module): name for name, module in regions.items()}
+    executors = (
+        Executor(record.assignment, names, check=check),
+        None if later is None else Executor(later.assignment, names, check=check),
+    )
+    known = confirmed(steps, record, regions, executors, budget)
     if known is None:
         return None
-    return Fit(steps.root, known, regions, _attached(steps.root, known, regions, (executor, None), check))
+    return Fit(steps.root, known, regions, _attached(steps.root, known, regions, executors, check))
 
 
 def _regions_of(root: nn.Module, record: FitRecord) -> dict[str, nn.Module]:
@@ -350,8 +356,7 @@ def _attached(
     for executor in (fresh, accumulating):
         executor.end_trial()
     too_small = None if later.fits else _no_accumulation(record, later)
-    weights = [parameter for parameter in root.parameters() if parameter.requires_grad]
-    switch = GradientSwitch(fresh, accumulating, weights, too_small=too_small)
+    switch = GradientSwitch(fresh, accumulating, root, too_small=too_small)
     put_on(root, dict(regions), switch)
     return switch
 
@@ -359,7 +364,7 @@ def _attached(
 def _no_accumulation(record: FitRecord, later: AccumulatingStep) -> str:
     return (
         f"a step began with gradients (accumulation), for which no plan fits in {format_bytes(record.budget_bytes)}: it needs about "
-        f"{format_bytes(later.promised_peak_bytes)}. Raise the budget, or call zero_grad() before each step"
+        f"{format_bytes(later.promised_peak_bytes)}. Raise the budget, or call zero_grad() before the forward of each step"
     )
 
 

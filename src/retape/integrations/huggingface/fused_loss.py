@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
 from retape.integrations.huggingface.lazy_logits import CHUNK_BYTES, COMPILED, TUNING, LazyLogits
+from retape.torch.planning.attach import original_class
 
 _LOG = logging.getLogger("retape")
 
@@ -141,11 +142,12 @@ def chunk_within(room_bytes: int | None) -> int | None:
 def _head_of(model: nn.Module) -> nn.Linear:
     find: Any = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
-    if type(head) is not nn.Linear:
+    if original_class(type(head)) is not nn.Linear:
         raise InvalidInput(
             f"{type(model).__name__} has no plain linear head (found {type(head).__name__}); this is for Hugging Face's causal language "
             "models. Call retape.linear_cross_entropy in models of your own."
         )
+    assert isinstance(head, nn.Linear)
     return head
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import InvalidInput
 from retape.core.problem import Budget, BudgetKind
-from retape.torch.measure.budgets import device_named, resolved
+from retape.torch.measure.budgets import device_named, refuse_optimizer_step, resolved
 from retape.torch.measure.memory_meter import nbytes_of, storage_bytes
 from retape.torch.measure.sandbox import InitialGradients
 from retape.torch.measure.step_function import refuse_lazy
@@ -116,7 +116,8 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
     if trial is None:
         return 0
     try:
-        trial.step()
+        with torch.random.fork_rng(devices=[]):
+            trial.step()
     except Exception as error:
         raise InvalidInput(
             f"The size of {type(optimizer).__name__}'s state is not known before its first step ({error}). "
@@ -138,13 +139,21 @@ def optimizer_step_bytes(optimizer: torch.optim.Optimizer | None, device: torch.
         trial = _meta_optimizer(optimizer, lambda p: p.device == device, foreach=device.type == "cuda")
         if trial is None:
             return 0
-        trial.step()  # makes the state
-        with _LiveBytes() as live:
-            trial.step()
+        with torch.random.fork_rng(devices=[]):
+            trial.step()  # makes the state
+            with _LiveBytes() as live:
+                trial.step()
     except Exception:  # an optimizer of the user's own: its temporaries are not known
         return 0
     found: int = live.peak_bytes
     return found
+
+
+def check_optimizer_step(optimizer: Any, budget: Budget, device: torch.device, fixed_bytes: int) -> None:
+    """Raise BudgetTooSmall if the temporary tensors of an optimizer's step exceed a budget that counts everything."""
+    own = resolved(budget, device)
+    if own.kind is BudgetKind.TOTAL:
+        refuse_optimizer_step(own, device, fixed_bytes, optimizer_step_bytes(optimizer, device))
 
 
 def _meta_optimizer(

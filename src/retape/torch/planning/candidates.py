@@ -59,11 +59,10 @@ class Candidate:
     def is_inside(self) -> bool:
         return all(part.measured.peak_bytes <= part.budget_bytes for part in self.parts)
 
-    @property
-    def fits_with_gradients(self) -> bool:
-        """True if every device's plan is predicted to stay inside in a step that begins with all gradients too."""
+    def fits_with_gradients(self, share: float) -> bool:
+        """True if every device's plan is predicted to stay inside this share of its limit if a step begins with all gradients."""
         plans = [(part.chain.accumulating(), part.plan.actions(), part.budget_bytes) for part in self.parts]
-        return all(simulate(chain, actions).peak_bytes <= limit for chain, actions, limit in plans)
+        return all(simulate(chain, actions).peak_bytes <= share * limit for chain, actions, limit in plans)
 
     def is_near(self, share: float) -> bool:
         """True if every device's predicted peak is off by at most this share of the measured one."""

@@ -11,8 +11,9 @@ import inspect
 import logging
 import operator
 import warnings
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -123,15 +124,19 @@ class Executor:
             self._counts.clear()
         LIBRARIES.begin_forward(args, keywords)
         outputs = plain_call(*args, **keywords)
+        self._watch_backward(outputs)
+        return outputs
+
+    def _watch_backward(self, outputs: Any) -> None:
+        """Learn of the backward, whichever of the outputs it starts from."""
         for tensor in tensors_of(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._backward_begins)
-                break
-        return outputs
 
     @compiler_internals.left_alone
     def _backward_begins(self, gradient: Any) -> None:
         self._root_call = -1
+        self._counts.clear()
         if self._is_compiled:
             refuse_kept_graph()
 
@@ -151,6 +156,8 @@ class Executor:
             outputs = self._ran_variant(number, choice, module, plain_call, args, keywords)
         if self._moves and not choice.moves:
             offload.after_unmoved(tensors_of(outputs))
+        if self._root_call < 0:  # called outside the model's own call: its backward ends a step too
+            self._watch_backward(outputs)
         return outputs
 
     def _ran_variant(  # noqa: PLR0917 - one user
@@ -248,6 +255,7 @@ class Executor:
     def end_trial(self) -> None:
         """Prove every recipe before it is used from now on."""
         self._trial = False
+        self._counts.clear()
         for selection in self._selections.values():
             if selection.proof.state is ProofState.TRIAL:
                 selection.proof.state = ProofState.PENDING
@@ -278,13 +286,14 @@ class Executor:
 class GradientSwitch:
     """Lets one executor run the steps that begin without gradients, and another those that accumulate.
 
-    The first forward of a step decides. `too_small` is logged once if a step accumulates and no plan for that fits.
+    Each forward of the model decides. `too_small` is logged once if a step accumulates and no plan for that fits.
     """
 
     def __init__(
-        self, fresh: Executor, accumulating: Executor, weights: Sequence[nn.Parameter], *, too_small: str | None = None
+        self, fresh: Executor, accumulating: Executor, root: nn.Module, *, too_small: str | None = None
     ) -> None:
-        self._fresh, self._accumulating, self._weights = fresh, accumulating, tuple(weights)
+        # Not the parameters of now: loading weights may replace them.
+        self._fresh, self._accumulating, self._root = fresh, accumulating, weakref.ref(root)
         self._running, self._too_small = fresh, too_small
 
     call_part = staticmethod(call_part)
@@ -305,13 +314,15 @@ class GradientSwitch:
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Answer the call of a region; one outside the model's own call is a step of its own."""
-        self._choose()
+        if self._running.begins_step:
+            self._choose()
         return self._running.call(module, plain_call, args, keywords)
 
     def _choose(self) -> None:
-        if not torch.is_grad_enabled() or not self._running.begins_step or managed_elsewhere():
+        root = self._root()
+        if root is None or not torch.is_grad_enabled() or managed_elsewhere():
             return
-        accumulates = any(weight.grad is not None for weight in self._weights)
+        accumulates = any(weight.grad is not None for weight in root.parameters())
         self._running = self._accumulating if accumulates else self._fresh
         if accumulates and self._too_small is not None:
             _log_once(self._too_small)

@@ -28,12 +28,12 @@ from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.baseline_memory import (
     allocated_bytes,
+    check_optimizer_step,
     devices_of,
     fixed_bytes,
     gradient_bytes,
     initial_gradients,
     missing_gradient_bytes,
-    optimizer_step_bytes,
 )
 from retape.torch.measure.memory_meter import MemoryTracker, synchronize, track_memory
 
@@ -216,7 +216,7 @@ class FitInstruments:
     initial_gradients: Callable[..., InitialGradients] = initial_gradients
     missing_gradient_bytes: Callable[[nn.Module, torch.device], int] = missing_gradient_bytes
     gradient_bytes: Callable[..., int] = gradient_bytes
-    optimizer_step_bytes: Callable[[Any, torch.device], int] = optimizer_step_bytes
+    check_optimizer_step: Callable[..., None] = check_optimizer_step
     allocated_bytes: Callable[[torch.device], int] = allocated_bytes
     devices_of: Callable[..., tuple[torch.device, ...]] = devices_of
     home_of: Callable[[str, nn.Module], torch.device | None] = home_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from retape.core.problem import Budget
+    from retape.core.record import Record
     from retape.torch.planning.executor import Executor
     from retape.torch.planning.step_trials import StepTrials
 
 VARIABLE = "RETAPE_CACHE"
+_LOG = logging.getLogger("retape")
 
 
 class PlanCache:
@@ -56,15 +59,21 @@ class PlanCache:
             return None
 
     def store(self, key: str, record: FitRecord) -> None:
-        """Write a fit, at once as a whole: another process may read it meanwhile."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """Write a fit, at once as a whole: another process may read it meanwhile. Log a warning if that fails."""
         path = self._path(key)
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(record.to_json() + "\n", encoding="utf-8")
-        part.replace(path)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(record.to_json() + "\n", encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            _LOG.warning("retape: the plan is not kept in %s: %s.", self._folder, error.strerror or error)
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key}.json"
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
@@ -73,19 +82,46 @@ def key_of(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def facts_of_step(trials: StepTrials, batch: Any, step: Any) -> dict[str, Any]:
-    """Return the facts of a step: shapes, modes, the step function, and the devices."""
+def facts_of_step(trials: StepTrials, batch: Any, step: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the facts of a step: shapes, modes, the step function, the optimizer's settings, and the devices."""
     modules = list(trials.root.modules())
-    code = getattr(step, "__code__", None)
     return {
         "batch": signature((batch,), {}),
         "modes": hashlib.sha256(bytes(module.training for module in modules)).hexdigest(),
-        "step": None
-        if step is None
-        else (getattr(step, "__qualname__", type(step).__qualname__), code and code.co_code),
+        "step": _function_facts(step),
+        "optimizer": None if optimizer is None else (type(optimizer).__qualname__, _group_facts(optimizer)),
+        "compiled": trials.compiled,
         "gradients": trials.gradients,
         "devices": [_device_facts(device) for device in trials.devices],
     }
+
+
+def _function_facts(function: Any) -> Any:
+    """Return code, constants, defaults and plain values of a closure."""
+    if isinstance(function, partial):
+        return (_function_facts(function.func), _plain(function.args), _plain(function.keywords))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return type(function).__qualname__
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return (code.co_code, _plain(code.co_consts), code.co_names, _plain([function.__defaults__, cells]))
+
+
+def _group_facts(optimizer: Any) -> list[Any]:
+    """Return the size and the settings of each group; the learning rate changes in training and needs no bytes."""
+    groups = [({**group, "lr": None, "params": None}, len(group["params"])) for group in optimizer.param_groups]
+    return [(count, _plain(settings)) for settings, count in groups]
+
+
+def _plain(value: Any) -> Any:
+    """Return plain values as they are, and other objects by their class."""
+    if isinstance(value, dict):
+        return [(str(key), _plain(part)) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return value
+    return type(value).__qualname__
 
 
 def _device_facts(device: torch.device) -> tuple[Any, ...]:
@@ -95,29 +131,55 @@ def _device_facts(device: torch.device) -> tuple[Any, ...]:
     return (str(device), about.name, about.total_memory)
 
 
-def confirmed(
-    trials: StepTrials, record: FitRecord, regions: Mapping[str, nn.Module], executor: Executor | None, budget: Budget
-) -> FitRecord | None:
-    """Return a fit with the measurement of a step now; None if that is not inside the budget, or a partial re-run is not exact.
+# --- a step before a plan is used -------------------------------------------------------------------------------------
 
-    A fused loss stays fused if the fit is returned.
+
+def confirmed(
+    trials: StepTrials,
+    record: FitRecord,
+    regions: Mapping[str, nn.Module],
+    executors: tuple[Executor, Executor | None],
+    budget: Budget,
+) -> FitRecord | None:
+    """Return a fit with the measurement of a step now; None if a step is not inside the budget, or a re-run not exact.
+
+    One step of each kind is run: those that begin without gradients, and those that accumulate, with an executor of their own if
+    there is one. Both prove their partial re-runs. A fused loss stays fused if the fit is returned.
     """
-    limits = [resolved(budget, device) for device in trials.devices]
-    most = [each.limit_bytes if each.kind is BudgetKind.TOTAL else None for each in limits]
+    check = _Check(trials, record, regions, budget)
     with trials.sandboxed():
         if record.fused_loss:
             room_bytes = record.budget_bytes - record.measured.base_bytes
             with trials.sandbox.kept_changes():
                 LIBRARIES.fuse_loss(trials.root, room_bytes=room_bytes, compiled=record.assignment.is_compiled)
-        found = trials.attempted(partial(trials.measured, regions, executor))
-        inside = not isinstance(found, OutOfMemory) and all(
-            each.peak_bytes <= (view.budget_bytes if limit is None else min(limit, view.budget_bytes))
-            for each, view, limit in zip(found, record.views, most, strict=True)
-        )
-        if inside and (executor is None or trials.is_exact(regions, executor)):
-            assert not isinstance(found, OutOfMemory)
-            return replace(record, measured=replace(found[0], seconds=found[0].seconds or record.measured.seconds))
+        found = check.inside(executors[0])
+        if found is not None and trials.has_two_kinds and (record.accumulating is None or record.accumulating.fits):
+            with trials.accumulating():
+                found = found if check.inside(executors[1] or executors[0]) is not None else None
+        if found is not None:
+            return replace(record, measured=replace(found, seconds=found.seconds or record.measured.seconds))
         if record.fused_loss:
             with trials.sandbox.kept_changes():
                 LIBRARIES.unfuse_loss(trials.root)
     return None
+
+
+class _Check:
+    """Runs steps of a saved plan and compares their peaks with the budget of then and of now."""
+
+    def __init__(self, trials: StepTrials, record: FitRecord, regions: Mapping[str, nn.Module], budget: Budget) -> None:
+        self._trials, self._regions = trials, regions
+        now = [resolved(budget, device) for device in trials.devices]
+        limits = [each.limit_bytes if each.kind is BudgetKind.TOTAL else None for each in now]
+        pairs = zip(record.views, limits, strict=True)
+        self._limits = [min(view.budget_bytes, limit or view.budget_bytes) for view, limit in pairs]
+
+    def inside(self, executor: Executor) -> Record | None:
+        """Return the record of a step on the first device; None if it exceeds a limit, also without the temporaries of proofs."""
+        for _ in range(2):
+            found = self._trials.attempted(partial(self._trials.measured, self._regions, executor))
+            if isinstance(found, OutOfMemory) or executor.rejected:
+                return None
+            if all(each.peak_bytes <= limit for each, limit in zip(found, self._limits, strict=True)):
+                return found[0]
+        return None

@@ -26,7 +26,7 @@ from retape.core.plan import Frontier, Plan
 from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
 from retape.torch.compat.ranks import decided_by_first, refuse_differing_ranks
-from retape.torch.measure.budgets import add_suggestions, refuse_optimizer_step, resolved
+from retape.torch.measure.budgets import add_suggestions, resolved
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, not_measured, promised_seconds, ran_out
 from retape.torch.planning.chain_builder import RegionChain, build_chain
@@ -120,8 +120,6 @@ class PlanSearch:
         if trials.is_spread:
             self._check_spread()
         self._budgets = budgets_of(budget, trials.devices)
-        for device, own in self._budgets.items():
-            refuse_optimizer_step(own, device, trials.fixed_bytes[device], trials.optimizer_bytes(device))
         self._limits: dict[torch.device, int] = {}  # in bytes with everything counted, once they are known
         self._winner: _SetupSearch | None = None  # the search that found the last plan
         self._fusing_refused = False  # True once the model has used its logits between head and loss
@@ -199,7 +197,11 @@ class PlanSearch:
             prepared = self._prepared(setup)
             if decided_by_first(partial(_is_more_promising, prepared, plain)):
                 return self._divided(setup, prepared)
-        except InvalidInput as error:  # of the fused loss: the same steps run without it
+        except (
+            InvalidInput,
+            AttributeError,
+            TypeError,
+        ) as error:  # of the fused loss, or of code that reads the logits
             self._fusing_refused = True
             _LOG.warning("retape: the loss is not computed in slices. %s", error)
         return None
@@ -364,7 +366,7 @@ class _SetupSearch:
 
         If nothing fits there, it is the plan with the smallest peak, which is not measured.
         """
-        if best.fits_with_gradients:
+        if best.fits_with_gradients(1.0 - self._tuning.peak_tolerance) or self._serves_accumulation(best):
             return None
         self._trials.tell("planning steps that accumulate gradients")
         corrections = zip(self._problems, best.parts, strict=True)
@@ -374,6 +376,14 @@ class _SetupSearch:
         with self._trials.accumulating():
             self._correct(problems, found)
         return found.best or self._smallest(problems)
+
+    def _serves_accumulation(self, best: Candidate) -> bool:
+        """Measure the plan in a step that begins with gradients, if it may fit there by prediction."""
+        if not best.fits_with_gradients(1.0):
+            return False
+        with self._trials.accumulating():
+            records = self._trials.attempted(partial(self._trials.measured, best.regions, best.executor))
+        return not isinstance(records, OutOfMemory) and best.measured_as(records).is_inside
 
     def _smallest(self, problems: Problems) -> Candidate:
         """Return the plan with the smallest peak, with its predictions in the place of measurements."""

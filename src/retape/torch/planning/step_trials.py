@@ -101,9 +101,10 @@ class StepTrials:
         later = self._missing_bytes[device] if self.gradients is InitialGradients.NONE else 0
         return self.fixed_bytes[device] - later
 
-    def optimizer_bytes(self, device: torch.device) -> int:
-        """Return the temporary bytes of an optimizer's step."""
-        return self.instruments.optimizer_step_bytes(self._optimizer, device)
+    def check_optimizer(self, budget: Budget) -> None:
+        """Raise BudgetTooSmall if the temporary tensors of the optimizer's step do not fit."""
+        for device in self.devices:
+            self.instruments.check_optimizer_step(self._optimizer, budget, device, self.fixed_bytes[device])
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
