@@ -38,7 +38,7 @@ class PlanningTuning:
     )
     small_storage_bytes: int = (
         2**20
-    )  # nor one below this of a large tape: a copy of 1 MiB takes 20 us, its launch 10 us
+    )  # nor one below this of a large tape: small copies free little (chosen, not measured)
     most_graph_ops: int = 600  # of a region's op graph that is solved as it is; in a larger one small ops are joined
     graph_groups: int = 200  # ops that are left then: far fewer than above, because what they take is not exact anyway
     most_offload_options: int = 12  # per region: the solver's time grows with each
