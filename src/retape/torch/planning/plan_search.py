@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from retape.core.errors import BudgetTooSmall, InvalidInput
-from retape.core.fit_record import DeviceRecord
+from retape.core.fit_record import DeviceRecord, plain_seconds
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
@@ -258,7 +258,21 @@ class PlanSearch:
         if trials.is_spread:
             self._refuse_unknown_devices(profiled.profile)
         few = setup.regions is not self._regions
-        others, eager = trials.profiled_variants(setup.regions, profiled, few=few, tiles=setup.in_tiles)
+        if setup.in_tiles:
+            return self._solving(profiled, *trials.profiled_in_tiles(setup.regions, profiled, few=few), setup)
+        search = self._solving(profiled, trials.known_variants(setup.regions), None, setup)
+        while trials.compiled and not search.is_fast_enough:
+            others = trials.add_variant(setup.regions, profiled, few=few)
+            if others is None:
+                break
+            search = self._solving(profiled, others, None, setup)
+        return search
+
+    def _solving(
+        self, profiled: Profiled, others: Sequence[Profiled], eager: Profiled | None, setup: Setup
+    ) -> _SetupSearch:
+        """Return the search over the problems that follow from profiles."""
+        trials = self._trials
         trials.tell("solving")
         problems = tuple(self._problem(device, profiled, others, eager, setup) for device in trials.devices)
         limits = [self._limit(problem) for problem in problems]
@@ -344,6 +358,12 @@ class _SetupSearch:
             self._found.tried_floors.clear()
         seconds = promised_seconds([problem.chain.chain for problem in self._problems], plans)
         return seconds, self._assignment(self._problems, plans).keeps_everything
+
+    @property
+    def is_fast_enough(self) -> bool:
+        """True if a plan is predicted to take about as long as keeping everything, which no other variant can better by much."""
+        plain = plain_seconds(self._problems[0].chain.chain)
+        return self.promised is not None and self.promised[0] <= self._tuning.enough_speed * plain
 
     @property
     def promises_everything(self) -> bool:

@@ -422,13 +422,14 @@ class MeasuredRegion:
     def offload_candidates(
         self, selections: tuple[PartialRerun, ...], host: Tier, regions: int
     ) -> tuple[PartialRerun, ...]:
-        """Return ways to move slots: as many bytes as the computation hides, half, twice, and all that the host has room for."""
+        """Return ways to move slots: shares of the bytes that the computation hides, and all that the host has room for."""
         free = min(
             host.write_bytes_per_second * self.forward_seconds, host.read_bytes_per_second * self.backward_seconds
         )
         most = float("inf") if host.capacity_bytes is None else host.capacity_bytes // regions
         whole = sum(tape_storages(self.trace).values()) if self.trace is not None else 0
-        targets = sorted({int(min(size, most, whole)) for size in (free / 2, free, 2 * free, whole)})
+        sizes = (*(share * free for share in self.tuning.offload_shares), whole)
+        targets = sorted({int(min(size, most, whole)) for size in sizes})
         small_parts, small_bytes = self.tuning.small_storage_parts, self.tuning.small_storage_bytes
         return offload_reruns(self.trace, selections, targets, small_parts=small_parts, small_bytes=small_bytes)
 

@@ -194,17 +194,25 @@ class StepTrials:
         """
         return self._profiled(regions, self._variants.WHOLE if self.compiled else None, smallest=smallest)
 
-    def profiled_variants(
-        self, regions: Regions, whole: Profiled, *, few: bool, tiles: bool
-    ) -> tuple[list[Profiled], Profiled | None]:
-        """Profile a compiled model in its other variants, and with `tiles` eagerly; none of an eager model.
+    def known_variants(self, regions: Regions) -> list[Profiled]:
+        """Return the compiled variants that were profiled so far."""
+        return self._variant_profiles.known(tuple(regions))
+
+    def add_variant(self, regions: Regions, whole: Profiled, *, few: bool) -> list[Profiled] | None:
+        """Profile a compiled model in its next variant; return all that are known, or None if there is no other.
 
         With `few` only the variant that saves least is profiled.
         """
+        profiled = partial(self._profiled, regions)
+        return self._variant_profiles.with_another(tuple(regions), whole, profiled, few=few) if self.compiled else None
+
+    def profiled_in_tiles(
+        self, regions: Regions, whole: Profiled, *, few: bool
+    ) -> tuple[list[Profiled], Profiled | None]:
+        """Profile a compiled model in all of its variants, with parts in tiles too, and eagerly; none of an eager model."""
         if not self.compiled:
             return [], None
-        profiled = partial(self._profiled, regions)
-        return self._variant_profiles.all(tuple(regions), whole, profiled, few=few, tiles=tiles)
+        return self._variant_profiles.in_tiles(tuple(regions), whole, partial(self._profiled, regions), few=few)
 
     def _profiled(
         self, regions: Regions, saved_share: float | None, tiled: PartsInTiles | None = None, *, smallest: bool = True
@@ -443,29 +451,43 @@ class VariantProfiles:
 
     tuning: PlanningTuning
     _variants: dict[tuple[str, ...], list[Profiled]] = field(default_factory=dict)
+    _tried: dict[tuple[str, ...], int] = field(default_factory=dict)  # how many of the shares have been profiled
     _eager: dict[tuple[str, ...], Profiled] = field(default_factory=dict)
     _tiled: dict[tuple[str, ...], list[Profiled]] = field(default_factory=dict)
 
-    def all(
-        self, names: tuple[str, ...], whole: Profiled, profiled: Profiling, *, few: bool, tiles: bool
-    ) -> tuple[list[Profiled], Profiled | None]:
-        """Return the variants that save less than `whole`; with `few` only the one that saves least.
+    def with_another(
+        self, names: tuple[str, ...], whole: Profiled, profiled: Profiling, *, few: bool
+    ) -> list[Profiled] | None:
+        """Return the variants that save less than `whole`, with the next one; None if there is no other.
 
-        With `tiles` also those with parts in tiles, and the eager step, which finds the parts.
+        With `few` the only one is the one that saves least.
         """
-        others = self._others(names, whole, profiled, few=few)
-        eager = self._without_compiler(names, whole, profiled) if tiles else None
-        return [*others, *(self._in_tiles(names, whole, profiled, eager) if eager and not few else ())], eager
+        shares = self.tuning.saved_shares
+        shares = (min(shares, default=0.0),) if few and shares else shares
+        found = self._variants.setdefault(names, [])
+        for share in shares[self._tried.get(names, 0) :]:
+            self._tried[names] = self._tried.get(names, 0) + 1
+            variant = profiled(share)
+            if variant.calls_like(whole) and not any(variant.runs_like(other) for other in (whole, *found)):
+                found.append(variant)
+                return list(found)
+        return None
 
-    def _others(self, names: tuple[str, ...], whole: Profiled, profiled: Profiling, *, few: bool) -> list[Profiled]:
-        if names not in self._variants:
-            found = [whole]
-            for share in self.tuning.saved_shares[-1:] if few else self.tuning.saved_shares:
-                variant = profiled(share)
-                if variant.calls_like(whole) and not any(variant.runs_like(other) for other in found):
-                    found.append(variant)
-            self._variants[names] = found[1:]
-        return self._variants[names]
+    def known(self, names: tuple[str, ...]) -> list[Profiled]:
+        """Return the variants that were profiled so far."""
+        return list(self._variants.get(names, ()))
+
+    def in_tiles(
+        self, names: tuple[str, ...], whole: Profiled, profiled: Profiling, *, few: bool
+    ) -> tuple[list[Profiled], Profiled | None]:
+        """Return all variants that save less than `whole`, those with parts in tiles too, and the eager step, which finds the parts."""
+        while self.with_another(names, whole, profiled, few=few) is not None:
+            pass
+        eager = self._without_compiler(names, whole, profiled)
+        return [
+            *self.known(names),
+            *(self._in_tiles(names, whole, profiled, eager) if eager and not few else ()),
+        ], eager
 
     def _without_compiler(self, names: tuple[str, ...], whole: Profiled, profiled: Profiling) -> Profiled | None:
         if names not in self._eager:

@@ -41,18 +41,29 @@ class PlanningTuning:
     )  # nor one below this of a large tape: small copies free little (chosen, not measured)
     most_graph_ops: int = 600  # of a region's op graph that is solved as it is; in a larger one small ops are joined
     graph_groups: int = 200  # ops that are left then: far fewer than above, because what they take is not exact anyway
-    most_offload_options: int = 12  # per region: the solver's time grows with each
-    saved_shares: tuple[float, ...] = (
-        0.7,
-        0.6,
+    offload_shares: tuple[float, ...] = (
+        0.25,
         0.5,
-        0.4,
-        0.3,
-        0.22,
-        0.15,
-        0.08,
+        0.75,
+        1.0,
+        1.5,
+        2.0,
+    )  # of the bytes that the computation hides: how much of a region is moved
+    most_offload_options: int = (
+        48  # per region: the solver's time grows with each (1.3 s for 32 blocks with 100 options)
+    )
+    saved_shares: tuple[float, ...] = (
         0.0,
-    )  # of a block's tape: its compiled variants
+        0.5,
+        0.22,
+        0.7,
+        0.08,
+        0.4,
+        0.15,
+        0.6,
+        0.3,
+    )  # of a block's tape: its compiled variants, in the order in which they are built
+    enough_speed: float = 1.01  # times the seconds of keeping everything: a plan within it needs no further variant
     tiled_shares: tuple[float, ...] = (0.15,)  # of those, the ones that are tried with parts in tiles too
     variant_tiles: tuple[int, ...] = (2, 4)  # slices of a part inside a compiled variant
     tiles: tuple[int, ...] = (2, 4, 8, 16, 32)  # slices of a part of an eager region
