@@ -11,10 +11,13 @@ it needs the bytes, and the host waits for neither. Without CUDA the same calls 
 from __future__ import annotations
 
 import math
+import mmap
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -136,7 +139,7 @@ class HostPool:
     def _memory(self, size: int) -> Tensor:
         if self.pinned:
             try:
-                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+                return pinned_memory(size)
             except RuntimeError as error:
                 self.pinned = False  # so this is said once
                 warnings.warn(
@@ -145,6 +148,26 @@ class HostPool:
                     stacklevel=2,
                 )
         return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def pinned_memory(size: int) -> Tensor:
+    """Return page-locked host memory. PyTorch's own allocator touches the pages of a large chunk with one thread."""
+    memory = _registered(size) if size >= TUNING.chunk_grain_bytes and torch.cuda.is_initialized() else None
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if memory is None else memory
+
+
+def _registered(size: int) -> Tensor | None:
+    """Return memory of whole pages that all threads have touched and that CUDA has locked; None where CUDA refuses."""
+    pages = mmap.mmap(-1, size)
+    with suppress(OSError, AttributeError):  # a kernel without huge pages: more faults, the same memory
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    memory.zero_()
+    runtime: Any = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)) != 0:
+        return None
+    weakref.finalize(pages, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
 
 
 def _available_bytes() -> int:
