@@ -14,6 +14,7 @@ from retape.core import codec
 from retape.core.actions import Action, Backward, Forward, Load, Tape
 from retape.core.problem import Option, OptionKind
 
+OUTSIDE_REGIONS = "saved outside regions"  # the term for glue in tables, messages and names of stages
 _CHECKPOINT = "checkpoint("  # no module has a name that begins so
 
 

@@ -25,7 +25,7 @@ from retape.torch.engine.region import Region, RegionObserver
 from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import storage_bytes
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import original_class, region_name
+from retape.torch.planning.attach import CheckpointCall, original_class, region_name
 from retape.torch.planning.instruments import Clock, OpTimer, quickest
 from retape.torch.planning.profile_intervals import Instrument, Phase, Profile, RegionCall
 from retape.torch.planning.region_variants import (
@@ -136,7 +136,10 @@ class ProfileSession:
         parts = self._tiled.of_region.get(name, ())
         tiles = self._tiled.tiles if parts else 1
         kind = original_class(type(module))
-        plain_call = self._variants.call_of(kind, module, plain_call, self._saved_share, tiles=tiles, parts=parts)
+        if not isinstance(
+            module, CheckpointCall
+        ):  # a function stays eager: there is no class to compile once for all its calls
+            plain_call = self._variants.call_of(kind, module, plain_call, self._saved_share, tiles=tiles, parts=parts)
         refuse_transforms(plain_call)
         self.mark(Phase.FORWARD, self._stage)  # capturing the call is part of the region
         captured = capture_call(plain_call, args, keywords)

@@ -39,7 +39,6 @@ from retape.torch.engine.context import current_runs, is_plain
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import synchronize, track_memory
-from retape.torch.planning.attach import CheckpointCall
 from retape.torch.slicing.tile import call_in_tiles
 
 if TYPE_CHECKING:
@@ -146,8 +145,8 @@ class VariantCache:
         tiles: int = 1,
         parts: Parts = (),
     ) -> Callable[..., Any]:
-        """Return the call of a variant, or `plain_call` if `share` is None, or for what is not, cannot be or is compiled already."""
-        if share is None or compiler_internals.is_compiled(module) or isinstance(module, CheckpointCall):
+        """Return the call of a variant, or `plain_call` if `share` is None, it does not compile or the user compiled it."""
+        if share is None or compiler_internals.is_compiled(module):
             return plain_call
         variant = self.variant_of(kind, module, share, tiles, parts)
         return plain_call if variant.failed else CompiledCall(module, variant)
