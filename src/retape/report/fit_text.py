@@ -14,7 +14,7 @@ from retape.core.fit_record import FitRecord
 from retape.core.problem import OptionKind
 from retape.core.units import format_bytes, format_seconds
 from retape.report.memory import sparkline
-from retape.report.region_rows import RegionRow, common_prefix, glue_row, region_rows, shortened
+from retape.report.region_rows import RegionRow, common_prefix, floor_binding, glue_row, region_rows, shortened
 
 LEAST_WIDTH, WIDTH, MOST_WIDTH = 80, 110, 160  # characters
 _NAME_SHARE = 3  # a name takes at most this part of the width
@@ -230,5 +230,5 @@ def quality(record: FitRecord) -> str:
 
 
 def _binding(record: FitRecord) -> str:
-    name = record.frontier.binding.replace(common_prefix(record), "")
+    name = floor_binding(record)
     return f", bound by {name}" if name else ""

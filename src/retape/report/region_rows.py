@@ -103,12 +103,13 @@ def common_prefix(record: FitRecord) -> str:
 
 def shortened(labels: Sequence[str], most: int) -> list[str]:
     """Return the labels with the middle of long ones left out; those that would look alike stay whole."""
-    short = [_without_middle(label, most) for label in labels]
+    short = [without_middle(label, most) for label in labels]
     counts = Counter(dict(zip(labels, short, strict=True)).values())
     return [label if counts[cut] > 1 else cut for label, cut in zip(labels, short, strict=True)]
 
 
-def _without_middle(label: str, most: int) -> str:
+def without_middle(label: str, most: int) -> str:
+    """Return a label of at most this many characters; of a longer one the middle is left out."""
     if len(label) <= most:
         return label
     head = (most - 1) // 3  # names differ at their end
@@ -187,6 +188,11 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
         start=start,
         saved_share=choice.saved_share,
     )
+
+
+def floor_binding(record: FitRecord) -> str:
+    """Return the name of what determines the floor, as the other names are shown."""
+    return record.frontier.binding.replace(common_prefix(record), "")
 
 
 def glue_row(record: FitRecord) -> GlueRow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from retape.core.assignment import OUTSIDE_REGIONS
@@ -103,11 +103,14 @@ def _glue(record: FitRecord) -> list[str]:
 
 def _cells(name: str, count: int, plan: str, *texts: str, exact: int) -> str:
     shown = f'<span class="way">{escape(plan)}</span>' if plan else ""
-    parts: Iterable[str] = (
-        f'<td class="n">{escape(text)}</td>' if number else f"<td>{escape(text)}</td>"
-        for text, (_, number) in zip(texts, _HEADS[3:], strict=True)
-    )
+    cells = (str(count), shown, *map(escape, texts))
+    parts = (_cell(text, head, number) for text, (head, number) in zip(cells, _HEADS[1:], strict=True))
     return (
-        f'<tr data-count="{count}" data-held-bytes="{exact}"><td class="name">{escape(name)}</td>'
-        f'<td class="n">{count}</td><td>{shown}</td>{"".join(parts)}</tr>'
+        f'<tr data-count="{count}" data-held-bytes="{exact}"><td class="name">{escape(name)}</td>{"".join(parts)}</tr>'
     )
+
+
+def _cell(text: str, head: str, number: bool) -> str:
+    """Return a cell; on a narrow screen, where a row is a list, its head stands before it."""
+    kind = ' class="n"' if number else ' class="long"' if head == _HEADS[-1][0] else ""
+    return f'<td{kind} data-head="{head}">{text}</td>'
