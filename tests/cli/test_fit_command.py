@@ -70,10 +70,11 @@ def place(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(monkeypatch):
+def as_it_was():
     """The user's file is put among the modules and its folder on the path, as Python does; tests take both away again."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = list(sys.path)
     yield
+    sys.path[:] = before
     sys.modules.pop("retape_user_file", None)
 
 

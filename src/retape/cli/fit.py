@@ -157,7 +157,7 @@ def _imported(path: Path) -> ModuleType:
 
 
 class Training(NamedTuple):
-    """What the user's function returned."""
+    """A model with a batch, and optionally a step and an optimizer, as the user's function returned them."""
 
     model: Any
     batch: Any
@@ -171,7 +171,7 @@ def call(function: Callable[[], Any], place: str) -> Training:
         made = function()
     except Exception as error:
         raise _failed(f"{place}()", Path(place.rpartition(":")[0]), error) from error
-    if not isinstance(made, tuple) or not 2 <= len(made) <= len(Training._fields):
+    if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
         what = f"{len(made)} things" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise InvalidInput(f"{place}() returned {what}. {_USAGE}")
     found = Training(*made)
