@@ -523,7 +523,7 @@ def test_a_tree_takes_few_extra_runs(depth, share, most):
 def test_a_model_has_one_live_budget():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     first = retape.adaptive(model, budget="1GiB")
-    with pytest.raises(InvalidInput, match=r"Sequential has a live budget already. Call remove\(\)"):
+    with pytest.raises(InvalidInput, match=r"Sequential is managed by retape.adaptive already. Call remove\(\)"):
         retape.adaptive(model, budget="2GiB")
     model(torch.randn(2, 4)).sum().backward()
     assert first.stats().steps == 1

@@ -92,7 +92,10 @@ def _devices(record: FitRecord) -> Table:
 def _regions(record: FitRecord, width: int) -> Table:
     table = new_table("regions", "count", "plan", "slots held", "bytes held", "more time", "why", numbers=_NUMBERS)
     rows = [row.below(common_prefix(record)) for row in region_rows(record)]
-    for name, row in zip(shortened([row.label for row in rows], width // _NAME_SHARE), rows, strict=True):
+    most = width // _NAME_SHARE
+    names = shortened([row.label for row in rows], most)
+    table.columns[0].min_width = min(most, max(map(len, (OUTSIDE_REGIONS, *names))))
+    for name, row in zip(names, rows, strict=True):
         table.add_row(
             name,
             str(row.count),

@@ -161,8 +161,8 @@ class ModelAttachment:
         self.plan = attach.caller_of(self._model)
         if isinstance(getattr(self.plan, "__self__", None), Adaptive):
             raise InvalidInput(
-                f"{type(self._model).__name__} has a live budget already. Call remove() on what retape.adaptive(model, ...) returned "
-                "first, or keep using that."
+                f"{type(self._model).__name__} is managed by retape.adaptive already. Call remove() on what that returned first, or "
+                "keep using it."
             )
         if self.plan is None:
             self._attach_regions()
