@@ -28,9 +28,19 @@ from retape.report.page.html import render_fit_html, write_report
 from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine.policy import Check
+from retape.torch.measure.sequential_slices import region_named
 from retape.torch.measure.step_function import StepFunction, rows_of
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import detach, is_attached, model_hash, put_on, refuse_replicas, take_off, unwrapped
+from retape.torch.planning.attach import (
+    CheckpointCalls,
+    detach,
+    is_attached,
+    model_hash,
+    put_on,
+    refuse_replicas,
+    take_off,
+    unwrapped,
+)
 from retape.torch.planning.candidates import Candidate
 from retape.torch.planning.discover import Wanted, find_regions, refuse_graph_replays
 from retape.torch.planning.executor import Executor, GradientSwitch, warn_of_evaluation
@@ -307,8 +317,8 @@ def _from_cache(steps: StepTrials, budget: Budget, record: FitRecord | None, che
 
 
 def _regions_of(root: nn.Module, record: FitRecord) -> dict[str, nn.Module]:
-    modules = dict(root.named_modules())
-    return {choice.name: modules[choice.name] for choice in record.assignment.choices}
+    names = {choice.name: None for choice in record.assignment.choices if not choice.is_checkpoint_call}
+    return {name: region_named(root, name) for name in names}
 
 
 def _record(model: nn.Module, batch: Any, found: Candidate) -> FitRecord:
@@ -348,16 +358,16 @@ def _attached(
     names = {id(module): name for name, module in regions.items()}
     fresh = made[0] or Executor(record.assignment, names, check=check)
     if later is None:
-        if record.assignment.keeps_everything and not record.assignment.is_compiled:
+        if record.assignment.changes_nothing:
             return None
-        put_on(root, dict(regions), fresh)  # raises if a fit is attached already
+        put_on(root, dict(regions), CheckpointCalls(root, fresh))  # raises if a fit is attached already
         return fresh
     accumulating = made[1] or Executor(later.assignment, names, check=check)
     for executor in (fresh, accumulating):
         executor.end_trial()
     too_small = None if later.fits else _no_accumulation(record, later)
     switch = GradientSwitch(fresh, accumulating, root, too_small=too_small)
-    put_on(root, dict(regions), switch)
+    put_on(root, dict(regions), CheckpointCalls(root, switch))
     return switch
 
 

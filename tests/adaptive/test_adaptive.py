@@ -518,3 +518,26 @@ def test_a_tree_takes_few_extra_runs(depth, share, most):
     after = live.stats()
     assert 0 < after.reruns - before.reruns <= most * len(weights)
     assert after.over_budget == before.over_budget
+
+
+def test_a_model_has_one_live_budget():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    first = retape.adaptive(model, budget="1GiB")
+    with pytest.raises(InvalidInput, match=r"Sequential is managed by retape.adaptive already. Call remove\(\)"):
+        retape.adaptive(model, budget="2GiB")
+    model(torch.randn(2, 4)).sum().backward()
+    assert first.stats().steps == 1
+    first.remove()
+    retape.adaptive(model, budget="2GiB").remove()
+
+
+def test_stats_print_as_a_table():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    managed = retape.adaptive(model, budget="1GiB")
+    model(torch.randn(2, 4)).sum().backward()
+    lines = dict(line.split("  ", 1) for line in str(managed.stats()).splitlines())
+    managed.remove()
+    assert lines["budget"].strip() == "1.00 GiB"
+    assert lines["over the budget"].strip() == "never"
+    assert lines["steps"].strip().startswith("1: ")
+    assert "out of memory" not in lines

@@ -1,16 +1,14 @@
 """`retape fit` from outside: what it prints, what it saves, and how it refuses."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from retape.cli.fit import read_budget
 from retape.cli.main import main
-from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.core.problem import Budget
 
 SOURCE = """
 import torch
@@ -39,11 +37,24 @@ def no_loss():
 def number():
     return 3
 
-def four():
-    return model(), 1, 2, 3
+def with_optimizer():
+    made = model()
+    return made, torch.randn(64, 16), loss, torch.optim.AdamW(made.parameters())
+
+def five():
+    return model(), 1, 2, 3, 4
+
+def no_step():
+    return model(), torch.randn(64, 16), 3
+
+def no_optimizer():
+    return model(), torch.randn(64, 16), loss, 3
 
 def broken():
     raise KeyError("mine")
+
+def broken_in_lines():
+    raise ValueError("one" + chr(10) + "two")
 
 def wrong_shape():
     return model(), torch.randn(64, 17), loss
@@ -59,10 +70,11 @@ def place(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(monkeypatch):
+def as_it_was():
     """The user's file is put among the modules and its folder on the path, as Python does; tests take both away again."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = list(sys.path)
     yield
+    sys.path[:] = before
     sys.modules.pop("retape_user_file", None)
 
 
@@ -90,7 +102,7 @@ def test_the_saved_fit_goes_on_the_model_again(place, tmp_path):
 
     saved = tmp_path / "fit.json"
     assert main(["fit", place("make"), "--budget", "0.5", "--json", str(saved)]) == 0
-    model, batch, step = call(load_function(place("make")), place("make"))
+    model, batch, step, _ = call(load_function(place("make")), place("make"))
     fitted = retape.apply(model, saved)
     assert not fitted.record.assignment.keeps_everything
     assert retape.verify(model, batch, step=step).equal
@@ -99,30 +111,33 @@ def test_the_saved_fit_goes_on_the_model_again(place, tmp_path):
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize(
-    ("text", "budget"),
-    [
-        ("8GiB", Budget.of("8GiB")),
-        ("0.5", Budget.of(0.5)),
-        ("1", Budget.of(1.0)),
-        ("1.0", Budget.of(1.0)),
-        ("auto", Budget.of("auto")),
-        ("123456", Budget.of(123456)),
-    ],
-)
-def test_budgets(text, budget):
-    assert read_budget(text) == budget
-
-
-@pytest.mark.parametrize(("text", "count"), [("2MiB", 2 << 20), ("4096", 4096)])
-def test_budgets_above_weights_and_gradients(text, count):
-    assert read_budget(text, activations=True) == Budget.activations(count)
+def test_one_is_a_byte_as_in_python(place, capsys):
+    said = refused(capsys, place("make"), "--budget", "1")
+    assert "No plan fits in 1 B" in said
+    assert "a share of the activations is a float, such as 0.5 or 1.0" in said
 
 
 @pytest.mark.parametrize("text", ["1.5", "nan", "-3", "much", "0", "8 parsecs"])
-def test_a_budget_that_cannot_be_meant(text):
-    with pytest.raises(InvalidInput):
-        read_budget(text)
+def test_a_budget_that_cannot_be_meant(text, place, capsys):
+    assert re.search(
+        "is not a fraction|is not a number of bytes|cannot hold", refused(capsys, place("make"), f"--budget={text}")
+    )
+
+
+def test_an_optimizer_and_every_option(place, tmp_path, capsys):
+    """With an optimizer the bytes before the step have its state."""
+    plain, whole = tmp_path / "plain.json", tmp_path / "whole.json"
+    assert main(["fit", place("make"), "--budget", "0.5", "--json", str(plain)]) == 0
+    more = ["--options", "all", "--cache", str(tmp_path / "plans")]
+    arguments = ["fit", place("with_optimizer"), "--budget", "0.5", *more, "--json", str(whole)]
+    assert main(arguments) == 0
+    weights = 4 * 6 * (16 * 64 + 64 + 64 * 16 + 16)
+    least = [FitRecord.load(path).measured.base_bytes for path in (plain, whole)]
+    assert least[1] - least[0] >= 2 * weights
+    assert len(list((tmp_path / "plans").iterdir())) == 1
+    with pytest.raises(SystemExit):
+        main(["fit", place("make"), "--budget", "0.5", "--options", "some"])
+    assert "invalid choice: 'some'" in capsys.readouterr().err
 
 
 REFUSALS = {
@@ -130,7 +145,10 @@ REFUSALS = {
     "missing": (["--budget", "0.5"], r"has no function 'missing'. Give FILE.py:FUNCTION"),
     "not_a_function": (["--budget", "0.5"], r"has no function 'not_a_function'"),
     "number": (["--budget", "0.5"], r"number\(\) returned a int. Give FILE.py:FUNCTION"),
-    "four": (["--budget", "0.5"], r"four\(\) returned 4 things. Give"),
+    "five": (["--budget", "0.5"], r"five\(\) returned 5 things. Give"),
+    "no_step": (["--budget", "0.5"], r"no_step\(\) returned a int as its step, which is not callable. Give"),
+    "no_optimizer": (["--budget", "0.5"], r"got a int as its optimizer; give one torch.optim.Optimizer"),
+    "broken_in_lines": (["--budget", "0.5"], r"failed at line \d+: ValueError: one two. Correct the file"),
     "broken": (["--budget", "0.5"], r"broken\(\) failed at line \d+: KeyError: 'mine'. Correct the file"),
     "wrong_shape": (["--budget", "0.5"], r"failed: RuntimeError: .*Check that it runs without retape"),
     "no_loss": (["--budget", "0.5"], r"not a scalar loss"),
@@ -139,14 +157,14 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_bad_input_is_a_message_and_exit_code_2(place, capsys, name):
-    import re
-
     arguments, message = REFUSALS[name]
     assert main(["fit", place(name), *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert re.search(message, printed.err, re.S), printed.err
+    said = [line for line in printed.err.splitlines() if line.startswith("retape: ")]
     assert "Traceback" not in printed.err
+    assert len(said) == 1
 
 
 def refused(capsys, *arguments):
@@ -174,10 +192,28 @@ def test_a_budget_below_the_floor_names_it(place, capsys):
     assert "the smallest" in said
 
 
-def test_a_place_that_cannot_be_written(place, capsys, tmp_path):
-    said = refused(capsys, place("make"), "--budget", "1.0", "--json", str(tmp_path / "no" / "fit.json"))
-    assert "Cannot write the fit to" in said
-    assert "Give another file" in said
+@pytest.mark.parametrize(
+    ("option", "file", "message"),
+    [
+        ("--json", "no/fit.json", r"Cannot write the fit to .*: there is no folder .*Give another file"),
+        ("--report", ".", r"Cannot write the report to .*: Is a directory. Give another file"),
+        ("--plot", "frontier.gif", r"names no known picture format"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(place, capsys, tmp_path, option, file, message):
+    written = tmp_path / "fit.html" if option == "--json" else tmp_path / "fit.json"
+    also = ["--report" if option == "--json" else "--json", str(written)]
+    # `broken` is not called: its error would be another one.
+    assert re.search(message, refused(capsys, place("broken"), "--budget", "1.0", option, str(tmp_path / file), *also))
+    assert not written.exists()
+
+
+def test_a_fit_that_fails_leaves_the_files_as_they_were(place, capsys, tmp_path):
+    saved = tmp_path / "fit.json"
+    saved.write_text("before", encoding="utf-8")
+    assert "the smallest" in refused(capsys, place("make"), "--budget", "1KiB", "--json", str(saved))
+    assert saved.read_text(encoding="utf-8") == "before"
+    assert {each.name for each in tmp_path.iterdir()} - {"__pycache__"} == {"fit.json", "mine.py"}
 
 
 def test_a_report_is_written(place, tmp_path):

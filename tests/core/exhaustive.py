@@ -72,19 +72,19 @@ class Search:
         self.chain, self.room, self.persistent = chain, budget - chain.fixed_bytes, persistent
         self.n = chain.length
         self.size = [s.state_bytes for s in chain.stages] + [0]
-        self.back = [[o.backward_seconds + o.rerun_seconds for o in s.choices] for s in chain.stages]
+        self.choices = [s.choices for s in chain.stages]  # made anew, and checked, whenever a stage is asked
+        self.back = [[o.backward_seconds + o.rerun_seconds for o in choices] for choices in self.choices]
         self.least = [
-            min(o.forward_seconds + o.backward_seconds + o.rerun_seconds for o in s.choices) for s in chain.stages
+            min(o.forward_seconds + o.backward_seconds + o.rerun_seconds for o in choices) for choices in self.choices
         ]
-
-    def gradients(self, remaining) -> int:
-        return sum(stage.gradient_bytes for stage in self.chain.stages[remaining:])
+        left = [stage.gradient_bytes for stage in chain.stages]
+        self.gradients = [sum(left[remaining:]) for remaining in range(self.n + 1)]
 
     def weight(self, working, states, tapes) -> int:
         taped = {i for i, _ in tapes}
         held = set(states) | taped | ({working} if working is not None else set())
         return sum(self.size[i] for i in held if i - 1 not in taped) + sum(
-            self.chain.stages[i].choices[o].held_bytes for i, o in tapes
+            self.choices[i][o].held_bytes for i, o in tapes
         )
 
     def ahead(self, tapes, remaining) -> float:
@@ -136,10 +136,10 @@ class Search:
         )
         there = w + 1 in states or w + 1 in taped or w in taped
         bare = w + 1 < remaining and not there and not stage.pinned
-        room = self.room - self.gradients(remaining)
+        room = self.room - self.gradients[remaining]
         if bare and self.weight(w, states | {w + 1}, tapes) + transient <= room:
             yield stage.forward_seconds, (w + 1, states, tapes, remaining, after)
-        for o, option in enumerate(stage.choices) if w not in taped else ():
+        for o, option in enumerate(self.choices[w]) if w not in taped else ():
             more = tapes | {(w, o)}
             transient = max(option.forward_transient_bytes, stage.rerun_transient_bytes if rerun else 0)
             if self.weight(w, states, more) + transient <= room:
@@ -151,8 +151,8 @@ class Search:
             if tape[0] != last:
                 continue
             stage = self.chain.stages[last]
-            option = stage.choices[tape[1]]
+            option = self.choices[last][tape[1]]
             transient = max(option.backward_transient_bytes, stage.gradient_bytes)
-            if self.weight(working, states, tapes) + transient <= self.room - self.gradients(remaining):
+            if self.weight(working, states, tapes) + transient <= self.room - self.gradients[remaining]:
                 left = frozenset(i for i in states if i < last)
                 yield option.backward_seconds + option.rerun_seconds, (None, left, tapes - {tape}, last, reached)

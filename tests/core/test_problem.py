@@ -161,6 +161,18 @@ def test_budgets_are_read_as_people_write_them():
     assert Budget.of(per_device) is per_device
 
 
+@pytest.mark.parametrize("number", [1, 123456, 0.5, 1.0])
+def test_a_number_in_a_text_means_what_it_means_in_python(number):
+    assert Budget.of(str(number)) == Budget.of(number)
+    assert Budget.of({"cuda:0": str(number)}) == Budget.of({"cuda:0": number})
+
+
+def test_bytes_above_weights_and_gradients_as_a_text():
+    assert Budget.activations("4096") == Budget.activations(4096)
+    with pytest.raises(InvalidInput, match=r"0\.5 is not a budget"):
+        Budget.activations("0.5")
+
+
 def test_microbatches_in_flight_are_kept_and_can_be_set_later():
     assert Budget.of(Budget.of("8GiB"), in_flight=4) == Budget.of("8GiB", in_flight=4)
     assert Budget.of(Budget.of("8GiB", in_flight=4)).in_flight == 4

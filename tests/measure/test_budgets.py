@@ -31,7 +31,7 @@ def test_fractions_and_activations_are_unchanged():
 
 @pytest.mark.parametrize(
     "bad",
-    [math.nan, -0.5, 1.5, 0.0, math.inf, 0, -3, True, "", "lots", "-1GiB", "nan", "77", "24 GiBi", None, [], {}, {"cpu": 0}, b"1GiB",
+    [math.nan, -0.5, 1.5, 0.0, math.inf, 0, -3, True, "", "lots", "-1GiB", "nan", "1.5", "24 GiBi", None, [], {}, {"cpu": 0}, b"1GiB",
      1 + 1j],
     ids=repr,
 )  # fmt: skip

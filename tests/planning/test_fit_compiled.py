@@ -1,6 +1,7 @@
 """fit(compile=True): blocks compiled once per saved set, and a plan that chooses among them."""
 
 import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -46,17 +47,27 @@ def partitioned(share):
     return run
 
 
+@contextmanager
+def compiling(backend, forms):
+    """Let this backend make the variants of the process, and keep them in `forms`."""
+    before = VARIANTS.backend, VARIANTS.variants
+    VARIANTS.backend, VARIANTS.variants = backend, forms
+    try:
+        yield forms
+    finally:
+        VARIANTS.backend, VARIANTS.variants = before
+
+
 @pytest.fixture(autouse=True)
-def quick_compiler(monkeypatch):
-    monkeypatch.setattr(VARIANTS, "backend", partitioned)
-    monkeypatch.setattr(VARIANTS, "variants", FORMS)
+def quick_compiler():
+    with compiling(partitioned, FORMS):
+        yield
 
 
 @pytest.fixture
-def fresh_forms(monkeypatch):
-    forms: dict = {}
-    monkeypatch.setattr(VARIANTS, "variants", forms)
-    return forms
+def fresh_forms():
+    with compiling(partitioned, {}) as forms:
+        yield forms
 
 
 class Block(nn.Module):
@@ -244,11 +255,10 @@ def test_the_trace_of_a_compiled_block_is_one_op_with_all_its_slots():
     assert len(set(trace.slots) - tape.keys()) >= 2  # weights and the input are saved too, and cost nothing
 
 
-def test_a_block_that_does_not_compile_stays_eager_and_it_says_so(monkeypatch, caplog, fresh_forms):
-    monkeypatch.setattr(VARIANTS, "backend", refusing)
+def test_a_block_that_does_not_compile_stays_eager_and_it_says_so(caplog):
     model, batch = made()
     wanted = gradients(model, batch)
-    with caplog.at_level(logging.WARNING, logger="retape"):
+    with caplog.at_level(logging.WARNING, logger="retape"), compiling(refusing, {}):
         fit = fitted(model, batch, 0.6)
     said = [record.message for record in caplog.records if "does not compile" in record.message]
     assert said == ["retape: Block does not compile and stays eager: NotImplementedError: no kernels for this one"], (
@@ -431,9 +441,7 @@ def test_where_a_form_does_not_compile_any_more_the_region_is_recomputed(tmp_pat
     fit = fitted(model, batch, 0.6)
     fit.save(tmp_path / "fit.json")
     fit.remove()
-    with pytest.MonkeyPatch.context() as elsewhere:
-        elsewhere.setattr(VARIANTS, "variants", {})
-        elsewhere.setattr(VARIANTS, "backend", refusing)
+    with compiling(refusing, {}):
         applied = retape.apply(model, tmp_path / "fit.json")
         gradients(model, batch)
         assert_equal(gradients(model, batch), wanted)

@@ -422,10 +422,12 @@ def test_modules(name):
     ],
     ids=["torch", "torch, reentrant", "retape"],
 )
-def test_blocks_that_the_model_checkpoints_itself_are_left_alone(around):
+def test_blocks_that_the_model_checkpoints_itself(around):
+    """A plan decides about those of `retape.checkpoint`, and leaves those of PyTorch's alone."""
     made = same_training(partial(AroundSome, around), rows(64))
     names = {".".join(choice.name.split(".")[:2]) for choice in made.record.assignment.choices}
-    assert names == {"blocks.0", "blocks.3"}
+    own = {"checkpoint(blocks.1)", "checkpoint(blocks.2)"} if around.func is retape.checkpoint else set()
+    assert names == {"blocks.0", "blocks.3", *own}
 
 
 @pytest.mark.parametrize(

@@ -264,3 +264,21 @@ def test_a_file_without_peers(tmp_path, text):
         read_peers(file)
     with pytest.raises(InvalidInput, match=r"Cannot read the peers of '.*': No such file"):
         read_peers(tmp_path / "none.json")
+
+
+def test_a_narrow_screen_has_rows_as_lists_and_pictures_that_scroll(fit_in):
+    """Each cell of the table has its head beside it, and every picture is in a frame of its own."""
+    text = render_report(fit_in(0.5))
+    assert "@media (max-width: 640px)" in text
+    cells = re.findall(r"<td([^>]*)>", text)
+    assert cells
+    assert all('class="name"' in cell or "data-head=" in cell for cell in cells)
+    assert text.count('<div class="scroll picture"><svg') == len(re.findall(r'<svg id="[a-z]+-picture"', text))
+
+
+def test_names_on_the_page_leave_out_what_all_begin_with(fit_in):
+    record = fit_in(0.5)
+    choices = tuple(replace(each, name=f"base_model.model.{each.name}") for each in record.assignment.choices)
+    text = render_report(replace(record, assignment=replace(record.assignment, choices=choices)))
+    assert "Names are of base_model.model." in text
+    assert '<td class="name">blocks.0' in text

@@ -7,9 +7,9 @@ import pytest
 from retape.core.machine import simulate
 from retape.core.problem import OptionKind
 from retape.core.record import Record
-from retape.report.fit_text import explain, why
+from retape.report.fit_text import explain, terminal_width, why
 from retape.report.page.html import render_fit_html
-from retape.report.region_rows import folded, glue_row, region_rows, stage_uses
+from retape.report.region_rows import common_prefix, folded, glue_row, region_rows, shortened, stage_uses
 
 MIB = 1 << 20
 EVERY = [1.0, 0.8, 0.6, 0.5, 0.4, "floor"]
@@ -87,7 +87,9 @@ def test_the_floor_drops_inputs_in_a_segment(fit_to):
 def test_glue_is_always_held(fit_in):
     glue = glue_row(fit_in(0.5))
     assert (glue.places, glue.held_bytes) == (2, 4 * MIB)
-    assert any(line.startswith("glue") and "always held" in line for line in explain(fit_in(0.5)).splitlines())
+    assert any(
+        line.startswith("saved outside regions") and "always held" in line for line in explain(fit_in(0.5)).splitlines()
+    )
 
 
 def test_totals_say_promise_measurement_quality_and_floor(fit_in):
@@ -154,3 +156,50 @@ def test_html_has_the_text_and_the_picture(fit_in):
     html = render_fit_html(fit_in(0.5))
     assert html.startswith("<pre>regions")
     assert 'src="data:image/svg+xml;base64,' in html
+
+
+def renamed(record, *names):
+    choices = [replace(choice, name=name) for choice, name in zip(record.assignment.choices, names, strict=True)]
+    return replace(record, assignment=replace(record.assignment, choices=tuple(choices)))
+
+
+def test_what_all_names_begin_with_is_said_once(fit_in):
+    """The names of a model inside PEFT's wrappers, cut at the end, would all look alike."""
+    record = renamed(fit_in(0.5), *(f"base_model.model.model.layers.{number}" for number in range(6)))
+    text = explain(record)
+    assert text.count("base_model") == 1
+    assert "names     of base_model.model.model\n" in text
+    assert "layers.0" in text.splitlines()[2]
+
+
+@pytest.mark.parametrize(
+    ("names", "prefix"),
+    [
+        (["a.b.layers.0", "a.b.layers.1"], "a.b."),
+        (["a.b.c.down", "a.b.c.up"], "a.b.c."),
+        (["a.b.c", "a.b.c.d"], "a.b."),
+        (["blocks.0", "blocks.1"], ""),
+        (["a.b.c.0", "head"], ""),
+        (["checkpoint(A.b.c.d)", "checkpoint(A.b.c.e)"], ""),
+        (["a.b.c.d"], ""),
+    ],
+)
+def test_common_prefixes(fit_in, names, prefix):
+    record = fit_in(0.5)
+    choices = tuple(replace(record.assignment.choices[0], name=name) for name in names)
+    assert common_prefix(replace(record, assignment=replace(record.assignment, choices=choices))) == prefix
+
+
+def test_long_names_lose_their_middle_unless_they_would_look_alike():
+    long, other = f"encoder.{'x' * 40}.query", f"encoder.{'x' * 40}.value"
+    assert shortened([long, other, "head"], 20) == ["encode…xxxxxxx.query", "encode…xxxxxxx.value", "head"]
+    ends = "x" * 20
+    alike = [f"{ends}.query.{ends}", f"{ends}.value.{ends}"]
+    assert shortened(alike, 20) == alike
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 80), ("100", 100), ("300", 160)])
+def test_the_table_is_as_wide_as_the_terminal(fit_in, monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert terminal_width() == width
+    assert max(map(len, explain(fit_in(0.5)).splitlines())) <= width

@@ -1,4 +1,7 @@
-"""`retape fit`: fit the model of a user's file into a budget, explain the plan, and save it."""
+"""`retape fit`: fit the model of a user's file into a budget, explain the plan, and save it.
+
+Files are checked before the fit and written whole after it: an error leaves none of them half written.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,23 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retape.cli import terminal
 from retape.core.errors import InvalidInput, RetapeError
-from retape.core.problem import Budget
+from retape.core.problem import Budget, OptionSet
 from retape.report.fit_text import explain
-from retape.report.frontier import chosen_point, draw_frontier
-from retape.report.svg import write_file
+from retape.report.frontier import check_picture, chosen_point, draw_frontier, frontier_picture
+from retape.report.page.html import render_report
+from retape.report.svg import check_writable, write_file
 
 if TYPE_CHECKING:
     from retape.core.fit_record import FitRecord
 
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_USAGE = "Give FILE.py:FUNCTION, where FUNCTION() returns (model, batch) or (model, batch, step)."
+_RETURNS = "(model, batch), (model, batch, step) or (model, batch, step, optimizer)"
+_USAGE = f"Give FILE.py:FUNCTION, where FUNCTION() returns {_RETURNS}."
 _MODULE = "retape_user_file"
 
 
@@ -35,15 +40,24 @@ def add_parser(commands: _Commands) -> None:
         description="Profile the model that FILE.py:FUNCTION returns, find the fastest step inside the budget, measure it and explain it.",
     )
     parser.add_argument(
-        "place", metavar="FILE.py:FUNCTION", help="FUNCTION() returns (model, batch) or (model, batch, step)"
+        "place", metavar="FILE.py:FUNCTION", help=f"FUNCTION() returns {_RETURNS}; a step or an optimizer may be None"
     )
     parser.add_argument(
         "--budget",
         required=True,
         metavar="B",
-        help="bytes such as 8GiB, a fraction of keeping everything such as 0.5, or auto",
+        help="as in Python: bytes such as 8GiB or 8589934592; with a decimal point a fraction of the activations of a step that keeps "
+        "everything, such as 0.5 or 1.0 (1 is one byte); or auto, what is free on the device",
     )
-    parser.add_argument("--activations", action="store_true", help="the budget is above weights and gradients")
+    parser.add_argument("--activations", action="store_true", help="the budget is bytes above weights and gradients")
+    parser.add_argument(
+        "--options",
+        choices=[each.value for each in OptionSet],
+        default=OptionSet.EXACT.value,
+        help="exact: gradients equal bit for bit (default); all: also the loss and parts of regions in slices",
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the regions in several variants")
+    parser.add_argument("--cache", metavar="FOLDER", help="keep the plan in FOLDER; the next fit only checks it")
     parser.add_argument("--json", metavar="FILE", help="also save the fit, for retape.apply")
     parser.add_argument("--plot", metavar="FILE", help="also draw the frontier, as .svg or .png")
     parser.add_argument("--report", metavar="FILE", help="also write a page about the fit, as .html")
@@ -52,43 +66,56 @@ def add_parser(commands: _Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Fit, explain, save."""
-    budget = read_budget(options.budget, activations=options.activations)
-    model, batch, step = call(load_function(options.place), options.place)
-    made = _fitted(model, batch, step, budget, options.place)
-    if options.json is not None:
-        write_file(made.record.to_json() + "\n", options.json, "fit")
-    if options.plot is not None:
-        made.plot(options.plot)
-    if options.report is not None:
-        made.report(options.report)
+    budget = (Budget.activations if options.activations else Budget.of)(options.budget)
+    check_outputs(options)
+    training = call(load_function(options.place), options.place)
+    made = _fitted(training, budget, options)
+    _write(made.record, options)
     print(_as_text(made.record))
     return 0
 
 
-def read_budget(text: str, *, activations: bool = False) -> Budget:
-    """Read a budget from a command line: a number without a unit is bytes if it is whole and above 1, else a fraction."""
-    if activations:
-        return Budget.activations(int(text) if text.isdecimal() else text)
-    if text.isdecimal() and int(text) > 1:
-        return Budget.of(int(text))
-    try:
-        return Budget.fraction(float(text))
-    except ValueError as error:
-        if isinstance(error, InvalidInput):
-            raise
-    return Budget.of(text)
+def check_outputs(options: argparse.Namespace) -> None:
+    """Raise InvalidInput for a file that could not be written after the fit, before anything runs."""
+    if options.plot is not None:
+        check_picture(options.plot)
+    for path, what in ((options.json, "fit"), (options.plot, "picture"), (options.report, "report")):
+        if path is not None:
+            check_writable(path, what)
 
 
-def _fitted(model: Any, batch: Any, step: Any, budget: Budget, place: str) -> Any:
+def _write(record: FitRecord, options: argparse.Namespace) -> None:
+    """Write the files that were asked for; all are made before the first is written."""
+    files: list[tuple[str | bytes, str, str]] = []
+    if options.json is not None:
+        files.append((record.to_json() + "\n", options.json, "fit"))
+    if options.plot is not None:
+        files.append((frontier_picture(record.view(), options.plot), options.plot, "picture"))
+    if options.report is not None:
+        files.append((render_report(record.view()), options.report, "report"))
+    for content, path, what in files:
+        write_file(content, path, what)
+
+
+def _fitted(training: Training, budget: Budget, options: argparse.Namespace) -> Any:
     from retape.api import fit
 
     try:
-        return fit(model, batch, budget=budget, step=step)
+        return fit(
+            training.model,
+            training.batch,
+            budget=budget,
+            step=training.step,
+            optimizer=training.optimizer,
+            options=options.options,
+            compile=options.compile,
+            cache=options.cache,
+        )
     except (RetapeError, KeyboardInterrupt):
         raise
     except Exception as error:  # raised by the user's model or step
         raise InvalidInput(
-            f"The step of {place} failed: {type(error).__name__}: {error}. Check that it runs without retape, then fit again."
+            f"The step of {options.place} failed: {type(error).__name__}: {error}. Check that it runs without retape, then fit again."
         ) from error
 
 
@@ -129,17 +156,30 @@ def _imported(path: Path) -> ModuleType:
     return module
 
 
-def call(function: Callable[[], Any], place: str) -> tuple[Any, Any, Any]:
-    """Call the user's function; return a model, a batch, and a step or None."""
+class Training(NamedTuple):
+    """A model with a batch, and optionally a step and an optimizer, as the user's function returned them."""
+
+    model: Any
+    batch: Any
+    step: Any = None
+    optimizer: Any = None
+
+
+def call(function: Callable[[], Any], place: str) -> Training:
+    """Call the user's function and return what it made; raise InvalidInput if that is no training."""
     try:
         made = function()
     except Exception as error:
         raise _failed(f"{place}()", Path(place.rpartition(":")[0]), error) from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+    if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
         what = f"{len(made)} things" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise InvalidInput(f"{place}() returned {what}. {_USAGE}")
-    model, batch, *step = made
-    return model, batch, step[0] if step else None
+    found = Training(*made)
+    if found.step is not None and not callable(found.step):
+        raise InvalidInput(
+            f"{place}() returned a {type(found.step).__name__} as its step, which is not callable. {_USAGE}"
+        )
+    return found
 
 
 def _failed(what: str, path: Path, error: Exception) -> InvalidInput:

@@ -18,15 +18,19 @@ from retape.core.errors import RetapeError
 _COMMANDS = (fit, report, demo, schedule)
 _NOT_WRITTEN = 1
 _BAD_INPUT = 2
+_INTERRUPTED = 130  # as shells report it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, 1 if the output cannot be written, or 2 for invalid input."""
+    """Run one command; return 0, 1 if the output cannot be written, 2 for invalid input, or 130 if it was interrupted."""
     try:
         return _run(arguments)
     except RetapeError as error:
-        print(f"retape: {error}", file=sys.stderr)
+        print(f"retape: {' '.join(str(error).split())}", file=sys.stderr)
         return _BAD_INPUT
+    except KeyboardInterrupt:
+        print("retape: interrupted; nothing was written.", file=sys.stderr)
+        return _INTERRUPTED
     except BrokenPipeError:  # the reader has exited (`retape ... | head`)
         _discard_output()
         return 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 
-LEAST_WIDTH = 80
+from retape.report.fit_text import MOST_WIDTH, terminal_width
 
 
-def width(most: int = 120) -> int:
+def width(most: int = MOST_WIDTH) -> int:
     """Return the columns to draw in."""
-    return max(LEAST_WIDTH, min(most, shutil.get_terminal_size((most, 24)).columns))
+    return terminal_width(most)
 
 
 def ascii_only() -> bool:

@@ -14,6 +14,14 @@ from retape.core import codec
 from retape.core.actions import Action, Backward, Forward, Load, Tape
 from retape.core.problem import Option, OptionKind
 
+OUTSIDE_REGIONS = "saved outside regions"  # the term for glue in tables, messages and names of stages
+_CHECKPOINT = "checkpoint("  # no module has a name that begins so
+
+
+def checkpoint_name(function: str) -> str:
+    """Return the name of the regions that are `retape.checkpoint` calls of a function."""
+    return f"{_CHECKPOINT}{function})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passing:
@@ -85,6 +93,11 @@ class Choice:
     def moves(self) -> bool:
         return bool(self.moved or self.moved_inputs)
 
+    @property
+    def is_checkpoint_call(self) -> bool:
+        """True for a `retape.checkpoint` call in the model's code, which is named after its function."""
+        return self.name.startswith(_CHECKPOINT)
+
     def taking(self, option: RegionOption) -> Choice:
         """Return this call with what the option asks of it."""
         return replace(
@@ -121,6 +134,13 @@ class Assignment:
     @property
     def is_compiled(self) -> bool:
         return any(choice.saved_share is not None for choice in self.choices)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """True if the model as it is written does what the plan asks; its own `retape.checkpoint` calls would drop."""
+        return self.keeps_everything and not any(
+            c.saved_share is not None or c.is_checkpoint_call for c in self.choices
+        )
 
     @property
     def moves_something(self) -> bool:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeVar
 
 from retape.core.codec import JsonForm, check_fields
 from retape.core.errors import InvalidInput
@@ -305,6 +305,7 @@ class BudgetKind(Enum):
     PER_DEVICE = "per_device"
 
 
+_Given = TypeVar("_Given")
 BudgetLike: TypeAlias = "Budget | str | int | float | Mapping[str, Budget | str | int | float]"
 
 
@@ -343,7 +344,7 @@ class Budget:
     def of(cls, value: BudgetLike, *, in_flight: int | None = None) -> Budget:
         """Return a budget: "24GiB" or an int is all bytes on the device, 0.5 a fraction of store-all, "auto", or a dict per device.
 
-        `in_flight` of None is 1, or that of a given Budget.
+        A number in a text means the same: "1" is one byte, "1.0" everything. `in_flight` of None is 1, or that of a given Budget.
         """
         if isinstance(value, Budget):
             return value if in_flight is None else replace(value, in_flight=in_flight)
@@ -355,6 +356,7 @@ class Budget:
             return cls(kind=BudgetKind.PER_DEVICE, devices=devices, in_flight=in_flight)
         if isinstance(value, str) and value.strip().lower() == "auto":
             return cls(kind=BudgetKind.AUTO, in_flight=in_flight)
+        value = _number_in(value)
         if isinstance(value, float):
             return cls.fraction(value, in_flight=in_flight)
         return cls(kind=BudgetKind.TOTAL, limit_bytes=_positive_bytes(value), in_flight=in_flight)
@@ -362,13 +364,23 @@ class Budget:
     @classmethod
     def activations(cls, value: str | int, *, in_flight: int = 1) -> Budget:
         """Return a budget of bytes above weights and gradients."""
-        return cls(kind=BudgetKind.ACTIVATIONS, limit_bytes=_positive_bytes(value), in_flight=in_flight)
+        return cls(kind=BudgetKind.ACTIVATIONS, limit_bytes=_positive_bytes(_number_in(value)), in_flight=in_flight)
 
     @classmethod
     def fraction(cls, share: float, *, in_flight: int = 1) -> Budget:
         """Return a budget that is a fraction of the activations if everything is stored."""
         _check_share(share)
         return cls(kind=BudgetKind.FRACTION, share=float(share), in_flight=in_flight)
+
+
+def _number_in(value: _Given) -> _Given | int | float:
+    """Return the number that a text without a unit is in Python, an int or a float; any other value as it is."""
+    for read in (int, float):
+        try:
+            return read(value) if isinstance(value, str) else value
+        except ValueError:
+            continue
+    return value
 
 
 def _positive_bytes(value: object) -> int:

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import io
+import shutil
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from retape.core.assignment import OUTSIDE_REGIONS
 from retape.core.fit_record import FitRecord
 from retape.core.problem import OptionKind
 from retape.core.units import format_bytes, format_seconds
 from retape.report.memory import sparkline
-from retape.report.region_rows import RegionRow, glue_row, region_rows
+from retape.report.region_rows import RegionRow, common_prefix, floor_binding, glue_row, region_rows, shortened
 
-WIDTH = 110
+LEAST_WIDTH, WIDTH, MOST_WIDTH = 80, 110, 160  # characters
+_NAME_SHARE = 3  # a name takes at most this part of the width
 _NUMBERS = ("count", "slots held", "bytes held", "more time")
 
 
-def explain(record: FitRecord, *, width: int = WIDTH, ascii_only: bool = False) -> str:
+def terminal_width(most: int = MOST_WIDTH) -> int:
+    """Return the columns of the terminal, within limits; `WIDTH` where there is none."""
+    return max(LEAST_WIDTH, min(most, shutil.get_terminal_size((min(most, WIDTH), 24)).columns))
+
+
+def explain(record: FitRecord, *, width: int | None = None, ascii_only: bool = False) -> str:
     """Return a table of the regions, followed by the budget, the promise and the measurement.
 
-    A model on several devices has first a table with a row per device, then the same for each device.
+    It is as wide as the terminal by default. A model on several devices has first a table with a row per device, then the same for
+    each device.
     """
+    width = terminal_width() if width is None else width
     parts: list[RenderableType] = [_devices(record)] if record.devices else []
     for view in record.views:
         parts += [f"\n{view.measured.device}\n"] if record.devices else []
-        parts += [_regions(view), _totals(view, width, ascii_only)]
+        parts += [_regions(view, width), _totals(view, width, ascii_only)]
     return rendered(*parts, width=width, ascii_only=ascii_only)
 
 
@@ -79,11 +89,15 @@ def _devices(record: FitRecord) -> Table:
 # --- the regions --------------------------------------------------------------------------------------------------
 
 
-def _regions(record: FitRecord) -> Table:
+def _regions(record: FitRecord, width: int) -> Table:
     table = new_table("regions", "count", "plan", "slots held", "bytes held", "more time", "why", numbers=_NUMBERS)
-    for row in region_rows(record):
+    rows = [row.below(common_prefix(record)) for row in region_rows(record)]
+    most = width // _NAME_SHARE
+    names = shortened([row.label for row in rows], most)
+    table.columns[0].min_width = min(most, max(map(len, (OUTSIDE_REGIONS, *names))))
+    for name, row in zip(names, rows, strict=True):
         table.add_row(
-            row.label,
+            name,
             str(row.count),
             row.plan,
             f"{row.held_slots} of {row.slots}",
@@ -93,15 +107,7 @@ def _regions(record: FitRecord) -> Table:
         )
     glue = glue_row(record)
     if glue.places:
-        table.add_row(
-            "glue",
-            str(glue.places),
-            "keep",
-            "",
-            format_bytes(glue.held_bytes),
-            "0",
-            "outside every region: always held",
-        )
+        table.add_row(OUTSIDE_REGIONS, str(glue.places), "keep", "", format_bytes(glue.held_bytes), "0", "always held")
     return table
 
 
@@ -154,13 +160,14 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
     table.add_column()
     table.add_row("", "")
     for name, text in (
+        *_names(record),
         ("fixed", f"{format_bytes(record.measured.base_bytes)}: {fixed_parts(record)}{_correction(record)}"),
         *_accumulating(record),
         ("budget", f"{format_bytes(record.budget_bytes)}, everything counted"),
         ("peak", _peak(record)),
         ("step", _step(record)),
         ("plan", quality(record)),
-        ("floor", f"{format_bytes(record.frontier.floor_bytes)}{_binding(record)}"),
+        ("floor", f"{format_bytes(record.frontier.floor_bytes)} with these regions{_binding(record)}"),
         ("keep all", f"{format_bytes(record.frontier.store_all_bytes)}, {format_seconds(record.plain_seconds)} a step"),
         ("fitting", f"took {format_seconds(record.profile_seconds)} on {record.measured.device}"),
     ):
@@ -170,6 +177,11 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
             "memory", f"{sparkline(record.measured, width=max(8, min(60, width - 45)))}  live bytes over the step"
         )
     return table
+
+
+def _names(record: FitRecord) -> list[tuple[str, str]]:
+    prefix = common_prefix(record)
+    return [("names", f"of {prefix.rstrip('.')}")] if prefix else []
 
 
 def fixed_parts(record: FitRecord) -> str:
@@ -221,4 +233,5 @@ def quality(record: FitRecord) -> str:
 
 
 def _binding(record: FitRecord) -> str:
-    return f", bound by {record.frontier.binding}" if record.frontier.binding else ""
+    name = floor_binding(record)
+    return f", bound by {name}" if name else ""

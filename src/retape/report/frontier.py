@@ -5,17 +5,21 @@ The interactive version of the HTML report is in `page/frontier.py`.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
 from retape.core.plan import Frontier, FrontierPoint
 from retape.core.units import format_bytes, format_seconds, is_amount, is_whole
-from retape.report.svg import Axis, Plane, document, legend, not_written, write_file
+from retape.report.svg import Axis, Plane, document, legend, write_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MIN_WIDTH, MIN_HEIGHT = 20, 4  # characters
 _LABEL_WIDTH = 10  # characters
@@ -47,12 +51,21 @@ def marked_points(frontier: Frontier, chosen: FrontierPoint | None) -> tuple[tup
 
 def write_frontier(record: FitRecord, path: str | Path) -> None:
     """Write the picture as SVG or PNG, by the suffix of the name; PNG needs matplotlib."""
+    write_file(frontier_picture(record, path), path)
+
+
+def frontier_picture(record: FitRecord, path: str | Path) -> str | bytes:
+    """Return the content of a picture of this name: SVG or PNG."""
+    check_picture(path)
+    return frontier_svg(record) if Path(path).suffix.lower() == ".svg" else _frontier_png(record)
+
+
+def check_picture(path: str | Path) -> None:
+    """Raise InvalidInput if no picture of this name can be drawn."""
     suffix = Path(path).suffix.lower()
-    if suffix == ".svg":
-        write_file(frontier_svg(record), path)
-    elif suffix == ".png":
-        _write_png(record, path)
-    else:
+    if suffix == ".png":
+        _figure()
+    elif suffix != ".svg":
         raise InvalidInput(f"{str(path)!r} names no known picture format. Give a file that ends in .svg or .png.")
 
 
@@ -98,17 +111,22 @@ def _plane(frontier: Frontier, marked: tuple[tuple[str, FrontierPoint], ...], bu
     )
 
 
-def _write_png(record: FitRecord, path: str | Path) -> None:
-    """Draw the frontier with matplotlib, without its global state."""
+def _figure() -> Figure:
+    """Return an empty figure of matplotlib, without its global state."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InvalidInput(
             "A PNG needs matplotlib, which is not installed. Run pip install 'retape[plot]', or give a file that ends in .svg."
         ) from error
+    return Figure(figsize=(9, 4.8), layout="constrained")
+
+
+def _frontier_png(record: FitRecord) -> bytes:
+    """Draw the frontier with matplotlib."""
     frontier, budget = record.frontier, record.budget_bytes
     marked = marked_points(frontier, chosen_point(record))
-    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    figure = _figure()
     axes = figure.subplots()
     end = dict(marked)["keep all"].bytes
     sizes, seconds = [point.bytes for point in frontier.points], [point.seconds for point in frontier.points]
@@ -121,10 +139,9 @@ def _write_png(record: FitRecord, path: str | Path) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value))
     axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
     axes.legend()
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except (OSError, ValueError) as error:
-        raise not_written(path, error) from error
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    return drawn.getvalue()
 
 
 # --- text ---------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ The seconds are those of the plan's actions, so that the rows sum to the promise
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
 
 from retape.core.actions import Backward, Forward, Item, Save, Tape
 from retape.core.assignment import Choice
@@ -71,6 +72,11 @@ class RegionRow:
         """The names of the regions, with numbers as ranges."""
         return folded(self.names)
 
+    def below(self, prefix: str) -> RegionRow:
+        """Return the row with names that leave a prefix out."""
+        names = tuple(name.removeprefix(prefix) for name in self.names)
+        return replace(self, names=names, start=self.start.removeprefix(prefix))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlueRow:
@@ -78,6 +84,36 @@ class GlueRow:
 
     places: int
     held_bytes: int
+
+
+_LEAST_PREFIX = 2  # parts of a name: a shorter prefix says where a region is, and takes little room
+
+
+def common_prefix(record: FitRecord) -> str:
+    """Return what the names of all regions begin with, up to a point, if it is several parts long (wrappers of a model)."""
+    names = [choice.name for choice in record.assignment.choices]
+    if len(set(names)) < 2 or any("(" in name for name in names):
+        return ""
+    parts = [name.split(".") for name in names]
+    same = [each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False))]
+    if any(name[len(same) :][:1] == [] or name[len(same)][0].isdecimal() for name in parts):
+        same = same[:-1]  # a number alone does not name a region
+    return "".join(f"{each}." for each in same) if len(same) >= _LEAST_PREFIX else ""
+
+
+def shortened(labels: Sequence[str], most: int) -> list[str]:
+    """Return the labels with the middle of long ones left out; those that would look alike stay whole."""
+    short = [without_middle(label, most) for label in labels]
+    counts = Counter(dict(zip(labels, short, strict=True)).values())
+    return [label if counts[cut] > 1 else cut for label, cut in zip(labels, short, strict=True)]
+
+
+def without_middle(label: str, most: int) -> str:
+    """Return a label of at most this many characters; of a longer one the middle is left out."""
+    if len(label) <= most:
+        return label
+    head = (most - 1) // 3  # names differ at their end
+    return f"{label[:head]}…{label[len(label) - (most - 1 - head) :]}"
 
 
 def stage_uses(chain: Chain, plan_actions: Iterable[object]) -> tuple[StageUse, ...]:
@@ -152,6 +188,11 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
         start=start,
         saved_share=choice.saved_share,
     )
+
+
+def floor_binding(record: FitRecord) -> str:
+    """Return the name of what determines the floor, as the other names are shown."""
+    return record.frontier.binding.replace(common_prefix(record), "")
 
 
 def glue_row(record: FitRecord) -> GlueRow:

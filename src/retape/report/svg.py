@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
@@ -131,14 +134,44 @@ def document(title: str, *parts: str) -> str:
     )
 
 
-def write_file(text: str, path: str | Path, what: str = "picture") -> None:
-    """Write text to a file; raise InvalidInput with the reason if that fails."""
+def write_file(content: str | bytes, path: str | Path, what: str = "picture") -> None:
+    """Write a file as a whole: it is made beside its place and moved there. Raise InvalidInput with the reason if that fails."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        place = Path(path)
+        if place.exists() and not place.is_file():  # a pipe, or the standard output
+            place.write_bytes(data)
+            return
+        _replace(place.resolve(), data)
     except (OSError, ValueError) as error:  # a name that contains a null is a ValueError
-        raise not_written(path, error, what) from error
+        raise _not_written(path, error, what) from error
 
 
-def not_written(path: str | Path, error: Exception, what: str = "picture") -> InvalidInput:
+def _replace(place: Path, data: bytes) -> None:
+    beside = place.with_name(f".{place.name}.{os.getpid()}.part")
+    try:
+        beside.write_bytes(data)
+        if place.exists():
+            shutil.copymode(place, beside)
+        beside.replace(place)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def check_writable(path: str | Path, what: str = "picture") -> None:
+    """Raise InvalidInput with the reason if a file cannot be written there, as far as that can be known before."""
+    try:
+        folder = Path(path).resolve().parent
+        if not folder.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"there is no folder {str(folder)!r}")
+        if Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:
+        raise _not_written(path, error, what) from error
+
+
+def _not_written(path: str | Path, error: Exception, what: str = "picture") -> InvalidInput:
     reason = getattr(error, "strerror", None) or error
     return InvalidInput(f"Cannot write the {what} to {str(path)!r}: {reason}. Give another file.")

@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from retape.core.assignment import OUTSIDE_REGIONS
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_seconds
 from retape.report.page.elements import area_sign, counted, figure, legend, section
 from retape.report.page.replay import Span, SpanKind, StepReplay
+from retape.report.region_rows import common_prefix, without_middle
 from retape.report.svg import Axis
 
 MOST_RUNS = 900
 _LONG_PAUSE = 3.0  # longest pause inside a joined run, in runs of one stage: a re-run may be between two backwards
 _WIDTH, _LEFT, _RIGHT, _TOP, _AXIS = 900.0, 170.0, 20.0, 8.0, 26.0
 _LEAST_HEIGHT, _MOST_HEIGHT, _ROW = 90.0, 460.0, 22.0
-_NAMED_ROWS, _NAME_LENGTH = 26, 24  # names at the side, and characters of a name
+_NAMED_ROWS, _NAME_LENGTH = 26, 20  # names at the side, and characters of a name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +142,14 @@ def _across(at: float, seconds: float) -> float:
 def _side(record: FitRecord, height: float) -> list[str]:
     """Return the names of the stages; if there are too many, of equally spaced ones."""
     length = record.chain.length
-    row, every = height / length, math.ceil(length / _NAMED_ROWS)
+    row, prefix = height / length, common_prefix(record)
+    stages = range(0, length, math.ceil(length / _NAMED_ROWS))
     found = []
-    for stage in range(0, length, every):
+    for stage in stages:
         y = _TOP + (stage + 0.5) * row
-        name = record.chain.stage_name(stage)
-        short = name if len(name) <= _NAME_LENGTH else f"…{name[1 - _NAME_LENGTH :]}"
+        name = record.chain.stage_name(stage).replace(prefix, "")
+        place = name.removeprefix(OUTSIDE_REGIONS).strip() or name  # "after layers.3" says enough there
+        short = without_middle(place, _NAME_LENGTH)
         found.append(
             f'<line class="row" x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}"/>'
             f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(short)}</text>'

@@ -36,7 +36,8 @@ def figure(name: str, label: str, parts: Iterable[str], *, width: float, height:
     """Return a picture inside the page, from `top` down, styled by the page."""
     body = "\n".join(parts)
     box = f"0 {top:.0f} {width:.0f} {height - top:.0f}"
-    return f'<svg id="{name}" viewBox="{box}" role="img" aria-label="{escape(label)}">\n{body}\n</svg>'
+    drawn = f'<svg id="{name}" viewBox="{box}" role="img" aria-label="{escape(label)}">\n{body}\n</svg>'
+    return f'<div class="scroll picture">{drawn}</div>'
 
 
 def byte_tick(count: float) -> str:
@@ -135,4 +136,21 @@ tr:last-child td { border-bottom: 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 3px 18px; margin: 0; font-size: 14px; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 footer { margin-top: 18px; font-size: 13px; color: var(--soft); }
+@media (max-width: 640px) {
+  main { padding: 18px 12px 32px; }
+  section { padding: 14px 12px 12px; }
+  .cards { grid-template-columns: 1fr 1fr; gap: 10px; }
+  .card { padding: 10px 12px; } .card .big { font-size: 20px; }
+  .picture > svg { min-width: 620px; font-size: 16px; }
+  .picture::before { content: "scroll to the right for more"; color: var(--soft); font-size: 12px; }
+  thead { display: none; }
+  table, tbody, tr, td { display: block; }
+  tr { padding: 8px 0; border-bottom: 1px solid var(--line); } tr:last-child { border-bottom: 0; }
+  td, td.n, td:last-child { border: 0; padding: 1px 0; min-width: 0; text-align: left; white-space: normal; }
+  td:empty { display: none; }
+  td[data-head]::before { content: attr(data-head); display: inline-block; width: 96px; text-indent: 0; color: var(--soft); }
+  td.name { font-weight: 600; }
+  td.long { padding-left: 96px; text-indent: -96px; }
+  dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: 8px; }
+}
 """

@@ -12,6 +12,7 @@ from retape.core.plan import FrontierPoint
 from retape.core.units import format_bytes, format_seconds
 from retape.report.frontier import Peer, chosen_point, marked_points, point_text
 from retape.report.page.elements import byte_tick, dot_sign, figure, legend, line_sign, section
+from retape.report.region_rows import floor_binding
 from retape.report.svg import HEIGHT, TOP, WIDTH, Axis, Plane
 
 MOST_STEPS, MOST_POINTS = 800, 80  # corners of the curve, and corners with a tooltip
@@ -38,7 +39,8 @@ def frontier_section(record: FitRecord, peers: Sequence[Peer] = ()) -> str:
     parts += [chart.dot(name, point, "peer mark", 6) for name, point in others]
     kinds = {"floor": "floor mark", "keep all": "keep-all mark", "this plan": "plan mark", "measured": "ring"}
     parts += [chart.dot(name, point, kinds[name], 7) for name, point in named]
-    bound = f" The floor is bound by {frontier.binding}." if frontier.binding else ""
+    binding = floor_binding(record)
+    bound = f" The floor is bound by {binding}." if binding else ""
     scale = " The scale of the seconds is logarithmic." if chart.logarithmic else ""
     return section(
         "frontier",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
+from retape.core.assignment import OUTSIDE_REGIONS
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_text import why
 from retape.report.page.elements import counted, section
-from retape.report.region_rows import RegionRow, glue_row, region_rows
+from retape.report.region_rows import RegionRow, common_prefix, glue_row, region_rows, shortened
 
 MOST_ROWS, _LONGEST_NAME = 100, 160
 _HEADS = (
@@ -28,9 +29,12 @@ _HEADS = (
 
 def regions_section(record: FitRecord) -> str:
     """Return the table; bytes and seconds are per region."""
-    rows = region_rows(record)
+    prefix = common_prefix(record)
+    rows = [row.below(prefix) for row in region_rows(record)]
+    names = shortened([row.label for row in rows], _LONGEST_NAME)
     everything = record.assignment.keeps_everything
-    lines = [_line(row, everything=everything) for row in rows[:MOST_ROWS]]
+    pairs = list(zip(names, rows, strict=True))[:MOST_ROWS]
+    lines = [_line(name, row, everything=everything) for name, row in pairs]
     lines += [_rest(rows[MOST_ROWS:])] if len(rows) > MOST_ROWS else []
     lines += _glue(record)
     head = "".join(f'<th class="n">{name}</th>' if number else f"<th>{name}</th>" for name, number in _HEADS)
@@ -38,18 +42,17 @@ def regions_section(record: FitRecord) -> str:
     return section(
         "regions",
         counted(count, "region"),
-        "Regions that are treated alike share a row. Bytes and time are per region.",
+        "Regions that are treated alike share a row. Bytes and time are per region."
+        + (f" Names are of {escape(prefix.rstrip('.'))}." if prefix else ""),
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n'
         + "\n".join(lines)
         + "\n</tbody></table></div>",
     )
 
 
-def _line(row: RegionRow, *, everything: bool) -> str:
-    name = row.label
-    short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+def _line(name: str, row: RegionRow, *, everything: bool) -> str:
     return _cells(
-        short,
+        name,
         row.count,
         row.plan,
         f"{row.held_slots} of {row.slots}",
@@ -93,18 +96,21 @@ def _glue(record: FitRecord) -> list[str]:
     glue = glue_row(record)
     if not glue.places:
         return []
-    why_held = "outside every region: always held (in all)"
+    why_held = "always held (in all)"
     held = format_bytes(glue.held_bytes)
-    return [_cells("glue", glue.places, "keep", "", held, "", "", "", "0", why_held, exact=glue.held_bytes)]
+    return [_cells(OUTSIDE_REGIONS, glue.places, "keep", "", held, "", "", "", "0", why_held, exact=glue.held_bytes)]
 
 
 def _cells(name: str, count: int, plan: str, *texts: str, exact: int) -> str:
     shown = f'<span class="way">{escape(plan)}</span>' if plan else ""
-    parts: Iterable[str] = (
-        f'<td class="n">{escape(text)}</td>' if number else f"<td>{escape(text)}</td>"
-        for text, (_, number) in zip(texts, _HEADS[3:], strict=True)
-    )
+    cells = (str(count), shown, *map(escape, texts))
+    parts = (_cell(text, head, number) for text, (head, number) in zip(cells, _HEADS[1:], strict=True))
     return (
-        f'<tr data-count="{count}" data-held-bytes="{exact}"><td class="name">{escape(name)}</td>'
-        f'<td class="n">{count}</td><td>{shown}</td>{"".join(parts)}</tr>'
+        f'<tr data-count="{count}" data-held-bytes="{exact}"><td class="name">{escape(name)}</td>{"".join(parts)}</tr>'
     )
+
+
+def _cell(text: str, head: str, number: bool) -> str:
+    """Return a cell; on a narrow screen, where a row is a list, its head stands before it."""
+    kind = ' class="n"' if number else ' class="long"' if head == _HEADS[-1][0] else ""
+    return f'<td{kind} data-head="{head}">{text}</td>'

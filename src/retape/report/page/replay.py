@@ -11,6 +11,7 @@ from enum import Enum
 from itertools import pairwise
 
 from retape.core.actions import Action, Backward, Forward, Free, Item, Load, Save, Tape
+from retape.core.assignment import OUTSIDE_REGIONS
 from retape.core.ledger import ChainLedger
 from retape.core.machine import Machine
 from retape.core.problem import Chain, Option, OptionKind
@@ -23,7 +24,7 @@ class Share(Enum):
 
     FIXED = "fixed: weights, optimizer, batch, gradients that are there before the step"
     GRADIENTS = "gradients of weights"
-    GLUE = "saved outside the regions"
+    GLUE = OUTSIDE_REGIONS
     SNAPSHOTS = "inputs of regions"
     SLOTS = "held slots"
     RERUN = "run again"

@@ -9,6 +9,7 @@ from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_text import fixed_parts, quality
 from retape.report.page.elements import bytes_value, counted, seconds_value, section
+from retape.report.region_rows import floor_binding
 
 
 def head(record: FitRecord) -> str:
@@ -80,7 +81,8 @@ def facts(record: FitRecord) -> str:
     """Return a list of the other facts."""
     more = record.chain.fixed_bytes - record.measured.base_bytes
     found = f" (and {format_bytes(more)} found by measuring)" if more > 0 else ""
-    binding = f", bound by {escape(record.frontier.binding)}" if record.frontier.binding else ""
+    name = floor_binding(record)
+    binding = f", bound by {escape(name)}" if name else ""
     entries = [
         (
             "before the step",

@@ -92,6 +92,25 @@ class AdaptiveStats:
     over_budget: int
     peak_bytes: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """The numbers as a table, without those that stayed 0."""
+        highest, last = (max(self.peak_bytes), self.peak_bytes[-1]) if self.peak_bytes else (0, 0)
+        times = f"{self.over_budget} times" if self.over_budget != 1 else "once"
+        rows = (
+            ("budget", format_bytes(self.budget_bytes)),
+            ("before a step", format_bytes(self.base_bytes)),
+            ("peak", f"{format_bytes(highest)} at most, {format_bytes(last)} in the last step"),
+            ("over the budget", times if self.over_budget else "never"),
+            ("steps", f"{self.steps}: {self.weighed_steps} measured, {self.plain_steps} without regions"),
+            ("regions", f"{self.regions}: {self.plain_regions} called plainly"),
+            ("evictions", f"{self.evictions}: {format_bytes(self.evicted_bytes)}"),
+            ("moved to the host", format_bytes(self.moved_bytes) if self.moved_bytes else ""),
+            ("re-runs", f"{self.reruns}: {format_seconds(self.rerun_seconds)}"),
+            ("out of memory", f"{self.out_of_memory_events} times" if self.out_of_memory_events else ""),
+            ("fragments", format_bytes(self.fragment_bytes) if self.fragment_bytes else ""),
+        )
+        return "\n".join(f"{name:<17}  {text}" for name, text in rows if text)
+
     def line(self) -> str:
         """The main numbers in one line."""
         last = self.peak_bytes[-1] if self.peak_bytes else 0
@@ -140,6 +159,11 @@ class ModelAttachment:
         if self._is_attached:
             return
         self.plan = attach.caller_of(self._model)
+        if isinstance(getattr(self.plan, "__self__", None), Adaptive):
+            raise InvalidInput(
+                f"{type(self._model).__name__} is managed by retape.adaptive already. Call remove() on what that returned first, or "
+                "keep using it."
+            )
         if self.plan is None:
             self._attach_regions()
         else:

@@ -69,9 +69,11 @@ def _run_call(  # noqa: PLR0917 - by position: passing keywords twice is a part 
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
     runner = THREAD.runner
     if runner is not None and contexts is None and not policy.moves and not recomputing():
-        return runner.run(
+        answer = runner.run(
             call, function, arguments, keywords, policy=policy, check=check, early_stop=early_stop, done=done
         )
+        if answer is not NotImplemented:
+            return answer
     region = Region(call, policy, check, early_stop, contexts)
     outputs = region.run(function, arguments, keywords)
     if done is not None:

@@ -96,7 +96,7 @@ class _KeptTensor:
 
 
 class RegionRunner(Protocol):
-    """Runs regions in place of the engine, in the thread that has entered it: the manager of a live budget."""
+    """Runs regions in place of the engine, in the thread that has entered it: a live budget, or a plan of a whole model."""
 
     def run(
         self,
@@ -110,7 +110,7 @@ class RegionRunner(Protocol):
         early_stop: bool,
         done: Callable[[Any], None] | None,
     ) -> Any:
-        """Call `function(*arguments, **keywords)` as a region."""
+        """Call `function(*arguments, **keywords)` as a region, or return NotImplemented to leave it to the engine."""
 
 
 class _ThreadContext(threading.local):

@@ -21,7 +21,6 @@ from retape.torch.capture import ambient, rng
 from retape.torch.capture.mutation import versions_of
 from retape.torch.capture.snapshot import without_new_hooks
 from retape.torch.compat import compiler_internals, internals
-from retape.torch.loops.captured_tensors import CapturedTensors
 from retape.torch.loops.plan import StepAction, TapeSteps, reversal
 from retape.torch.loops.side_state import NOTHING_SAVED, SideState
 from retape.torch.loops.snapshots import LoopSnapshot, SnapshotLost, TierStore
@@ -29,6 +28,7 @@ from retape.torch.loops.state import State, checksum_of, unflatten
 from retape.torch.loops.step import Body, Grads, LoopGradients, TapedSteps
 
 if TYPE_CHECKING:
+    from retape.torch.loops.captured_tensors import CapturedTensors
     from retape.torch.loops.resume import Resume
 
 Actions = Callable[[], Iterator[StepAction]]

@@ -6,4 +6,14 @@ Start from `memory_meter.measure` and `memory_meter.track_memory` (peak and live
 live between steps), `sandbox.sandboxed` (run steps and put everything back), `verify.verify` (compare with plain autograd).
 """
 
-__all__ = ["baseline_memory", "budgets", "memory_meter", "module_calls", "sandbox", "step_function", "tuning", "verify"]
+__all__ = [
+    "baseline_memory",
+    "budgets",
+    "memory_meter",
+    "module_calls",
+    "sandbox",
+    "sequential_slices",
+    "step_function",
+    "tuning",
+    "verify",
+]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from retape.core.assignment import OUTSIDE_REGIONS
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetKind, OptionSet
 from retape.core.units import format_bytes
@@ -97,6 +98,11 @@ def add_suggestions(error: BudgetTooSmall, budget: Budget, options: OptionSet, *
     few = budget.limit_bytes
     if few is not None and few < TUNING.implausible_budget_bytes:
         more = f"{few} is a number of bytes; a share of the activations is a float, such as 0.5 or 1.0."
+    elif error.binding.startswith(OUTSIDE_REGIONS):
+        more = (
+            "No plan drops those tensors. Give the code that makes them to retape.checkpoint, whose calls are regions, or put it into "
+            "a module."
+        )
     elif options is OptionSet.ALL:
         return error
     else:

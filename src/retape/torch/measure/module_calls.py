@@ -1,8 +1,9 @@
-"""Saved bytes of each call of a module in one forward, and regions that are chosen by them.
+"""Saved bytes of each call of a module, or of `retape.checkpoint`, in one forward, and regions that are chosen by them.
 
 The forward runs under hooks that note what autograd saves and keep nothing, so it needs less memory than a step. From the notes the
 peak of a step follows for any choice of modules as regions: storages that are held until backward, and the tape of the region whose
-backward runs. Regions by structure alone, without a run, are found in `planning/discover.py`.
+backward runs. A child of `nn.Sequential` and those after it that work in place are one region (`sequential_slices.py`). Regions by
+structure alone, without a run, are found in `planning/discover.py`.
 """
 
 from __future__ import annotations
@@ -11,28 +12,49 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from retape.core.assignment import checkpoint_name
 from retape.torch.compat.compiler_internals import is_compiled, replays_cuda_graphs, uncompiled
+from retape.torch.engine.context import running_regions
+from retape.torch.engine.policy import DROP_IN, Check, Policy
 from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import storages_of
+from retape.torch.measure.sequential_slices import region_named, runs_in_order, slice_name, slices_of
+
+if TYPE_CHECKING:
+    from retape.torch.capture.call import Call
 
 Storage = int  # a storage of the forward, by number
 
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One call of a module: storages of its inputs and outputs, and in order what it saved and which calls it made."""
+    """One call of a module: storages of its inputs and outputs, and in order what it saved and which calls it made.
+
+    It may also stand for calls of neighbours in a container, or for a call of `retape.checkpoint`, which is always a region.
+    """
 
     name: str
     inputs: frozenset[Storage] = frozenset()
     outputs: frozenset[Storage] = frozenset()
     events: list[Storage | ModuleCall] = field(default_factory=list)
+    is_slice: bool = False
+    is_checkpoint: bool = False
+
+    @property
+    def is_divisible(self) -> bool:
+        """True if calls in it can be regions instead; a layer is not taken from those after it that work in place."""
+        if self.is_checkpoint:
+            return False
+        if self.is_slice:
+            return any(call.is_divisible for call in self.events if isinstance(call, ModuleCall))
+        return any(inner.events for inner in self.calls())
 
     def saved(self) -> Iterator[Storage]:
         """Yield the storages that were saved in it, at any depth."""
@@ -75,7 +97,36 @@ def recorded_calls(model: nn.Module, batch: Any, forward: Callable[[], object]) 
         recorder = _Recorder(model, batch)
         with recorder.recording(keep=True):
             forward()
+    _join_slices(model, recorder.root)
     return CallTree(recorder.root, recorder.sizes)
+
+
+def _join_slices(model: nn.Module, root: ModuleCall) -> None:
+    """Put calls of neighbours that are one slice of their container into one call."""
+    names = {id(module): name for name, module in _called_modules(model)}
+    slices: dict[str, list[tuple[str, list[str]]]] = {}
+    for name, module in (("", model), *_called_modules(model)):
+        if runs_in_order(module):
+            children = [names.get(id(child), "") for child in module]  # type: ignore[attr-defined]  # nn.Sequential
+            found = slices_of(module)  # type: ignore[arg-type]  # as above
+            slices[name] = [(slice_name(name, start, stop), children[start:stop]) for start, stop in found]
+    for call in (root, *root.calls()):
+        call.events = list(_joined(call.events, slices.get(call.name, [])))
+
+
+def _joined(events: list[Storage | ModuleCall], slices: list[tuple[str, list[str]]]) -> Iterator[Storage | ModuleCall]:
+    """Yield the events of a container, with the calls of each slice as one; slices are in the order of their calls."""
+    waiting, number = list(slices), 0
+    while number < len(events):
+        name, children = waiting[0] if waiting else ("", [])
+        calls = [event for event in events[number : number + len(children)] if isinstance(event, ModuleCall)]
+        if children and [call.name for call in calls] == children:
+            waiting.pop(0)
+            yield ModuleCall(name, calls[0].inputs, calls[-1].outputs, list(calls), is_slice=True)
+            number += len(children)
+        else:
+            yield events[number]
+            number += 1
 
 
 class _Recorder:
@@ -109,7 +160,30 @@ class _Recorder:
                 stack.callback(begin.remove)
                 stack.callback(module.register_forward_hook(self._end, always_call=True).remove)
             stack.enter_context(saved_tensors_hooks(partial(self._save, keep), _kept))
+            stack.enter_context(running_regions(self))
             yield
+
+    def run(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        *,
+        policy: Policy,
+        check: Check,
+        early_stop: bool,
+        done: Callable[[Any], None] | None,
+    ) -> Any:
+        """Record a call of `retape.checkpoint`, which a plan may keep: what its function saves is noted."""
+        if policy is not DROP_IN:
+            return NotImplemented
+        noted = ModuleCall(checkpoint_name(""), self._numbers_of(tensors_of((arguments, keywords))), is_checkpoint=True)
+        self._running[-1].events.append(noted)
+        self._running.append(noted)
+        outputs = function(*arguments, **keywords)
+        self._running.pop().outputs = self._numbers_of(tensors_of(outputs))
+        return outputs
 
     @uncompiled
     def _begin(self, name: str, module: nn.Module, args: Any, keywords: Any) -> None:
@@ -169,13 +243,12 @@ def regions_by_bytes(
             low = limit
         else:
             best, high = found, limit
-    chosen = set(best)
-    return {name: module for name, module in model.named_modules() if name in chosen}
+    return {name: region_named(model, name) for name in best if name != checkpoint_name("")}
 
 
 def _regions_within(tree: CallTree, limit: int, region_bytes: int, always: Collection[str]) -> tuple[str, ...] | None:
     """Return the largest modules as regions whose predicted peak is inside the limit; None if there are none."""
-    divisible = {call.name for call in tree.root.calls() if any(inner.events for inner in call.calls())}
+    divisible = {call.name for call in tree.root.calls() if call.is_divisible}
     divided = divisible.intersection(always)
     while True:
         step = _PredictedStep(tree, divided, region_bytes)

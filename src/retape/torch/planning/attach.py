@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, Protocol, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
 
+from retape.core.assignment import checkpoint_name
 from retape.core.errors import InvalidInput
 from retape.torch.compat import compiler_internals, process_internals
+from retape.torch.engine.context import current_runner, current_runs, enter_runner, managed_elsewhere, running_regions
+from retape.torch.engine.policy import DROP_IN, Check
+from retape.torch.measure.sequential_slices import SequentialSlice, pieces_of
+
+if TYPE_CHECKING:
+    from retape.torch.capture.call import Call
+    from retape.torch.engine.policy import Policy
 
 Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -38,6 +47,7 @@ class ModelCaller(Protocol):
 
 _LOG = logging.getLogger("retape")
 _CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
+_PIECES: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, ...]] = weakref.WeakKeyDictionary()
 
 
 def _answered(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
@@ -93,16 +103,21 @@ def original_class(kind: type) -> type:
     return kind.__mro__[2] if len(kind.__mro__) > 2 and kind.__mro__[1] is _Attached else kind
 
 
-def attach(module: nn.Module, caller: Caller) -> None:
-    """Let `caller(module, plain_call, arguments, keywords)` answer every call of the module; raise InvalidInput if it cannot."""
+def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = ()) -> None:
+    """Let `caller(module, plain_call, arguments, keywords)` answer every call of the module; raise InvalidInput if it cannot.
+
+    An `nn.Sequential` runs the `pieces`, slices of it, instead of its children.
+    """
     kind = type(module)
     if kind.__mro__[1] is _Attached:
         raise InvalidInput(f"{kind.__name__} is managed by a fit already. Call its remove() first.")
     try:
-        module.__class__ = _attached_class(kind)  # type: ignore[arg-type]  # classes can be hashed
+        module.__class__ = _attached_class(kind, bool(pieces))  # type: ignore[arg-type]  # classes can be hashed
     except TypeError as error:
         raise InvalidInput(f"{kind.__name__} cannot be managed: {error}. Leave it out of regions=.") from error
     _CALLERS[module] = caller
+    if pieces:
+        _PIECES[module] = tuple(pieces)
 
 
 def detach(module: nn.Module) -> None:
@@ -111,6 +126,7 @@ def detach(module: nn.Module) -> None:
     if kind.__mro__[1] is _Attached:
         module.__class__ = original_class(kind)
     _CALLERS.pop(module, None)
+    _PIECES.pop(module, None)
 
 
 def caller_of(module: nn.Module) -> Caller | None:
@@ -128,16 +144,33 @@ def is_attached(module: nn.Module) -> bool:
 
 
 @cache
-def _attached_class(kind: type) -> type:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (_Attached, kind), names)
+def _attached_class(kind: type, in_pieces: bool = False) -> type:
+    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (_Attached, kind), {**names, "forward": _run_pieces} if in_pieces else names)
+
+
+def _run_pieces(module: nn.Module, input: Any) -> Any:
+    """Run a container piece by piece."""
+    for piece in _PIECES[module]:
+        if isinstance(piece, SequentialSlice):
+            piece.training = module.training
+        input = piece(input)
+    return input
+
+
+def _call_plainly(module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+    return plain_call(*args, **keywords)
 
 
 def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller) -> None:
     """Attach a caller to a model, its regions and their parts."""
-    attach(model, caller.call_root)
+    pieces = pieces_of(model, regions)
+    attach(model, caller.call_root, pieces.pop(model, ()))
     done: list[nn.Module] = [model]
     try:
+        for container, parts in pieces.items():
+            attach(container, _call_plainly, parts)
+            done.append(container)
         for name, module in regions.items():
             attach(module, caller.call)
             done.append(module)
@@ -152,8 +185,116 @@ def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller)
 
 def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
     """Detach the callers of a model, its regions and their parts."""
-    for module in (model, *(part for region in regions.values() for part in region.modules())):
+    parts = (part for region in regions.values() for part in region.modules())
+    for module in (model, *pieces_of(model, regions), *parts):
         detach(module)
+
+
+# --- retape.checkpoint calls in the model's own code ------------------------------------------------------------------
+
+
+class CheckpointCall(nn.Module):
+    """Stands for a function that the model's code gives to `retape.checkpoint`; `weights` are those of its last call.
+
+    Functions with one code, and modules of one class, have one class here: their calls may be of one kind.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.weights: tuple[Any, ...] = ()
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """Yield what the function reads beside its arguments."""
+        return iter(self.weights)
+
+
+@cache
+def _call_class(code: Any) -> type[CheckpointCall]:
+    """Return the class of the calls of one code object, or of modules of one class."""
+    return type(CheckpointCall.__name__, (CheckpointCall,), {"code": code})
+
+
+def region_name(names: Mapping[int, str], module: nn.Module) -> str:
+    """Return the name of a region: of a module that was attached, or of a function that is given to `retape.checkpoint`."""
+    return module.name if isinstance(module, CheckpointCall) else names[id(module)]
+
+
+class _Inside(threading.local):
+    """True in a thread that runs a region: what it calls is a part of that region."""
+
+    region = False
+
+
+class CheckpointCalls:
+    """Lets a caller answer the `retape.checkpoint` calls of a model's forward too, as regions that it plans.
+
+    Calls with a context_fn, a check or an early_stop of their own run as they are written, and so do those inside a region.
+    """
+
+    def __init__(self, root: nn.Module, caller: ModelCaller) -> None:
+        self._caller, self._inside = caller, _Inside()
+        self._modules = {id(module): name for name, module in root.named_modules()}
+        self._calls: dict[tuple[str, Any], CheckpointCall] = {}
+        self.parts_of, self.call_part = caller.parts_of, caller.call_part
+
+    def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Answer the call of the model; a live budget around it answers the calls of `retape.checkpoint` itself."""
+        if current_runner() is not None:
+            return self._caller.call_root(module, plain_call, args, keywords)
+        with running_regions(self):
+            return self._caller.call_root(module, plain_call, args, keywords)
+
+    def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Answer the call of a region, unless it is called by one."""
+        if self._inside.region:
+            return plain_call(*args, **keywords)
+        if current_runner() is not self:
+            return self._caller.call(module, plain_call, args, keywords)
+        return self._alone(module, plain_call, args, keywords)
+
+    def _alone(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        self._inside.region, before = True, enter_runner(None)
+        try:
+            return self._caller.call(module, plain_call, args, keywords)
+        finally:
+            self._inside.region = False
+            enter_runner(before)
+
+    def run(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        *,
+        policy: Policy,
+        check: Check,
+        early_stop: bool,
+        done: Callable[[Any], None] | None,
+    ) -> Any:
+        """Answer a call of `retape.checkpoint`."""
+        as_given = policy is DROP_IN and check is Check.METADATA and early_stop and done is None
+        if not as_given or current_runs() or managed_elsewhere():
+            return NotImplemented
+        region = self._region(function)
+        region.weights = (*call.extras, *call.state)
+        region.training = all(root.training for root in call.roots)
+        return self._alone(region, function, arguments, keywords)
+
+    def _region(self, function: Callable[..., Any]) -> CheckpointCall:
+        while isinstance(function, partial):
+            function = function.func
+        kind: Any = type(function)
+        code = kind if isinstance(function, nn.Module) else getattr(function, "__code__", kind)
+        found = self._calls.get(key := (self._named(function), code))
+        if found is None:
+            found = self._calls[key] = _call_class(code)(checkpoint_name(key[0]))
+        return found
+
+    def _named(self, function: Callable[..., Any]) -> str:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return self._modules.get(id(function)) or name.replace("<locals>.", "")
 
 
 # --- the model itself -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from retape.core.assignment import Assignment, Choice, RegionOption, RegionStage, assign
+from retape.core.assignment import OUTSIDE_REGIONS, Assignment, Choice, RegionOption, RegionStage, assign
 from retape.core.plan import Plan
 from retape.core.problem import Chain, OptionKind, Stage, Tier
 from retape.torch.capture.signature import Signature, elements, shapes
@@ -250,9 +250,10 @@ class _Builder:
     def build(self, device: torch.device | None) -> None:
         levels, calls = self._levels, self._calls
         if not calls:
-            self._add(glue(-1, (0, levels.loss), self._profiled, "the model"), RegionStage())
+            self._add(glue(-1, (0, levels.loss), self._profiled, OUTSIDE_REGIONS), RegionStage())
         elif levels.starts[0] > self._tuning.ignored_glue_bytes:
-            self._add(glue(-1, (0, levels.starts[0]), self._profiled, "before the regions"), RegionStage())
+            name = f"{OUTSIDE_REGIONS} before {calls[0].name}"
+            self._add(glue(-1, (0, levels.starts[0]), self._profiled, name), RegionStage())
         for call in calls:
             following = calls[call.stage + 1] if call.stage + 1 < len(calls) else None
             if device is not None and call.device != device:
@@ -285,7 +286,7 @@ class _Builder:
     def _add_glue_after(self, call: RegionCall, following: RegionCall | None) -> None:
         begin = self._levels.ends[call.stage]
         end = self._levels.loss if following is None else self._levels.starts[following.stage]
-        name = "after the regions" if following is None else f"after {call.name}"
+        name = f"{OUTSIDE_REGIONS} after {'the last' if following is None else call.name}"
         state = begin - self._levels.starts[call.stage]
         self._add(glue(call.stage, (begin, end), self._profiled, name, state), RegionStage())
 

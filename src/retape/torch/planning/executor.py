@@ -32,7 +32,7 @@ from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Proof, Proof
 from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.slots import tensors_of
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import original_class
+from retape.torch.planning.attach import original_class, region_name
 from retape.torch.planning.region_variants import (
     VARIANTS,
     CannotCompile,
@@ -147,7 +147,7 @@ class Executor:
         args, keywords, note = LIBRARIES.region_arguments(module, args, keywords)
         if note is not None:
             _log_once(note)
-        number, choice = self._choice(self._names[id(module)])
+        number, choice = self._choice(region_name(self._names, module))
         if choice.training is not None and choice.training is not module.training:
             self._in_other_mode(module, choice)
         if choice.saved_share is None:

@@ -27,6 +27,7 @@ from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
 from retape.torch.compat.ranks import decided_by_first, refuse_differing_ranks
 from retape.torch.measure.budgets import add_suggestions, resolved
+from retape.torch.measure.sequential_slices import region_named
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, not_measured, promised_seconds, ran_out
 from retape.torch.planning.chain_builder import RegionChain, build_chain
@@ -244,7 +245,7 @@ class PlanSearch:
             by_bytes = self._trials.regions_by_bytes(setup.regions)
             names = decided_by_first(lambda: list(by_bytes))
             if names and set(names) != set(setup.regions):
-                yield {name: self._trials.root.get_submodule(name) for name in names}
+                yield {name: region_named(self._trials.root, name) for name in names}
 
     # --- one setup --------------------------------------------------------------------------------------------------
 

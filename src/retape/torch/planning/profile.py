@@ -25,7 +25,7 @@ from retape.torch.engine.region import Region, RegionObserver
 from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import storage_bytes
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import original_class
+from retape.torch.planning.attach import CheckpointCall, original_class, region_name
 from retape.torch.planning.instruments import Clock, OpTimer, quickest
 from retape.torch.planning.profile_intervals import Instrument, Phase, Profile, RegionCall
 from retape.torch.planning.region_variants import (
@@ -86,7 +86,7 @@ class ProfileSession:
     def _begin(self) -> None:
         self._stage = 0
         self._root_call = -1
-        self._counts: dict[int, int] = {}
+        self._counts: dict[str, int] = {}
 
     @property
     def described(self) -> str:
@@ -132,10 +132,14 @@ class ProfileSession:
         if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = LIBRARIES.region_arguments(module, args, keywords)
-        parts = self._tiled.of_region.get(self._names[id(module)], ())
+        name = region_name(self._names, module)
+        parts = self._tiled.of_region.get(name, ())
         tiles = self._tiled.tiles if parts else 1
         kind = original_class(type(module))
-        plain_call = self._variants.call_of(kind, module, plain_call, self._saved_share, tiles=tiles, parts=parts)
+        if not isinstance(
+            module, CheckpointCall
+        ):  # a function stays eager: there is no class to compile once for all its calls
+            plain_call = self._variants.call_of(kind, module, plain_call, self._saved_share, tiles=tiles, parts=parts)
         refuse_transforms(plain_call)
         self.mark(Phase.FORWARD, self._stage)  # capturing the call is part of the region
         captured = capture_call(plain_call, args, keywords)
@@ -160,7 +164,7 @@ class ProfileSession:
                     self._known.tilings[kind_of_call] = tiling
                 self.profile.tilings[kind_of_call] = self._known.tilings[kind_of_call]
         else:
-            self._counts[id(module)] = self._counts.get(id(module), 0) + 1
+            self._counts[name] = self._counts.get(name, 0) + 1
         return outputs
 
     def _body(self, stage: int, plain_call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -175,8 +179,9 @@ class ProfileSession:
                 tensor.register_hook(lambda gradient: self.mark(phase, stage))
 
     def _note(self, region: Region, stage: int, module: nn.Module, inputs: Signature, tensors: list[Tensor]) -> None:
-        call = self._counts.get(id(module), 0)
-        self._counts[id(module)] = call + 1
+        name = region_name(self._names, module)
+        call = self._counts.get(name, 0)
+        self._counts[name] = call + 1
         home = self._home(module, tensors)
         kind = (
             original_class(type(module)),
@@ -196,7 +201,7 @@ class ProfileSession:
         self.profile.calls.append(
             RegionCall(
                 stage=stage,
-                name=self._names[id(module)],
+                name=name,
                 root_call=max(self._root_call, 0),
                 call=call,
                 kind=kind,
@@ -208,7 +213,7 @@ class ProfileSession:
                 linked=frozenset(index for index, source in enumerate(found) if source is not None),
                 device=None if self._homes is None else home,
                 saved_share=self._saved_share if runs_variant else None,
-                tiles=self._tiled.tiles if runs_variant and self._names[id(module)] in self._tiled.of_region else 1,
+                tiles=self._tiled.tiles if runs_variant and name in self._tiled.of_region else 1,
                 training=module.training,
             )
         )

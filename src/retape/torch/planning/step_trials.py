@@ -22,7 +22,7 @@ from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchr
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
-from retape.torch.planning.attach import ModelCaller, put_on, take_off, unreduced, unwrapped
+from retape.torch.planning.attach import CheckpointCalls, ModelCaller, put_on, take_off, unreduced, unwrapped
 from retape.torch.planning.executor import Executor, slots_there
 from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
 from retape.torch.planning.profile import ProfileSession
@@ -170,11 +170,11 @@ class StepTrials:
             tolerance=self.tuning.cover_tolerance,
         )
         chosen = choose()
-        return choose(divided=set(tried)) if chosen == dict(tried) else chosen
+        return choose(divided=set(tried)) if set(chosen) == set(tried) else chosen
 
     def attach(self, regions: Regions, caller: ModelCaller) -> None:
         """Let `caller` answer the calls of the model and its regions from now on."""
-        put_on(self.root, dict(regions), caller)
+        put_on(self.root, dict(regions), CheckpointCalls(self.root, caller))
 
     @contextmanager
     def _attached(self, regions: Regions, caller: ModelCaller | None) -> Iterator[None]:
@@ -332,7 +332,7 @@ class StepTrials:
 
     def executor(self, profile: Profile, assignment: Assignment, regions: Regions) -> Executor | None:
         """Return an executor on trial that knows the traces of a profile; None if nothing is to be done."""
-        if assignment.keeps_everything and not assignment.is_compiled:
+        if assignment.changes_nothing:
             return None
         executor = Executor(
             assignment,
