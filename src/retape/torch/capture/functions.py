@@ -1,4 +1,4 @@
-"""Functions that a call runs: the names that their code mentions, copies over variables of their own, and retape's own callables.
+"""Functions that a call runs: the names in their code, which are a library's, copies over variables of their own, retape's callables.
 
 Names say what a region may run, not what it runs, so that costly precautions are taken only where they may matter. Each code object
 is read once.
@@ -6,9 +6,13 @@ is read once.
 
 from __future__ import annotations
 
+import argparse
+import sys
+import sysconfig
 import types
+from collections import UserDict, UserList
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -73,16 +77,16 @@ def _names(function: types.FunctionType) -> frozenset[str]:
         if id(each.__code__) in seen or (each.__module__ or "").startswith(("torch.", "retape.")):
             continue
         seen.add(id(each.__code__))
-        _add_names(each.__code__, found)
+        found |= names_in(each.__code__)
         pending += _called(each)
     return frozenset(found)
 
 
-def _add_names(code: types.CodeType, found: set[str]) -> None:
-    found.update(code.co_names)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            _add_names(inner, found)
+@lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the globals and attributes that code names, with those of functions that are made in it."""
+    inner = [names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def _called(function: types.FunctionType) -> list[types.FunctionType]:
@@ -94,6 +98,39 @@ def _called(function: types.FunctionType) -> list[types.FunctionType]:
         except ValueError:  # a variable that has no value yet
             continue
     return [value for value in found if type(value) is types.FunctionType]
+
+
+# --- libraries --------------------------------------------------------------------------------------------------------
+
+_LIBRARIES = frozenset({"torch", "numpy", "retape", "triton", "builtins", "tqdm", "rich", "wandb"})
+_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_STANDARD = sysconfig.get_path("stdlib")
+# Classes of libraries in whose objects users keep settings.
+SETTINGS_OBJECTS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
+
+
+@cache
+def is_library(name: str) -> bool:
+    """True for modules of the standard library, torch, numpy, retape, and of packages that only report, as tqdm does."""
+    top = name.partition(".")[0]
+    if top in _LIBRARIES:
+        return True
+    if top not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(top), "__file__", None)  # a user's file may have the name of a library's
+    return file is None or (file.startswith(_STANDARD) and "site-packages" not in file)
+
+
+@lru_cache(maxsize=4096)
+def of_library(kind: Any) -> bool:
+    """True if a class belongs to a library; one made by `exec` claims to be built in, and is not."""
+    name = str(getattr(kind, "__module__", None) or "builtins")
+    return is_library(name) and not (name == "builtins" and kind.__flags__ & _MADE_AT_RUN_TIME)
+
+
+def fields_are_restored(kind: type) -> bool:
+    """True if a re-run sees the plain fields of such an object as they were; those of a library's lock, pool or file change at any time."""
+    return not of_library(kind) or issubclass(kind, SETTINGS_OBJECTS)
 
 
 # --- a function over variables of its own -----------------------------------------------------------------------------

@@ -437,16 +437,24 @@ class SideState:
             now_held.append((place, ListItems.of(place.container) if isinstance(place, WholeList) else now))
             if not _same(now, before) and not (whole and index in self.changed):
                 place.put(before)
-        for holder in self._call.holders:
+        holders = [holder for holder in self._call.holders if not self._is_changed_list(holder)]
+        for holder in holders:
             holder.enter()
         try:
             yield
         finally:
-            for holder in reversed(self._call.holders):
+            for holder in reversed(holders):
                 holder.leave()
             for place, value in now_held:
                 if not _same(place.get(), value):
                     place.put(value)
+
+    def _is_changed_list(self, holder: Any) -> bool:
+        """True for a list that steps change: `restore` takes earlier contents of a long one from its present ones."""
+        lists = [self._places[index] for index in self.changed]
+        return isinstance(holder, ListHolder) and any(
+            isinstance(place, WholeList) and place.container is holder.container for place in lists
+        )
 
     # --- a run that continues in another process -----------------------------------------------------------------
 
