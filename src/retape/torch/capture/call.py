@@ -1,9 +1,9 @@
 """Capture of a call: its tensors at any depth, the modules and closures behind it, and how to call it once more.
 
 `capture_call` walks a function and its arguments once. The result can be called again with the same state: containers of arguments
-are rebuilt, closure variables and globals are those of the first run, and what modules, lists and dicts held can be put back
-(`containers.py`). A `Snapshot` checks versions of the tensors before that. Ordinary objects are followed for their tensors alone.
-Everything reachable is walked; a warning is logged once where that is more than 100,000 objects.
+are rebuilt, closure variables and globals are those of the first run, and what modules, objects, lists and dicts held can be put back
+(`containers.py`). A `Snapshot` checks versions of the tensors before that. Everything reachable is walked; a warning is logged once
+where that is more than 100,000 objects.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from retape.torch.capture.containers import (
     ArrayHolder,
     DictHolder,
     ListHolder,
+    PlaceHolder,
     SetHolder,
     SlotHolder,
     saved_item,
@@ -40,11 +41,13 @@ from retape.torch.capture.functions import (
     RRELU,
     CompiledCall,
     Opaque,
+    Place,
     fields_are_restored,
     frozen_copy,
     may_decide,
     may_write_unseen,
     names_of_function,
+    places_of_function,
 )
 from retape.torch.capture.module_tree import TREES, ModuleTree
 from retape.torch.capture.tuning import TUNING
@@ -227,7 +230,15 @@ class Call:
         self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
         self.decides = self.decides or may_decide(names)
         self.writes_unseen = self.writes_unseen or may_write_unseen(names)
+        self._meet_places(places_of_function(function))
         self._meet_all(_behind_function(function))
+
+    def _meet_places(self, places: tuple[Place, ...]) -> None:
+        """Add globals and class attributes that helpers read."""
+        if places:
+            values = [place.get(None) for place in places]
+            self.holders.append(PlaceHolder(places, values))
+            self._meet_all([value for value in values if type(value) not in ATOMS])
 
     def _visit_wrapper(self, value: Any) -> None:
         """Visit the function and the object behind a method, a partial or a compiled call."""
@@ -288,10 +299,11 @@ class Call:
             self.writes_unseen = self.writes_unseen or layout.writes_unseen
             self.statistics |= tree.statistics or _NOTHING
             self.renormalised |= tree.renormalised or _NOTHING
-        elif last and not tree.others:
+        elif last and not tree.others and not layout.places:
             return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
+        self._meet_places(layout.places)
         others, tree.others = tree.others, ()
         if others:
             self._meet_all(others)

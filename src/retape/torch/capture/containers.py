@@ -12,7 +12,7 @@ import operator
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -270,6 +270,33 @@ class SlotHolder:
 
 def _slots(value: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(value, name, _ABSENT) for name in names}
+
+
+class PlaceHolder:
+    """Globals and class attributes that helpers read, and what they were bound to."""
+
+    __slots__ = ("_found", "_saved", "places")
+
+    def __init__(self, places: Sequence[Any], values: list[Any]) -> None:
+        self.places = places
+        self._saved = values if ATOMS.issuperset(map(type, values)) else list(map(saved_item, values))
+        self._found: list[Any] = []
+
+    def enter(self) -> None:
+        self._found = found = [place.get(LEFT) for place in self.places]
+        if not all(map(operator.is_, found, self._saved)):
+            self._put(found, self._saved, _same)
+
+    def leave(self) -> None:
+        found, self._found = self._found, []
+        self._put([place.get(LEFT) for place in self.places], found, operator.is_)
+
+    def _put(self, now: list[Any], wanted: list[Any], same: Callable[[Any, Any], bool]) -> None:
+        for place, present, value in zip(
+            self.places, now, wanted, strict=False
+        ):  # nothing is wanted where it was not entered
+            if value is not LEFT and not same(present, value):
+                place.put(value)
 
 
 class ModuleHolder:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput, RegionError, StateChanged
 from retape.torch.capture.call import Call
-from retape.torch.capture.containers import ATOMS, OWN_FIELDS, DictHolder, ListHolder
+from retape.torch.capture.containers import ATOMS, OWN_FIELDS, DictHolder, ListHolder, PlaceHolder
 from retape.torch.capture.mutation import Copies, copyable, version_of, versions_of
 from retape.torch.compat import internals
 from retape.torch.loops.plan import LoopsTuning
@@ -73,6 +73,24 @@ class ClosureVariable(NamedTuple):
     @property
     def words(self) -> str:
         return f"its variable {self.name!r}"
+
+
+class ClassAttribute(NamedTuple):
+    """An attribute of a class that the code of a step names."""
+
+    owner: type
+    name: str
+
+    def get(self) -> Any:
+        return vars(self.owner).get(self.name, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        if value is not _ABSENT:
+            setattr(self.owner, self.name, value)
+
+    @property
+    def words(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
 
 
 class TensorMemory(NamedTuple):
@@ -136,7 +154,7 @@ class WholeList(NamedTuple):
         return f"a {type(self.container).__name__} that it reaches"
 
 
-Place = DictEntry | ClosureVariable | TensorMemory | WholeList
+Place = DictEntry | ClosureVariable | ClassAttribute | TensorMemory | WholeList
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -205,7 +223,7 @@ def _places_of(name: str, call: Call, function: Callable[..., Any], tuning: Loop
         for key, value in fields.items():
             if key not in OWN_FIELDS - {"training"} and type(value) in ATOMS:
                 yield DictEntry(fields, key)
-    for place in _variables(name, function, tuning.function_depth, set()):
+    for place in (*_variables(name, function, tuning.function_depth, set()), *_read_by_helpers(call)):
         value = place.get()
         if isinstance(value, Tensor):
             bound.add(id(value))
@@ -213,6 +231,17 @@ def _places_of(name: str, call: Call, function: Callable[..., Any], tuning: Loop
     for tensor in call.extras:
         if id(tensor) not in bound:
             yield TensorMemory(tensor)
+
+
+def _read_by_helpers(call: Call) -> Iterator[Place]:
+    """Yield the globals and class attributes that functions and modules behind a call name."""
+    for holder in call.holders:
+        for place in holder.places if isinstance(holder, PlaceHolder) else ():
+            found = (
+                DictEntry(place.values, place.name) if place.owner is None else ClassAttribute(place.owner, place.name)
+            )
+            if type(found.get()) in ATOMS or isinstance(found.get(), Tensor):
+                yield found
 
 
 def _dicts_of(call: Call) -> list[dict[Any, Any]]:
