@@ -1,5 +1,6 @@
 """Globals, class attributes, plain objects and numpy arrays that a region reads, changed by it or between forward and backward."""
 
+import functools
 import types
 from types import SimpleNamespace
 from typing import ClassVar
@@ -139,3 +140,37 @@ def test_a_numpy_array_that_the_region_counts_in(call):
 
     (call(region, x) + call(region, x)).sum().backward()
     return x.grad, steps.tolist()
+
+
+def first_use(a):
+    if "LATER" not in globals():
+        globals()["LATER"] = torch.full((4,), 0.5)
+    return (a * LATER).sin()  # noqa: F821 - set above
+
+
+@equals_plain
+def test_a_global_that_has_no_value_at_first(call):
+    globals().pop("LATER", None)
+    x = leaf()
+    call(lambda a: first_use(a) * 1, x).sum().backward()  # now it has one
+    y = call(lambda a: first_use(a) * 1, x)
+    globals()["LATER"] = torch.full((4,), 3.0)
+    y.sum().backward()
+    return x.grad, globals().pop("LATER")
+
+
+@functools.cache
+def cached(number):
+    return number * SCALE
+
+
+@equals_plain
+def test_another_array_in_an_object_and_a_helper_with_a_cache(call):
+    start()
+    held, x = SimpleNamespace(scale=np.full(4, 2.0), number=np.float64(3.0)), leaf()
+    y = call(lambda a: (a * torch.from_numpy(held.scale).float() * float(held.number)).sin(), x)
+    z = call(lambda a: (a * len(str(cached.__wrapped__(2.0)))).sin(), x)
+    held.scale, held.number = np.zeros(4), np.float64(1.0)
+    globals()["SCALE"] = 1e10
+    (y + z).sum().backward()
+    return x.grad, held.scale.sum(), float(held.number)

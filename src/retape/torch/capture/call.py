@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from retape.torch.capture.containers import (
     ATOMS,
+    LEFT,
     WEAK_PROXIES,
     ArrayHolder,
     DictHolder,
@@ -236,7 +237,7 @@ class Call:
     def _meet_places(self, places: tuple[Place, ...]) -> None:
         """Add globals and class attributes that helpers read."""
         if places:
-            values = [place.get(None) for place in places]
+            values = [place.get(LEFT) for place in places]
             self.holders.append(PlaceHolder(places, values))
             self._meet_all([value for value in values if type(value) not in ATOMS])
 

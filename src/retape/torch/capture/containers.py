@@ -62,8 +62,9 @@ def _has_history(item: Any) -> bool:
 
 
 WEAK_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
-# Classes of objects through which tensors or modules are reached; a `torch.Generator` is state itself.
+# Classes of objects through which tensors or modules are reached; a `torch.Generator` and numbers of numpy are state themselves.
 _LEADING_TO_STATE = (
+    *(np.ndarray, np.generic),
     *(nn.Module, tuple, list, dict, deque, set, frozenset, torch.Generator),
     *(functools.partial, types.MethodType, types.FunctionType, weakref.ReferenceType),
     *WEAK_PROXIES,
@@ -174,9 +175,10 @@ class ListHolder:
         self._found: list[Any] | None = None
 
     def enter(self) -> None:
-        self._found = found = list(self.container)
-        if len(found) != len(self.saved) or not all(map(_same, found, self.saved)):
-            self._put(self.saved)
+        self._found, saved = list(self.container), self.saved
+        found = self._found
+        if len(found) != len(saved) or not (all(map(operator.is_, found, saved)) or all(map(_same, found, saved))):
+            self._put(saved)
 
     def leave(self) -> None:
         found, self._found = self._found, None
@@ -292,9 +294,8 @@ class PlaceHolder:
         self._put([place.get(LEFT) for place in self.places], found, operator.is_)
 
     def _put(self, now: list[Any], wanted: list[Any], same: Callable[[Any, Any], bool]) -> None:
-        for place, present, value in zip(
-            self.places, now, wanted, strict=False
-        ):  # nothing is wanted where it was not entered
+        # Nothing is wanted where it was not entered.
+        for place, present, value in zip(self.places, now, wanted, strict=False):
             if value is not LEFT and not same(present, value):
                 place.put(value)
 

@@ -7,6 +7,7 @@ is read once.
 from __future__ import annotations
 
 import argparse
+import builtins
 import dis
 import sys
 import sysconfig
@@ -222,10 +223,12 @@ class _Places:
             return
         self._seen.add(id(function.__code__))
         self._names |= names_in(function.__code__)
+        for name in globals_in(function.__code__) - vars(builtins).keys() - space.keys():  # no value yet
+            self._places.setdefault((id(space), name), Place(space, None, name))
         for name in globals_in(function.__code__) & space.keys():
             self._meet(space, None, name, space[name])
         if function not in self._roots:
-            self._pending += [each for each in _called(function) if each.__closure__ is not function.__closure__]
+            self._pending += _called(function)
 
     def _enter_class(self, kind: type) -> None:
         """Register the attributes of a class; an object of it may be made in the call, but not a module."""
@@ -236,7 +239,7 @@ class _Places:
                 self._pending += [value for value in map(vars(base).get, made) if type(value) is types.FunctionType]
 
     def _meet(self, values: Mapping[str, Any], owner: type | None, name: str, value: Any) -> None:
-        value = getattr(value, "__wrapped__", None) or _behind_descriptor(value)
+        value = _behind_descriptor(value)
         kind: Any = type(value)
         if kind is types.FunctionType:
             self._pending.append(value)
@@ -257,9 +260,15 @@ _READ = (
 
 
 def _behind_descriptor(value: Any) -> Any:
-    if isinstance(value, (staticmethod, classmethod)):
+    """Return the function behind a static or class method, a property or a function with a cache; other values unchanged."""
+    if type(value) in (staticmethod, classmethod):
         return value.__func__
-    return value.fget if isinstance(value, property) else value
+    if type(value) is _CACHED:
+        return value.__wrapped__
+    return value.fget if type(value) is property else value
+
+
+_CACHED = type(lru_cache(lambda: None))
 
 
 # --- a function over variables of its own -----------------------------------------------------------------------------
