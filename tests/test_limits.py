@@ -63,6 +63,15 @@ LIMITS = {
 }
 
 
+RESTORED = ("list", "dict", "object", "helper", "counter")  # no limits any more
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_what_is_restored_needs_no_check(name):
+    wanted = LIMITS[name](lambda function, *args: function(*args))
+    assert torch.equal(LIMITS[name](retape.checkpoint), wanted)
+
+
 @pytest.mark.parametrize("case", LIMITS.values(), ids=LIMITS)
 def test_values_finds_it(case):
     wanted = case(lambda function, *args: function(*args))

@@ -906,6 +906,15 @@ def test_has_hooks():
     assert hook_internals.has_hooks(tensor)
 
 
+def test_on_gradient():
+    seen, base = [], torch.zeros(4, requires_grad=True) * 1
+    view = base[:2]
+    base.mul_(2)  # register_hook() on `view` is a segmentation fault now, until something reads its grad_fn
+    hook_internals.on_gradient(view, seen.append)
+    view.sum().backward()
+    assert torch.equal(seen[0], torch.ones(2))
+
+
 def test_has_backward_hooks():
     for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
         module = torch.nn.Linear(2, 2)

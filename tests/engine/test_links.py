@@ -14,9 +14,9 @@ from retape.torch.capture.call import capture_call
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import DROP, HOLD, Check, Inputs, Policy
 from retape.torch.engine.region import Region
-from support.comparing import assert_equal, seed
+from support.comparing import Notes, assert_equal, seed
 
-RAN = []  # a re-run puts back the attributes of a module, so a count among them would not grow
+RAN = Notes()  # a re-run puts back the attributes of a module, so a count among them would not grow
 LINK, SEGMENT = Policy(inputs=Inputs.LINK), Policy(inputs=Inputs.SEGMENT)
 
 
@@ -29,7 +29,7 @@ class Step(nn.Module):
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x):
-        RAN.append(self)
+        RAN(self)
         return torch.tanh(self.dropout(self.linear(x)))
 
 
@@ -341,10 +341,10 @@ def test_sequential_runs_every_managed_function_twice(segments):
     seed()
     model = nn.Sequential(*[Step() for _ in range(7)])
     x = torch.randn(3, 6, requires_grad=True)
-    RAN.clear()
+    RAN.all.clear()
     retape.checkpoint_sequential(model, segments, x).sum().backward()
     managed = 7 // segments * (segments - 1)
-    assert [RAN.count(step) for step in model] == [2] * managed + [1] * (7 - managed)
+    assert [RAN.all.count(step) for step in model] == [2] * managed + [1] * (7 - managed)
 
 
 def test_sequential_equals_plain():

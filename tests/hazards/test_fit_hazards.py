@@ -265,6 +265,30 @@ def test_hooks(when):
     assert_equal(seeded_step(model, batch), seeded_step(plain, batch))
 
 
+class WrittenView(nn.Module):
+    """A block that returns a view and then writes to what it is a view of; a hook on such a view can end the process."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = dropping_block()
+
+    def forward(self, x):
+        whole = self.inner(x)
+        view = whole[:, :]
+        whole.mul_(0.5)
+        return view
+
+
+def test_outputs_that_are_views_of_what_was_written_to():
+    model = blocks_in_a_row(WrittenView)
+    want = seeded_step(copy.deepcopy(model))
+    made = tightest(model, BATCH, 0.5)
+    assert_equal(seeded_step(model), want)
+    made.remove()
+    with retape.adaptive(model, budget="1GiB"):
+        assert_equal(seeded_step(model), want)
+
+
 # --- budgets ------------------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,9 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import retape
+from retape.torch.engine.context import running_regions
+from retape.torch.engine.policy import HOLD
+from retape.torch.engine.region import Region
 from support.comparing import (
     as_region,
     by_values,
@@ -246,3 +249,28 @@ def test_drop_in_use_reentrant_true_gets_the_same_engine():
         return results(linear)
 
     same_as_plain(case, lambda f, *a: retape.checkpoint(f, *a, use_reentrant=True))
+
+
+class HoldingRunner:
+    """Holds everything in the regions that it runs, as a live budget does at first."""
+
+    def run(self, call, function, arguments, keywords, *, policy, check, early_stop, done):
+        return Region(call, HOLD, check, early_stop).run(function, arguments, keywords)
+
+
+@equals_plain
+def test_a_region_that_takes_a_gradient_inside_one_that_is_dropped_later(call):
+    """Both regions are held in the forward; in the re-run of the outer one the inner drops what it saves, and needs its input."""
+    x, linear = leaf(), nn.Linear(4, 4)
+
+    def inner(a):
+        own = a.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(linear(own).sin().sum(), own)
+        return a * gradient
+
+    def outer(a):
+        with running_regions(HoldingRunner()):
+            return call(inner, a.tanh() * a).sin()
+
+    call(outer, x).sum().backward()
+    return x.grad, linear.weight.grad

@@ -10,7 +10,7 @@ from torch import nn
 
 from retape import scan
 from retape.errors import InvalidInput, RecomputeMismatch, RegionError, StateChanged
-from support.comparing import equal
+from support.comparing import Notes, equal
 from support.loops import DTYPE, assert_as_plain, loss_and_gradients, normal, unrolled
 
 STEPS = 17
@@ -209,18 +209,38 @@ def test_state_outside_the_carry(case, block):
 
 
 class Elsewhere:
-    """Keeps a number where no walk goes."""
+    """Counts in an attribute of its class."""
 
     calls = 0
+
+    @classmethod
+    def next(cls):
+        cls.calls += 1
+        return cls.calls
+
+
+@pytest.mark.parametrize("snapshots", [1, 3, 30])
+def test_a_number_in_a_class_that_a_helper_counts_in(snapshots):
+    weight, start, xs = normal(4, grad=True), normal(4), normal(STEPS, 4)
+
+    def step(h, x):
+        h = torch.tanh(h * weight * Elsewhere.next() / 20 + x)
+        return h, h
+
+    Elsewhere.calls = 0
+    plain = loss_and_gradients(lambda: unrolled(step, start, xs), [weight])
+    Elsewhere.calls = 0
+    result = scan(step, start, xs, snapshots=snapshots, block=1)
+    assert equal(plain, loss_and_gradients(lambda: result, [weight]))
+    assert Elsewhere.calls == STEPS
 
 
 @pytest.mark.parametrize("snapshots", [1, 3, 30])
 def test_state_that_no_walk_reaches_is_noticed(snapshots):
-    weight = normal(4, grad=True)
+    weight, calls = normal(4, grad=True), Notes()
 
     def step(h, x):
-        Elsewhere.calls += 1
-        h = torch.tanh(h * weight * Elsewhere.calls / 20 + x)
+        h = torch.tanh(h * weight * calls() / 20 + x)
         return h, h
 
     h, _ = scan(step, normal(4), normal(STEPS, 4), snapshots=snapshots, block=1)

@@ -10,6 +10,7 @@ from torch import nn
 import retape
 from retape.errors import RegionError, StateChanged
 from retape.torch.capture.rerun_lock import RerunLock
+from support.comparing import Notes
 
 
 class Meeting(nn.Module):
@@ -27,13 +28,13 @@ class Meeting(nn.Module):
 
 
 def test_a_forward_beside_a_rerun_of_the_same_module_in_another_thread_is_an_error():
-    found = []
+    found = Notes()  # what a re-run appends to a list that it reaches is removed again
 
     def forward():
         try:
             retape.checkpoint(model, torch.randn(8, 4, requires_grad=True))
         except StateChanged as error:
-            found.append(str(error))
+            found(str(error))
 
     def elsewhere():
         thread = threading.Thread(target=forward)
@@ -43,9 +44,9 @@ def test_a_forward_beside_a_rerun_of_the_same_module_in_another_thread_is_an_err
     model = Meeting(elsewhere)
     y = retape.checkpoint(model, torch.randn(8, 4, requires_grad=True))
     y.sum().backward()
-    assert len(found) == 1
-    assert "another thread" in found[0]
-    assert "norm.running_mean" in found[0]
+    assert len(found.all) == 1
+    assert "another thread" in found.all[0]
+    assert "norm.running_mean" in found.all[0]
 
 
 def test_threads_with_models_of_their_own_disturb_nobody():

@@ -59,7 +59,6 @@ def test_a_library_that_is_imported_later_answers(registry):
     assert registry.region_arguments(layer, (1, 2), {"a": 3}) == ((1,), {"a": 3}, "one argument")
     registry.fuse_loss(layer, room_bytes=8, compiled=True)
     assert sys.modules["fake_adapter"].LIBRARY.fused == [(8, True)]
-    assert not registry.restores_plain_fields(dict)
     assert not registry.is_loss_fused(layer)
     with pytest.raises(InvalidInput, match="loss of ReLU cannot be computed in slices"):
         registry.fuse_loss(torch.nn.ReLU(), room_bytes=None, compiled=False)

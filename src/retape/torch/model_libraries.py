@@ -43,10 +43,6 @@ class ModelLibrary:
         """Return the arguments to run a region with: without an empty container that a re-run would fill twice."""
         return RegionArguments(arguments, keywords)
 
-    def restores_plain_fields(self, kind: type) -> bool:
-        """True if numbers and flags in objects of this class describe their tensors, so a re-run must see both as they were."""
-        return False
-
     def can_fuse_loss(self, model: nn.Module) -> bool:
         """True if `fuse_loss` supports this model and its loss is not fused yet."""
         return False
@@ -113,9 +109,6 @@ class ModelLibraries(ModelLibrary):
             given = library.region_arguments(module, found.positional, found.keywords)
             found = RegionArguments(given.positional, given.keywords, given.note or found.note)
         return found
-
-    def restores_plain_fields(self, kind: type) -> bool:
-        return any(library.restores_plain_fields(kind) for library in self._imported())
 
     def can_fuse_loss(self, model: nn.Module) -> bool:
         return any(library.can_fuse_loss(model) for library in self._imported())

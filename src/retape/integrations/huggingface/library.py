@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from retape.integrations.huggingface.fused_loss import can_fuse_loss, chunk_within, fuse_loss, is_fused, unfuse_loss
-from retape.integrations.huggingface.kv_cache import CACHES, is_cache_class
+from retape.integrations.huggingface.kv_cache import CACHES
 from retape.torch.model_libraries import ModelLibrary, RegionArguments
 
 
@@ -27,9 +27,6 @@ class HuggingFace(ModelLibrary):
         self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> RegionArguments:
         return CACHES.left_out(module, arguments, keywords)
-
-    def restores_plain_fields(self, kind: type) -> bool:
-        return is_cache_class(kind)
 
     def can_fuse_loss(self, model: nn.Module) -> bool:
         return can_fuse_loss(model)

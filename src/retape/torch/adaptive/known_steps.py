@@ -18,7 +18,7 @@ from retape.core.errors import StateChanged
 from retape.torch.capture import rng
 from retape.torch.capture.mutation import version_of
 from retape.torch.capture.signature import Signature
-from retape.torch.compat import compiler_internals, process_internals
+from retape.torch.compat import compiler_internals, hook_internals, process_internals
 from retape.torch.engine.slots import tensors_of
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class UnmanagedStep:
         self._without_backward += 1
         for tensor in tensors_of(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(self._backward_began)
+                hook_internals.on_gradient(tensor, self._backward_began)
                 return
 
     @compiler_internals.left_alone

@@ -186,7 +186,7 @@ def _collect(value: Any, found: dict[int, Holder], depth: int) -> None:
     if isinstance(container, (list, deque)):
         found[id(container)] = ListHolder(container)
     elif isinstance(container, dict):
-        found[id(container)] = DictHolder(container)
+        found[id(container)] = DictHolder(container, dict(container))
     for inner in list(container.values() if isinstance(container, dict) else container):
         _collect(inner, found, depth + 1)
 

@@ -1,9 +1,9 @@
 """Capture of a call: its tensors at any depth, the modules and closures behind it, and how to call it once more.
 
 `capture_call` walks a function and its arguments once. The result can be called again with the same state: containers of arguments
-are rebuilt, closure variables and globals are those of the first run, and what modules, lists and dicts held can be put back
-(`containers.py`). A `Snapshot` checks versions of the tensors before that. Ordinary objects are followed for their tensors alone.
-Everything reachable is walked; a warning is logged once where that is more than 100,000 objects.
+are rebuilt, closure variables and globals are those of the first run, and what modules, objects, lists and dicts held can be put back
+(`containers.py`). A `Snapshot` checks versions of the tensors before that. Everything reachable is walked; a warning is logged once
+where that is more than 100,000 objects.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retape.torch.capture.containers import (
     ATOMS,
-    BLANKS,
+    LEFT,
     WEAK_PROXIES,
+    ArrayHolder,
     DictHolder,
     ListHolder,
+    PlaceHolder,
+    SetHolder,
     SlotHolder,
-    StateFields,
-    is_saved,
     saved_item,
 )
 from retape.torch.capture.functions import (
@@ -40,15 +42,17 @@ from retape.torch.capture.functions import (
     RRELU,
     CompiledCall,
     Opaque,
+    Place,
+    fields_are_restored,
     frozen_copy,
     may_decide,
     may_write_unseen,
     names_of_function,
+    places_of_function,
 )
 from retape.torch.capture.module_tree import TREES, ModuleTree
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals, process_internals
-from retape.torch.model_libraries import LIBRARIES
 
 
 class Leaf:
@@ -227,7 +231,15 @@ class Call:
         self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
         self.decides = self.decides or may_decide(names)
         self.writes_unseen = self.writes_unseen or may_write_unseen(names)
+        self._meet_places(places_of_function(function))
         self._meet_all(_behind_function(function))
+
+    def _meet_places(self, places: tuple[Place, ...]) -> None:
+        """Add globals and class attributes that helpers read."""
+        if places:
+            values = [place.get(LEFT) for place in places]
+            self.holders.append(PlaceHolder(places, values))
+            self._meet_all([value for value in values if type(value) not in ATOMS])
 
     def _visit_wrapper(self, value: Any) -> None:
         """Visit the function and the object behind a method, a partial or a compiled call."""
@@ -239,17 +251,29 @@ class Call:
             self.meet(value.__self__)
 
     def _visit_object(self, value: Any) -> None:
+        kind: Any = type(value)
         try:
-            if isinstance(value, (tuple, set, frozenset)):
-                self._meet_all(tuple(value))
             if type(getattr(value, "__dict__", None)) is dict:
-                follow = self._meet_state if LIBRARIES.restores_plain_fields(type(value)) else self._follow
-                follow(value.__dict__)
-            kind: Any = type(value)
+                if fields_are_restored(kind):
+                    self._follow(value.__dict__)
+                else:
+                    self._meet_all(tuple(value.__dict__.values()))
             if _has_slots(kind):  # a subclass may have a dict beside the slots of its base
                 self._meet_slots(value)
         except Exception:  # user code (a property, __getattr__) raised: the object is not followed
             return
+
+    def _visit_items(self, value: Any) -> None:
+        """Visit a tuple or a set, which may have fields too."""
+        self._meet_all(tuple(value))
+        if type(value) is set and ATOMS.issuperset(map(type, value)):
+            self.holders.append(SetHolder(value))
+        elif type(value) is not tuple:
+            self._visit_object(value)
+
+    def _visit_array(self, array: np.ndarray[Any, Any]) -> None:
+        if array.nbytes <= TUNING.small_bytes and array.flags.writeable and not array.dtype.hasobject:
+            self.holders.append(ArrayHolder(array))
 
     def _meet_modules(self, root: nn.Module, *, last: bool = False) -> None:
         """Add what a tree of modules holds; nothing that could be a part of it is met after the `last` one."""
@@ -276,47 +300,30 @@ class Call:
             self.writes_unseen = self.writes_unseen or layout.writes_unseen
             self.statistics |= tree.statistics or _NOTHING
             self.renormalised |= tree.renormalised or _NOTHING
-        elif last and not tree.others:
+        elif last and not tree.others and not layout.places:
             return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
+        self._meet_places(layout.places)
         others, tree.others = tree.others, ()
         if others:
             self._meet_all(others)
 
     def _follow(self, container: dict[Any, Any]) -> None:
-        """Add a dict that is no module's: its tensors count, its plain values are the user's own."""
-        holder = DictHolder(container)
-        self.holders.append(holder)
-        holder.blanks = blanks = dict(container)
-        for key, value in [(key, value) for key, value in container.items() if type(value) not in ATOMS]:
+        """Add a dict that is no module's."""
+        saved = dict(container)
+        self.holders.append(DictHolder(container, saved))
+        for key, value in [(key, value) for key, value in saved.items() if type(value) not in ATOMS]:
             kind: Any = type(value)
             if issubclass(kind, Tensor):
                 self._place(container, key, value)
             else:
                 self.meet(value)
-            if is_saved(value):
-                holder.saved[key] = saved_item(value)
-            if key in holder.saved or kind not in BLANKS:
-                del blanks[key]
-
-    def _meet_state(self, fields: dict[str, Any]) -> None:
-        """Follow an object whose plain fields describe its tensors: the dicts behind it are restored whole."""
-        before, around = len(self.holders), self._pending
-        self._pending = []
-        try:
-            self._follow(fields)
-            while self._pending:
-                self._visit(self._pending.pop())
-        finally:  # user code may raise; the rest of the walk goes on
-            around += self._pending
-            self._pending = around
-        met = self.holders[before:]
-        self.holders[before:] = [StateFields(each.container) if type(each) is DictHolder else each for each in met]
+            saved[key] = saved_item(value)
 
     def _meet_slots(self, value: Any) -> None:
         names = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-        if not getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False):
+        if fields_are_restored(type(value)):
             self.holders.append(SlotHolder(value, names))
         for name in names:
             self.meet(getattr(value, name, None))
@@ -428,8 +435,8 @@ def _visitor_of(kind: type) -> _Visitor | None:
     for classes, visitor in _VISITORS:
         if issubclass(kind, classes):
             return visitor
-    # PyTorch's own objects (FSDP's state, process groups) keep their own record.
-    return None if str(getattr(kind, "__module__", "")).startswith("torch.") else Call._visit_object
+    # PyTorch's own objects (FSDP's state, process groups) keep their own record, and so do those of retape.
+    return None if str(getattr(kind, "__module__", "")).startswith(("torch.", "retape.")) else Call._visit_object
 
 
 _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
@@ -440,7 +447,8 @@ _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
     ((types.MethodType, functools.partial, CompiledCall), Call._visit_wrapper),
     ((weakref.ReferenceType, *WEAK_PROXIES), Call._visit_weak),
     (_NOT_FOLLOWED, None),
-    ((tuple, set, frozenset), Call._visit_object),  # PyTorch's own too: `torch.return_types.max`, PackedSequence
+    ((tuple, set, frozenset), Call._visit_items),  # PyTorch's own too: `torch.return_types.max`, PackedSequence
+    (np.ndarray, Call._visit_array),
 )
 
 

@@ -1,9 +1,8 @@
 """Containers that a region can reach (a module's fields, a list in a closure), and what they held when it first ran.
 
-A re-run sees the contents of the first run; afterwards the contents are those of before the re-run, whatever it put there. Tensors and
-modules count, alone or inside tuples, lists and dicts; so do callables and objects that lead to them (`is_restored`), and plain values
-of modules. Other plain values are left as they are. Each class here has `enter` (restore the contents of the first run) and `leave`
-(put back those found by `enter`).
+A re-run sees the contents of the first run; afterwards the contents are those of before the re-run, whatever it put there. Objects are
+put back by identity, plain values too; of PyTorch's own objects and of objects of C types nothing is held (`LEFT`). Each class here has
+`enter` (restore the contents of the first run) and `leave` (put back those found by `enter`).
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import operator
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,10 +23,9 @@ from torch import Tensor, nn
 ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
-# Placeholders that a tensor may replace later: `cache.keys = None`, `losses["aux"] = 0`, an empty list.
-BLANKS = ATOMS | {list, tuple, dict}
 OWN_FIELDS = frozenset(nn.Module().__dict__)
 _ABSENT = object()
+LEFT = object()  # in place of an object that is not held and not put back
 
 
 def tracked(tensor: Tensor) -> Tensor:
@@ -63,8 +62,9 @@ def _has_history(item: Any) -> bool:
 
 
 WEAK_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
-# Classes of objects through which tensors or modules are reached; a `torch.Generator` is state itself.
+# Classes of objects through which tensors or modules are reached; a `torch.Generator` and numbers of numpy are state themselves.
 _LEADING_TO_STATE = (
+    *(np.ndarray, np.generic),
     *(nn.Module, tuple, list, dict, deque, set, frozenset, torch.Generator),
     *(functools.partial, types.MethodType, types.FunctionType, weakref.ReferenceType),
     *WEAK_PROXIES,
@@ -99,146 +99,214 @@ def holds_state(item: Any) -> bool:
     return False
 
 
-def is_saved(item: Any) -> bool:
-    """True if a key of a plain dict, or a slot, that holds `item` is put back; a container only if it holds state."""
-    kind: Any = type(item)
-    return holds_state(item) if issubclass(kind, (tuple, list, dict)) else issubclass(kind, Tensor) or is_restored(kind)
-
-
 def saved_item(item: Any) -> Any:
-    """Return an item as it is kept for a re-run: without history, where that is not inside an object of its own."""
-    return without_history(tracked_item(item))
+    """Return an item as it is kept for a re-run: without history, where that is not inside an object of its own; or `LEFT`."""
+    kind: Any = type(item)
+    if kind in ATOMS or kind in _HARMLESS:
+        return item
+    if issubclass(kind, Tensor):
+        return tracked(item)
+    return without_history(tracked_item(item)) if is_restored(kind) else LEFT
 
 
-def _to_undo(blanks: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
-    """Return the keys whose placeholder a tensor has replaced, and the bools beside them."""
-    get = now.get
-    came = [
-        key
-        for key, then in blanks.items()
-        if (value := get(key)) is not then and type(value) not in ATOMS and holds_state(value) and not holds_state(then)
-    ]
-    if not came:
-        return came
-    return came + [key for key, then in blanks.items() if type(then) is bool and type(now.get(key)) is bool]
+_HARMLESS = frozenset({type, types.ModuleType, types.BuiltinFunctionType})
 
 
 class DictHolder:
-    """A dict, and what some of its keys held.
+    """A dict that is no module's, or the fields of an object, and what was in it."""
 
-    `saved` values are put back, settings and counters among them, so that none is counted twice. `blanks` are placeholders under
-    other keys: one is put back where a tensor has replaced it since, and the bools beside it too, because a flag such as
-    `is_initialized` describes that tensor.
-    """
+    __slots__ = ("_found", "container", "saved")
 
-    __slots__ = ("_count", "_kept", "_undone", "blanks", "container", "saved")
-
-    def __init__(self, container: dict[Any, Any]) -> None:
+    def __init__(self, container: dict[Any, Any], saved: dict[Any, Any]) -> None:
+        """`saved` has the `saved_item` of each value."""
         self.container = container
-        self.saved: dict[Any, Any] = {}
-        self.blanks: dict[Any, Any] = {}
-        self._count = len(container)
-        self._kept: dict[Any, Any] | None = None
-        self._undone: list[Any] = []
+        self.saved = saved
+        self._found: dict[Any, Any] | None = None
 
     def enter(self) -> None:
-        container = self.container
-        self._kept = dict(container)
-        if len(container) > self._count:  # keys added since are the last ones
-            for key in list(container)[self._count :]:
-                if key not in self.saved and holds_state(container[key]):
-                    del container[key]
-        for key, value in self.saved.items():
-            now = container.get(key, _ABSENT)
-            if now is not value and not _same(now, value):
-                container[key] = value
-        self._undone = _to_undo(self.blanks, container)
-        container.update({key: self.blanks[key] for key in self._undone})
+        self._found = found = dict(self.container)
+        if not _is_alike(found, self.saved):
+            _put(self.container, _present_or_saved(found, self.saved))
 
     def leave(self) -> None:
-        kept, self._kept = self._kept, None
-        undone, self._undone = self._undone, []
-        if kept is None:
-            return
-        container = self.container
-        if len(kept) == len(container) and all(map(operator.is_, container.values(), kept.values())):
-            return
-        for key in [*kept, *[key for key in container if key not in kept]]:
-            old, new = kept.get(key, _ABSENT), container.get(key, _ABSENT)
-            if old is new or not (key in self.saved or key in undone or holds_state(old) or holds_state(new)):
-                continue
-            if old is _ABSENT:
-                del container[key]
-            else:
-                container[key] = old
+        found, self._found = self._found, None
+        if found is not None and not _is_alike(self.container, found):
+            _put(self.container, found)
 
 
-class StateFields(DictHolder):
-    """The fields of an object whose plain values describe its tensors, such as the length of a key-value cache.
-
-    Elsewhere plain values are the user's own. Here a re-run must see them as they were, and must not count twice.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, container: dict[Any, Any]) -> None:
-        super().__init__(container)
-        self.saved = {key: tracked_item(value) for key, value in container.items() if _is_state(value)}
-
-    def enter(self) -> None:
-        super().enter()
-        for key in [key for key, value in self.container.items() if _is_state(value) and key not in self.saved]:
-            del self.container[key]
-
-    def leave(self) -> None:
-        """Put everything back as it was before the re-run, in the same order."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            self.container.clear()
-            self.container.update(kept)
+def _is_alike(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """True if two dicts hold the same objects under the same keys, in the same order."""
+    return (
+        len(one) == len(other)
+        and all(map(operator.is_, one.values(), other.values()))
+        and all(map(operator.is_, one, other))
+    )
 
 
-def _is_state(value: Any) -> bool:
-    return type(value) in ATOMS or isinstance(value, Tensor)
+def _present_or_saved(now: dict[Any, Any], saved: dict[Any, Any]) -> dict[Any, Any]:
+    """Return what was saved, but tensors that are still there as they are, and of objects that were not held the present ones."""
+    kept = {key: now[key] if key in now and _same(now[key], value) else value for key, value in saved.items()}
+    return {key: value for key, value in kept.items() if value is not LEFT}
+
+
+def _put(container: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Make a dict hold these items, in this order; other threads may read those that stay."""
+    for key in [key for key in container if key not in items]:
+        del container[key]
+    for key, value in items.items():
+        if key not in container or container[key] is not value:
+            container[key] = value
+    if not all(map(operator.is_, container, items)):
+        container.clear()
+        for key, value in items.items():  # `update` of a Counter adds
+            container[key] = value
 
 
 class ListHolder:
     """A list or deque, and what it held."""
 
-    __slots__ = ("_kept", "container", "saved")
+    __slots__ = ("_found", "container", "saved")
 
     def __init__(self, container: list[Any] | deque[Any]) -> None:
         self.container = container
         self.saved = list(container)
         if not ATOMS.issuperset(map(type, self.saved)):
-            self.saved = [tracked_item(item) for item in self.saved]
-        self._kept: list[Any] | None = None
+            self.saved = [without_history(tracked_item(item)) for item in self.saved]
+        self._found: list[Any] | None = None
 
     def enter(self) -> None:
-        self._kept = list(self.container)
-        self._put(self.saved, _same)
+        self._found, saved = list(self.container), self.saved
+        found = self._found
+        if len(found) != len(saved) or not (all(map(operator.is_, found, saved)) or all(map(_same, found, saved))):
+            self._put(saved)
 
     def leave(self) -> None:
-        if self._kept is not None:
-            self._put(self._kept, operator.is_)
-            self._kept = None
+        found, self._found = self._found, None
+        if found is not None and (
+            len(found) != len(self.container) or not all(map(operator.is_, self.container, found))
+        ):
+            self._put(found)
 
-    def _put(self, items: list[Any], same: Callable[[Any, Any], bool]) -> None:
-        if len(self.container) == len(items) and all(map(same, self.container, items)):
-            return
-        # A list of plain values, such as a counter or a log, is left to the user.
-        if not ATOMS.issuperset(map(type, (*self.container, *items))):
+    def _put(self, items: list[Any]) -> None:
+        self.container.clear()
+        self.container.extend(items)
+
+
+class SetHolder:
+    """A set of plain values, and what it held."""
+
+    __slots__ = ("_found", "container", "saved")
+
+    def __init__(self, container: set[Any]) -> None:
+        self.container = container
+        self.saved = set(container)
+        self._found: set[Any] | None = None
+
+    def enter(self) -> None:
+        self._found = set(self.container)
+        self._put(self.saved)
+
+    def leave(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            self._put(found)
+
+    def _put(self, items: set[Any]) -> None:
+        if self.container != items:
             self.container.clear()
-            self.container.extend(items)
+            self.container.update(items)
 
 
-class ModuleHolder(DictHolder):
+class ArrayHolder:
+    """A small array of numpy, and the bytes that it held: a write to it has no version."""
+
+    __slots__ = ("_found", "container", "saved")
+
+    def __init__(self, container: np.ndarray[Any, Any]) -> None:
+        self.container = container
+        self.saved = container.tobytes()
+        self._found: bytes | None = None
+
+    def enter(self) -> None:
+        self._found = self.container.tobytes()
+        self._put(self._found, self.saved)
+
+    def leave(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            self._put(self.container.tobytes(), found)
+
+    def _put(self, now: bytes, wanted: bytes) -> None:
+        array = self.container
+        if now != wanted and len(now) == len(wanted):
+            array[...] = np.frombuffer(wanted, dtype=array.dtype).reshape(array.shape)
+
+
+class SlotHolder:
+    """An object with slots, and what they held."""
+
+    __slots__ = ("_found", "_object", "_saved")
+
+    def __init__(self, value: Any, names: list[str]) -> None:
+        self._object = value
+        held = _slots(value, names).items()
+        self._saved = {name: item if item is _ABSENT else saved_item(item) for name, item in held}
+        self._found: dict[str, Any] = {}
+
+    def enter(self) -> None:
+        self._found = found = _slots(self._object, self._saved)
+        self._put({name: item for name, item in self._saved.items() if not _same(found[name], item)})
+
+    def leave(self) -> None:
+        found, self._found = self._found, {}
+        now = _slots(self._object, found)
+        self._put({name: item for name, item in found.items() if now[name] is not item})
+
+    def _put(self, items: dict[str, Any]) -> None:
+        for name, item in items.items():
+            if item is _ABSENT:
+                object.__delattr__(self._object, name)
+            elif item is not LEFT:
+                object.__setattr__(self._object, name, item)
+
+
+def _slots(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(value, name, _ABSENT) for name in names}
+
+
+class PlaceHolder:
+    """Globals and class attributes that helpers read, and what they were bound to."""
+
+    __slots__ = ("_found", "_saved", "places")
+
+    def __init__(self, places: Sequence[Any], values: list[Any]) -> None:
+        self.places = places
+        self._saved = values if ATOMS.issuperset(map(type, values)) else list(map(saved_item, values))
+        self._found: list[Any] = []
+
+    def enter(self) -> None:
+        self._found = found = [place.get(LEFT) for place in self.places]
+        if not all(map(operator.is_, found, self._saved)):
+            self._put(found, self._saved, _same)
+
+    def leave(self) -> None:
+        found, self._found = self._found, []
+        self._put([place.get(LEFT) for place in self.places], found, operator.is_)
+
+    def _put(self, now: list[Any], wanted: list[Any], same: Callable[[Any, Any], bool]) -> None:
+        # Nothing is wanted where it was not entered.
+        for place, present, value in zip(self.places, now, wanted, strict=False):
+            if value is not LEFT and not same(present, value):
+                place.put(value)
+
+
+class ModuleHolder:
     """A module's fields and its dicts of parameters, buffers, children and forward hooks. Made only where something has changed.
 
     Fields of any kind that were added since are absent in a re-run: code may ask `hasattr` or `vars`.
     """
 
-    __slots__ = ("_dicts", "_kept_dicts", "_names", "_saved_dicts")
+    __slots__ = ("_dicts", "_fields", "_found", "_found_dicts", "_names", "_saved", "_saved_dicts")
 
     def __init__(
         self,
@@ -248,96 +316,42 @@ class ModuleHolder(DictHolder):
         dicts: tuple[dict[Any, Any], ...],
         saved_dicts: list[dict[Any, Any]],
     ) -> None:
-        self.container = fields
-        self.saved = saved
-        self.blanks = _EMPTY
-        self._undone = []
-        self._count = len(names)
-        self._names = names
-        self._kept = None
-        self._dicts = dicts
-        self._saved_dicts = saved_dicts
-        self._kept_dicts: list[dict[Any, Any]] = []
+        self._fields, self._names, self._saved = fields, names, saved
+        self._dicts, self._saved_dicts = dicts, saved_dicts
+        self._found: dict[str, Any] | None = None
+        self._found_dicts: list[dict[Any, Any]] = []
 
     def entered_with(self, fields: dict[str, Any]) -> None:
         """Act as if entered while the module had these fields, and its dicts the entries of the first run."""
-        self._kept = fields
-        self._kept_dicts = self._saved_dicts
+        self._found = {**self._fields, **fields}
+        for name in self._found.keys() - set(self._names):  # the re-run has added them
+            del self._found[name]
+        self._found_dicts = self._saved_dicts
 
     def enter(self) -> None:
-        super().enter()
-        fields = self.container
-        if len(fields) != len(self._names) or not all(map(fields.__contains__, self._names)):
-            self._undone = [key for key in fields if key not in self._names]
-            for key in self._undone:
-                del fields[key]
-        self._kept_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
+        fields = self._fields
+        self._found = found = dict(fields)
+        present = {name: found.get(name, LEFT) for name in self._names}
+        wanted = _present_or_saved(found, {**present, **self._saved})
+        if not _is_alike(found, wanted):
+            _put(fields, wanted)
+        self._found_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
         for part, then in zip(self._dicts, self._saved_dicts, strict=True):
             if (part or then) and not _is_alike(part, then):
-                _put_all(part, then)
+                _put(part, _present_or_saved(part.copy(), then))
 
     def leave(self) -> None:
-        super().leave()
-        for part, kept in zip(self._dicts, self._kept_dicts, strict=True):
-            if (part or kept) and not _is_alike(part, kept):
-                part.clear()
-                part.update(kept)
+        found, self._found = self._found, None
+        if found is None:
+            return
+        if not _is_alike(self._fields, found):
+            _put(self._fields, found)
+        for part, then in zip(self._dicts, self._found_dicts, strict=True):
+            if (part or then) and not _is_alike(part, then):
+                _put(part, then)
 
 
 _EMPTY: dict[Any, Any] = {}
-
-
-def _is_alike(part: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """True if two dicts hold the same objects under the same names, in the same order."""
-    return list(part) == list(other) and all(map(operator.is_, part.values(), other.values()))
-
-
-def _put_all(part: dict[Any, Any], then: dict[Any, Any]) -> None:
-    """Make a dict hold what it held, but keep a tensor that is still there."""
-    now = part.copy()
-    part.clear()
-    part.update({key: now[key] if key in now and _same(now[key], value) else value for key, value in then.items()})
-
-
-class SlotHolder:
-    """An object with slots: the tensors, modules and objects in them, and placeholders that a tensor may replace later."""
-
-    __slots__ = ("_blanks", "_kept", "_object", "_saved", "_undone")
-
-    def __init__(self, value: Any, names: list[str]) -> None:
-        self._object = value
-        held = {name: getattr(value, name, _ABSENT) for name in names}
-        self._saved = {name: saved_item(item) for name, item in held.items() if is_saved(item)}
-        self._blanks = {
-            name: item
-            for name, item in held.items()
-            if name not in self._saved and (item is _ABSENT or type(item) in BLANKS)
-        }
-        self._kept: dict[str, Any] = {}
-        self._undone: list[str] = []
-
-    def enter(self) -> None:
-        self._kept = kept = {name: getattr(self._object, name, _ABSENT) for name in (*self._saved, *self._blanks)}
-        for name, tensor in self._saved.items():
-            if not _same(kept[name], tensor):
-                setattr(self._object, name, tensor)
-        self._undone = _to_undo(self._blanks, kept)
-        for name in self._undone:
-            self._put(name, self._blanks[name])
-
-    def leave(self) -> None:
-        for name, value in self._kept.items():
-            now = getattr(self._object, name, _ABSENT)
-            ours = name in self._saved or name in self._undone or holds_state(now) or holds_state(value)
-            if now is not value and ours:
-                self._put(name, value)
-        self._kept, self._undone = {}, []
-
-    def _put(self, name: str, value: Any) -> None:
-        if value is _ABSENT:
-            delattr(self._object, name)
-        else:
-            setattr(self._object, name, value)
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
@@ -358,7 +372,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 def _same(now: Any, then: Any) -> bool:
     """True if a container still holds the same object, or the tensor of which a detached alias was saved."""
-    if now is then:
+    if now is then or then is LEFT:
         return True
     if isinstance(now, Tensor) and isinstance(then, Tensor):
         return _same_memory(now, then)

@@ -1,4 +1,4 @@
-"""Functions that a call runs: the names that their code mentions, copies over variables of their own, and retape's own callables.
+"""Functions that a call runs: the names in their code, which are a library's, copies over variables of their own, retape's callables.
 
 Names say what a region may run, not what it runs, so that costly precautions are taken only where they may matter. Each code object
 is read once.
@@ -6,13 +6,20 @@ is read once.
 
 from __future__ import annotations
 
+import argparse
+import builtins
+import dis
+import sys
+import sysconfig
 import types
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
 # Functions whose integer, boolean or Python results decide what is computed next (`decisions.py`).
@@ -73,16 +80,16 @@ def _names(function: types.FunctionType) -> frozenset[str]:
         if id(each.__code__) in seen or (each.__module__ or "").startswith(("torch.", "retape.")):
             continue
         seen.add(id(each.__code__))
-        _add_names(each.__code__, found)
+        found |= names_in(each.__code__)
         pending += _called(each)
     return frozenset(found)
 
 
-def _add_names(code: types.CodeType, found: set[str]) -> None:
-    found.update(code.co_names)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            _add_names(inner, found)
+@lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the globals and attributes that code names, with those of functions that are made in it."""
+    inner = [names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def _called(function: types.FunctionType) -> list[types.FunctionType]:
@@ -94,6 +101,174 @@ def _called(function: types.FunctionType) -> list[types.FunctionType]:
         except ValueError:  # a variable that has no value yet
             continue
     return [value for value in found if type(value) is types.FunctionType]
+
+
+@lru_cache(maxsize=4096)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code reads as globals, with those of functions that are made in it."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(found).union(*[globals_in(item) for item in code.co_consts if isinstance(item, types.CodeType)])
+
+
+# --- libraries --------------------------------------------------------------------------------------------------------
+
+_LIBRARIES = frozenset({"torch", "numpy", "retape", "triton", "builtins", "tqdm", "rich", "wandb"})
+_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_STANDARD = sysconfig.get_path("stdlib")
+# Classes of libraries in whose objects users keep settings.
+SETTINGS_OBJECTS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
+
+
+@cache
+def is_library(name: str) -> bool:
+    """True for modules of the standard library, torch, numpy, retape, and of packages that only report, as tqdm does."""
+    top = name.partition(".")[0]
+    if top in _LIBRARIES:
+        return True
+    if top not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(top), "__file__", None)  # a user's file may have the name of a library's
+    return file is None or (file.startswith(_STANDARD) and "site-packages" not in file)
+
+
+@lru_cache(maxsize=4096)
+def of_library(kind: Any) -> bool:
+    """True if a class belongs to a library; one made by `exec` claims to be built in, and is not."""
+    name = str(getattr(kind, "__module__", None) or "builtins")
+    return is_library(name) and not (name == "builtins" and kind.__flags__ & _MADE_AT_RUN_TIME)
+
+
+def fields_are_restored(kind: type) -> bool:
+    """True if a re-run sees the plain fields of such an object as they were; those of a library's lock, pool or file change at any time."""
+    return not of_library(kind) or issubclass(kind, SETTINGS_OBJECTS)
+
+
+# --- globals and class attributes ---------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """One name among the globals of a Python module, or among the attributes of a class."""
+
+    values: Mapping[str, Any]
+    owner: type | None  # the class
+    name: str
+
+    def get(self, default: Any) -> Any:
+        return self.values.get(self.name, default)
+
+    def put(self, value: Any) -> None:
+        if self.owner is not None:
+            setattr(self.owner, self.name, value)
+        elif isinstance(self.values, dict):
+            self.values[self.name] = value
+
+
+@lru_cache(maxsize=4096)
+def places_of_classes(kinds: frozenset[type]) -> tuple[Place, ...]:
+    """Return the globals and class attributes that the forwards of modules of these classes may read, also through helpers."""
+    return _Places((), kinds).found()
+
+
+class _PlacesByCode:
+    """Places found before, by the id of the code object, which is kept so that no other object gets its id."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[types.CodeType, tuple[Place, ...]]] = {}
+
+    def of(self, function: types.FunctionType) -> tuple[Place, ...]:
+        """Return the globals and class attributes that a function may read through others; its own globals are not among them."""
+        code = function.__code__
+        known = self._found.get(id(code))
+        if known is None:
+            own = set(code.co_names)
+            found = _Places((function,), ()).found()
+            found = tuple([p for p in found if p.values is not function.__globals__ or p.name not in own])
+            known = self._found[id(code)] = (code, found)
+        return known[1]
+
+
+places_of_function = _PlacesByCode().of
+
+
+class _Places:
+    """A walk through functions, classes and Python modules that code names; libraries are not entered, nor closures of the roots."""
+
+    def __init__(self, functions: Iterable[types.FunctionType], kinds: Iterable[type]) -> None:
+        self._roots = list(functions)
+        self._pending = list(self._roots)
+        self._names = set(_CALLED_BY_TORCH)
+        self._spaces: dict[int, tuple[Mapping[str, Any], type | None, set[str]]] = {}
+        self._seen: set[int] = set()
+        self._places: dict[tuple[int, str], Place] = {}
+        for kind in kinds:
+            self._enter_class(kind)
+
+    def found(self) -> tuple[Place, ...]:
+        while self._pending or self._named_since():
+            while self._pending:
+                self._enter_function(self._pending.pop())
+        return tuple(self._places.values())
+
+    def _named_since(self) -> bool:
+        """Enter attributes of classes and modules that code met since has named; True if that led to functions."""
+        for values, owner, done in list(self._spaces.values()):
+            for name in (self._names & values.keys()) - done:
+                done.add(name)
+                self._meet(values, owner, name, values[name])
+        return bool(self._pending)
+
+    def _enter_function(self, function: types.FunctionType) -> None:
+        space = function.__globals__
+        if id(function.__code__) in self._seen or is_library(str(space.get("__name__") or "")):
+            return
+        self._seen.add(id(function.__code__))
+        self._names |= names_in(function.__code__)
+        for name in globals_in(function.__code__) - vars(builtins).keys() - space.keys():  # no value yet
+            self._places.setdefault((id(space), name), Place(space, None, name))
+        for name in globals_in(function.__code__) & space.keys():
+            self._meet(space, None, name, space[name])
+        if function not in self._roots:
+            self._pending += _called(function)
+
+    def _enter_class(self, kind: type) -> None:
+        """Register the attributes of a class; an object of it may be made in the call, but not a module."""
+        for base in kind.__mro__:
+            if not of_library(base) and id(base) not in self._spaces:
+                made = set() if issubclass(kind, nn.Module) else {"__init__"} & vars(base).keys()
+                self._spaces[id(base)] = (vars(base), base, {"__init__"})
+                self._pending += [value for value in map(vars(base).get, made) if type(value) is types.FunctionType]
+
+    def _meet(self, values: Mapping[str, Any], owner: type | None, name: str, value: Any) -> None:
+        value = _behind_descriptor(value)
+        kind: Any = type(value)
+        if kind is types.FunctionType:
+            self._pending.append(value)
+        elif isinstance(value, type):
+            self._enter_class(value)
+        elif isinstance(value, types.ModuleType):
+            if not is_library(value.__name__):
+                self._spaces.setdefault(id(value), (vars(value), None, set()))
+        elif not name.startswith("__") and (issubclass(kind, _READ) or not of_library(kind)):
+            self._places.setdefault((id(values), name), Place(values, owner, name))
+
+
+_CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "__call__"})
+_READ = (
+    *(type(None), int, float, complex, str, bytes, slice, range, torch.dtype, torch.device),
+    *(Tensor, dict, list, tuple, set, deque, np.ndarray, torch.Generator, *SETTINGS_OBJECTS),
+)
+
+
+def _behind_descriptor(value: Any) -> Any:
+    """Return the function behind a static or class method, a property or a function with a cache; other values unchanged."""
+    if type(value) in (staticmethod, classmethod):
+        return value.__func__
+    if type(value) is _CACHED:
+        return value.__wrapped__
+    return value.fget if type(value) is property else value
+
+
+_CACHED = type(lru_cache(lambda: None))
 
 
 # --- a function over variables of its own -----------------------------------------------------------------------------

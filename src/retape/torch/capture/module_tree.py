@@ -29,7 +29,7 @@ from retape.torch.capture.containers import (
     tracked,
     without_history,
 )
-from retape.torch.capture.functions import RRELU, may_decide, may_write_unseen, names_of_class
+from retape.torch.capture.functions import RRELU, may_decide, may_write_unseen, names_of_class, places_of_classes
 from retape.torch.compat import internals, process_internals
 
 _PARAMETER = frozenset({nn.Parameter})
@@ -80,6 +80,7 @@ class TreeLayout:
         "pick_content",
         "pick_hooks",
         "pick_switches",
+        "places",
         "renormalised",
         "restored_count",
         "setting_numbers",
@@ -102,6 +103,7 @@ class TreeLayout:
         self.fills_what_it_saved = nn.RReLU in map(type, modules) or not RRELU.isdisjoint(names)
         self.decides = may_decide(names)
         self.writes_unseen = may_write_unseen(names)
+        self.places = places_of_classes(frozenset(map(type, modules)))
         fields = list(map(_vars, modules))
         self.field_names = list(map(tuple, fields))
         self.field_lengths = list(map(len, fields))

@@ -11,7 +11,6 @@ are recorded by identity or by name. State in a `contextvars.ContextVar` or in `
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import decimal
 import enum
@@ -21,12 +20,10 @@ import hashlib
 import marshal
 import pathlib
 import re
-import sys
-import sysconfig
 import types
 import uuid
 import weakref
-from collections import UserDict, UserList, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -36,7 +33,14 @@ import torch
 from torch import Tensor, nn
 
 from retape.torch.capture.containers import ATOMS, OWN_FIELDS
-from retape.torch.capture.functions import CompiledCall, Opaque
+from retape.torch.capture.functions import (
+    SETTINGS_OBJECTS,
+    CompiledCall,
+    Opaque,
+    is_library,
+    names_in,
+    of_library,
+)
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import hook_internals
 
@@ -56,14 +60,7 @@ _TOLD_BY_REPR = (
     bytearray,
 )
 # Classes of libraries in whose objects users keep settings.
-_ENTERED = (
-    types.SimpleNamespace,
-    argparse.Namespace,
-    UserDict,
-    UserList,
-    torch.distributions.Distribution,
-    torch.distributions.Transform,
-)
+_ENTERED = (*SETTINGS_OBJECTS, torch.distributions.Distribution, torch.distributions.Transform)
 _C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CACHED = type(functools.lru_cache(lambda: None))
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
@@ -292,9 +289,10 @@ class Walk:
 
     def _attributes(self, path: Path, value: Any) -> list[tuple[Path, Any]]:
         """Return the attributes of an object of a user's class, such as a list with fields of its own."""
-        if of_library(type(value)):
+        kind: Any = type(value)
+        if of_library(kind):
             return []
-        self._add_class(path, type(value))
+        self._add_class(path, kind)
         return [((path, f".{name}"), field) for name, field in fields_of(value)]
 
     # --- objects ----------------------------------------------------------------------------------------------------
@@ -425,41 +423,6 @@ def path_text(path: Path) -> str:
 
 EXACT = frozenset({type(None), bool, int, float, complex, str, bytes})  # what `marshal` writes by value
 _NESTED = frozenset({list, tuple, dict})
-
-# --- libraries ------------------------------------------------------------------------------------------
-
-_LIBRARIES = frozenset({"torch", "numpy", "retape", "triton", "builtins", "tqdm", "rich", "wandb"})
-_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_STANDARD = sysconfig.get_path("stdlib")
-
-
-@functools.cache
-def is_library(name: str) -> bool:
-    """True for modules of the standard library, torch, numpy, retape, and of packages that only report, as tqdm does."""
-    top = name.partition(".")[0]
-    if top in _LIBRARIES:
-        return True
-    if top not in sys.stdlib_module_names:
-        return False
-    file = getattr(sys.modules.get(top), "__file__", None)  # a user's file may have the name of a library's
-    return file is None or (file.startswith(_STANDARD) and "site-packages" not in file)
-
-
-def of_library(kind: type) -> bool:
-    """True if a class belongs to a library; one made by `exec` claims to be built in, and is not."""
-    name = str(getattr(kind, "__module__", None) or "builtins")
-    return is_library(name) and not (name == "builtins" and kind.__flags__ & _MADE_AT_RUN_TIME)
-
-
-# --- names in code ----------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the globals and attributes that code names, with those of functions that are made in it."""
-    inner = [names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
-
 
 # --- contents of functions and objects ---------------------------------------------------------------------------
 

@@ -505,7 +505,7 @@ class RestoredState:
                 self._undo_writes()
             if _any_hooks(self._leaves):
                 drop_hooks(self._leaves, self._hook_counts or [_NO_HOOKS] * len(self._leaves))
-            for holder in self._snapshot._call.holders:
+            for holder in reversed(self._snapshot._call.holders):
                 holder.leave()
             if self._swap is not None:
                 SWAPS.end(self._swap)

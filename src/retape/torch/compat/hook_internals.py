@@ -34,6 +34,23 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook` in backward, when the gradient of a tensor is known.
+
+    `Tensor.register_hook` alone ends in a segmentation fault (torch 2.13) on a view whose base was written in place afterwards:
+
+        base = torch.zeros(4, requires_grad=True) * 1
+        view = base[:2]
+        base.mul_(2)
+        view.register_hook(print)
+
+    It adds an empty dict of hooks before it reads `grad_fn`; reading that makes a new grad_fn for such a view, which removes the dict, and
+    PyTorch then registers a null pointer. A grad_fn that was read before is up to date.
+    """
+    _ = tensor.grad_fn
+    tensor.register_hook(hook)
+
+
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """True if a module has hooks that run in backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

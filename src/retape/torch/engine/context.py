@@ -212,5 +212,5 @@ def _keep(value: Any) -> Any:
 
 
 def recomputing() -> bool:
-    """True if the caller runs inside a re-run; for effects on plain Python objects that no re-run can undo."""
+    """True if the caller runs inside a re-run; for effects that no re-run can undo: a `print`, a file."""
     return any(run.rerun for run in current_runs())

@@ -181,9 +181,8 @@ class Region:
         call, contexts, transfers = self._call, self._contexts, self._transfers
         tensors, call.tensors = call.tensors, _NO_TENSORS
         running = THREAD.runs
-        watch = self.snapshot.watch_data() if call.writes_unseen and not is_compiled(call) else None
-        if watch is not None:
-            function = partial(_under, watch, function)
+        if call.writes_unseen:
+            function = self._watched(function)
         if transfers is None and self.observer is None:  # hooks first: they may be forbidden
             _push_hooks(self.save, unpack)
         else:
@@ -208,11 +207,22 @@ class Region:
         self.is_running = False
         if transfers is not None:
             transfers.finish_forward()
-        if contexts is not None:  # not repeatable
+        self._tell_others(outputs)
+        return outputs
+
+    def _tell_others(self, outputs: Any) -> None:
+        """Let later regions find what made the outputs, and the region around know that gradients are taken inside it."""
+        if self._contexts is not None:  # not repeatable
             _OUTPUTS.forget(outputs)
         elif self.policy.linkable:
             _OUTPUTS.register(self, outputs)
-        return outputs
+        if self.backward_inside and THREAD.runs:
+            THREAD.runs[-1].region.backward_inside = True  # its re-run must keep what this region may load there
+
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function under a mode that copies parameters whose `.data` it asks for, where it may write to them."""
+        watch = None if is_compiled(self._call) else self.snapshot.watch_data()
+        return function if watch is None else partial(_under, watch, function)
 
     def _run_within(
         self,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput, RegionError, StateChanged
 from retape.torch.capture.call import Call
-from retape.torch.capture.containers import ATOMS, OWN_FIELDS, DictHolder, ListHolder
+from retape.torch.capture.containers import ATOMS, OWN_FIELDS, DictHolder, ListHolder, PlaceHolder
 from retape.torch.capture.mutation import Copies, copyable, version_of, versions_of
 from retape.torch.compat import internals
 from retape.torch.loops.plan import LoopsTuning
@@ -73,6 +73,24 @@ class ClosureVariable(NamedTuple):
     @property
     def words(self) -> str:
         return f"its variable {self.name!r}"
+
+
+class ClassAttribute(NamedTuple):
+    """An attribute of a class that the code of a step names."""
+
+    owner: type
+    name: str
+
+    def get(self) -> Any:
+        return vars(self.owner).get(self.name, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        if value is not _ABSENT:
+            setattr(self.owner, self.name, value)
+
+    @property
+    def words(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
 
 
 class TensorMemory(NamedTuple):
@@ -136,7 +154,7 @@ class WholeList(NamedTuple):
         return f"a {type(self.container).__name__} that it reaches"
 
 
-Place = DictEntry | ClosureVariable | TensorMemory | WholeList
+Place = DictEntry | ClosureVariable | ClassAttribute | TensorMemory | WholeList
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -205,7 +223,7 @@ def _places_of(name: str, call: Call, function: Callable[..., Any], tuning: Loop
         for key, value in fields.items():
             if key not in OWN_FIELDS - {"training"} and type(value) in ATOMS:
                 yield DictEntry(fields, key)
-    for place in _variables(name, function, tuning.function_depth, set()):
+    for place in (*_variables(name, function, tuning.function_depth, set()), *_read_by_helpers(call)):
         value = place.get()
         if isinstance(value, Tensor):
             bound.add(id(value))
@@ -213,6 +231,17 @@ def _places_of(name: str, call: Call, function: Callable[..., Any], tuning: Loop
     for tensor in call.extras:
         if id(tensor) not in bound:
             yield TensorMemory(tensor)
+
+
+def _read_by_helpers(call: Call) -> Iterator[Place]:
+    """Yield the globals and class attributes that functions and modules behind a call name."""
+    for holder in call.holders:
+        for place in holder.places if isinstance(holder, PlaceHolder) else ():
+            found = (
+                DictEntry(place.values, place.name) if place.owner is None else ClassAttribute(place.owner, place.name)
+            )
+            if type(found.get()) in ATOMS or isinstance(found.get(), Tensor):
+                yield found
 
 
 def _dicts_of(call: Call) -> list[dict[Any, Any]]:
@@ -437,16 +466,24 @@ class SideState:
             now_held.append((place, ListItems.of(place.container) if isinstance(place, WholeList) else now))
             if not _same(now, before) and not (whole and index in self.changed):
                 place.put(before)
-        for holder in self._call.holders:
+        holders = [holder for holder in self._call.holders if not self._is_changed_list(holder)]
+        for holder in holders:
             holder.enter()
         try:
             yield
         finally:
-            for holder in reversed(self._call.holders):
+            for holder in reversed(holders):
                 holder.leave()
             for place, value in now_held:
                 if not _same(place.get(), value):
                     place.put(value)
+
+    def _is_changed_list(self, holder: Any) -> bool:
+        """True for a list that steps change: `restore` takes earlier contents of a long one from its present ones."""
+        lists = [self._places[index] for index in self.changed]
+        return isinstance(holder, ListHolder) and any(
+            isinstance(place, WholeList) and place.container is holder.container for place in lists
+        )
 
     # --- a run that continues in another process -----------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retape.torch.capture.settings import names_in, variables_of
+from retape.torch.capture.functions import names_in
+from retape.torch.capture.settings import variables_of
 from retape.torch.compat import hook_internals, internals
 
 _ATOMS = (int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device, torch.Size, Enum)

@@ -24,7 +24,7 @@ from torch import nn
 from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
 from retape.torch.capture.signature import Signature, elements, shapes, signature
-from retape.torch.compat import compiler_internals
+from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runner, managed_elsewhere
 from retape.torch.engine.host import offload
@@ -131,7 +131,7 @@ class Executor:
         """Learn of the backward, whichever of the outputs it starts from."""
         for tensor in tensors_of(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(self._backward_begins)
+                hook_internals.on_gradient(tensor, self._backward_begins)
 
     @compiler_internals.left_alone
     def _backward_begins(self, gradient: Any) -> None:

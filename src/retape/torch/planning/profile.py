@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from retape.torch.capture.call import capture_call
 from retape.torch.capture.signature import Signature, signature, weights_signature
+from retape.torch.compat import hook_internals
 from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine.context import is_plain, managed_elsewhere
 from retape.torch.engine.inputs import maker_of
@@ -176,7 +177,7 @@ class ProfileSession:
     def _watch_gradients(self, tensors: list[Tensor], phase: Phase, stage: int) -> None:
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self.mark(phase, stage))
+                hook_internals.on_gradient(tensor, lambda gradient: self.mark(phase, stage))
 
     def _note(self, region: Region, stage: int, module: nn.Module, inputs: Signature, tensors: list[Tensor]) -> None:
         name = region_name(self._names, module)

@@ -29,7 +29,7 @@ from torch import Tensor
 from retape.core.errors import OffloadError, RetapeError
 from retape.core.units import format_bytes
 from retape.torch.capture.mutation import checksum, hold, version_of
-from retape.torch.compat import compiler_internals, internals
+from retape.torch.compat import compiler_internals, hook_internals, internals
 from retape.torch.engine.host.copy_streams import STREAMS, TUNING, Chunk, Event, Pairs
 from retape.torch.engine.messages import different_values
 from retape.torch.engine.slots import Slot, SlotOwner, changed_in_place
@@ -493,7 +493,7 @@ def after_unmoved(tensors: list[Tensor]) -> None:
     last.prefetch_hooked = True
     for tensor in tensors:
         if tensor.requires_grad:
-            tensor.register_hook(partial(_prefetch, weakref.ref(last)))
+            hook_internals.on_gradient(tensor, partial(_prefetch, weakref.ref(last)))
             return
 
 
