@@ -1,6 +1,7 @@
 """Floors: never above what a person reaches by wrapping modules by hand, the same number wherever it is named, and real."""
 
 import copy
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import retape
 from retape.core.problem import OptionKind
 from retape.core.units import format_bytes
-from retape.errors import BudgetTooSmall
+from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch.engine.context import plain
 from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import storage_bytes
@@ -129,6 +130,43 @@ def test_slices_follow_the_mode_of_their_container():
     fitted.remove()
     with torch.no_grad():
         assert torch.equal(case.model(case.batch), wanted)
+
+
+def test_layers_of_a_divided_container_that_are_replaced():
+    case = flat_models.make("vgg")
+    fitted = fit(case, floor_of(case))
+    case.model.features[2] = copy.deepcopy(case.model.features[2])
+    with pytest.raises(InvalidInput, match=r"were replaced, added or removed. Call remove\(\) on the fit"):
+        run_step(case)
+    fitted.remove()
+    run_step(case)
+
+
+class HoldsInClosure(nn.Module):
+    """Gives functions without arguments to `retape.checkpoint`: the activation is in their closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        hidden = self.first(x).sin()
+        self.seen = weakref.ref(hidden)
+        return self.second(retape.checkpoint(lambda: hidden.cos().exp()))
+
+
+def test_a_planned_call_does_not_keep_what_its_closure_holds():
+    torch.manual_seed(0)
+    case = floor_models.FloorCase(
+        model=HoldsInClosure(), batch=torch.randn(64, 64), step=flat_models.square, by_hand=()
+    )
+    wanted = gradients(case)
+    fitted = fit(case, 1.0)
+    assert [choice.name for choice in fitted.record.assignment.choices if choice.is_checkpoint_call] == [
+        "checkpoint(HoldsInClosure.forward.<lambda>)"
+    ]
+    assert_equal(gradients(case), wanted)
+    assert case.model.seen() is None
 
 
 @pytest.mark.parametrize("name", ["functional", "graph_rounds", "layers"])

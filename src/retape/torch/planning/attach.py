@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,8 +151,15 @@ def _attached_class(kind: type, in_pieces: bool = False) -> type:
 
 
 def _run_pieces(module: nn.Module, input: Any) -> Any:
-    """Run a container piece by piece."""
-    for piece in _PIECES[module]:
+    """Run a container piece by piece; raise InvalidInput if it has other children than when it was divided."""
+    pieces = _PIECES[module]
+    divided = [part for piece in pieces for part in (piece if isinstance(piece, SequentialSlice) else (piece,))]
+    if not all(map(operator.is_, divided, module)) or len(divided) != len(module):  # type: ignore[arg-type, call-overload]
+        raise InvalidInput(
+            f"Layers of a {original_class(type(module)).__name__} that a fit runs in slices were replaced, added or removed. Call "
+            "remove() on the fit, and fit again."
+        )
+    for piece in pieces:
         if isinstance(piece, SequentialSlice):
             piece.training = module.training
         input = piece(input)
@@ -194,7 +202,7 @@ def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
 
 
 class CheckpointCall(nn.Module):
-    """Stands for a function that the model's code gives to `retape.checkpoint`; `weights` are those of its last call.
+    """Stands for a function that the model's code gives to `retape.checkpoint`; `weights` are what a running call reads.
 
     Functions with one code, and modules of one class, have one class here: their calls may be of one kind.
     """
@@ -278,9 +286,12 @@ class CheckpointCalls:
         if not as_given or current_runs() or managed_elsewhere():
             return NotImplemented
         region = self._region(function)
-        region.weights = (*call.extras, *call.state)
         region.training = all(root.training for root in call.roots)
-        return self._alone(region, function, arguments, keywords)
+        region.weights = (*call.extras, *call.state)
+        try:
+            return self._alone(region, function, arguments, keywords)
+        finally:
+            region.weights = ()  # a closure may hold an activation
 
     def _region(self, function: Callable[..., Any]) -> CheckpointCall:
         while isinstance(function, partial):
