@@ -152,9 +152,9 @@ def _attached_class(kind: type, in_pieces: bool = False) -> type:
 
 def _run_pieces(module: nn.Module, input: Any) -> Any:
     """Run a container piece by piece; raise InvalidInput if it has other children than when it was divided."""
-    pieces = _PIECES[module]
+    pieces, layers = _PIECES[module], list(cast(nn.Sequential, module))
     divided = [part for piece in pieces for part in (piece if isinstance(piece, SequentialSlice) else (piece,))]
-    if not all(map(operator.is_, divided, module)) or len(divided) != len(module):  # type: ignore[arg-type, call-overload]
+    if len(divided) != len(layers) or not all(map(operator.is_, divided, layers)):
         raise InvalidInput(
             f"Layers of a {original_class(type(module)).__name__} that a fit runs in slices were replaced, added or removed. Call "
             "remove() on the fit, and fit again."
