@@ -14,6 +14,7 @@ from retape.core.problem import OptionKind
 from retape.errors import BudgetTooSmall
 from retape.torch.engine.context import plain
 from support.comparing import assert_equal, seed
+from support.models import square
 from support.trials import NO_TURNS, fit_with
 
 WIDTH, DEPTH = 16, 4
@@ -61,7 +62,7 @@ class Dropping(Base):
         return retape.checkpoint(lambda x: F.dropout(self.part(x, layer), 0.3), x)
 
 
-class Counting(Base):
+class NormThatCounts(Base):
     """A norm that counts, in each of the calls."""
 
     def one(self, x, layer):
@@ -118,12 +119,8 @@ class Twice(Base):
 
 
 MODELS = (
-    Method, Closure, Partial, Reentrant, Dropping, Counting, Several, Nested, Modules, InPlace, Mixed, Twice
+    Method, Closure, Partial, Reentrant, Dropping, NormThatCounts, Several, Nested, Modules, InPlace, Mixed, Twice
 )  # fmt: skip
-
-
-def square(model, batch):
-    return model(batch).square().mean()
 
 
 def two_forwards(model, batch):

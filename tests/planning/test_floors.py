@@ -77,7 +77,7 @@ def test_the_floor_is_not_above_wrapping_by_hand(name):
 @pytest.mark.parametrize("name", ["perceiver", "swin", *flat_models.FLAT_MODELS])
 def test_the_floor_is_one_number(name):
     """In the error, in the frontier, in explain() and in a measured step."""
-    case = (floor_models if name in floor_models.FLOOR_MODELS else flat_models).make(name)
+    case = floor_models.make(name) if name in floor_models.FLOOR_MODELS else flat_models.flat_case(name)
     floor = floor_of(case)
     fitted = fit(case, floor)
     assert fitted.frontier.floor_bytes == floor
@@ -98,7 +98,7 @@ def in_slices(case, ends):
 
 def test_layers_in_one_container_reach_what_slices_by_hand_do():
     """A layer that works in place is in the region of the one before it: by itself it would need a copy of its input."""
-    case = flat_models.make("vgg")
+    case = flat_models.flat_case("vgg")
     plain, by_hand = peak_bytes(case), []
     for ends in ([17, 34], [8, 17, 25, 34], [4, 8, 12, 17, 21, 25, 34]):
         by_hand.append(step_peak_bytes(partial(in_slices, case, ends)))
@@ -122,7 +122,7 @@ def test_layers_in_one_container_reach_what_slices_by_hand_do():
 
 
 def test_slices_follow_the_mode_of_their_container():
-    case = flat_models.make("vgg")
+    case = flat_models.flat_case("vgg")
     fitted = fit(case, floor_of(case))
     case.model.eval()
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_slices_follow_the_mode_of_their_container():
 
 
 def test_layers_of_a_divided_container_that_are_replaced():
-    case = flat_models.make("vgg")
+    case = flat_models.flat_case("vgg")
     fitted = fit(case, floor_of(case))
     case.model.features[2] = copy.deepcopy(case.model.features[2])
     with pytest.raises(InvalidInput, match=r"were replaced, added or removed. Call remove\(\) on the fit"):
@@ -172,7 +172,7 @@ def test_a_planned_call_does_not_keep_what_its_closure_holds():
 @pytest.mark.parametrize("name", ["functional", "graph_rounds", "layers"])
 def test_checkpoint_calls_of_a_model_are_planned(name):
     """With all the room they keep everything, although the code says to recompute; with half of it some do."""
-    case = flat_models.make(name)
+    case = flat_models.flat_case(name)
     wanted = gradients(case)
     with plain():
         wanted_peak = peak_bytes(case)

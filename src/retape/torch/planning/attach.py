@@ -242,7 +242,7 @@ class CheckpointCalls:
 
     def __init__(self, root: nn.Module, caller: ModelCaller) -> None:
         self._caller, self._inside = caller, _Inside()
-        self._modules = {id(module): name for name, module in root.named_modules()}
+        self._module_names = {id(module): name for name, module in root.named_modules()}
         self._calls: dict[tuple[str, Any], CheckpointCall] = {}
         self.parts_of, self.call_part = caller.parts_of, caller.call_part
 
@@ -305,7 +305,7 @@ class CheckpointCalls:
 
     def _named(self, function: Callable[..., Any]) -> str:
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        return self._modules.get(id(function)) or name.replace("<locals>.", "")
+        return self._module_names.get(id(function)) or name.replace("<locals>.", "")
 
 
 # --- the model itself -------------------------------------------------------------------------------------------------
