@@ -10,6 +10,7 @@ import pytest
 
 # Before torch is imported: workers that each start one thread per core slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["COLUMNS"] = "110"  # tables are as wide as the terminal, which a test must not depend on
 # pytest's importlib mode puts no folder on the path: `support` is in this one, `benchmarks` beside it.
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 

@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
+import retape
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
+from retape.torch.measure.sequential_slices import region_named
 from support.comparing import hook_count
 
 
@@ -83,3 +85,51 @@ def test_the_model_keeps_no_hooks():
     model = Rounds()
     chosen(model, torch.randn(8, 32))
     assert not any(map(hook_count, model.modules()))
+
+
+class Checkpointed(nn.Module):
+    """A function that is given to `retape.checkpoint` by the model, and by one of its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.last = CheckpointingBlock(), mlp()
+
+    def forward(self, x):
+        return self.last(retape.checkpoint(torch.sin, self.block(x).exp()))
+
+
+class CheckpointingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = mlp()
+
+    def forward(self, x):
+        return retape.checkpoint(lambda x: self.mlp(x).tanh(), x)
+
+
+def test_checkpoint_calls_are_recorded_with_what_they_save_and_not_chosen_by_name():
+    model, batch = Checkpointed(), torch.randn(64, 32)
+    tree = recorded_calls(model, batch, lambda: model(batch).sum())
+    calls = [call for call in tree.root.calls() if call.is_checkpoint]
+    assert [sum(1 for _ in call.saved()) > 0 for call in calls] == [True, True]
+    assert not any(call.is_divisible for call in calls)
+    assert set(chosen(model, batch)) <= dict(model.named_modules()).keys()
+    assert not any("mlp" in name for name in chosen(model, batch))
+
+
+def test_layers_that_work_in_place_are_in_a_slice_with_the_one_before():
+    layers = [nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Dropout(0.1, inplace=True), nn.Linear(32, 32), nn.GELU()]
+    tree = recorded_calls(model := nn.Sequential(*layers), batch := torch.randn(64, 32), lambda: model(batch).sum())
+    names = [event.name for event in tree.root.events if not isinstance(event, int)]
+    assert names == ["[0:3]", "3", "4"]
+    assert [type(part) for part in region_named(model, "[0:3]")] == [nn.Linear, nn.ReLU, nn.Dropout]
+
+
+def test_a_container_with_a_forward_of_its_own_has_no_slices():
+    class Twice(nn.Sequential):
+        def forward(self, x):
+            return super().forward(super().forward(x))
+
+    model, batch = Twice(nn.Linear(32, 32), nn.ReLU(inplace=True)), torch.randn(64, 32)
+    tree = recorded_calls(model, batch, lambda: model(batch).sum())
+    assert not any(call.is_slice for call in tree.root.calls())

@@ -14,8 +14,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import retape
-from retape.errors import BudgetTooSmall
 from support.comparing import seed
+from support.fits import tightest, trained
 
 fit = partial(retape.fit, progress=False)
 WIDTH = 16
@@ -49,24 +49,6 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-def trained(model, step, batch, steps=3, clip=False):
-    """A few optimizer steps from a seed: losses, weights, gradients, buffers."""
-    seed(3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = step(model, batch)
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        found.append(loss.detach().clone())
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return found, state, gradients, torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-
-
 def assert_same(one, other):
     """Trees of tensors and plain values."""
     if isinstance(one, torch.Tensor):
@@ -84,14 +66,6 @@ def assert_same(one, other):
         assert one == other
 
 
-def tightest(model, batch, budget, **options):
-    """A fit to the budget, or to the floor where that is higher."""
-    try:
-        return fit(model, batch, budget=budget, **options)
-    except BudgetTooSmall as error:
-        return fit(model, batch, budget=error.floor_bytes, **options)
-
-
 def call(model, batch):
     return model(batch)
 
@@ -104,7 +78,7 @@ def same_training(make, batch, step=call, budgets=BUDGETS, keeps=False, **option
     seed(1)
     plain = make().train()
     start = copy.deepcopy(plain)
-    wanted = trained(plain, step, batch)
+    wanted = trained(plain, batch, step)
     made = None
     for budget in budgets:
         model = copy.deepcopy(start)
@@ -112,7 +86,7 @@ def same_training(make, batch, step=call, budgets=BUDGETS, keeps=False, **option
         made = tightest(model, batch, budget, step=step, **options)
         assert_same(dict(model.state_dict()), dict(before))
         assert made.measured.peak_bytes <= made.record.budget_bytes
-        assert_same(trained(model, step, batch), wanted)
+        assert_same(trained(model, batch, step), wanted)
         made.remove()
         assert [type(m) for m in model.modules()] == [type(m) for m in start.modules()]
     assert made.record.assignment.keeps_everything is keeps
@@ -244,13 +218,13 @@ def test_a_block_that_leaves_its_result_in_a_box():
     seed(1)
     plain = Box(Storing).train()
     model = copy.deepcopy(plain)
-    wanted = trained(plain, call, rows(64))
+    wanted = trained(plain, rows(64), call)
     try:
         made = tightest(model, rows(64), 0.5)
     except retape.errors.RetapeError:
         assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
         return
-    assert_same(trained(model, call, rows(64)), wanted)
+    assert_same(trained(model, rows(64), call), wanted)
     made.remove()
 
 
@@ -446,11 +420,11 @@ def test_tiny_models(make, batch):
     def step(model, batch):
         return model(batch).square().mean()
 
-    wanted = trained(copy.deepcopy(start), step, batch)
+    wanted = trained(copy.deepcopy(start), batch, step)
     for budget in (1.0, 0.5):
         model = copy.deepcopy(start)
         made = tightest(model, batch, budget, step=step)
-        assert_same(trained(model, step, batch), wanted)
+        assert_same(trained(model, batch, step), wanted)
         made.remove()
 
 
@@ -495,5 +469,5 @@ def test_in_eval():
     plain = copy.deepcopy(model)
     made = tightest(model, rows(64), 0.5)
     assert not model.training
-    assert_same(trained(model, call, rows(64)), trained(plain, call, rows(64)))
+    assert_same(trained(model, rows(64), call), trained(plain, rows(64), call))
     made.remove()

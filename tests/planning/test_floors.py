@@ -1,6 +1,7 @@
 """Floors: never above what a person reaches by wrapping modules by hand, the same number wherever it is named, and real."""
 
 import copy
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import retape
 from retape.core.problem import OptionKind
 from retape.core.units import format_bytes
-from retape.errors import BudgetTooSmall
+from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch.engine.context import plain
 from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import storage_bytes
@@ -76,7 +77,7 @@ def test_the_floor_is_not_above_wrapping_by_hand(name):
 @pytest.mark.parametrize("name", ["perceiver", "swin", *flat_models.FLAT_MODELS])
 def test_the_floor_is_one_number(name):
     """In the error, in the frontier, in explain() and in a measured step."""
-    case = (floor_models if name in floor_models.FLOOR_MODELS else flat_models).make(name)
+    case = floor_models.make(name) if name in floor_models.FLOOR_MODELS else flat_models.flat_case(name)
     floor = floor_of(case)
     fitted = fit(case, floor)
     assert fitted.frontier.floor_bytes == floor
@@ -97,7 +98,7 @@ def in_slices(case, ends):
 
 def test_layers_in_one_container_reach_what_slices_by_hand_do():
     """A layer that works in place is in the region of the one before it: by itself it would need a copy of its input."""
-    case = flat_models.make("vgg")
+    case = flat_models.flat_case("vgg")
     plain, by_hand = peak_bytes(case), []
     for ends in ([17, 34], [8, 17, 25, 34], [4, 8, 12, 17, 21, 25, 34]):
         by_hand.append(step_peak_bytes(partial(in_slices, case, ends)))
@@ -121,7 +122,7 @@ def test_layers_in_one_container_reach_what_slices_by_hand_do():
 
 
 def test_slices_follow_the_mode_of_their_container():
-    case = flat_models.make("vgg")
+    case = flat_models.flat_case("vgg")
     fitted = fit(case, floor_of(case))
     case.model.eval()
     with torch.no_grad():
@@ -131,10 +132,47 @@ def test_slices_follow_the_mode_of_their_container():
         assert torch.equal(case.model(case.batch), wanted)
 
 
+def test_layers_of_a_divided_container_that_are_replaced():
+    case = flat_models.flat_case("vgg")
+    fitted = fit(case, floor_of(case))
+    case.model.features[2] = copy.deepcopy(case.model.features[2])
+    with pytest.raises(InvalidInput, match=r"were replaced, added or removed. Call remove\(\) on the fit"):
+        run_step(case)
+    fitted.remove()
+    run_step(case)
+
+
+class HoldsInClosure(nn.Module):
+    """Gives functions without arguments to `retape.checkpoint`: the activation is in their closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        hidden = self.first(x).sin()
+        self.seen = weakref.ref(hidden)
+        return self.second(retape.checkpoint(lambda: hidden.cos().exp()))
+
+
+def test_a_planned_call_does_not_keep_what_its_closure_holds():
+    torch.manual_seed(0)
+    case = floor_models.FloorCase(
+        model=HoldsInClosure(), batch=torch.randn(64, 64), step=flat_models.square, by_hand=()
+    )
+    wanted = gradients(case)
+    fitted = fit(case, 1.0)
+    assert [choice.name for choice in fitted.record.assignment.choices if choice.is_checkpoint_call] == [
+        "checkpoint(HoldsInClosure.forward.<lambda>)"
+    ]
+    assert_equal(gradients(case), wanted)
+    assert case.model.seen() is None
+
+
 @pytest.mark.parametrize("name", ["functional", "graph_rounds", "layers"])
 def test_checkpoint_calls_of_a_model_are_planned(name):
     """With all the room they keep everything, although the code says to recompute; with half of it some do."""
-    case = flat_models.make(name)
+    case = flat_models.flat_case(name)
     wanted = gradients(case)
     with plain():
         wanted_peak = peak_bytes(case)

@@ -198,7 +198,7 @@ def test_long_names_lose_their_middle_unless_they_would_look_alike():
     assert shortened(alike, 20) == alike
 
 
-@pytest.mark.parametrize(("columns", "width"), [("60", 80), ("100", 100), ("300", 160)])
+@pytest.mark.parametrize(("columns", "width"), [("60", 100), ("120", 120), ("300", 160)])
 def test_the_table_is_as_wide_as_the_terminal(fit_in, monkeypatch, columns, width):
     monkeypatch.setenv("COLUMNS", columns)
     assert terminal_width() == width

@@ -110,7 +110,7 @@ def layers():
 FLAT_MODELS = {maker.__name__: maker for maker in (vgg, row_of_layers, functional, graph_rounds, layers)}
 
 
-def make(name: str) -> FloorCase:
+def flat_case(name: str) -> FloorCase:
     """Return a case, seeded."""
     torch.manual_seed(0)
     return FLAT_MODELS[name]()

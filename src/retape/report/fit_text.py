@@ -16,7 +16,7 @@ from retape.core.units import format_bytes, format_seconds
 from retape.report.memory import sparkline
 from retape.report.region_rows import RegionRow, common_prefix, floor_binding, glue_row, region_rows, shortened
 
-LEAST_WIDTH, WIDTH, MOST_WIDTH = 80, 110, 160  # characters
+LEAST_WIDTH, WIDTH, MOST_WIDTH = 100, 110, 160  # characters: in fewer, the reasons would have a word per line
 _NAME_SHARE = 3  # a name takes at most this part of the width
 _NUMBERS = ("count", "slots held", "bytes held", "more time")
 

@@ -142,12 +142,12 @@ def write_file(content: str | bytes, path: str | Path, what: str = "picture") ->
         if place.exists() and not place.is_file():  # a pipe, or the standard output
             place.write_bytes(data)
             return
-        _replace(place.resolve(), data)
+        _write_whole(place.resolve(), data)
     except (OSError, ValueError) as error:  # a name that contains a null is a ValueError
         raise _not_written(path, error, what) from error
 
 
-def _replace(place: Path, data: bytes) -> None:
+def _write_whole(place: Path, data: bytes) -> None:
     beside = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
         beside.write_bytes(data)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,6 +138,7 @@ class _Recorder:
         self.sizes: list[int] = []
         self._model = model
         self._running = [self.root]
+        self._checkpoints = count()
         self._numbers: dict[int, tuple[StorageWeakRef, Storage]] = {}
         self._weights = self._numbers_of([*model.parameters(), *model.buffers()], size=0)
         self._numbers_of(tensors_of(batch), size=0)  # there before and after a step
@@ -178,7 +180,8 @@ class _Recorder:
         """Record a call of `retape.checkpoint`, which a plan may keep: what its function saves is noted."""
         if policy is not DROP_IN:
             return NotImplemented
-        noted = ModuleCall(checkpoint_name(""), self._numbers_of(tensors_of((arguments, keywords))), is_checkpoint=True)
+        name = checkpoint_name(str(next(self._checkpoints)))  # one name for each call: they are not divided together
+        noted = ModuleCall(name, self._numbers_of(tensors_of((arguments, keywords))), is_checkpoint=True)
         self._running[-1].events.append(noted)
         self._running.append(noted)
         outputs = function(*arguments, **keywords)
@@ -243,7 +246,8 @@ def regions_by_bytes(
             low = limit
         else:
             best, high = found, limit
-    return {name: region_named(model, name) for name in best if name != checkpoint_name("")}
+    by_code = {call.name for call in tree.root.calls() if call.is_checkpoint}
+    return {name: region_named(model, name) for name in best if name not in by_code}
 
 
 def _regions_within(tree: CallTree, limit: int, region_bytes: int, always: Collection[str]) -> tuple[str, ...] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,8 +151,15 @@ def _attached_class(kind: type, in_pieces: bool = False) -> type:
 
 
 def _run_pieces(module: nn.Module, input: Any) -> Any:
-    """Run a container piece by piece."""
-    for piece in _PIECES[module]:
+    """Run a container piece by piece; raise InvalidInput if it has other children than when it was divided."""
+    pieces, layers = _PIECES[module], list(cast(nn.Sequential, module))
+    divided = [part for piece in pieces for part in (piece if isinstance(piece, SequentialSlice) else (piece,))]
+    if len(divided) != len(layers) or not all(map(operator.is_, divided, layers)):
+        raise InvalidInput(
+            f"Layers of a {original_class(type(module)).__name__} that a fit runs in slices were replaced, added or removed. Call "
+            "remove() on the fit, and fit again."
+        )
+    for piece in pieces:
         if isinstance(piece, SequentialSlice):
             piece.training = module.training
         input = piece(input)
@@ -194,7 +202,7 @@ def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
 
 
 class CheckpointCall(nn.Module):
-    """Stands for a function that the model's code gives to `retape.checkpoint`; `weights` are those of its last call.
+    """Stands for a function that the model's code gives to `retape.checkpoint`; `weights` are what a running call reads.
 
     Functions with one code, and modules of one class, have one class here: their calls may be of one kind.
     """
@@ -234,7 +242,7 @@ class CheckpointCalls:
 
     def __init__(self, root: nn.Module, caller: ModelCaller) -> None:
         self._caller, self._inside = caller, _Inside()
-        self._modules = {id(module): name for name, module in root.named_modules()}
+        self._module_names = {id(module): name for name, module in root.named_modules()}
         self._calls: dict[tuple[str, Any], CheckpointCall] = {}
         self.parts_of, self.call_part = caller.parts_of, caller.call_part
 
@@ -278,9 +286,12 @@ class CheckpointCalls:
         if not as_given or current_runs() or managed_elsewhere():
             return NotImplemented
         region = self._region(function)
-        region.weights = (*call.extras, *call.state)
         region.training = all(root.training for root in call.roots)
-        return self._alone(region, function, arguments, keywords)
+        region.weights = (*call.extras, *call.state)
+        try:
+            return self._alone(region, function, arguments, keywords)
+        finally:
+            region.weights = ()  # a closure may hold an activation
 
     def _region(self, function: Callable[..., Any]) -> CheckpointCall:
         while isinstance(function, partial):
@@ -294,7 +305,7 @@ class CheckpointCalls:
 
     def _named(self, function: Callable[..., Any]) -> str:
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        return self._modules.get(id(function)) or name.replace("<locals>.", "")
+        return self._module_names.get(id(function)) or name.replace("<locals>.", "")
 
 
 # --- the model itself -------------------------------------------------------------------------------------------------
