@@ -16,7 +16,7 @@ from retape.torch.capture.call import capture_call
 from retape.torch.engine.context import recomputing
 from retape.torch.engine.policy import DROP
 from retape.torch.engine.region import Region
-from support.comparing import assert_equal, parameter_gradients
+from support.comparing import Notes, assert_equal, parameter_gradients
 from support.memory import CPU, step_peak_bytes
 from support.ops import FailingOp, OpLog
 
@@ -207,11 +207,10 @@ def test_a_region_is_dropped_several_levels_at_once():
 
 
 def test_a_value_that_differs_is_noticed_after_a_late_drop():
-    calls = []
+    calls = Notes()
 
     def drifts(x):
-        calls.append(1)
-        return torch.sin(x * len(calls)).cos()
+        return torch.sin(x * calls()).cos()
 
     weight = torch.randn(4096, requires_grad=True)
     live = retape.adaptive(budget="1GiB")

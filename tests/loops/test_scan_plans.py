@@ -4,7 +4,6 @@ import gc
 import operator
 import resource
 from functools import cache
-from typing import ClassVar
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from retape.torch.loops.side_state import NOTHING_SAVED
 from retape.torch.loops.snapshots import DeviceSnapshots, DiskSnapshots, HostSnapshots, LoopSnapshot, TierStore
 from retape.torch.loops.state import State
 from retape.torch.loops.step import Body, Xs
-from support.comparing import equal
+from support.comparing import Notes, equal
 from support.ledger import Ledger
 from support.loops import Counted, assert_scan_as_plain, loss_and_gradients, taylor_order, unrolled
 
@@ -337,26 +336,20 @@ def live_tensors():
     return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
-class Seen:
-    """Numbers that a step notes where no walk goes."""
-
-    live: ClassVar[list[int]] = []
-
-
 def test_live_tensors_do_not_grow_with_the_length():
-    weight = torch.randn(2, requires_grad=True)
+    weight, seen = torch.randn(2, requires_grad=True), Notes()
 
     def step(h, x):
-        if int(x) == 3 and len(Seen.live) < 4:
-            Seen.live.append(live_tensors())
+        if int(x) == 3 and len(seen.all) < 4:
+            seen(live_tensors())
         return torch.tanh(h * weight), None
 
     most = []
     for steps in (200, 2_000):
-        Seen.live.clear()
+        seen.all.clear()
         scan(step, torch.zeros(2), torch.arange(steps), snapshots=6, block=4)[0].sum().backward()
-        assert len(Seen.live) == 4  # in the forward, and in the backward pass with all snapshots in use
-        most.append(max(Seen.live))
+        assert len(seen.all) == 4  # in the forward, and in the backward pass with all snapshots in use
+        most.append(max(seen.all))
     assert most[1] <= most[0] + 3
 
 

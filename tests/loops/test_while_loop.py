@@ -1,7 +1,5 @@
 """while_loop: gradients of the steps that were taken, bit for bit, with snapshots that are replaced as the run grows."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from retape import while_loop
 from retape.core import Tier
 from retape.core.schedules import Schedule, count
 from retape.errors import InvalidInput, RecomputeMismatch
-from support.comparing import equal
+from support.comparing import Notes, equal
 from support.loops import Counted, assert_as_plain, loss_and_gradients, taylor_order, unrolled_while
 
 DTYPE = torch.float64
@@ -60,24 +58,18 @@ def test_snapshots_closer_than_a_block_cost_no_extra_step(block):
     assert counted.runs == 40 + 39  # the tape of the last step was kept
 
 
-class Elsewhere:
-    """Keeps numbers where no walk goes."""
-
-    SEEN: ClassVar[set[int]] = set()
-
-
 @pytest.mark.parametrize("block", [1, 3, 8, 100])
 def test_a_snapshot_that_a_tape_passes_over_is_compared(block):
     """One step comes to something else in its re-run, and the state starts anew every four steps: no end of a long tape shows it."""
-    weight = torch.randn(3, dtype=DTYPE, requires_grad=True)
+    weight, seen = torch.randn(3, dtype=DTYPE, requires_grad=True), Notes()
     for odd in range(23):
-        Elsewhere.SEEN.clear()
+        seen.all.clear()
 
         def step(carry):
             h, n = carry
             h = torch.tanh(weight * (n + 1) if n % 4 == 0 else h * weight)
-            h = h * 1.5 if n == odd and n in Elsewhere.SEEN else h  # noqa: B023 - called at once
-            Elsewhere.SEEN.add(n)
+            h = h * 1.5 if n == odd and n in seen.all else h  # noqa: B023 - called at once
+            seen(n)
             return h, n + 1
 
         (h, _), _ = while_loop(lambda c: c[1] < 24, step, (torch.ones(3, dtype=DTYPE), 0), snapshots=30, block=block)

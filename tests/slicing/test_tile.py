@@ -218,24 +218,25 @@ def test_gradients_for_some_tensors_alone():
 
 # --- which tensors get gradients ------------------------------------------------------------------------------------
 
-HIDDEN = {}
+HIDDEN = Notes()
 
 
 def of_a_helper(r):
     """Reads a tensor that no walk of its caller finds."""
-    return r * HIDDEN["w"]
+    return r * HIDDEN.all[-1]
 
 
 def test_a_leaf_that_only_the_graph_shows():
     seed()
-    x, HIDDEN["w"] = whole_numbers(6, 3), whole_numbers(3)
+    x, weight = whole_numbers(6, 3), whole_numbers(3)
+    HIDDEN(weight)
     retape.tile(lambda r: of_a_helper(r) + 1, x, tiles=3).sum().backward()
-    assert torch.equal(HIDDEN["w"].grad, x.detach().sum(0))
+    assert torch.equal(weight.grad, x.detach().sum(0))
 
 
 def test_a_computed_tensor_that_is_found_nowhere_is_refused():
     x, leaf = whole_numbers(6, 3), whole_numbers(3)
-    HIDDEN["w"] = leaf * 2
+    HIDDEN(leaf * 2)
     with pytest.raises(RegionError, match=r"MulBackward0.*found neither among its rows nor in its closure"):
         retape.tile(lambda r: of_a_helper(r) + 1, x, tiles=3)
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from retape.torch.capture.containers import (
     ATOMS,
@@ -33,9 +33,11 @@ from retape.torch.capture.containers import (
     DictHolder,
     ListHolder,
     PlaceHolder,
+    PlainObjects,
     SetHolder,
     SlotHolder,
     saved_item,
+    slots_of,
 )
 from retape.torch.capture.functions import (
     NEVER_READ,
@@ -50,7 +52,7 @@ from retape.torch.capture.functions import (
     names_of_function,
     places_of_function,
 )
-from retape.torch.capture.module_tree import TREES, ModuleTree
+from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals, process_internals
 
@@ -68,6 +70,7 @@ _LOG = logging.getLogger("retape")
 _LEAVES = tuple([Leaf(index) for index in range(32)])
 _IMPORTED = sys.modules
 _ONLY_LEAVES = frozenset({Leaf})
+_LAZY = frozenset({UninitializedParameter, UninitializedBuffer})
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -110,6 +113,8 @@ class Call:
         self.tensors, self.extras, self.state = [], [], []
         self.holders, self._placed, self._seen = [], [], set()
         self._pending: list[Any] = []
+        self._named: list[Any] = []  # values that helpers know by name; visited last
+        self._tables = False  # visiting those: a function in a table among them may not be called at all
         self._walking = False
 
     # --- arguments ----------------------------------------------------------------------------------------------
@@ -161,7 +166,7 @@ class Call:
     @property
     def is_lazy(self) -> bool:
         """True if a parameter has no shape yet: the first call of a lazy module makes it."""
-        return not self.only_parameters and any(map(is_lazy, self.state))
+        return not self.only_parameters and not _LAZY.isdisjoint(map(type, self.state))
 
     def meet(self, value: Any) -> None:
         """Add what the function can reach through `value`, other than through its arguments."""
@@ -174,10 +179,13 @@ class Call:
             return
         self._walking = True
         try:
-            while pending:
+            while pending or self._named:
+                if not pending:
+                    pending, self._named, self._tables = self._named, [], True
+                    self._pending = pending
                 self._visit(pending.pop())
         finally:
-            self._walking = False
+            self._walking = self._tables = False
             pending.clear()
         if len(self._seen) > TUNING.many_objects:
             self._warn_many(len(self._seen))
@@ -226,6 +234,9 @@ class Call:
         self.generators += (generator,)
 
     def _visit_function(self, function: types.FunctionType) -> None:
+        if self._tables:
+            self._meet_all(_behind_function(function))
+            return
         self.codes += (function.__code__,)
         names = names_of_function(function)
         self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
@@ -239,7 +250,7 @@ class Call:
         if places:
             values = [place.get(LEFT) for place in places]
             self.holders.append(PlaceHolder(places, values))
-            self._meet_all([value for value in values if type(value) not in ATOMS])
+            self._named += [value for value in values if type(value) not in ATOMS]
 
     def _visit_wrapper(self, value: Any) -> None:
         """Visit the function and the object behind a method, a partial or a compiled call."""
@@ -258,7 +269,7 @@ class Call:
                     self._follow(value.__dict__)
                 else:
                     self._meet_all(tuple(value.__dict__.values()))
-            if _has_slots(kind):  # a subclass may have a dict beside the slots of its base
+            if slots_of(kind):  # a subclass may have a dict beside the slots of its base
                 self._meet_slots(value)
         except Exception:  # user code (a property, __getattr__) raised: the object is not followed
             return
@@ -278,6 +289,7 @@ class Call:
     def _meet_modules(self, root: nn.Module, *, last: bool = False) -> None:
         """Add what a tree of modules holds; nothing that could be a part of it is met after the `last` one."""
         seen = self._seen
+        alone = last and len(seen) == 1
         tree, scripted = TREES.read(root, seen, fsdp=self.fsdp)
         for module in scripted:
             seen.add(id(module))
@@ -304,10 +316,37 @@ class Call:
             return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
-        self._meet_places(layout.places)
         others, tree.others = tree.others, ()
-        if others:
-            self._meet_all(others)
+        values = [place.get(LEFT) for place in layout.places]
+        if values:
+            self.holders.append(PlaceHolder(layout.places, values))
+        named = [value for value in values if type(value) not in ATOMS]
+        if others or named:
+            self._meet_behind(layout, others, named, alone=alone)
+
+    def _meet_behind(self, layout: TreeLayout, fields: Sequence[Any], named: list[Any], *, alone: bool) -> None:
+        """Add what is reached through fields of modules; without a walk where that is plain and the same as in the call before.
+
+        `alone`: nothing was met before the modules, so that the walk finds everything.
+        """
+        values = [*fields, *named]
+        known = layout.plain_objects if alone else None
+        again = None if known is None else known.holders(values)
+        if again is not None:
+            self.holders += again
+            return
+        seen, holders, others = len(self._seen), len(self.holders), self._found_besides()
+        self._named += named
+        self._meet_all(fields)
+        met = self.holders[holders:]
+        # Each object that was met has a holder, and nothing else was found.
+        plain = len(self._seen) - seen == len(met) and all(type(holder) in (DictHolder, ListHolder) for holder in met)
+        if alone:
+            layout.plain_objects = PlainObjects(values, met) if plain and others == self._found_besides() else None
+
+    def _found_besides(self) -> tuple[int, ...]:
+        """Return how much was found so far, apart from plain objects."""
+        return tuple(map(len, (self.extras, self.state, self.roots, self.modules, self.codes, self.generators)))
 
     def _follow(self, container: dict[Any, Any]) -> None:
         """Add a dict that is no module's."""
@@ -322,7 +361,8 @@ class Call:
             saved[key] = saved_item(value)
 
     def _meet_slots(self, value: Any) -> None:
-        names = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+        kind: Any = type(value)
+        names = slots_of(kind)
         if fields_are_restored(type(value)):
             self.holders.append(SlotHolder(value, names))
         for name in names:
@@ -460,21 +500,6 @@ def _is_generator(kind: type) -> bool:
         "Generator",
         "RandomState",
     )
-
-
-_NOT_STATE = ("__dict__", "__weakref__")  # in `__slots__`
-
-
-@functools.lru_cache(maxsize=4096)
-def _has_slots(kind: type) -> bool:
-    return any(_slots_of(base) for base in kind.__mro__)
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    names = [name for name in ((slots,) if isinstance(slots, str) else slots) if name not in _NOT_STATE]
-    owner = kind.__name__.lstrip("_")  # as the language spells a private name
-    return tuple([f"_{owner}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names])
 
 
 def _behind_function(function: types.FunctionType) -> list[Any]:

@@ -123,10 +123,17 @@ class DictHolder:
         self.saved = saved
         self._found: dict[Any, Any] | None = None
 
+    def again(self) -> DictHolder | None:
+        """Return a holder of the same contents, or None if the dict holds anything else by now."""
+        return DictHolder(self.container, self.saved) if _is_alike(self.container, self.saved) else None
+
     def enter(self) -> None:
-        self._found = found = dict(self.container)
-        if not _is_alike(found, self.saved):
-            _put(self.container, _present_or_saved(found, self.saved))
+        container, saved = self.container, self.saved
+        if _is_alike(container, saved):
+            self._found = saved
+            return
+        self._found = found = dict(container)
+        _put(container, _present_or_saved(found, saved))
 
     def leave(self) -> None:
         found, self._found = self._found, None
@@ -174,6 +181,11 @@ class ListHolder:
             self.saved = [without_history(tracked_item(item)) for item in self.saved]
         self._found: list[Any] | None = None
 
+    def again(self) -> ListHolder | None:
+        """Return a holder of the same contents, or None if the list holds anything else by now."""
+        same = len(self.container) == len(self.saved) and all(map(operator.is_, self.container, self.saved))
+        return ListHolder(self.container) if same else None
+
     def enter(self) -> None:
         self._found, saved = list(self.container), self.saved
         found = self._found
@@ -190,6 +202,25 @@ class ListHolder:
     def _put(self, items: list[Any]) -> None:
         self.container.clear()
         self.container.extend(items)
+
+
+class PlainObjects:
+    """Objects, dicts and lists of plain values that a walk from `values` found, for the next walk from the same ones.
+
+    As long as none of them holds anything else, holders of the same contents are made without a walk.
+    """
+
+    __slots__ = ("_holders", "_values")
+
+    def __init__(self, values: Sequence[Any], holders: Sequence[DictHolder | ListHolder]) -> None:
+        self._values, self._holders = list(values), list(holders)
+
+    def holders(self, values: Sequence[Any]) -> list[DictHolder | ListHolder] | None:
+        """Return holders of what a walk from `values` would find, or None where something has changed."""
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            return None
+        found = [holder.again() for holder in self._holders]
+        return None if None in found else found  # type: ignore[return-value]
 
 
 class SetHolder:
@@ -247,7 +278,7 @@ class SlotHolder:
 
     __slots__ = ("_found", "_object", "_saved")
 
-    def __init__(self, value: Any, names: list[str]) -> None:
+    def __init__(self, value: Any, names: Sequence[str]) -> None:
         self._object = value
         held = _slots(value, names).items()
         self._saved = {name: item if item is _ABSENT else saved_item(item) for name, item in held}
@@ -268,6 +299,22 @@ class SlotHolder:
                 object.__delattr__(self._object, name)
             elif item is not LEFT:
                 object.__setattr__(self._object, name, item)
+
+
+_NOT_STATE = ("__dict__", "__weakref__")  # in `__slots__`
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the slots of a class and of its bases."""
+    return tuple([name for base in kind.__mro__ for name in _own_slots(base)])
+
+
+def _own_slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    names = [name for name in ((slots,) if isinstance(slots, str) else slots) if name not in _NOT_STATE]
+    owner = kind.__name__.lstrip("_")  # as the language spells a private name
+    return [f"_{owner}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names]
 
 
 def _slots(value: Any, names: Iterable[str]) -> dict[str, Any]:

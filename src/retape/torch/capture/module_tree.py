@@ -25,6 +25,7 @@ from retape.torch.capture.containers import (
     OWN_FIELDS,
     WEAK_PROXIES,
     ModuleHolder,
+    PlainObjects,
     is_restored,
     tracked,
     without_history,
@@ -81,6 +82,7 @@ class TreeLayout:
         "pick_hooks",
         "pick_switches",
         "places",
+        "plain_objects",
         "renormalised",
         "restored_count",
         "setting_numbers",
@@ -103,6 +105,7 @@ class TreeLayout:
         self.fills_what_it_saved = nn.RReLU in map(type, modules) or not RRELU.isdisjoint(names)
         self.decides = may_decide(names)
         self.writes_unseen = may_write_unseen(names)
+        self.plain_objects: PlainObjects | None = None  # in fields, as the last walk of a call found them
         self.places = places_of_classes(frozenset(map(type, modules)))
         fields = list(map(_vars, modules))
         self.field_names = list(map(tuple, fields))
