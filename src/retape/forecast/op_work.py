@@ -44,7 +44,7 @@ class MatmulShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """One fused attention: `heads` of all rows of a batch, and the lengths of queries and keys."""
+    """One fused attention: `heads` of all rows of a batch, the lengths of queries and keys; `is_shared` if several heads share a key."""
 
     heads: int
     queries: int
@@ -52,6 +52,7 @@ class AttentionShape:
     width: int
     is_causal: bool
     is_backward: bool
+    is_shared: bool = False
 
     @property
     def flops(self) -> int:
@@ -178,6 +179,7 @@ def attention_shape(name: str, args: Any, kwargs: Any) -> AttentionShape:
         width=query.shape[3],
         is_causal=any(flags),
         is_backward=backward,
+        is_shared=key.shape[1] < query.shape[1],
     )
 
 
