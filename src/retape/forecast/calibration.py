@@ -73,6 +73,23 @@ class CalibrationTuning:
     section_seconds: float = 30.0  # of each part of the calibration; what is left then is not measured
 
 
+CPU = CalibrationTuning(
+    sizes=(64, 256, 1024),
+    batched=((8, 128, 128, 64),),
+    unaligned=(),
+    grouped=(),
+    elements=(2**12, 2**16, 2**20),
+    row_elements=256,
+    vocabulary=1024,
+    lengths=(64, 256),
+    widths=(64,),
+    tokens=512,
+    optimizer_elements=2**20,
+    copied_bytes=2**16,
+    enough_seconds=0.0,
+    section_seconds=4.0,
+)  # what a forecast for "cpu" measures on the spot
+
 TOY = CalibrationTuning(
     sizes=(16, 64),
     batched=((2, 16, 16, 8),),
@@ -199,10 +216,13 @@ class _Calibration:
         optimizers = self._section("optimizers", self._optimizers())
         to_host, from_host = self._host_copies()
         forward, backward = self._host_seconds()
+        most = max((op.bytes for op in ops if op.name == "clone"), default=0)
         return Device(
             name=name or self._device_name(),
             memory_bytes=self._memory_bytes(),
-            bandwidth_bytes_per_second=max((op.bytes / op.seconds for op in ops if op.seconds), default=0.0),
+            bandwidth_bytes_per_second=max(
+                (op.bytes / op.seconds for op in ops if op.name == "clone" and op.bytes == most), default=1.0
+            ),
             source=f"measured on {self._device_name()} with PyTorch {torch.__version__}",
             matmuls=tuple(matmuls),
             ops=tuple(ops),

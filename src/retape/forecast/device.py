@@ -90,8 +90,9 @@ class Device:
 
     `host_forward_seconds` and `host_backward_seconds` are what the host takes to issue one op. `workspace_bytes` are allocated by
     libraries for good. `scaled_from` names the measured device whose efficiency is assumed where this one was not measured.
-    `link_bytes_per_second` is of one GPU to the others of its node, `network_bytes_per_second` of one GPU to other nodes, both in
-    one direction.
+    `bandwidth_bytes_per_second` is that of a large copy. `link_bytes_per_second` is of one GPU to the others of its node,
+    `network_bytes_per_second` of one GPU to other nodes, both in one direction. `error` says how far forecasts were off where they
+    were compared with measured steps.
     """
 
     name: str
@@ -113,6 +114,8 @@ class Device:
     link_bytes_per_second: float = 0.0
     network_bytes_per_second: float = 0.0
     gpus_per_node: int = 8
+    published_bandwidth_bytes_per_second: float = 0.0
+    error: str = ""
     collective_seconds: float = 0.0
 
     __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(

@@ -15,11 +15,13 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retape.core.errors import InvalidInput
-from retape.forecast.device import Device, MatmulPoint
+from retape.forecast.device import AttentionPoint, Device, MatmulPoint
 from retape.forecast.op_work import AttentionShape, MatmulShape, OpWork
 
+Array = NDArray[np.float64]
 _LEAST_SIDE = 64  # a product with a smaller side takes about as long as with this one
 _PLAIN = ("mul", "", "bfloat16")  # stands for ops that were not measured
 _GROUPED = "grouped bfloat16"
@@ -28,16 +30,16 @@ _GROUPED = "grouped bfloat16"
 class CostModel:
     """Seconds and temporary bytes of ops on one device. `base` was measured; `device` may be another one, to which it is scaled."""
 
-    def __init__(self, device: Device, base: Device | None = None) -> None:
-        self.device = device
-        self._base = device if base is None else base
+    def __init__(self, device: Device, base: Device | None = None, *, parts: int = 1) -> None:
+        """`parts` is the number of GPUs that share every op by tensor parallelism with sequence parallelism."""
+        self.device, self.parts = device, parts
+        self.base = self._base = device if base is None else base
         if not self._base.is_measured:
             raise InvalidInput(
                 f"Device {device.name!r} has no measured rates. Measure one with `retape calibrate`, or name a known device."
             )
         self._known: dict[OpWork, float] = {}
-        bandwidth = device.bandwidth_bytes_per_second / self._base.bandwidth_bytes_per_second
-        self._memory_scale = 1.0 if base is None else 1.0 / bandwidth
+        self._memory_scale = 1.0 if base is None else _published_bandwidth(base) / _published_bandwidth(device)
 
     def _flop_scale(self, dtype: str) -> float:
         """Return how much longer a product takes than on the measured device."""
@@ -54,11 +56,13 @@ class CostModel:
         return found
 
     def _seconds(self, work: OpWork) -> float:
+        if self.parts > 1:
+            work = _part_of(work, self.parts)
         if work.matmul is not None:
-            least = work.bytes / self.device.bandwidth_bytes_per_second
+            least = work.bytes / self._base.bandwidth_bytes_per_second * self._memory_scale
             return max(self._product(work.matmul, work.dtype) * self._flop_scale(work.dtype), least)
         if work.attention is not None:
-            return work.flops / self._attention_rate(work.attention) * self._flop_scale(work.dtype)
+            return work.attention.flops / self._attention_rate(work.attention) * self._flop_scale(work.dtype)
         return self._curve(work).seconds(work.bytes) * self._memory_scale
 
     def scratch_bytes(self, work: OpWork) -> int:
@@ -195,6 +199,24 @@ class CostModel:
         return self._base.host_backward_seconds
 
 
+def _published_bandwidth(device: Device) -> float:
+    return device.published_bandwidth_bytes_per_second or device.bandwidth_bytes_per_second
+
+
+def _part_of(work: OpWork, parts: int) -> OpWork:
+    """Return one GPU's part of an op under tensor and sequence parallelism: of the weights' larger side, of heads, of bytes."""
+    matmul, attention = work.matmul, work.attention
+    if matmul is not None:
+        rows_side = "k" if matmul.layout == "tn" else "m"
+        side = max((name for name in ("n", "m", "k") if name != rows_side), key=lambda name: getattr(matmul, name))
+        matmul = replace(matmul, **{side: max(1, getattr(matmul, side) // parts)})
+    if attention is not None:
+        attention = replace(attention, heads=max(1, attention.heads // parts))
+    return replace(
+        work, bytes=max(1, work.bytes // parts), flops=work.flops // parts, matmul=matmul, attention=attention
+    )
+
+
 class _Curve:
     """Measured seconds and temporary bytes over moved bytes."""
 
@@ -232,7 +254,7 @@ class _Grid:
         return float(math.exp(value.item()))
 
 
-def _between(logs: np.ndarray, at: float, values: np.ndarray) -> np.ndarray:
+def _between(logs: Array, at: float, values: Array) -> Array:
     """Return the values interpolated in their first dimension."""
     if len(logs) == 1:
         return np.asarray(values[0])
@@ -242,10 +264,10 @@ def _between(logs: np.ndarray, at: float, values: np.ndarray) -> np.ndarray:
     return np.asarray(values[upper - 1] * (1 - share) + values[upper] * share)
 
 
-def _filled(rates: np.ndarray) -> np.ndarray:
+def _filled(rates: Array) -> Array:
     """Return the rates without gaps: each is that of the nearest measured place."""
     known = np.argwhere(~np.isnan(rates))
-    found = rates.copy()
+    found: Array = rates.copy()
     for place in np.argwhere(np.isnan(rates)):
         nearest = known[np.argmin(np.abs(known - place).sum(axis=1))]
         found[tuple(place)] = rates[tuple(nearest)]
@@ -264,14 +286,14 @@ def _is_aligned(point: MatmulPoint) -> bool:
     return all(side % 8 == 0 for side in (point.m, point.n, point.k))
 
 
-def _attention_flops(point: object) -> int:
+def _attention_flops(point: AttentionPoint) -> int:
     shape = AttentionShape(
-        heads=point.heads,  # type: ignore[attr-defined]
-        queries=point.length,  # type: ignore[attr-defined]
-        keys=point.length,  # type: ignore[attr-defined]
-        width=point.width,  # type: ignore[attr-defined]
-        is_causal=point.is_causal,  # type: ignore[attr-defined]
-        is_backward=point.is_backward,  # type: ignore[attr-defined]
+        heads=point.heads,
+        queries=point.length,
+        keys=point.length,
+        width=point.width,
+        is_causal=point.is_causal,
+        is_backward=point.is_backward,
     )
     return shape.flops
 
@@ -287,8 +309,3 @@ def _nearest(
         return sum(abs(math.log(a / b)) for a, b in zip((rows, point.n, point.k), (m, n, k), strict=True))
 
     return min(same, key=distance, default=None)
-
-
-def scaled_model(device: Device, base: Device) -> CostModel:
-    """Return the cost model of a device; `base` is the measured one that stands for it where it was not measured itself."""
-    return CostModel(device) if device.is_measured else CostModel(replace(device, scaled_from=base.name), base)

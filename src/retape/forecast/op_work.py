@@ -19,7 +19,9 @@ _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "al
 _READS_SOME_ROWS = frozenset(
     {"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss_backward"}
 )  # what they read of their first argument depends on indices, and is at most what they write
-_METADATA_ONLY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"})
+_METADATA_ONLY = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

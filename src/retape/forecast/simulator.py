@@ -49,7 +49,6 @@ class Memory:
         self._seconds = seconds
         self._sizes: dict[Any, int] = {}
         self.live = self.peak = 0
-        self.flops = 0
         self.timeline: list[MemorySample] = []
 
     def add(self, tensors: list[Tensor], scratch: int) -> None:
@@ -89,6 +88,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.host_seconds = self.device_seconds = 0.0
         self.busy_seconds = 0.0  # of the device, without waiting for the host
         self.flops = 0
+        self.attention_seconds = 0.0
         self.memory = Memory(self.now)
         self._values = WeakTensorKeyDictionary()
 
@@ -111,8 +111,10 @@ class SimulatedDevice(TorchDispatchMode):
         work = work_of(func, args, kwargs, out)
         self.memory.add(made, self.costs.scratch_bytes(work) if work.bytes else 0)
         if work.bytes:
-            self._run(self.costs.seconds(work))
+            seconds = self.costs.seconds(work)
+            self._run(seconds)
             self.flops += work.flops
+            self.attention_seconds += seconds if work.attention is not None else 0.0
         return out
 
     def _run(self, seconds: float) -> None:
@@ -165,7 +167,8 @@ class GpuKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention and args[0].device.type == "meta":
-            return _attention(*args, **kwargs, cudnn=self._cudnn)
+            named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            return _attention(*args[:3], **named, **kwargs, cudnn=self._cudnn)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:  # a mode is off while it answers, and checkpoints run the forward again in there
@@ -183,7 +186,9 @@ def _backward(
 ) -> None:
     """Run a backward pass from a scalar as `Tensor.backward` does, without asking any mode."""
     start = torch.ones_like(loss) if gradient is None else gradient
-    internals.run_backward(loss, start, keep_graph=create_graph if retain_graph is None else retain_graph, inputs=inputs)
+    internals.run_backward(
+        loss, start, keep_graph=create_graph if retain_graph is None else retain_graph, inputs=inputs
+    )
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -196,10 +201,10 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
     scale: float | None = None,
     enable_gqa: bool = False,
     cudnn: bool = False,
@@ -217,9 +222,7 @@ def _attention(
                 query, key, value, None, needs, dropout_p, is_causal, False, scale=scale
             )
         else:
-            made = aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )
+            made = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
     else:
         if enable_gqa:
             key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
