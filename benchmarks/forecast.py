@@ -282,8 +282,47 @@ def main() -> None:
 
 
 def compare(options) -> None:
-    measured_file = json.loads(Path(options.measured).read_text())
-    raise SystemExit(f"not there yet: {len(measured_file['results'])} setups")
+    """Forecast every measured setup and write both, with the errors; nothing of a GPU is needed."""
+    import retape
+
+    source = json.loads(Path(options.measured).read_text())
+    rows = {}
+    for setup in SETUPS:
+        found = source["results"].get(setup.name)
+        if found is None or "failed" in found:
+            continue
+        start = time.perf_counter()
+        model, batch = build(setup, "meta")
+        made = retape.forecast(
+            model, batch, device=options.device or "h200", optimizer=setup.optimizer, budget="100TiB"
+        )
+        rows[setup.name] = {
+            "tuned": setup.tuned,
+            "measured_peak_bytes": found["peak_bytes"],
+            "forecast_peak_bytes": made.plain_peak_bytes,
+            "peak_error": made.plain_peak_bytes / found["peak_bytes"] - 1,
+            "measured_seconds": found["seconds"],
+            "forecast_seconds": made.plain_seconds,
+            "seconds_error": made.plain_seconds / found["seconds"] - 1,
+            "took_seconds": time.perf_counter() - start,
+        }
+        row = rows[setup.name]
+        print(f"{setup.name:36} peak {row['peak_error']:+.2%} time {row['seconds_error']:+.1%}", flush=True)
+    others = [row for row in rows.values() if not row["tuned"]]
+    summary = {
+        "setups": len(others),
+        **{
+            f"{which}_{name}": value
+            for name in ("peak_error", "seconds_error")
+            for which, value in (
+                ("median", statistics.median(abs(row[name]) for row in others)),
+                ("largest", max(abs(row[name]) for row in others)),
+            )
+        },
+    }
+    print(summary)
+    about = {"measured_on": source["device"], "measured_torch": source["torch"], "summary": summary}
+    print(record("forecast", 0, rows, options.out, part="compared", about=about))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from retape.core.errors import InvalidInput
 from retape.core.problem import Chain, Option, Stage
 from retape.forecast.device import Device
 from retape.forecast.layout import Layout, OptimizerKind
@@ -76,6 +77,11 @@ class _Maker:
     def _range(self, stage: int) -> range:
         """Return the stages of the chain that a pipeline stage has; an interleaved one has as many, from several places."""
         count, parts = len(self._region_numbers), self._layout.pipeline
+        if parts > 1 and count < parts * self._layout.interleave:
+            raise InvalidInput(
+                f"The model has {count} blocks that can be divided, fewer than {parts} pipeline stages of "
+                f"{self._layout.interleave} parts. Use a shorter pipeline; switch the model's own checkpointing off."
+            )
         first = self._region_numbers[stage * count // parts] if stage else 0
         last = self._region_numbers[(stage + 1) * count // parts] if stage + 1 < parts else len(self._stages)
         return range(first, last)
@@ -102,6 +108,8 @@ class _Maker:
         layout, optimizer = self._layout, self._optimizer
         own = self._range(number)
         names = tuple(self._stages[i].name for i in own if self._is_region[i])
+        if not self._region_numbers:  # a model that was not divided into regions
+            names = tuple(self._traced.regions)
         weights = self._weights(names, number)
         per_weight = weights.bytes // max(1, weights.trained) if weights.trained else 2
         gradient_each = per_weight if optimizer.gradient_bytes is None else optimizer.gradient_bytes

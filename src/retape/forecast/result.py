@@ -15,6 +15,8 @@ from retape.forecast.layout import Layout, OptimizerKind
 from retape.forecast.stage_plan import StagePlan
 from retape.report.forecast_page import ForecastPage, PageStage, write_forecast_page
 
+_MARGIN = 0.01  # of the budget, for what does not grow in proportion to the batch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
@@ -99,7 +101,8 @@ class Forecast:
         slope = (doubled_floor - self.floor_bytes) / max(1, least)
         if slope <= 0 or not size:
             return size
-        return max(0, int(size + (self.budget_bytes - self.floor_bytes) / slope))
+        usable = (1 - _MARGIN) * self.budget_bytes
+        return max(0, int(size + (usable - self.floor_bytes) / slope))
 
     def export(self, kind: str) -> str:
         """Return settings for "megatron" (flags), "torchtitan" (TOML), "huggingface" or "deepspeed" (JSON)."""

@@ -166,9 +166,9 @@ class GpuKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention and args[0].device.type == "meta":
-            named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
-            return _attention(*args[:3], **named, **kwargs, cudnn=self._cudnn)
+        if func is functional.scaled_dot_product_attention and _first(args, kwargs).device.type == "meta":
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            return _attention(**dict(zip(names, args, strict=False)), **kwargs, cudnn=self._cudnn)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:  # a mode is off while it answers, and checkpoints run the forward again in there
@@ -197,11 +197,16 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, training)[0]
 
 
+def _first(args: Any, kwargs: Any) -> Tensor:
+    found: Tensor = args[0] if args else kwargs["query"]
+    return found
+
+
 def _attention(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,

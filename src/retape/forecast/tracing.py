@@ -158,6 +158,9 @@ class _Tracer:
             }
             del loss
             self._model.zero_grad(set_to_none=True)
+            for leaf in pytree.tree_leaves(self._batch):
+                if isinstance(leaf, Tensor) and leaf.is_leaf:
+                    leaf.grad = None
         return found
 
     def _chain(self, regions: dict[str, nn.Module]) -> RegionChain:
