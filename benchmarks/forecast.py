@@ -2,10 +2,12 @@
 
     python -m benchmarks.forecast calibrate [--out FILE] [--toy]
     python -m benchmarks.forecast measure [--out FILE] [--toy] [--only NAME ...] [--limit SECONDS]
-    python -m benchmarks.forecast compare --measured FILE --device FILE [--out FILE]
+    python -m benchmarks.forecast compare --measured FILE [--device FILE] [--out FILE]
+    python -m benchmarks.forecast plans --measured FILE [--out FILE]
+    python -m benchmarks.forecast large [--out FILE]
 
 `calibrate` writes a device file, `measure` runs every setup: both need the GPU. `compare` forecasts the same setups, needs none, and
-writes the record with the errors. Random weights, made-up tokens, bf16, eager kernels. Peak is `torch.cuda.max_memory_allocated`
+writes the record with the errors; `plans` does so for the plans that `fit` chose in a record of benchmarks.fit; `large` times forecasts of 70 billion weights on 64 GPUs. Random weights, made-up tokens, bf16, eager kernels. Peak is `torch.cuda.max_memory_allocated`
 from before the first forward, everything counted; seconds are the median of whole steps. Setups with `tuned` are those that the cost
 model was tuned on; their errors are reported apart. `--toy` has tiny models, to try the script on a CPU.
 """
@@ -256,8 +258,8 @@ def _write(results: dict, out: str | None) -> Path:
 
 
 def calibrate(options) -> None:
-    from retape.forecast.calibration import TOY
-    from retape.forecast.calibration import calibrate as run
+    from retape.forecast.calibration.meter import TOY
+    from retape.forecast.calibration.run import calibrate as run
     from retape.forecast.device import write_device
 
     start = time.perf_counter()
@@ -270,7 +272,7 @@ def calibrate(options) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["calibrate", "measure", "compare"])
+    parser.add_argument("mode", choices=["calibrate", "measure", "compare", "plans", "large"])
     parser.add_argument("--out")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--only", nargs="*")
@@ -278,7 +280,9 @@ def main() -> None:
     parser.add_argument("--measured", help="the record of `measure`")
     parser.add_argument("--device", help="the device file of `calibrate`, or the name of a device")
     options = parser.parse_args()
-    {"calibrate": calibrate, "measure": measure, "compare": compare}[options.mode](options)
+    {"calibrate": calibrate, "measure": measure, "compare": compare, "plans": plans, "large": large}[options.mode](
+        options
+    )
 
 
 def compare(options) -> None:
@@ -323,6 +327,65 @@ def compare(options) -> None:
     print(summary)
     about = {"measured_on": source["device"], "measured_torch": source["torch"], "summary": summary}
     print(record("forecast", 0, rows, options.out, part="compared", about=about))
+
+
+def plans(options) -> None:
+    """Forecast the anchor Llama at each budget at which `fit` was measured, and write both."""
+    import retape
+
+    source = json.loads(Path(options.measured).read_text())
+    model, batch = build(next(setup for setup in SETUPS if setup.name == "anchor-eager-8x4096"), "meta")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    rows = {}
+    for name, row in source["results"].items():
+        if not isinstance(row, dict) or "retape_ms" not in row:
+            continue
+        budget = int(2 * weights + row["torch_peak_gib"] * 2**30)  # as Budget.activations: above weights and gradients
+        moves = "offload" in row.get("regions", {})
+        made = retape.forecast(model, batch, device=options.device or "h200", budget=budget, offload=moves)
+        rows[name] = {
+            "budget_gib": row["torch_peak_gib"],
+            "fit_peak_gib": row["retape_peak_gib"],
+            "forecast_peak_gib": (made.peak_bytes - 2 * weights) / 2**30,
+            "fit_ms": row["retape_ms"],
+            "forecast_ms": 1e3 * made.seconds,
+            "seconds_error": 1e3 * made.seconds / row["retape_ms"] - 1,
+            "fit_regions": row.get("regions", {}),
+            "forecast_regions": dict(made.stages[0].counts()),
+        }
+        rows[name]["peak_error"] = rows[name]["forecast_peak_gib"] / row["retape_peak_gib"] - 1
+        print(f"{name:34} peak {rows[name]['peak_error']:+.2%} time {rows[name]['seconds_error']:+.1%}", flush=True)
+    about = {"measured_on": source["device"], "fitted": f"{source['command']}, {source['date']}"}
+    print(record("forecast", 0, rows, options.out, part="plans", about=about))
+
+
+def large(options) -> None:
+    """Time a forecast of a Llama of 70 billion weights on 64 GPUs, and a search over its layouts, with the memory of this process."""
+    import resource
+
+    import retape
+    from retape.forecast.forecasting import search_layouts
+
+    rows = {}
+    start = time.perf_counter()
+    mesh = {"gpus": 64, "fsdp": 8, "tensor": 8}
+    made = retape.forecast("llama-70b", (1, 8192), device="h100-80g", mesh=mesh, optimizer="adamw")
+    rows["forecast"] = {
+        "seconds": time.perf_counter() - start,
+        "resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "answer": made.explain().splitlines(),
+    }
+    start = time.perf_counter()
+    found = search_layouts("llama-70b", (1, 8192), gpus=64, device="h100-80g", optimizer="adamw-fp32")
+    rows["search"] = {
+        "seconds": time.perf_counter() - start,
+        "resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "layouts": [
+            [choice.layout.described(), choice.forecast and choice.forecast.tokens_per_second, choice.reason]
+            for choice in found
+        ],
+    }
+    print(record("forecast", 0, rows, options.out, part="large"))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import nn
 import retape
 from retape.cli.main import main
 from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError
+from retape.forecast.calibration import meter as device_meter
 from retape.forecast.device import read_device, write_device
 from retape.forecast.forecasting import search_layouts
 from retape.forecast.known_devices import device_named, device_names, measured_device
@@ -83,6 +84,21 @@ def test_a_budget_below_the_floor_is_refused_with_the_floor(model, rows, plain):
     with pytest.raises(BudgetTooSmall, match="the smallest budget that does is") as caught:
         retape.forecast(model, rows, device="h200", optimizer="adamw", budget=plain.floor_bytes // 2)
     assert caught.value.floor_bytes == pytest.approx(plain.floor_bytes, rel=0.01)
+
+
+def test_a_hugging_face_model_with_checkpointing_on_is_run_as_it_is():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512, use_cache=False)).to(torch.bfloat16).train()
+    plain = retape.forecast(model, (4, 1024))
+    model.gradient_checkpointing_enable()
+    found = retape.forecast(model, (4, 1024))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert found.stages[0].problem.weight_bytes == weights == plain.stages[0].problem.weight_bytes
+    assert found.peak_bytes == found.plain_peak_bytes < plain.peak_bytes
+    assert found.seconds > plain.seconds
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(model, rows, plain):
@@ -262,9 +278,7 @@ def test_the_command_refuses_with_one_message(arguments, message, capsys):
 
 
 def test_the_command_calibrates_a_cpu(tmp_path, capsys, monkeypatch):
-    from retape.forecast import calibration
-
-    monkeypatch.setattr(calibration, "CPU", calibration.TOY)
+    monkeypatch.setattr(device_meter, "CPU", device_meter.TOY)  # the sizes of a test
     path = tmp_path / "cpu.json"
     assert main(["calibrate", str(path), "--device", "cpu", "--name", "mine"]) == 0
     made = read_device(path)

@@ -29,7 +29,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure and write."""
     import torch
 
-    from retape.forecast.calibration import CPU, calibrate
+    from retape.forecast.calibration.meter import CPU
+    from retape.forecast.calibration.run import calibrate
     from retape.forecast.device import write_device
 
     try:

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     from retape.forecast.forecasting import forecast
 
     if options.gpus > 1 and not any(name in mesh for name in ("fsdp", "tensor", "pipeline", "context")):
-        mesh = _searched(model, batch, options, mesh)
+        mesh = _searched(model, batch, step, options, mesh)
     found = forecast(
         model,
         batch,
@@ -103,7 +103,7 @@ def _given(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     return options.model, (options.micro_batch, options.seq), None
 
 
-def _searched(model: Any, batch: Any, options: argparse.Namespace, mesh: dict[str, int]) -> dict[str, int]:
+def _searched(model: Any, batch: Any, step: Any, options: argparse.Namespace, mesh: dict[str, int]) -> dict[str, int]:
     """Print the best layouts and return the parts of the fastest; raise if none fits."""
     from retape.forecast.forecasting import search_layouts
 
@@ -115,6 +115,7 @@ def _searched(model: Any, batch: Any, options: argparse.Namespace, mesh: dict[st
         optimizer=options.optimizer,
         budget=options.budget,
         fixed=mesh,
+        step=step,
         tell=lambda text: print(text, file=sys.stderr),
     )
     print(f"layouts of {options.gpus} GPUs, the fastest first")

@@ -9,17 +9,32 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retape.forecast.result import Forecast
 
 
 class _CallableModule(ModuleType):
     """A package that is also the function of the same name."""
 
-    def __call__(self, model: Any, batch: Any, **settings: Any) -> Any:
+    def __call__(
+        self,
+        model: Any,
+        batch: Any,
+        *,
+        device: Any = "h200",
+        mesh: Any = None,
+        optimizer: Any = None,
+        budget: Any = None,
+        step: Any = None,
+        offload: bool = False,
+    ) -> Forecast:
         """Forecast a training step; see `retape.forecast.forecasting.forecast`."""
         from retape.forecast.forecasting import forecast
 
-        return forecast(model, batch, **settings)
+        settings = {"device": device, "mesh": mesh, "optimizer": optimizer, "budget": budget}
+        return forecast(model, batch, step=step, offload=offload, **settings)
 
 
 forecast = sys.modules[__name__]

@@ -258,6 +258,7 @@ def search_layouts(
     budget: Any = None,
     global_rows: int | None = None,
     fixed: dict[str, int] | None = None,
+    step: Step | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[LayoutChoice]:
     """Return layouts over `gpus`, the fastest first, then those that do not fit; `fixed` has the parts that are given.
@@ -269,7 +270,7 @@ def search_layouts(
     choices, traces = [], {}
     for layout in _layouts(made, where, gpus, fixed or {}, rows=rows, global_rows=global_rows):
         request = _Request.of(
-            made, batch, device=where, layout=layout, optimizer=optimizer_kind(optimizer), budget=budget
+            made, batch, device=where, layout=layout, optimizer=optimizer_kind(optimizer), budget=budget, step=step
         )
         key = (layout.tensor, layout.context)
         if key not in traces:

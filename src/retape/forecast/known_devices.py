@@ -75,7 +75,8 @@ def device_named(name: str | Path | Device) -> Device:
     if key == MEASURED:
         return measured_device()
     if key == "cpu":
-        from retape.forecast.calibration import CPU, calibrate
+        from retape.forecast.calibration.meter import CPU
+        from retape.forecast.calibration.run import calibrate
 
         return calibrate("cpu", name="cpu", tuning=CPU)
     if key not in _PUBLISHED:

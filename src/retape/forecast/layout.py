@@ -87,7 +87,7 @@ class Layout:
                 f"{self.gpus} GPUs cannot be divided by tensor {self.tensor} x context {self.context} x pipeline {self.pipeline} "
                 f"= {model}. Choose factors whose product divides the GPUs."
             )
-        if self.shards > 1 and self.sharing % self.fsdp:
+        if self.sharing % self.fsdp:
             raise InvalidInput(
                 f"{self.sharing} GPUs hold the same weights (of {self.gpus}, divided by tensor {self.tensor} x pipeline "
                 f"{self.pipeline}), which cannot be divided into groups of fsdp {self.fsdp}. Choose a factor of {self.sharing}."
@@ -96,10 +96,6 @@ class Layout:
             raise InvalidInput(
                 f"expert = {self.expert} does not divide the {self.sharing} GPUs that hold the same layers."
             )
-
-    @property
-    def shards(self) -> int:
-        return self.fsdp
 
     @property
     def data(self) -> int:
@@ -133,7 +129,7 @@ class Layout:
 
 
 def layout_from(given: Any) -> Layout:
-    """Return a layout, from one, a dict of its fields, or None for one GPU; `fsdp` of 0 takes all GPUs that share weights."""
+    """Return a layout, from one, a dict of its fields, or None for one GPU; without `gpus` it is as large as its parts."""
     if given is None:
         return Layout()
     if isinstance(given, Layout):
@@ -146,6 +142,6 @@ def layout_from(given: Any) -> Layout:
         raise InvalidInput(f"mesh has unknown keys {unknown}; known: {', '.join(sorted(known))}.")
     values = dict(given)
     if "gpus" not in values:
-        parts = [values.get(name, 1) or 1 for name in ("fsdp", "tensor", "context", "pipeline")]
-        values["gpus"] = math.prod(parts) // (values.get("context", 1) if values.get("fsdp", 1) > 1 else 1)
+        sharing = math.lcm(values.get("fsdp", 1), values.get("context", 1))
+        values["gpus"] = sharing * values.get("tensor", 1) * values.get("pipeline", 1)
     return Layout(**values)

@@ -8,6 +8,7 @@ Plans are solved in `stage_plan`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from retape.core.errors import InvalidInput
@@ -55,7 +56,11 @@ class StageProblem:
 
 
 def stage_problems(
-    traced: TracedStep, layout: Layout, device: Device, optimizer: OptimizerKind, optimizer_seconds: object
+    traced: TracedStep,
+    layout: Layout,
+    device: Device,
+    optimizer: OptimizerKind,
+    optimizer_seconds: Callable[[int], float],
 ) -> list[StageProblem]:
     """Return the problem of each pipeline stage. `optimizer_seconds(bytes)` are those of one optimizer step."""
     maker = _Maker(traced, layout, device, optimizer, optimizer_seconds)
@@ -64,7 +69,12 @@ def stage_problems(
 
 class _Maker:
     def __init__(
-        self, traced: TracedStep, layout: Layout, device: Device, optimizer: OptimizerKind, optimizer_seconds: object
+        self,
+        traced: TracedStep,
+        layout: Layout,
+        device: Device,
+        optimizer: OptimizerKind,
+        optimizer_seconds: Callable[[int], float],
     ) -> None:
         self._traced, self._layout, self._device = traced, layout, device
         self._optimizer, self._optimizer_seconds = optimizer, optimizer_seconds
@@ -122,7 +132,8 @@ class _Maker:
         chain = self._chain(own, gradient_share=gradient_each / per_weight, keeps_gradients=keeps_gradients)
         fixed = weight_bytes + optimizer_bytes + buffers + (gradient_bytes if keeps_gradients else 0)
         chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.batch_bytes)
-        moved = (3 if not optimizer.states else 3 + 2 * optimizer.states) * weight_bytes
+        updated = weights.trained // (layout.fsdp if layout.zero >= 1 else 1)  # weights that this GPU's optimizer steps
+        moved = updated * (2 * per_weight + gradient_each) + 2 * optimizer_bytes
         return StageProblem(
             chain=chain,
             regions=names,
@@ -204,7 +215,7 @@ class _Maker:
             share = layout.fsdp if layout.zero >= 2 else 1
             seconds += 2 * self._collective(weights.bytes / share, replicas, layout.tensor * layout.fsdp)
         if self._optimizer.name != "none":
-            seconds += self._optimizer_seconds(moved)  # type: ignore[operator]
+            seconds += self._optimizer_seconds(moved)
         return float(seconds)
 
     def _attention_extra(self, regions: int) -> float:

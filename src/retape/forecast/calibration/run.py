@@ -11,7 +11,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,91 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retape.forecast.calibration.meter import CalibrationTuning, DeviceMeter
+from retape.forecast.calibration.ops import POINTWISE, ROWWISE
 from retape.forecast.device import AttentionPoint, Device, MatmulPoint, OpPoint, OptimizerPoint
 from retape.forecast.op_work import dtype_name, op_name, work_of
 
 aten = torch.ops.aten
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationTuning:
-    """Sizes that are measured, and how long. The `toy` sizes take a second on a CPU and are good for tests only."""
-
-    sizes: tuple[int, ...] = (512, 1280, 2048, 4096, 8192, 14336, 32768)  # rows, columns and depth of products
-    most_flops: float = 5e12  # of one product; larger ones have the rate of the largest
-    batched: tuple[tuple[int, int, int, int], ...] = (
-        (64, 1024, 1024, 64),
-        (64, 1024, 64, 1024),
-        (256, 512, 512, 64),
-        (256, 512, 64, 512),
-        (128, 2048, 2048, 128),
-        (128, 2048, 128, 2048),
-    )  # count, m, n, k
-    unaligned: tuple[tuple[int, int, int], ...] = (
-        (8192, 50257, 768),
-        (8192, 50257, 1280),
-        (16384, 50257, 1024),
-        (8192, 768, 50257),
-        (8192, 1280, 50257),
-        (50257, 768, 8192),
-        (50257, 1280, 8192),
-        (4096, 1000, 1024),
-    )
-    grouped: tuple[tuple[int, int, int, int], ...] = (
-        (8, 1024, 4096, 2048),
-        (8, 2048, 8192, 2048),
-        (8, 2048, 2048, 4096),
-        (8, 4096, 28672, 4096),
-        (8, 4096, 4096, 14336),
-        (64, 512, 2816, 2048),
-    )  # groups, rows of each, n, k
-    elements: tuple[int, ...] = (2**14, 2**17, 2**20, 2**22, 2**24, 2**26, 2**28)
-    row_elements: int = 4096  # of one row of the tensors of most ops
-    vocabulary: int = 32000
-    lengths: tuple[int, ...] = (197, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-    widths: tuple[int, ...] = (64, 128)
-    tokens: int = 32768  # rows times length of an attention that is measured
-    optimizer_elements: int = 2**29
-    copied_bytes: int = 2**30
-    repeats: int = 3
-    enough_seconds: float = 0.004  # of one measurement on the device
-    section_seconds: float = 30.0  # of each part of the calibration; what is left then is not measured
-
-
-CPU = CalibrationTuning(
-    sizes=(64, 256, 1024),
-    batched=((8, 128, 128, 64),),
-    unaligned=(),
-    grouped=(),
-    elements=(2**12, 2**16, 2**20),
-    row_elements=256,
-    vocabulary=1024,
-    lengths=(64, 256),
-    widths=(64,),
-    tokens=512,
-    optimizer_elements=2**20,
-    copied_bytes=2**16,
-    enough_seconds=0.0,
-    section_seconds=4.0,
-)  # what a forecast for "cpu" measures on the spot
-
-TOY = CalibrationTuning(
-    sizes=(16, 64),
-    batched=((2, 16, 16, 8),),
-    unaligned=((16, 17, 16),),
-    grouped=((2, 16, 16, 16),),
-    elements=(2**10, 2**12),
-    row_elements=64,
-    vocabulary=128,
-    lengths=(32, 64),
-    widths=(16,),
-    tokens=128,
-    optimizer_elements=2**12,
-    copied_bytes=2**16,
-    repeats=1,
-    enough_seconds=0.0,
-)
 
 
 def calibrate(
@@ -117,73 +38,8 @@ def calibrate(
 ) -> Device:
     """Measure a device, by default the first CUDA device or else the CPU, and return its rates."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    meter = _Meter(where, tuning or CalibrationTuning())
+    meter = DeviceMeter(where, tuning or CalibrationTuning())
     return _Calibration(meter, tell).run(name)
-
-
-class _Meter:
-    """Times and weighs one op at a time on a device."""
-
-    def __init__(self, device: torch.device, tuning: CalibrationTuning) -> None:
-        self.device, self.tuning = device, tuning
-        self.is_cuda = device.type == "cuda"
-        side = 6144 if self.is_cuda else 16
-        self._work = self.random(side, side), self.random(side, side)
-        self._pool = self.random(max(tuning.sizes) ** 2)
-
-    def pooled(self, *shape: int) -> Tensor:
-        """Return random values of a shape, from memory that is there already; two calls may return the same memory."""
-        size = math.prod(shape)
-        return self._pool[:size].view(shape) if size <= self._pool.numel() else self.random(*shape)
-
-    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype)
-
-    @property
-    def own_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self._work, self._pool))
-
-    def seconds(self, run: Callable[[], Any]) -> float:
-        """Return the median seconds of a call on the device, behind enough queued work for the host to be ahead."""
-        for _ in range(2):
-            run()
-        if not self.is_cuda:
-            return _median(partial(_on_host, run), self.tuning.repeats)
-        once = self._queued(run, 1)
-        times = max(1, min(20, int(self.tuning.enough_seconds / max(once, 1e-7))))
-        return _median(partial(self._queued, run, times), self.tuning.repeats)
-
-    def _queued(self, run: Callable[[], Any], times: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.mm(*self._work)  # 0.6 ms or more, in which the host issues what follows
-        start.record()
-        for _ in range(times):
-            run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / times
-
-    def scratch(self, run: Callable[[], Any]) -> int:
-        """Return the bytes that a call allocates beyond what it returns."""
-        if not self.is_cuda:
-            return 0
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        kept = run()
-        left = torch.cuda.memory_allocated() - before
-        del kept
-        return max(0, torch.cuda.max_memory_allocated() - before - left)
-
-
-def _median(sample: Callable[[], float], times: int) -> float:
-    return sorted(sample() for _ in range(times))[times // 2]
-
-
-def _on_host(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 class _LastOp(TorchDispatchMode):
@@ -204,7 +60,7 @@ class _LastOp(TorchDispatchMode):
 class _Calibration:
     """Measures one part of a device after the other."""
 
-    def __init__(self, meter: _Meter, tell: Tell) -> None:
+    def __init__(self, meter: DeviceMeter, tell: Tell) -> None:
         self._meter, self._tuning, self._tell = meter, meter.tuning, tell
         self._kernels: list[str] = []
 
@@ -327,7 +183,7 @@ class _Calibration:
 
     def _ops(self) -> Iterator[OpPoint | None]:
         for elements in self._tuning.elements:
-            for make in (*_POINTWISE, *_ROWWISE):
+            for make in (*POINTWISE, *ROWWISE):
                 for dtype in (torch.bfloat16, torch.float32):
                     if elements * dtype.itemsize <= 2**30:
                         yield self._op(make, elements, dtype)
@@ -486,241 +342,3 @@ class _Block(nn.Module):
     def _norm(self, rows: Tensor) -> Tensor:
         wide = rows.float()
         return self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(rows.dtype)
-
-
-# --- the ops that are measured: each makes its tensors and returns a call of one op --------------------------------------
-
-
-def _rows(meter: _Meter, elements: int, dtype: torch.dtype, width: int = 0) -> Tensor:
-    width = width or min(meter.tuning.row_elements, elements)
-    return meter.random(max(1, elements // width), width, dtype=dtype)
-
-
-def _unary(op: Callable[..., Any], *more: Any) -> Any:
-    return lambda meter, elements, dtype: partial(op, _rows(meter, elements, dtype), *more)
-
-
-def _binary(op: Callable[..., Any], *more: Any) -> Any:
-    def make(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-        rows = _rows(meter, elements, dtype)
-        return partial(op, rows, torch.rand_like(rows), *more)
-
-    return make
-
-
-def _by_row(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    return partial(aten.mul.Tensor, rows, rows[:, :1].contiguous())
-
-
-def _by_column(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    return partial(aten.mul.Tensor, rows, rows[0].contiguous())
-
-
-def _cast(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
-    return partial(aten._to_copy.default, _rows(meter, elements, dtype), dtype=other)
-
-
-def _heads(meter: _Meter, elements: int, dtype: torch.dtype) -> Tensor:
-    """Rows as attention has them: (rows, heads, length, width), in memory with heads after length."""
-    width, heads = min(128, meter.tuning.row_elements // 4), 4
-    length = max(1, elements // (width * heads))
-    return meter.random(1, length, heads, width, dtype=dtype).transpose(1, 2)
-
-
-def _strided_clone(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    return partial(aten.clone.default, _heads(meter, elements, dtype), memory_format=torch.contiguous_format)
-
-
-def _strided_mul(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _heads(meter, elements, dtype)
-    return partial(aten.mul.Tensor, rows, torch.rand_like(rows[:, :1]).contiguous())
-
-
-def _strided_add(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _heads(meter, elements, dtype)
-    return partial(aten.add.Tensor, rows, torch.rand_like(rows))
-
-
-def _half(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _heads(meter, 2 * elements, dtype)
-    return partial(aten.neg.default, rows[..., : rows.shape[-1] // 2])
-
-
-def _cat(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _heads(meter, elements, dtype)
-    half = rows.shape[-1] // 2
-    return partial(aten.cat.default, [rows[..., half:].contiguous(), rows[..., :half]], -1)
-
-
-def _slice_backward(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _heads(meter, elements, dtype)
-    half = rows.shape[-1] // 2
-    return partial(aten.slice_backward.default, rows[..., :half], list(rows.shape), 3, 0, half, 1)
-
-
-def _norm(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype, min(1024, elements))
-    weight = torch.ones(rows.shape[-1], device=rows.device, dtype=dtype)
-    return partial(aten.native_layer_norm.default, rows, [rows.shape[-1]], weight, weight, 1e-5)
-
-
-def _norm_backward(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype, min(1024, elements))
-    weight = torch.ones(rows.shape[-1], device=rows.device, dtype=dtype)
-    _, mean, deviation = aten.native_layer_norm(rows, [rows.shape[-1]], weight, weight, 1e-5)
-    shape, wanted = [rows.shape[-1]], [True, True, True]
-    return partial(aten.native_layer_norm_backward.default, rows, rows, shape, mean, deviation, weight, weight, wanted)
-
-
-def _log_softmax(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    return partial(aten._log_softmax.default, _rows(meter, elements, dtype, meter.tuning.vocabulary), 1, False)
-
-
-def _log_softmax_backward(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype, meter.tuning.vocabulary)
-    return partial(aten._log_softmax_backward_data.default, rows, rows, 1, dtype)
-
-
-def _labels(meter: _Meter, rows: int, most: int) -> Tensor:
-    return torch.randint(0, most, (rows,), device=meter.device)
-
-
-def _nll(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype, meter.tuning.vocabulary)
-    return partial(aten.nll_loss_forward.default, rows, _labels(meter, len(rows), rows.shape[1]), None, 1, -100)
-
-
-def _nll_backward(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype, meter.tuning.vocabulary)
-    labels = _labels(meter, len(rows), rows.shape[1])
-    one = rows.sum()
-    return partial(aten.nll_loss_backward.default, one, rows, labels, None, 1, -100, one)
-
-
-def _embedding(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    table = meter.random(meter.tuning.vocabulary, rows.shape[1], dtype=dtype)
-    return partial(aten.embedding.default, table, _labels(meter, len(rows), len(table)))
-
-
-def _embedding_backward(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    vocabulary = meter.tuning.vocabulary
-    labels = _labels(meter, len(rows), vocabulary)
-    return partial(aten.embedding_dense_backward.default, rows, labels, vocabulary, -1, False)
-
-
-def _gather_rows(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    return partial(aten.index.Tensor, rows, [_labels(meter, len(rows), len(rows))])
-
-
-def _index_put(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    where = torch.randperm(len(rows), device=meter.device)
-    return partial(aten.index_put.default, torch.zeros_like(rows), [where], rows, True)
-
-
-def _index_add(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    return partial(aten.index_add.default, torch.zeros_like(rows), 0, _labels(meter, len(rows), len(rows)), rows)
-
-
-def _column_sum(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    return partial(aten.sum.dim_IntList, _rows(meter, elements, dtype), [0], True)
-
-
-def _row_sum(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    return partial(aten.sum.dim_IntList, _rows(meter, elements, dtype), [1], True)
-
-
-def _sum_all(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    return partial(aten.sum.default, _rows(meter, elements, dtype))
-
-
-def _mean(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    return partial(aten.mean.dim, _rows(meter, elements, dtype), [1], True)
-
-
-def _dropout_backward(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    return partial(aten.native_dropout_backward.default, rows, rows > 0, 1.1)
-
-
-def _softmax(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    return partial(aten._softmax.default, _rows(meter, elements, dtype, min(1024, elements)), 1, False)
-
-
-def _softmax_backward(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype, min(1024, elements))
-    return partial(aten._softmax_backward_data.default, rows, rows, 1, dtype)
-
-
-def _fill(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    return partial(aten.fill_.Scalar, _rows(meter, elements, dtype), 0)
-
-
-def _copy(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    return partial(aten.copy_.default, torch.empty_like(rows), rows)
-
-
-def _add_in_place(meter: _Meter, elements: int, dtype: torch.dtype) -> Any:
-    rows = _rows(meter, elements, dtype)
-    return partial(aten.add_.Tensor, rows, torch.zeros_like(rows))
-
-
-_POINTWISE = (
-    _unary(aten.mul.Scalar, 2.0),
-    _unary(aten.neg.default),
-    _unary(aten.pow.Tensor_Scalar, 2),
-    _unary(aten.pow.Tensor_Scalar, 3.0),
-    _unary(aten.rsqrt.default),
-    _unary(aten.tanh.default),
-    _unary(aten.silu.default),
-    _unary(aten.gelu.default),
-    _unary(aten.sigmoid.default),
-    _unary(aten.clone.default),
-    _unary(aten.native_dropout.default, 0.1, True),
-    _binary(aten.add.Tensor),
-    _binary(aten.mul.Tensor),
-    _binary(aten.div.Tensor),
-    _binary(aten.silu_backward.default),
-    _binary(aten.gelu_backward.default),
-    _binary(aten.tanh_backward.default),
-    _add_in_place,
-    _by_row,
-    _by_column,
-    _cast,
-    _strided_clone,
-    _strided_mul,
-    _strided_add,
-    _half,
-    _cat,
-    _slice_backward,
-    _fill,
-    _copy,
-    _dropout_backward,
-)
-_ROWWISE = (
-    _norm,
-    _norm_backward,
-    _softmax,
-    _softmax_backward,
-    _log_softmax,
-    _log_softmax_backward,
-    _nll,
-    _nll_backward,
-    _embedding,
-    _embedding_backward,
-    _gather_rows,
-    _index_put,
-    _index_add,
-    _column_sum,
-    _row_sum,
-    _sum_all,
-    _mean,
-)
