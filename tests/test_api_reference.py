@@ -17,7 +17,7 @@ from retape.torch.adaptive.manager import AdaptiveStats
 from retape.torch.measure.verify import Verification
 
 TEXT = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
-FUNCTIONS = [name for name in retape.__all__ if inspect.isfunction(getattr(retape, name))]
+FUNCTIONS = [name for name in retape.__all__ if inspect.isfunction(getattr(retape, name)) or name == "forecast"]
 CLASSES = {"Fit", "Plan", "Budget"}
 CODE = re.compile(r"`([^`]+)`")
 
@@ -45,7 +45,7 @@ def written(function):
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         default = "" if parameter.default is parameter.empty else f"={_default(parameter.default)}"
         parts.append(f"{stars}{parameter.name}{default}")
-    return f"{function.__name__}({', '.join(parts)})"
+    return f"{function.__name__.rpartition('.')[2]}({', '.join(parts)})"
 
 
 def _default(value):

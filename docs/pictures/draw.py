@@ -190,6 +190,7 @@ PURPOSES = {
     "retape.demo": "the demo",
     "retape.integrations": "Hugging Face",
     "retape.api": "fit, apply, Fit",
+    "retape.forecast": "peak and time, forecast",
     "retape.report": "text, SVG, HTML",
     "retape.core": "problems, solvers, machine",
     "retape.torch.adaptive": "budget at run time",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from retape.api import Fit as Fit
     from retape.api import apply as apply
     from retape.api import fit as fit
+    from retape.forecast.forecasting import forecast as forecast
     from retape.torch.adaptive.manager import adaptive as adaptive
     from retape.torch.engine.checkpoint import checkpoint as checkpoint
     from retape.torch.engine.checkpoint import checkpoint_sequential as checkpoint_sequential
@@ -36,6 +37,7 @@ _LAZY = {
     "adaptive": "retape.torch.adaptive.manager",
     "apply": "retape.api",
     "fit": "retape.api",
+    "forecast": "retape.forecast",
     "measure": "retape.torch.measure.memory_meter",
     "checkpoint": "retape.torch.engine.checkpoint",
     "checkpoint_sequential": "retape.torch.engine.checkpoint",
@@ -60,6 +62,7 @@ __all__ = [
     "checkpoint_sequential",
     "errors",
     "fit",
+    "forecast",
     "keep",
     "linear_cross_entropy",
     "measure",

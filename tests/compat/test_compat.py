@@ -141,6 +141,15 @@ def test_next_sequence_number():
     assert internals.sequence_number(node) == before < internals.next_sequence_number()
 
 
+def test_run_backward():
+    x = torch.randn(3, requires_grad=True)
+    loss = x.sin().sum()
+    internals.run_backward(loss, torch.ones_like(loss), keep_graph=True)
+    assert torch.equal(x.grad, x.detach().cos())
+    internals.run_backward(loss, torch.ones_like(loss), inputs=x)
+    assert torch.equal(x.grad, 2 * x.detach().cos())
+
+
 def test_at_end_of_backward():
     order = []
     in_backward(lambda: (internals.at_end_of_backward(lambda: order.append("end")), order.append("hook")))

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from retape.cli import demo, fit, report, schedule
+from retape.cli import calibrate, demo, fit, forecast, report, schedule
 from retape.core.errors import RetapeError
 
-_COMMANDS = (fit, report, demo, schedule)
+_COMMANDS = (fit, report, demo, schedule, forecast, calibrate)
 _NOT_WRITTEN = 1
 _BAD_INPUT = 2
 _INTERRUPTED = 130  # as shells report it

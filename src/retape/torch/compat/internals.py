@@ -68,6 +68,16 @@ def next_sequence_number() -> int:
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
+def run_backward(
+    loss: torch.Tensor, gradient: torch.Tensor, *, keep_graph: bool = False, inputs: Any = None
+) -> None:
+    """Run a backward pass as `Tensor.backward` does, without asking torch-function modes, which would be off inside it."""
+    leaves = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (gradient,), keep_graph, False, leaves, allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def unobserved() -> AbstractContextManager[Any]:
     """Return a context in which no dispatch mode sees retape's own ops."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_MODES

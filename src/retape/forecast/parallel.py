@@ -1,0 +1,245 @@
+"""From a step traced on one device to the steps of every pipeline stage of a layout: chains, fixed bytes and communication.
+
+Tensor parallelism is with sequence parallelism, so every activation is divided by it (Korthikanti et al. 2022), and its seconds come
+from a trace with a cost model of as many parts. FSDP gathers two blocks at a time and reduces the gradients of one; communication
+that overlaps with computation only counts for what is longer. A pipeline stage holds the tapes of its micro-batches in flight.
+Plans are solved in `stage_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+from retape.core.errors import InvalidInput
+from retape.core.problem import Chain, Option, Stage
+from retape.forecast.device import Device
+from retape.forecast.layout import Layout, OptimizerKind
+from retape.forecast.tracing import TracedStep, Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelTuning:
+    """Assumptions about communication, each with its reason."""
+
+    link_share: float = 0.8  # of the published link bandwidth that collectives of large messages reach
+    network_share: float = 0.8  # the same of the network
+    collective_seconds: float = 2e-5  # of starting one
+    gathered_blocks: int = 2  # FSDP: the block that runs, and the next one, which is prefetched
+
+
+TUNING = ParallelTuning()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProblem:
+    """One pipeline stage on one GPU: its chain, whose fixed bytes are `fixed_bytes`, and what a micro-batch adds in seconds.
+
+    `exposed_seconds` of communication are not hidden behind computation, in each micro-batch; `once_seconds` are the optimizer and
+    what follows the last micro-batch. `in_flight` micro-batches are alive at once.
+    """
+
+    chain: Chain
+    regions: tuple[str, ...]
+    in_flight: float
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    exposed_seconds: float
+    once_seconds: float
+    attention_extra_seconds: float = 0.0
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.chain.fixed_bytes
+
+
+def stage_problems(
+    traced: TracedStep,
+    layout: Layout,
+    device: Device,
+    optimizer: OptimizerKind,
+    optimizer_seconds: Callable[[int], float],
+) -> list[StageProblem]:
+    """Return the problem of each pipeline stage. `optimizer_seconds(bytes)` are those of one optimizer step."""
+    maker = _Maker(traced, layout, device, optimizer, optimizer_seconds)
+    return [maker.stage(number) for number in range(layout.pipeline)]
+
+
+class _Maker:
+    def __init__(
+        self,
+        traced: TracedStep,
+        layout: Layout,
+        device: Device,
+        optimizer: OptimizerKind,
+        optimizer_seconds: Callable[[int], float],
+    ) -> None:
+        self._traced, self._layout, self._device = traced, layout, device
+        self._optimizer, self._optimizer_seconds = optimizer, optimizer_seconds
+        self._stages = traced.chain.chain.stages
+        self._is_region = [stage.choice is not None for stage in traced.chain.stages]
+        self._region_numbers = [number for number, is_region in enumerate(self._is_region) if is_region]
+
+    # --- division ----------------------------------------------------------------------------------------------------
+
+    def _range(self, stage: int) -> range:
+        """Return the stages of the chain that a pipeline stage has; an interleaved one has as many, from several places."""
+        count, parts = len(self._region_numbers), self._layout.pipeline
+        if parts > 1 and count < parts * self._layout.interleave:
+            raise InvalidInput(
+                f"The model has {count} blocks that can be divided, fewer than {parts} pipeline stages of "
+                f"{self._layout.interleave} parts. Use a shorter pipeline; switch the model's own checkpointing off."
+            )
+        first = self._region_numbers[stage * count // parts] if stage else 0
+        last = self._region_numbers[(stage + 1) * count // parts] if stage + 1 < parts else len(self._stages)
+        return range(first, last)
+
+    def _weights(self, names: tuple[str, ...], stage: int) -> Weights:
+        own = [self._traced.regions[name] for name in dict.fromkeys(names)]
+        if self._layout.pipeline == 1:
+            own.append(self._traced.rest)
+        elif stage in (0, self._layout.pipeline - 1):  # half of the rest is the embedding, half the head
+            own.append(_scaled_weights(self._traced.rest, 2))
+        total = Weights(**{each.name: sum(getattr(w, each.name) for w in own) for each in fields(Weights)})
+        return self._divided(total)
+
+    def _divided(self, weights: Weights) -> Weights:
+        """Return one GPU's part under tensor and expert parallelism; experts are divided by both."""
+        tensor, expert = self._layout.tensor, self._layout.expert
+        dense, dense_trained = weights.bytes - weights.expert_bytes, weights.trained - weights.expert_trained
+        experts, experts_trained = weights.expert_bytes // expert, weights.expert_trained // expert
+        return Weights(bytes=(dense + experts) // tensor, trained=(dense_trained + experts_trained) // tensor)
+
+    # --- one stage ---------------------------------------------------------------------------------------------------
+
+    def stage(self, number: int) -> StageProblem:
+        layout, optimizer = self._layout, self._optimizer
+        own = self._range(number)
+        names = tuple(self._stages[i].name for i in own if self._is_region[i])
+        if not self._region_numbers:  # a model that was not divided into regions
+            names = tuple(self._traced.regions)
+        weights = self._weights(names, number)
+        per_weight = weights.bytes // max(1, weights.trained) if weights.trained else 2
+        gradient_each = per_weight if optimizer.gradient_bytes is None else optimizer.gradient_bytes
+        weight_bytes = weights.bytes // (layout.fsdp if layout.zero >= 3 else 1)
+        gradient_bytes = weights.trained * gradient_each // (layout.fsdp if layout.zero >= 2 else 1)
+        states = weights.trained * optimizer.bytes_per_weight(per_weight)
+        optimizer_bytes = states // (layout.fsdp if layout.zero >= 1 else 1)
+        buffers = self._buffer_bytes(names, gradient_each, per_weight)
+        keeps_gradients = layout.accumulate > 1 or layout.pipeline > 1
+        chain = self._chain(own, gradient_share=gradient_each / per_weight, keeps_gradients=keeps_gradients)
+        fixed = weight_bytes + optimizer_bytes + buffers + (gradient_bytes if keeps_gradients else 0)
+        chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.batch_bytes)
+        updated = weights.trained // (layout.fsdp if layout.zero >= 1 else 1)  # weights that this GPU's optimizer steps
+        moved = updated * (2 * per_weight + gradient_each) + 2 * optimizer_bytes
+        return StageProblem(
+            chain=chain,
+            regions=names,
+            in_flight=layout.in_flight(number),
+            weight_bytes=weight_bytes,
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=optimizer_bytes,
+            buffer_bytes=buffers,
+            exposed_seconds=self._exposed_seconds(len(names), weights, chain),
+            once_seconds=self._once_seconds(weights, moved),
+            attention_extra_seconds=self._attention_extra(len(names)),
+        )
+
+    def _chain(self, own: range, *, gradient_share: float, keeps_gradients: bool) -> Chain:
+        """Return the stages of one GPU: activations divided by tensor parallelism, gradients as they stay."""
+        layout = self._layout
+        shards = layout.fsdp if layout.zero >= 2 else 1
+        made = []
+        for number in own:
+            stage = _divided(self._stages[number], layout.tensor)
+            gradients = 0 if keeps_gradients else int(stage.gradient_bytes * gradient_share) // shards
+            made.append(replace(stage, gradient_bytes=gradients))
+        whole = self._traced.chain.chain
+        return Chain(stages=tuple(made), fixed_bytes=whole.fixed_bytes // layout.tensor, host=whole.host)
+
+    def _block_bytes(self, names: tuple[str, ...]) -> int:
+        largest = max((self._divided(self._traced.regions[name]).bytes for name in names), default=0)
+        return max(largest, self._divided(self._traced.rest).bytes // 2)
+
+    def _buffer_bytes(self, names: tuple[str, ...], gradient_each: int, per_weight: int) -> int:
+        """Return the bytes of FSDP's gathered blocks, and of the gradients of a block that wait to be reduced."""
+        layout, block = self._layout, self._block_bytes(names)
+        if layout.fsdp == 1:
+            return 0
+        reduced = block * gradient_each // per_weight if layout.zero >= 2 else 0
+        return (TUNING.gathered_blocks * block if layout.zero >= 3 else 0) + reduced
+
+    # --- communication -----------------------------------------------------------------------------------------------
+
+    def _bandwidth(self, group: int) -> float:
+        """Return bytes per second of a collective of neighbouring GPUs: inside a node, or over the network."""
+        device = self._device
+        if group <= device.gpus_per_node or not device.network_bytes_per_second:
+            return device.link_bytes_per_second * TUNING.link_share
+        return device.network_bytes_per_second * TUNING.network_share
+
+    def _collective(self, size: float, group: int, spread: int = 1) -> float:
+        """Return the seconds of gathering or scattering `size` bytes over a group, whose members are `spread` GPUs apart."""
+        if group == 1:
+            return 0.0
+        return size * (group - 1) / group / max(1.0, self._bandwidth(group * spread)) + TUNING.collective_seconds
+
+    def _exposed_seconds(self, regions: int, weights: Weights, chain: Chain) -> float:
+        """Return the seconds of communication of a micro-batch that no computation hides."""
+        layout = self._layout
+        compute = sum(stage.forward_seconds + stage.backward_seconds for stage in chain.stages)
+        hidden_state = max((stage.state_bytes for stage in self._stages), default=0)
+        tensor = 8 * regions * self._collective(hidden_state, layout.tensor)  # 4 in forward, 4 in backward
+        experts = 0.0
+        if layout.expert > 1:  # tokens to their experts and back, in both passes
+            experts = 4 * 2 * regions * self._collective(hidden_state / layout.tensor, layout.expert, layout.tensor)
+        shards = 0.0
+        if layout.fsdp > 1 and layout.zero >= 3:  # gathered in forward and backward, reduced in backward
+            shards = 3 * self._collective(weights.bytes, layout.fsdp, layout.tensor)
+        ring = 0.0
+        if layout.context > 1:  # keys and values go round, behind attention
+            ring = 3 * regions * self._collective(hidden_state / layout.tensor, layout.context, layout.tensor)
+        sends = 2 * self._collective(hidden_state / layout.tensor, 2, layout.tensor) if layout.pipeline > 1 else 0.0
+        return tensor + experts + sends + max(0.0, shards + ring - compute)
+
+    def _once_seconds(self, weights: Weights, moved: int) -> float:
+        """Return the seconds after the last micro-batch: gradients that are reduced once, and the optimizer."""
+        layout = self._layout
+        seconds = 0.0
+        replicas = layout.sharing // layout.fsdp
+        if layout.fsdp > 1 and layout.zero < 3:
+            seconds += 2 * self._collective(weights.bytes, layout.fsdp, layout.tensor)
+        if replicas > 1:
+            share = layout.fsdp if layout.zero >= 2 else 1
+            seconds += 2 * self._collective(weights.bytes / share, replicas, layout.tensor * layout.fsdp)
+        if self._optimizer.name != "none":
+            seconds += self._optimizer_seconds(moved)
+        return float(seconds)
+
+    def _attention_extra(self, regions: int) -> float:
+        """Return what attention takes longer than traced: under context parallelism it sees the keys of all parts."""
+        share = regions / max(1, len(self._region_numbers))
+        return (self._layout.context - 1) * self._traced.attention_seconds * share
+
+
+_SIZES = {
+    kind: [each.name for each in fields(kind) if each.name.endswith("bytes") and each.name != "gradient_bytes"]
+    for kind in (Stage, Option)
+}
+
+
+def _divided(stage: Stage, parts: int) -> Stage:
+    """Return a stage with every size divided."""
+    if parts == 1:
+        return stage
+    options = tuple(
+        replace(option, **{name: getattr(option, name) // parts for name in _SIZES[Option]}) for option in stage.options
+    )
+    sizes = {name: getattr(stage, name) // parts for name in _SIZES[Stage]}
+    return replace(stage, options=options, gradient_bytes=stage.gradient_bytes // parts, **sizes)
+
+
+def _scaled_weights(weights: Weights, parts: int) -> Weights:
+    return Weights(**{each.name: getattr(weights, each.name) // parts for each in fields(Weights)})

@@ -1,0 +1,174 @@
+"""Forecast: the answer of `retape.forecast`, as a value with text, a page and settings for other programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retape.core.plan import Frontier
+from retape.core.units import format_bytes, format_seconds
+from retape.forecast.device import Device
+from retape.forecast.export import export_settings
+from retape.forecast.layout import Layout, OptimizerKind
+from retape.forecast.stage_plan import StagePlan
+from retape.report.forecast_page import ForecastPage, PageStage, write_forecast_page
+
+_MARGIN = 0.01  # of the budget, for what does not grow in proportion to the batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Peak, seconds and plan of a training step on a device, per pipeline stage.
+
+    `peak_bytes` is of the fullest GPU and counts everything that PyTorch allocates there, without the CUDA context.
+    `plain_peak_bytes` and `plain_seconds` are those of the model as it runs by itself on one GPU, if it had the memory.
+    """
+
+    model: str
+    device: Device
+    layout: Layout
+    optimizer: OptimizerKind
+    budget_bytes: int
+    stages: tuple[StagePlan, ...]
+    peak_bytes: int
+    seconds: float
+    flops: int
+    tokens: int
+    plain_peak_bytes: int
+    plain_seconds: float
+    rows: int
+    length: int
+    grow: Callable[[int, int], int] = field(repr=False, compare=False)
+
+    @property
+    def frontier(self) -> Frontier:
+        """The best seconds of a micro-batch at every number of bytes, of the fullest stage."""
+        return self.fullest.frontier
+
+    @property
+    def fullest(self) -> StagePlan:
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget that every stage fits in."""
+        return max(stage.floor_bytes for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: matrix products and attention of one forward and backward, over the published peak; 0 if unknown."""
+        peak = self.device.peak_flops("bfloat16") * self.layout.gpus
+        steps = self.layout.accumulate * self.layout.data
+        return self.flops * steps / (self.seconds * peak) if peak and self.seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all GPUs in a second; rows if the batch has no tokens."""
+        return self.tokens * self.layout.accumulate * self.layout.data / self.seconds if self.seconds else 0.0
+
+    @property
+    def treatments(self) -> tuple[tuple[str, str], ...]:
+        """The name and the treatment of each block."""
+        return tuple(pair for stage in self.stages for pair in stage.treatments)
+
+    @property
+    def accuracy(self) -> str:
+        """How far forecasts for this device were off where they were compared with measurements."""
+        if self.device.is_measured:
+            return (
+                self.device.error or f"rates {self.device.source}; its forecasts were not compared with measured steps"
+            )
+        return (
+            f"never measured: efficiency as measured on {self.device.scaled_from}, scaled by the data sheet; "
+            "expect the memory to be right and the time to be a guess"
+        )
+
+    def largest_batch(self) -> int:
+        """Return the rows of the largest micro-batch that fits by the floor plan, from traces of this one and twice as many rows."""
+        return self._largest(self.rows, self.grow(2 * self.rows, self.length), self.rows)
+
+    def longest_sequence(self) -> int:
+        """Return the longest sequence that fits by the floor plan, from traces of this length and twice the length."""
+        return self._largest(self.length, self.grow(self.rows, 2 * self.length), self.length)
+
+    def _largest(self, size: int, doubled_floor: int, least: int) -> int:
+        slope = (doubled_floor - self.floor_bytes) / max(1, least)
+        if slope <= 0 or not size:
+            return size
+        usable = (1 - _MARGIN) * self.budget_bytes
+        return max(0, int(size + (usable - self.floor_bytes) / slope))
+
+    def export(self, kind: str) -> str:
+        """Return settings for "megatron" (flags), "torchtitan" (TOML), "huggingface" or "deepspeed" (JSON)."""
+        return export_settings(kind, self.layout, Counter(t for _, t in self.treatments), rows=self.rows)
+
+    def report(self, path: str | Path) -> None:
+        """Write one HTML page: memory over the step, frontier, and the treatment of each block, per pipeline stage."""
+        write_forecast_page(self._page(), path)
+
+    def _page(self) -> ForecastPage:
+        return ForecastPage(
+            title=f"{self.model} on {self.layout.described()}, {self.device.name}",
+            rows=tuple(self._rows()),
+            stages=tuple(
+                PageStage(
+                    timeline=stage.timeline,
+                    fixed_bytes=stage.problem.fixed_bytes,
+                    budget_bytes=self.budget_bytes,
+                    frontier=stage.frontier,
+                    treatments=stage.treatments,
+                    classes=_classes(stage),
+                )
+                for stage in self.stages
+            ),
+        )
+
+    def _rows(self) -> list[tuple[str, str]]:
+        peak = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}"
+        rows = [
+            ("device", f"{self.device.name}, {self.layout.described()}"),
+            ("peak", peak if self.fits else f"{peak}: does not fit"),
+            ("floor", format_bytes(self.floor_bytes)),
+            ("step", f"{format_seconds(self.seconds)}, {self.tokens_per_second:,.0f} tokens/s"),
+            ("optimizer", self.optimizer.name),
+            ("accuracy", self.accuracy),
+        ]
+        if self.layout.gpus == 1:
+            plain = f"{format_bytes(self.plain_peak_bytes)}, {format_seconds(self.plain_seconds)}"
+            rows.insert(-1, ("as the model runs by itself", plain))
+        if self.mfu:
+            rows.insert(4, ("MFU", f"{self.mfu:.1%} of the published dense bf16 rate"))
+        return rows
+
+    def explain(self) -> str:
+        """Return a table: peak, time, and per pipeline stage the bytes by class and the treatment of the blocks."""
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{self.model}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
+        for number, stage in enumerate(self.stages):
+            head = f"  stage {number}: " if len(self.stages) > 1 else "  one GPU: "
+            sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in _classes(stage))
+            lines.append(f"{head}peak {format_bytes(stage.peak_bytes)} ({sizes})")
+            lines += [f"    {count} x {treatment}" for treatment, count in stage.counts().most_common()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def _classes(stage: StagePlan) -> tuple[tuple[str, int], ...]:
+    problem = stage.problem
+    known = (
+        ("weights", problem.weight_bytes),
+        ("gradients", problem.gradient_bytes),
+        ("optimizer", problem.optimizer_bytes),
+        ("buffers", problem.buffer_bytes),
+    )
+    rest = stage.peak_bytes - sum(size for _, size in known)
+    return (*(pair for pair in known if pair[1]), ("activations", max(0, rest)))

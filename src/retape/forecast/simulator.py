@@ -1,0 +1,300 @@
+"""A simulated device: runs a step on the meta device, and follows its memory and its clocks.
+
+No data is computed. Every op that PyTorch dispatches is noted: the storages that it makes count until they are freed, and its seconds
+come from a cost model. Two clocks run, as on a GPU: the host issues one op after the other, and the device begins an op when the host
+has issued it and the op before is done. Ops for which PyTorch picks another kernel on a GPU than on the meta device, attention and
+dropout, are replaced by the ones that a GPU runs. Small whole numbers are really computed, because models decide by them (masks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from retape.core.errors import InvalidInput
+from retape.core.record import MemorySample
+from retape.forecast.op_seconds import CostModel
+from retape.forecast.op_work import tensors_in, work_of
+from retape.torch.compat import internals
+from retape.torch.measure.memory_meter import MemoryReading
+
+aten = torch.ops.aten
+META = torch.device("meta")
+_SMALL_BLOCK, _LARGE_REQUEST, _SEGMENT, _UNSPLIT = 512, 10 * 2**20, 2 * 2**20, 2**20
+_MOST_VALUES = 2**21  # elements of whole numbers that are really computed
+_PADDED = 8  # the width of an attention head is padded to a multiple
+
+
+def allocated(size: int) -> int:
+    """Return the bytes that PyTorch's CUDA allocator counts for a request: blocks of 512 bytes, and rests that are not split off."""
+    size = -(-size // _SMALL_BLOCK) * _SMALL_BLOCK
+    rest = -size % _SEGMENT
+    return size + rest if size >= _LARGE_REQUEST and rest <= _UNSPLIT else size
+
+
+class Memory:
+    """Live and peak bytes of the storages that were made since the start."""
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._sizes: dict[Any, int] = {}
+        self.live = self.peak = 0
+        self.timeline: list[MemorySample] = []
+
+    def add(self, tensors: list[Tensor], scratch: int) -> None:
+        """Count the storages of new tensors, and scratch bytes that are freed at once."""
+        grown = False
+        for tensor in tensors:
+            if tensor.device.type == "meta" and tensor.layout is torch.strided:
+                storage = internals.untyped_storage(tensor)
+                reference = StorageWeakRef(storage)
+                if reference not in self._sizes:
+                    self._sizes[reference] = size = allocated(storage.nbytes())
+                    self.live += size
+                    grown = grown or bool(size)
+        if (grown or scratch) and self.live + scratch > self.peak:
+            self.collect()
+            self.peak = max(self.peak, self.live + scratch)
+            self.timeline.append(MemorySample(seconds=self._seconds(), live_bytes=max(0, self.live + scratch)))
+
+    def exclude(self, tensors: list[Tensor]) -> None:
+        """Do not count the storages of these tensors, which were there before."""
+        for tensor in tensors:
+            self._sizes.setdefault(StorageWeakRef(internals.untyped_storage(tensor)), 0)
+
+    def collect(self) -> int:
+        """Forget the storages that were freed; return the live bytes."""
+        for reference in [each for each in self._sizes if each.expired()]:
+            self.live -= self._sizes.pop(reference)
+        return self.live
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """Follows every op of the code inside: its storages, and the seconds of host and device."""
+
+    def __init__(self, costs: CostModel) -> None:
+        super().__init__()
+        self.costs = costs
+        self.host_seconds = self.device_seconds = 0.0
+        self.busy_seconds = 0.0  # of the device, without waiting for the host
+        self.flops = 0
+        self.attention_seconds = 0.0
+        self.memory = Memory(self.now)
+        self._values = WeakTensorKeyDictionary()
+
+    def now(self) -> float:
+        """Return the seconds at which all work so far is done."""
+        return max(self.host_seconds, self.device_seconds)
+
+    def know(self, tensor: Tensor, values: Tensor) -> None:
+        """Take the values of a tensor of whole numbers, for models that read them."""
+        if not values.is_floating_point() and values.numel() <= _MOST_VALUES:
+            self._values[tensor] = values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._value_of(args[0])
+        out = func(*args, **kwargs)
+        made = tensors_in(out)
+        self._follow_values(func, args, kwargs, out, made)
+        work = work_of(func, args, kwargs, out)
+        self.memory.add(made, self.costs.scratch_bytes(work) if work.bytes else 0)
+        if work.bytes:
+            seconds = self.costs.seconds(work)
+            self._run(seconds)
+            self.flops += work.flops
+            self.attention_seconds += seconds if work.attention is not None else 0.0
+        return out
+
+    def _run(self, seconds: float) -> None:
+        backward = internals.graph_task() >= 0
+        self.host_seconds += self.costs.host_backward_seconds if backward else self.costs.host_forward_seconds
+        self.device_seconds = max(self.device_seconds, self.host_seconds) + seconds
+        self.busy_seconds += seconds
+
+    # --- values of whole numbers -------------------------------------------------------------------------------------
+
+    def _value_of(self, tensor: Tensor) -> Any:
+        values = self._values.get(tensor) if tensor.device.type == "meta" else tensor
+        if values is None:
+            raise InvalidInput(
+                "The model reads the value of a tensor (.item(), a Python `if` on a tensor, a shape that depends on data), and a "
+                "forecast computes no data. Give real tensors of whole numbers in the batch if it depends on those only, or replace "
+                "that part of the model."
+            )
+        with internals.unobserved():
+            return values.item()
+
+    def _follow_values(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+        if not made or any(t.is_floating_point() or t.numel() > _MOST_VALUES for t in made):
+            return
+        given = tensors_in((args, kwargs))
+        if any(tensor.device.type == "meta" and tensor not in self._values for tensor in given):
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._values[leaf] if leaf.device.type == "meta" else leaf
+            return torch.device("cpu") if leaf == META else leaf
+
+        with internals.unobserved():
+            values = func(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
+        for tensor, value in zip(made, tensors_in(values), strict=True):
+            if tensor.device.type == "meta":
+                self._values[tensor] = value
+
+
+class GpuKernels(TorchFunctionMode):
+    """Replaces functions for which a GPU has other kernels than the meta device: attention and dropout."""
+
+    def __init__(self, *, cudnn: bool) -> None:
+        super().__init__()
+        self._cudnn = cudnn  # is preferred to flash attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention and _first(args, kwargs).device.type == "meta":
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            return _attention(**dict(zip(names, args, strict=False)), **kwargs, cudnn=self._cudnn)
+        if func is functional.dropout:
+            return _dropout(*args, **kwargs)
+        if func is Tensor.backward:  # a mode is off while it answers, and checkpoints run the forward again in there
+            with self:
+                return _backward(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Run a backward pass from a scalar as `Tensor.backward` does, without asking any mode."""
+    start = torch.ones_like(loss) if gradient is None else gradient
+    internals.run_backward(
+        loss, start, keep_graph=create_graph if retain_graph is None else retain_graph, inputs=inputs
+    )
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if input.device.type != "meta" or inplace or not training or not 0.0 < p < 1.0:
+        return functional.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
+
+
+def _first(args: Any, kwargs: Any) -> Tensor:
+    found: Tensor = args[0] if args else kwargs["query"]
+    return found
+
+
+def _attention(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    cudnn: bool = False,
+) -> Tensor:
+    """Run attention by the kernel that a GPU takes: cuDNN or flash; the memory-efficient one with a mask or in float32."""
+    width = query.shape[-1]
+    padding = -width % _PADDED
+    if padding:
+        query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
+    scale = width**-0.5 if scale is None else scale
+    needs = any(tensor.requires_grad for tensor in (query, key, value))
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.dim() == 4:
+        if cudnn:
+            made = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, None, needs, dropout_p, is_causal, False, scale=scale
+            )
+        else:
+            made = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+    else:
+        if enable_gqa:
+            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        bias = None if attn_mask is None else _bias(attn_mask.expand(*query.shape[:-1], key.shape[-2]), query.dtype)
+        made = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, needs, dropout_p, is_causal, scale=scale
+        )
+    out: Tensor = made[0]
+    return out[..., :width] if padding else out
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as attention adds it to its scores."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+class SimulatedTracker:
+    """Readings of a simulated device's memory, above what lived at the start."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.readings: list[MemoryReading] = []
+        self.timeline: list[MemorySample] = []
+        self._memory = device.memory
+        self._start = self._memory.collect()
+        self._memory.peak = self._start
+        self._memory.timeline = self.timeline
+
+    def mark(self, label: Any) -> None:
+        live = self._memory.collect()
+        self.readings.append(
+            MemoryReading(label=label, live_bytes=live - self._start, peak_bytes=self._memory.peak - self._start)
+        )
+        self._memory.peak = live
+
+
+@contextmanager
+def simulated(costs: CostModel) -> Iterator[SimulatedDevice]:
+    """Run the code inside on a simulated device."""
+    device = SimulatedDevice(costs)
+    with ExitStack() as stack:
+        stack.enter_context(GpuKernels(cudnn=any("cudnn" in kernel for kernel in costs.kernels)))
+        stack.enter_context(device)
+        yield device
+
+
+@contextmanager
+def track_simulated(device: SimulatedDevice) -> Iterator[SimulatedTracker]:
+    tracker = SimulatedTracker(device)
+    tracker.mark("start")
+    yield tracker
+    tracker.mark("end")
+
+
+class SimulatedOpTimer:
+    """Times each op of a trace by the simulated device's own seconds, without the host."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self._taken: list[float] = []
+
+    def time(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before = self._device.busy_seconds
+        out = func(*args, **kwargs)
+        self._taken.append(self._device.busy_seconds - before)
+        return out
+
+    def seconds(self) -> list[float]:
+        return self._taken

@@ -1,0 +1,115 @@
+"""Solves the chain of one pipeline stage inside a budget: the fastest plan, with as many micro-batches in flight as the stage has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from retape.core.actions import Backward
+from retape.core.errors import BudgetTooSmall
+from retape.core.machine import Machine, simulate
+from retape.core.plan import Frontier, Plan
+from retape.core.problem import Chain, OptionKind
+from retape.core.solve import frontier, solve
+from retape.core.units import format_bytes
+from retape.forecast.parallel import StageProblem
+
+_HALVINGS = 12  # of the range between the floor and everything kept, when micro-batches share the room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """A plan of one pipeline stage: its peak with all micro-batches in flight, and the seconds of one micro-batch."""
+
+    problem: StageProblem
+    plan: Plan
+    frontier: Frontier
+    peak_bytes: int
+    floor_bytes: int
+    seconds: float
+    treatments: tuple[tuple[str, str], ...]
+    timeline: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def keeps_everything(self) -> bool:
+        return all(treatment == "keep" for _, treatment in self.treatments)
+
+    def counts(self) -> Counter[str]:
+        return Counter(treatment for _, treatment in self.treatments)
+
+
+def held_bytes(chain: Chain, plan: Plan) -> int:
+    """Return what a plan holds above the fixed bytes when its forward is done."""
+    machine = Machine(chain)
+    for action in plan.actions():
+        if isinstance(action, Backward):
+            break
+        machine.run(action)
+    return max(0, machine.device_bytes - chain.fixed_bytes)
+
+
+def peak_of(problem: StageProblem, plan: Plan) -> int:
+    """Return the peak of a stage: its own step, and what the other micro-batches in flight hold."""
+    more = problem.in_flight - 1
+    return plan.promised_peak_bytes + (int(more * held_bytes(problem.chain, plan)) if more > 0 else 0)
+
+
+def plan_stage(problem: StageProblem, budget_bytes: int | None, *, timeline: bool = False) -> StagePlan:
+    """Return the fastest plan inside the budget; None is no limit. Raise BudgetTooSmall with the floor of all in flight."""
+    best = frontier(problem.chain)
+    lowest = solve(problem.chain, best.floor_bytes)
+    floor = peak_of(problem, lowest)
+    everything = solve(problem.chain, best.store_all_bytes)
+    plan = everything
+    if budget_bytes is not None and peak_of(problem, everything) > budget_bytes:
+        if floor > budget_bytes:
+            raise BudgetTooSmall(
+                f"No plan fits in {format_bytes(budget_bytes)}; the smallest budget that does is {format_bytes(floor)}, of which "
+                f"{format_bytes(problem.fixed_bytes)} are weights, optimizer states and buffers"
+                f"{', bound by ' + best.binding if best.binding else ''}. Use a smaller micro-batch, more GPUs to share the "
+                "weights, or a larger device.",
+                budget_bytes=budget_bytes,
+                floor_bytes=floor,
+                binding=best.binding,
+            )
+        plan = _largest(problem, lowest, best, budget_bytes)
+    seconds = (plan.promised_seconds or 0.0) + problem.exposed_seconds + problem.attention_extra_seconds
+    return StagePlan(
+        problem=problem,
+        plan=plan,
+        frontier=best,
+        peak_bytes=peak_of(problem, plan),
+        floor_bytes=floor,
+        seconds=seconds,
+        treatments=_treatments(problem, plan),
+        timeline=simulate(problem.chain, plan.actions(), timeline=True).timeline if timeline else (),
+    )
+
+
+def _largest(problem: StageProblem, lowest: Plan, best: Frontier, budget_bytes: int) -> Plan:
+    """Return the plan of the largest limit whose peak with all micro-batches in flight is inside the budget."""
+    if problem.in_flight <= 1:
+        return solve(problem.chain, budget_bytes)
+    low, high, found = best.floor_bytes, min(best.store_all_bytes, budget_bytes), lowest
+    for _ in range(_HALVINGS):
+        middle = (low + high) // 2
+        plan = solve(problem.chain, max(middle, best.floor_bytes))
+        if peak_of(problem, plan) <= budget_bytes:
+            low, found = middle, plan
+        else:
+            high = middle
+    return found
+
+
+def _treatments(problem: StageProblem, plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Return the option of each region in the first forward; a region that is run over without a tape is recomputed."""
+    taken: dict[int, str] = {}
+    for action in plan.actions():
+        if isinstance(action, Backward):
+            break
+        step, option = getattr(action, "step", None), getattr(action, "option", None)
+        if step is not None and option is not None:
+            choice = problem.chain.stages[step].choices[option]
+            taken[step] = choice.label or choice.kind.value
+    regions = [number for number, stage in enumerate(problem.chain.stages) if not stage.pinned]
+    return tuple((problem.chain.stages[n].name, taken.get(n, OptionKind.RECOMPUTE.value)) for n in regions)

@@ -1,0 +1,288 @@
+"""`retape.forecast`: one GPU, layouts, budgets, exports, pages, and bad input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import retape
+from retape.cli.main import main
+from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError
+from retape.forecast.calibration import meter as device_meter
+from retape.forecast.device import read_device, write_device
+from retape.forecast.forecasting import search_layouts
+from retape.forecast.known_devices import device_named, device_names, measured_device
+
+GIB = 2**30
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, rows):
+        return rows + self.down(torch.nn.functional.gelu(self.up(self.norm(rows))))
+
+
+class Model(nn.Module):
+    def __init__(self, width=1024, blocks=8):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 128)
+
+    def forward(self, rows):
+        for block in self.blocks:
+            rows = block(rows)
+        return self.head(rows).float().logsumexp(-1).mean()
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.device("meta"):
+        return Model().to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return torch.empty(16384, 1024, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture(scope="module")
+def plain(model, rows):
+    return retape.forecast(model, rows, device="h200", optimizer="adamw")
+
+
+def test_everything_is_kept_where_it_fits(plain):
+    assert plain.fits
+    assert {treatment for _, treatment in plain.treatments} == {"keep"}
+    assert plain.peak_bytes == plain.plain_peak_bytes
+    assert plain.seconds == pytest.approx(plain.plain_seconds)
+    assert 0 < plain.mfu < 1
+    assert plain.floor_bytes < plain.peak_bytes
+
+
+def test_bytes_by_class(plain, model):
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    problem = plain.stages[0].problem
+    assert problem.weight_bytes == pytest.approx(weights, rel=1e-6)
+    assert problem.optimizer_bytes == pytest.approx(2 * weights, rel=1e-6)
+
+
+def test_a_smaller_budget_recomputes_and_is_slower(model, rows, plain):
+    budget = (plain.floor_bytes + plain.peak_bytes) // 2
+    tight = retape.forecast(model, rows, device="h200", optimizer="adamw", budget=budget)
+    assert tight.peak_bytes <= budget
+    assert tight.seconds > plain.seconds
+    assert {treatment.split()[0] for _, treatment in tight.treatments} & {"select", "recompute"}
+
+
+def test_a_budget_below_the_floor_is_refused_with_the_floor(model, rows, plain):
+    with pytest.raises(BudgetTooSmall, match="the smallest budget that does is") as caught:
+        retape.forecast(model, rows, device="h200", optimizer="adamw", budget=plain.floor_bytes // 2)
+    assert caught.value.floor_bytes == pytest.approx(plain.floor_bytes, rel=0.01)
+
+
+def test_a_hugging_face_model_with_checkpointing_on_is_run_as_it_is():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512, use_cache=False)).to(torch.bfloat16).train()
+    plain = retape.forecast(model, (4, 1024))
+    model.gradient_checkpointing_enable()
+    found = retape.forecast(model, (4, 1024))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert found.stages[0].problem.weight_bytes == weights == plain.stages[0].problem.weight_bytes
+    assert found.peak_bytes == found.plain_peak_bytes < plain.peak_bytes
+    assert found.seconds > plain.seconds
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not(model, rows, plain):
+    largest = plain.largest_batch()
+    assert largest > len(rows)
+    again = retape.forecast(model, torch.empty(largest, 1024, dtype=torch.bfloat16, device="meta"), optimizer="adamw")
+    assert again.floor_bytes == pytest.approx(plain.budget_bytes, rel=0.03)
+
+
+# --- layouts ------------------------------------------------------------------------------------------------------------
+
+
+def test_shards_divide_what_zero_says(model, rows):
+    problems = {
+        zero: retape.forecast(model, rows, mesh={"gpus": 8, "fsdp": 8, "zero": zero}, optimizer="adamw")
+        .stages[0]
+        .problem
+        for zero in (0, 1, 2, 3)
+    }
+    whole = problems[0]
+    assert problems[1].optimizer_bytes == whole.optimizer_bytes // 8
+    assert problems[1].weight_bytes == problems[2].weight_bytes == whole.weight_bytes
+    assert problems[2].gradient_bytes == whole.gradient_bytes // 8
+    assert problems[3].weight_bytes == pytest.approx(whole.weight_bytes / 8, rel=0.01)
+
+
+def test_tensor_parallelism_divides_activations(model, rows):
+    alone = retape.forecast(model, rows).stages[0].problem.chain.stages[1]
+    divided = retape.forecast(model, rows, mesh={"gpus": 8, "tensor": 8}).stages[0].problem.chain.stages[1]
+    assert divided.tape_bytes == alone.tape_bytes // 8
+    assert divided.forward_seconds < alone.forward_seconds
+
+
+def test_pipeline_stages_hold_micro_batches_in_flight(model, rows):
+    found = retape.forecast(model, rows, mesh={"gpus": 4, "pipeline": 4, "accumulate": 8})
+    assert [stage.problem.in_flight for stage in found.stages] == [4, 3, 2, 1]
+    assert found.stages[0].peak_bytes > found.stages[2].peak_bytes
+    assert len(found.treatments) == 8
+    once = max(stage.seconds for stage in found.stages)
+    assert found.seconds == pytest.approx(once * (8 + 3), rel=1e-6)
+
+
+def test_search_returns_the_fastest_first(model, rows):
+    found = search_layouts(model, rows, gpus=4, device="h100", optimizer="adamw", global_rows=16 * len(rows))
+    rates = [choice.forecast.tokens_per_second for choice in found if choice.forecast]
+    assert len(rates) >= 3
+    assert rates == sorted(rates, reverse=True)
+    assert all(choice.reason for choice in found)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"gpus": 6, "tensor": 4}, "6 GPUs cannot be divided by tensor 4"),
+        ({"gpus": 8, "fsdp": 3}, "cannot be divided into groups of fsdp 3"),
+        ({"gpus": 8, "zero": 4}, "ZeRO has the stages"),
+        ({"gpu": 8}, "unknown keys"),
+        ({"gpus": 0}, "gpus = 0"),
+        ([8], "give a dict"),
+        ({"gpus": 16, "pipeline": 16, "accumulate": 16}, "has 8 blocks that can be divided, fewer than 16"),
+    ],
+)
+def test_a_mesh_that_cannot_be(model, rows, mesh, message):
+    with pytest.raises(InvalidInput, match=message):
+        retape.forecast(model, rows, mesh=mesh)
+
+
+# --- devices ------------------------------------------------------------------------------------------------------------
+
+
+def test_known_devices_say_whether_they_were_measured(model, rows):
+    assert {"h100-80g", "a100-40g", "l40s", "rtx-4090", "b200", "h200", "cpu"} <= set(device_names())
+    assert "never measured" in retape.forecast(model, rows, device="b200").accuracy
+    assert "never measured" not in retape.forecast(model, rows, device="h200").accuracy
+    with pytest.raises(InvalidInput, match=r"There is no device 'h300'. Known: .*h200"):
+        device_named("h300")
+
+
+def test_a_device_file_is_read_back(tmp_path, model, rows):
+    path = tmp_path / "own.json"
+    write_device(measured_device(), path)
+    assert read_device(path) == measured_device()
+    assert retape.forecast(model, rows, device=path).peak_bytes == retape.forecast(model, rows).peak_bytes
+    path.write_text(json.dumps({"format": "other"}))
+    with pytest.raises(PlanFormatError, match="no device file"):
+        read_device(path)
+    with pytest.raises(InvalidInput, match="Cannot read the device file"):
+        device_named(tmp_path / "missing.json")
+
+
+def test_faster_devices_are_faster(model, rows):
+    seconds = {name: retape.forecast(model, rows, device=name).seconds for name in ("a100-80g", "h100", "h200", "b200")}
+    assert seconds["a100-80g"] > seconds["h100"] > seconds["h200"] > seconds["b200"]
+
+
+# --- output -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["megatron", "torchtitan", "huggingface", "deepspeed"])
+def test_exports(plain, kind):
+    text = plain.export(kind)
+    if kind in ("huggingface", "deepspeed"):
+        assert json.loads(text)["gradient_accumulation_steps"] == 1
+    assert "recompute-granularity" not in text
+
+
+def test_an_export_of_a_plan_that_recomputes(model, rows, plain):
+    tight = retape.forecast(model, rows, optimizer="adamw", budget=int(1.01 * plain.floor_bytes))
+    assert "--recompute-granularity" in tight.export("megatron")
+    assert 'mode = "' in tight.export("torchtitan")
+    assert json.loads(tight.export("huggingface"))["gradient_checkpointing"] is True
+    with pytest.raises(InvalidInput, match="There is no export 'jax'"):
+        tight.export("jax")
+
+
+def test_the_page_has_the_figures(plain, tmp_path):
+    plain.report(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "Pipeline stage 0" in text
+    assert "<polyline" in text
+
+
+def test_the_module_is_the_function_whatever_was_imported_first():
+    code = "import retape.forecast.device, retape; assert callable(retape.forecast); assert retape.forecast.device"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- the command --------------------------------------------------------------------------------------------------------
+
+USER_FILE = """
+import torch
+from torch import nn
+
+def tiny():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+        return model, torch.empty(256, 64), lambda model, rows: model(rows).sum()
+"""
+
+
+def test_the_command_forecasts_a_users_file(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(USER_FILE)
+    arguments = [
+        f"{tmp_path}/own.py:tiny",
+        "--gpu",
+        "h200",
+        "--report",
+        f"{tmp_path}/page.html",
+        "--export",
+        "megatron",
+    ]
+    assert main(["forecast", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "peak" in printed
+    assert "4 x keep" in printed
+    assert "--micro-batch-size 256" in printed
+    assert (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt5"], "There is no model 'gpt5'"),
+        (["gpt2", "--gpu", "h300"], "There is no device 'h300'"),
+        (["gpt2", "--gpus", "6", "--tp", "4"], "6 GPUs cannot be divided"),
+        (["gpt2", "--gpus", "5", "--tp", "5"], "12 attention heads cannot be divided by tensor 5"),
+        (["gpt2", "--optimizer", "adam"], "There is no optimizer 'adam'"),
+        (["gpt2", "--seq", "0"], "whole numbers >= 1"),
+        (["gpt2", "--budget", "0.5"], "is not a number of bytes"),
+        (["gpt2", "--report", "x.pdf"], "ends in .html"),
+        (["missing.py:f"], "There is no file"),
+    ],
+)
+def test_the_command_refuses_with_one_message(arguments, message, capsys):
+    assert main(["forecast", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_calibrates_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(device_meter, "CPU", device_meter.TOY)  # the sizes of a test
+    path = tmp_path / "cpu.json"
+    assert main(["calibrate", str(path), "--device", "cpu", "--name", "mine"]) == 0
+    made = read_device(path)
+    assert made.name == "mine"
+    assert made.is_measured
+    assert main(["calibrate", str(path), "--device", "tpu"]) == 2
+    assert "tpu" in capsys.readouterr().err
