@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
 
 ROWS, LENGTH, VOCABULARY = 4, 48, 64
-BUDGETS = (0.6, 0.75, 0.9)  # shares of the activations; the first above the floor is taken
+BUDGET = 0.6  # of the activations; TRL's loss has buffers of a fixed size that do not fit then, and the floor is taken
+ABOVE_FLOOR, MOST_REFUSALS = 1.03, 3
 COMPILED, RAGGED, BF16, RANKS = "torch_compile", "dynamic padding", "bf16 + accumulation", "two processes"
 
 
@@ -196,7 +198,6 @@ def state_of(model: nn.Module) -> dict[str, Any]:
             len(module._forward_hooks),
             len(module._forward_pre_hooks),
             vars(module).get("gradient_checkpointing"),
-            module.training,
         )
         for name, module in model.named_modules()
     }
@@ -216,13 +217,24 @@ def train_huggingface(cell: Cell, budget: float | None, folder: Path, **options:
     trainer = _huggingface_trainer(cell, folder, [] if callback is None else [callback])
     run, meter = Run(callback=callback), StepMeter(cell)
     _meter_trainer(trainer, run, meter, callback)
+    found = _StateAtBegin()
+    trainer.callback_handler.callbacks.insert(0, found)
     before = sorted(vars(trainer))
     trainer.train()
     run.peaks, run.weights = meter.peaks, weights_of(trainer.model)
     timed = ("runtime", "per_second", "step_time", "retape/", "total_flos")
     run.logs = [{k: v for k, v in each.items() if not any(t in k for t in timed)} for each in trainer.state.log_history]
-    run.state = {"model": state_of(trainer.model), "fields": sorted(set(vars(trainer)) - set(before))}
+    run.state = {"changed": _differing(found.state, state_of(trainer.model)), "fields": set(vars(trainer)) - set(before)}
+    if callback is None:
+        run.state["changed"] = ""  # TRL adds hooks in each step where it turns its checkpointing off and on again
     return run
+
+
+class _StateAtBegin(TrainerCallback):
+    """The state of the model when training begins."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.state = state_of(kwargs["model"])
 
 
 def _meter_trainer(trainer: Any, run: Run, meter: StepMeter, callback: Any) -> None:
@@ -245,7 +257,7 @@ def _meter_trainer(trainer: Any, run: Run, meter: StepMeter, callback: Any) -> N
     trainer.compute_loss, trainer.training_step = compute_loss, training_step
 
 
-def _settings(cell: Cell, folder: Path) -> dict[str, Any]:
+def _settings(cell: Cell, folder: Path, is_plain: bool) -> dict[str, Any]:
     common = {
         "output_dir": str(folder),
         "max_steps": cell.steps,
@@ -261,6 +273,8 @@ def _settings(cell: Cell, folder: Path) -> dict[str, Any]:
         common |= {"bf16": True, "gradient_accumulation_steps": 2}
     if cell.setting == COMPILED:
         common |= {"torch_compile": True}
+    if cell.tuned == "prefix" and is_plain:
+        common |= {"gradient_checkpointing": False}  # Transformers' checkpointing leaves the prefix out, and fails
     return common
 
 
@@ -268,7 +282,7 @@ def _huggingface_trainer(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
     import transformers
 
     if cell.trainer == "trainer":
-        arguments = transformers.TrainingArguments(**_settings(cell, folder))
+        arguments = transformers.TrainingArguments(**_settings(cell, folder, not callbacks))
         return transformers.Trainer(
             model_of(cell), arguments, train_dataset=token_rows(cell), data_collator=padded, callbacks=callbacks
         )
@@ -283,7 +297,7 @@ def _sft(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
     rows = Dataset.from_list([{"text": words(length, draw)} for length in lengths_of(cell, 80)])
     return trl.SFTTrainer(
         model_of(cell),
-        trl.SFTConfig(**_settings(cell, folder)),
+        trl.SFTConfig(**_settings(cell, folder, not callbacks)),
         train_dataset=rows,
         processing_class=tokenizer(),
         callbacks=callbacks,
@@ -307,7 +321,8 @@ def _dpo(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
 
     return trl.DPOTrainer(
         model_of(cell),
-        args=trl.DPOConfig(**_settings(cell, folder)),
+        ref_model=model_of(cell) if cell.tuned == "full" else None,
+        args=trl.DPOConfig(**_settings(cell, folder, not callbacks)),
         train_dataset=_pairs(cell),
         processing_class=tokenizer(),
         callbacks=callbacks,
@@ -319,7 +334,7 @@ def _reward(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
 
     return trl.RewardTrainer(
         model_of(cell),
-        args=trl.RewardConfig(**_settings(cell, folder)),
+        args=trl.RewardConfig(**_settings(cell, folder, not callbacks)),
         train_dataset=_pairs(cell),
         processing_class=tokenizer(),
         callbacks=callbacks,
@@ -336,7 +351,7 @@ def _grpo(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
     def even_words(completions: list[str], **_: Any) -> list[float]:
         return [sum(int(word[1:]) % 2 == 0 for word in text.split() if word[0] == "w") / 8 for text in completions]
 
-    settings = _settings(cell, folder) | {"num_generations": 2, "max_completion_length": 16}
+    settings = _settings(cell, folder, not callbacks) | {"num_generations": 2, "max_completion_length": 16}
     return trl.GRPOTrainer(
         model_of(cell),
         even_words,
@@ -407,10 +422,12 @@ def train_lightning(cell: Cell, budget: float | None, folder: Path, **options: A
 
 def train_accelerate(cell: Cell, budget: float | None, folder: Path, **options: Any) -> Run:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import set_seed
 
     from retape.integrations.accelerate import FittedLoss
 
+    AcceleratorState._reset_state(reset_partial_state=cell.setting != RANKS)
     set_seed(3)
     accelerator = Accelerator(
         cpu=True,
@@ -480,13 +497,13 @@ def run_cell(cell: Cell, plain: Run | None = None) -> CellResult:
     from retape.errors import BudgetTooSmall
 
     plain = plain or train(cell, None)
-    for budget in BUDGETS:
+    budget: float = BUDGET
+    for _ in range(MOST_REFUSALS):
         try:
-            fitted = train(cell, budget)
-        except BudgetTooSmall:
-            continue
-        return compared(cell, plain, fitted)
-    return CellResult(outcome="no budget fits")
+            return compared(cell, plain, train(cell, budget))
+        except BudgetTooSmall as error:
+            budget = int(ABOVE_FLOOR * error.floor_bytes)
+    return CellResult(outcome=f"no budget fits, {budget} neither")
 
 
 def compared(cell: Cell, plain: Run, fitted: Run) -> CellResult:
@@ -517,4 +534,4 @@ def _differing(one: Any, other: Any) -> str:
         return "; ".join(f"{k}: {_differing(one.get(k), other.get(k))}" for k in {**one, **other} if one.get(k) != other.get(k))[:500]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return next(_differing(a, b) for a, b in zip(one, other, strict=True) if a != b)
-    return f"{other} instead of {one}"
+    return "" if one == other else f"{other} instead of {one}"

@@ -8,9 +8,11 @@ loggers are) is in that trainer's module.
 from __future__ import annotations
 
 import logging
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -56,7 +58,7 @@ class FittedSteps:
         self.lengths = Lengths.of(lengths)
         self.fitted: Fit | None = None
         self.live: Adaptive | None = None
-        self._shapes: list[torch.Size] = []
+        self._sizes: list[_Size] = []
         self._is_live = False
         self._taken_over: OwnCheckpointing | None = None
 
@@ -98,13 +100,13 @@ class FittedSteps:
                 return loss_in(compute(model, batch))
 
             self.fitted = fit(model, batch, budget=self._budget, step=step, **options)
-        self._shapes = _shapes_of(batch)
+        self._sizes = _sizes_of(batch)
         return self.fitted
 
     def _choose(self, model: nn.Module, batch: Any) -> None:
         """Let the plan run batches that are not larger than the fitted one, and the live budget those that are."""
         assert self.fitted is not None
-        wants_live = self.lengths is Lengths.ADAPTIVE and not _is_within(_shapes_of(batch), self._shapes)
+        wants_live = self.lengths is Lengths.ADAPTIVE and not _is_within(_sizes_of(batch), self._sizes)
         if wants_live and self.fitted.record.devices:
             _log_devices(self.fitted)
             return
@@ -213,20 +215,32 @@ def _plain_state_restored(objects: Iterable[Any]) -> Iterator[Callable[[], None]
 # --- sizes of batches ---------------------------------------------------------------------------------------------------
 
 
-def _shapes_of(batch: Any) -> list[torch.Size]:
-    """Return the shapes of the tensors in a batch, in order."""
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """The shape of a tensor in a batch, and whether it is a mask with nothing masked: models then make no mask of their own."""
+
+    shape: tuple[int, ...]
+    masks_nothing: bool = False
+
+    def is_within(self, other: _Size) -> bool:
+        """True if this tensor asks for no more memory than the other."""
+        if len(self.shape) != len(other.shape) or (other.masks_nothing and not self.masks_nothing):
+            return False
+        return all(map(operator.le, self.shape, other.shape))
+
+
+def _sizes_of(batch: Any) -> list[_Size]:
+    """Return the sizes of the tensors in a batch, in order."""
     if isinstance(batch, Mapping):
-        batch = dict(batch)
-    return [leaf.shape for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        named = [(str(name), leaf) for name, value in batch.items() for leaf in pytree.tree_leaves(value)]
+    else:
+        named = [("", leaf) for leaf in pytree.tree_leaves(batch)]
+    tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
+    return [_Size(tuple(leaf.shape), "mask" in name and bool(leaf.all())) for name, leaf in tensors]
 
 
-def _is_within(shapes: list[torch.Size], fitted: list[torch.Size]) -> bool:
-    """True if no tensor of a batch is larger in any dimension than the one in its place in the fitted batch."""
-    return len(shapes) == len(fitted) and all(map(_fits_in, shapes, fitted))
-
-
-def _fits_in(one: torch.Size, other: torch.Size) -> bool:
-    return len(one) == len(other) and all(a <= b for a, b in zip(one, other, strict=True))
+def _is_within(sizes: list[_Size], fitted: list[_Size]) -> bool:
+    return len(sizes) == len(fitted) and all(map(_Size.is_within, sizes, fitted))
 
 
 def _log_devices(fitted: Fit) -> None:
