@@ -25,6 +25,7 @@ from retape.core.errors import BatchTooLarge, BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetLike
 from retape.integrations.own_checkpointing import OwnCheckpointing
 from retape.torch.adaptive.manager import Adaptive
+from retape.torch.adaptive.tuning import AdaptiveTuning
 from retape.torch.measure.sandbox import SavedContainer, save_container
 from retape.torch.planning.attach import unwrapped
 
@@ -60,6 +61,7 @@ class FittedSteps:
         self.live: Adaptive | None = None
         self._sizes: list[_Size] = []
         self._is_live = False
+        self._learning = AdaptiveTuning().first_measured_steps  # a live budget must know steps of the fitted size first
         self._taken_over: OwnCheckpointing | None = None
 
     def take_over(self, model: nn.Module) -> OwnCheckpointing:
@@ -106,7 +108,9 @@ class FittedSteps:
     def _choose(self, model: nn.Module, batch: Any) -> None:
         """Let the plan run batches that are not larger than the fitted one, and the live budget those that are."""
         assert self.fitted is not None
-        wants_live = self.lengths is Lengths.ADAPTIVE and not _is_within(_sizes_of(batch), self._sizes)
+        is_larger = not _is_within(_sizes_of(batch), self._sizes)
+        wants_live = self.lengths is Lengths.ADAPTIVE and (is_larger or self._learning > 0)
+        self._learning -= 1
         if wants_live and self.fitted.record.devices:
             _log_devices(self.fitted)
             return
