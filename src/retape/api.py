@@ -246,7 +246,8 @@ def fit_using(
         raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
     refuse_replicas(model)
     warn_of_evaluation(unwrapped(model))
-    with _undone_on_error(unwrapped(model)), _progress_bar(progress) as tell:
+    every_layer = LIBRARIES.with_every_layer(unwrapped(model))
+    with _undone_on_error(unwrapped(model)), every_layer, _progress_bar(progress) as tell:
         asked, allowed = Budget.of(budget), OptionSet.of(options)
         steps = trials(
             model,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retape.core.errors import InvalidInput
@@ -33,6 +35,10 @@ class ModelLibrary:
     def recomputable_layers(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that the library itself marks as layers that may be recomputed."""
         return []
+
+    def with_every_layer(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which a training step skips no layer at random, so that a profile sees all of them."""
+        return nullcontext()
 
     def begin_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Take note of what a model is called with, before any of its regions is."""
@@ -100,6 +106,13 @@ class ModelLibraries(ModelLibrary):
 
     def recomputable_layers(self, model: nn.Module) -> list[nn.Module]:
         return [layer for library in self._imported() for layer in library.recomputable_layers(model)]
+
+    @contextmanager
+    def with_every_layer(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for library in self._imported():
+                stack.enter_context(library.with_every_layer(model))
+            yield
 
     def begin_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         for library in self._imported():
