@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -441,7 +441,9 @@ def train_accelerate(cell: Cell, budget: float | None, folder: Path, **options: 
             meter.start(plain, batch, optimizer)
         return model(**batch).loss
 
-    fitted = None if budget is None else FittedLoss(model, optimizer, budget=budget, step=step, progress=False, **options)
+    fitted = (
+        None if budget is None else FittedLoss(model, optimizer, budget=budget, step=step, progress=False, **options)
+    )
     run.callback = fitted
     with fitted or nullcontext():
         for number, batch in enumerate(_again(loader)):
@@ -532,7 +534,9 @@ def compared(cell: Cell, plain: Run, fitted: Run) -> CellResult:
 
 def _differing(one: Any, other: Any) -> str:
     if isinstance(one, dict) and isinstance(other, dict):
-        return "; ".join(f"{k}: {_differing(one.get(k), other.get(k))}" for k in {**one, **other} if one.get(k) != other.get(k))[:500]
+        return "; ".join(
+            f"{k}: {_differing(one.get(k), other.get(k))}" for k in {**one, **other} if one.get(k) != other.get(k)
+        )[:500]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return next(_differing(a, b) for a, b in zip(one, other, strict=True) if a != b)
     return "" if one == other else f"{other} instead of {one}"

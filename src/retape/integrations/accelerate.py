@@ -38,7 +38,9 @@ class FittedLoss:
         self._model, self._optimizer, self._step = model, optimizer, step or default_step
         self._steps = FittedSteps(budget, lengths=lengths, **options)
         if self._steps.lengths is Lengths.LONGEST:
-            raise InvalidInput("lengths='longest' needs the Hugging Face Trainer's data. Call fit(batch) with the longest one.")
+            raise InvalidInput(
+                "lengths='longest' needs the Hugging Face Trainer's data. Call fit(batch) with the longest one."
+            )
         self._steps.take_over(model)
 
     @property

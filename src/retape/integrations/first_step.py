@@ -8,22 +8,19 @@ loggers are) is in that trainer's module.
 from __future__ import annotations
 
 import logging
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from retape.api import Fit, fit
 from retape.core.errors import BatchTooLarge, BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetLike
-from retape.integrations.own_checkpointing import OwnCheckpointing
+from retape.integrations.batch_size import TensorSize, is_within, sizes_of
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning
 from retape.torch.measure.sandbox import SavedContainer, save_container
@@ -31,6 +28,7 @@ from retape.torch.planning.attach import unwrapped
 
 ComputeLoss = Callable[[nn.Module, Any], Any]  # a trainer's own: returns the loss, or a tuple or dict that contains it
 _LOG = logging.getLogger("retape")
+_SWITCH = "gradient_checkpointing"  # a field of the modules that recompute
 
 
 class Lengths(Enum):
@@ -47,11 +45,30 @@ class Lengths(Enum):
             raise InvalidInput(f"lengths={value!r} is neither 'adaptive' nor 'longest'.") from None
 
 
+class OwnCheckpointing:
+    """A model's own switches for gradient checkpointing, as Transformers and Diffusers have them: off until `put_back`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [module for module in model.modules() if vars(module).get(_SWITCH)]
+        for module in self._modules:
+            setattr(module, _SWITCH, False)
+
+    @property
+    def was_on(self) -> bool:
+        return bool(self._modules)
+
+    def put_back(self) -> None:
+        """Switch on again what was on."""
+        for module in self._modules:
+            setattr(module, _SWITCH, True)
+        self._modules = []
+
+
 class FittedSteps:
     """Training steps inside a budget: the first is fitted, and larger ones get a live budget over the plan.
 
-    `options` are those of `retape.fit`. `fitted` is the Fit, None before the first step; `live` the live budget, None until a batch
-    was larger than the fitted one.
+    `options` are those of `retape.fit`. `fitted` is the Fit, None before the first step; `live` the live budget, None before that;
+    `is_live` says whether it runs the current step. It also runs the first steps, whatever their size, and learns from them.
     """
 
     def __init__(self, budget: BudgetLike, *, lengths: Lengths | str = Lengths.ADAPTIVE, **options: Any) -> None:
@@ -59,8 +76,8 @@ class FittedSteps:
         self.lengths = Lengths.of(lengths)
         self.fitted: Fit | None = None
         self.live: Adaptive | None = None
-        self._sizes: list[_Size] = []
-        self._is_live = False
+        self._sizes: list[TensorSize] = []
+        self.is_live = False
         self._learning = AdaptiveTuning().first_measured_steps  # a live budget must know steps of the fitted size first
         self._taken_over: OwnCheckpointing | None = None
 
@@ -102,21 +119,21 @@ class FittedSteps:
                 return loss_in(compute(model, batch))
 
             self.fitted = fit(model, batch, budget=self._budget, step=step, **options)
-        self._sizes = _sizes_of(batch)
+        self._sizes = sizes_of(batch)
         return self.fitted
 
     def _choose(self, model: nn.Module, batch: Any) -> None:
         """Let the plan run batches that are not larger than the fitted one, and the live budget those that are."""
         assert self.fitted is not None
-        is_larger = not _is_within(_sizes_of(batch), self._sizes)
+        is_larger = not is_within(sizes_of(batch), self._sizes)
         wants_live = self.lengths is Lengths.ADAPTIVE and (is_larger or self._learning > 0)
         self._learning -= 1
         if wants_live and self.fitted.record.devices:
             _log_devices(self.fitted)
             return
-        if self._is_live and not wants_live:
+        if self.is_live and not wants_live:
             self._stop_live()
-        elif wants_live and not self._is_live:
+        elif wants_live and not self.is_live:
             self._start_live(model)
 
     def _start_live(self, model: nn.Module) -> None:
@@ -125,12 +142,12 @@ class FittedSteps:
             self.live = Adaptive(unwrapped(model), Budget.of(self.fitted.record.budget_bytes))
         else:
             self.live.attach()
-        self._is_live = True
+        self.is_live = True
 
     def _stop_live(self) -> None:
-        if self.live is not None and self._is_live:
+        if self.live is not None and self.is_live:
             self.live.remove()
-        self._is_live = False
+        self.is_live = False
 
     def remove(self) -> None:
         """Restore the model as it was before the first step; `fitted` keeps its record."""
@@ -149,7 +166,10 @@ class FittedSteps:
         if self.fitted is None:
             return {}
         record, live = self.fitted.record, self.live
-        peaks = [record.measured.peak_bytes, *(live.stats().peak_bytes[-1:] if live is not None and self._is_live else ())]
+        peaks = [
+            record.measured.peak_bytes,
+            *(live.stats().peak_bytes[-1:] if live is not None and self.is_live else ()),
+        ]
         return {
             "retape/budget_bytes": float(record.budget_bytes),
             "retape/peak_bytes": float(max(peaks)),
@@ -214,37 +234,6 @@ def _plain_state_restored(objects: Iterable[Any]) -> Iterator[Callable[[], None]
         yield restore
     finally:
         restore()
-
-
-# --- sizes of batches ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """The shape of a tensor in a batch, and whether it is a mask with nothing masked: models then make no mask of their own."""
-
-    shape: tuple[int, ...]
-    masks_nothing: bool = False
-
-    def is_within(self, other: _Size) -> bool:
-        """True if this tensor asks for no more memory than the other."""
-        if len(self.shape) != len(other.shape) or (other.masks_nothing and not self.masks_nothing):
-            return False
-        return all(map(operator.le, self.shape, other.shape))
-
-
-def _sizes_of(batch: Any) -> list[_Size]:
-    """Return the sizes of the tensors in a batch, in order."""
-    if isinstance(batch, Mapping):
-        named = [(str(name), leaf) for name, value in batch.items() for leaf in pytree.tree_leaves(value)]
-    else:
-        named = [("", leaf) for leaf in pytree.tree_leaves(batch)]
-    tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
-    return [_Size(tuple(leaf.shape), "mask" in name and bool(leaf.all())) for name, leaf in tensors]
-
-
-def _is_within(sizes: list[_Size], fitted: list[_Size]) -> bool:
-    return len(sizes) == len(fitted) and all(map(_Size.is_within, sizes, fitted))
 
 
 def _log_devices(fitted: Fit) -> None:

@@ -1,12 +1,11 @@
 """A callback for Lightning's Trainer that keeps training inside a budget.
 
 It puts a function of its own over the module's `training_step` until training ends or fails. What happens in the first step is in
-`retape.integrations.first_step`. Works with `lightning` and with the older package name `pytorch_lightning`.
+`retape.integrations.first_step`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,17 +19,13 @@ from retape.integrations.first_step import FittedSteps, Lengths, budget_as_out_o
 from retape.torch.adaptive.manager import Adaptive
 
 try:
-    if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
-        from pytorch_lightning import Callback
-        from pytorch_lightning.loggers.logger import DummyLogger
-    else:
-        from lightning.pytorch import Callback
-        from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch import Callback
+    from lightning.pytorch.loggers.logger import DummyLogger
 except ImportError as error:
     raise InvalidInput(f"FitCallback needs Lightning: pip install 'retape[lightning]' ({error}).") from error
 
 
-class FitCallback(Callback):  # type: ignore[misc]  # Lightning has no stubs here
+class FitCallback(Callback):
     """Keeps training inside a budget: `Trainer(callbacks=[FitCallback(budget="20GiB")])`.
 
     Takes the arguments of `retape.fit`. The fit runs inside the first `training_step`, with the trainer's precision and optimizer.
@@ -104,7 +99,9 @@ def _refuse(trainer: Any, module: Any) -> None:
         )
     strategy = type(trainer.strategy).__name__
     if strategy in ("DeepSpeedStrategy", "FSDPStrategy"):
-        raise InvalidInput(f"FitCallback does not work with {strategy}. Use strategy='ddp', or ModelParallelStrategy (FSDP2).")
+        raise InvalidInput(
+            f"FitCallback does not work with {strategy}. Use strategy='ddp', or ModelParallelStrategy (FSDP2)."
+        )
 
 
 def _trained_in(module: nn.Module) -> nn.Module:

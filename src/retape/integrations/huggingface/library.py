@@ -25,7 +25,12 @@ class HuggingFace(ModelLibrary):
     @contextmanager
     def with_every_layer(self, model: nn.Module) -> Iterator[None]:
         """Set the probabilities of LayerDrop to 0: fields of modules and of their configurations that end in `layerdrop`."""
-        owners = {id(each): each for module in model.modules() for each in (module, vars(module).get("config")) if each is not None}
+        owners = {
+            id(each): each
+            for module in model.modules()
+            for each in (module, vars(module).get("config"))
+            if each is not None
+        }
         found = [(each, name, value) for each in owners.values() for name, value in _layerdrops(each)]
         for owner, name, _ in found:
             setattr(owner, name, 0.0)
@@ -61,7 +66,9 @@ class HuggingFace(ModelLibrary):
 
 def _layerdrops(owner: Any) -> list[tuple[str, float]]:
     fields = getattr(owner, "__dict__", {}).items()
-    return [(name, value) for name, value in fields if name.endswith("layerdrop") and isinstance(value, float) and value]
+    return [
+        (name, value) for name, value in fields if name.endswith("layerdrop") and isinstance(value, float) and value
+    ]
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sized
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from retape.core.errors import InvalidInput
+from retape.integrations.batch_size import masks_nothing
 from retape.torch.capture import rng
 
 
@@ -20,7 +20,9 @@ def longest_batch(trainer: Trainer) -> Any:
     """
     data = trainer.train_dataset
     if not (isinstance(data, Sized) and hasattr(data, "__getitem__")):
-        raise InvalidInput("lengths='longest' reads every row, and the training data has no length. Use lengths='adaptive'.")
+        raise InvalidInput(
+            "lengths='longest' reads every row, and the training data has no length. Use lengths='adaptive'."
+        )
     if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
         raise InvalidInput(
             f"lengths='longest' reads the training data, and {type(trainer).__name__} makes its batches from something else (it has "
@@ -28,8 +30,14 @@ def longest_batch(trainer: Trainer) -> Any:
         )
     draws = rng.capture(())
     rows = trainer._train_batch_size
-    longest = heapq.nlargest(rows, range(len(data)), key=lambda number: _size_of(data[number]))
-    batch = trainer._prepare_inputs(_collator(trainer)([data[number] for number in longest]))
+    by_size = sorted(range(len(data)), key=lambda number: _size_of(data[number]))
+
+    def collated(numbers: list[int]) -> Any:
+        return trainer._prepare_inputs(_collator(trainer)([data[number] for number in numbers]))
+
+    batch = collated(by_size[-rows:])
+    if masks_nothing(batch):  # with a short row among them nothing gets shorter, and the model makes a mask
+        batch = collated([by_size[0], *by_size[-rows:][1:]])
     rng.seek(draws)  # of a collator that masks at random
     return batch
 

@@ -24,7 +24,12 @@ from retape.integrations.huggingface.longest_batch import longest_batch
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.planning.attach import is_attached, replicated, take_off, unwrapped
 
-_OVERLAID = ("compute_loss", "training_step", "_run_epoch", "log")  # functions of the trainer; an older one may lack `_run_epoch`
+_OVERLAID = (
+    "compute_loss",
+    "training_step",
+    "_run_epoch",
+    "log",
+)  # functions of the trainer; an older one may lack `_run_epoch`
 
 
 class FitCallback(TrainerCallback):
@@ -43,6 +48,7 @@ class FitCallback(TrainerCallback):
         self._arguments = {"budget": budget, "lengths": lengths, **options}
         self._steps = FittedSteps(**self._arguments)
         self._trainer: Trainer | None = None
+        self._model: nn.Module | None = None
         self._found: dict[str, Any] = {}  # of `_OVERLAID`, those that the trainer had as fields of its own
         self._optimizer: Any = None
         self._without_cache = False
@@ -54,6 +60,10 @@ class FitCallback(TrainerCallback):
     @property
     def live(self) -> Adaptive | None:
         return self._steps.live
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged: budget and peak in bytes, slowdown and re-runs; nothing before the first step."""
+        return self._steps.metrics()
 
     # --- where training begins and ends ---------------------------------------------------------------------------------
 
@@ -71,7 +81,7 @@ class FitCallback(TrainerCallback):
         self._without_cache = self._steps.take_over(model).was_on and _takes_use_cache(model)
         self._optimizer = kwargs.get("optimizer")
         self._overlay(trainer)
-        self.owners[model] = ref(self)
+        self._model, self.owners[model] = model, ref(self)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._leave()
@@ -85,7 +95,8 @@ class FitCallback(TrainerCallback):
         for name in _OVERLAID:
             vars(trainer).pop(name, None)
         vars(trainer).update(self._found)
-        self.owners.pop(unwrapped(trainer.model), None)
+        if self._model is not None:
+            self.owners.pop(self._model, None)
 
     # --- functions over the trainer's -------------------------------------------------------------------------------------
 
@@ -142,7 +153,9 @@ def _trainer_of(callback: FitCallback) -> Trainer:
         if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
             return found
         frame = frame.f_back
-    raise InvalidInput("FitCallback was not called by a Trainer. Give it to one: Trainer(..., callbacks=[FitCallback(...)]).")
+    raise InvalidInput(
+        "FitCallback was not called by a Trainer. Give it to one: Trainer(..., callbacks=[FitCallback(...)])."
+    )
 
 
 def _refuse_engines(trainer: Trainer) -> None:
@@ -159,7 +172,8 @@ def _refuse_engines(trainer: Trainer) -> None:
 
 def _takes_use_cache(model: nn.Module) -> bool:
     """True if the model, or the one inside PEFT's, has a parameter `use_cache`."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = getattr(model, "get_base_model", lambda: model)
+    inner = base()
     return "use_cache" in inspect.signature(inner.forward).parameters
 
 
