@@ -9,6 +9,7 @@ from torch import nn
 import retape
 from retape.errors import BatchTooLarge, InvalidInput
 from retape.integrations.huggingface import FitCallback
+from retape.integrations.trainer_state import TUNING
 from support.comparing import assert_equal
 from support.models import small_gpt2
 
@@ -305,3 +306,26 @@ def test_data_parallel_is_refused(tmp_path):
     with pytest.raises(InvalidInput, match=r"GPT2LMHeadModel is copied to several GPUs by nn.DataParallel"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     assert classes_of(trainer.model) == classes_of(trained_gpt2())
+
+
+def test_a_switch_that_is_turned_on_after_a_fit_is_logged(tmp_path, caplog):
+    """A trainer with gradient_checkpointing=True turns it on when training begins, and the plan has no effect."""
+    model, ids = trained_gpt2(), Rows().ids[:8]
+    fitted = retape.fit(model, {"input_ids": ids, "labels": ids}, budget=0.6, progress=False)
+    train(tmp_path, model=model, steps=1, gradient_checkpointing=True)
+    assert (
+        "GPT2Block recomputes everything by itself: gradient_checkpointing was turned on after the fit" in caplog.text
+    )
+    fitted.remove()
+
+
+def test_large_containers_of_a_trainer_are_left_alone(tmp_path):
+    """Rows in a list are data: the fit neither copies nor restores them."""
+    ids = Rows().ids
+    rows = [{"input_ids": ids[0], "labels": ids[0]}] * (TUNING.most_parts + 1)
+    callback = FitCallback(0.6, progress=False)
+    trainer = trainer_of(tmp_path, callback, steps=1)
+    trainer.train_dataset = rows
+    trainer.train()
+    assert trainer.train_dataset is rows
+    assert callback.fitted is not None

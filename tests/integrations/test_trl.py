@@ -1,5 +1,7 @@
 """TRL's trainers with their defaults: a sample of the matrix (all of it with RETAPE_LONG=1: test_trainers_matrix)."""
 
+import argparse
+
 import pytest
 
 pytest.importorskip("trl")
@@ -45,3 +47,12 @@ def test_the_longest_batch_of_a_trainer_that_generates_its_batches_is_not_known(
         InvalidInput, match=r"GRPOTrainer makes its batches from something else .* Use lengths='adaptive'"
     ):
         train(Cell(trainer="grpo", tuned="full", setting="defaults", steps=1), 0.9, lengths="longest")
+
+
+def test_the_benchmark_of_fine_tuning_runs_at_toy_size(tmp_path):
+    from benchmarks.sft import WARM, run
+
+    settings = {"tiny": True, "tokens": 32, "rows": 2, "steps": 1, "seed": 0, "budget": "1GiB"}
+    found = run(argparse.Namespace(**settings), "lora", "exact", str(tmp_path))
+    assert len(found["step_seconds"]) == WARM + 1, found
+    assert found["tokens_per_second"] > 0

@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from retape.torch.model_libraries import LIBRARIES
 
-__all__ = ["accelerate", "batch_size", "first_step", "huggingface", "huggingface_loss", "lightning", "trainer"]
+__all__ = [
+    "accelerate",
+    "batch_size",
+    "first_step",
+    "huggingface",
+    "huggingface_loss",
+    "lightning",
+    "trainer",
+    "trainer_state",
+]
 
 LIBRARIES.register("transformers", "retape.integrations.huggingface.library")

@@ -8,7 +8,6 @@ loggers are) is in that trainer's module.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -21,14 +20,13 @@ from retape.api import Fit, fit
 from retape.core.errors import BatchTooLarge, BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetLike
 from retape.integrations.batch_size import TensorSize, is_within, sizes_of
+from retape.integrations.trainer_state import OwnCheckpointing, plain_state_restored
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning
-from retape.torch.measure.sandbox import SavedContainer, save_container
 from retape.torch.planning.attach import unwrapped
 
 ComputeLoss = Callable[[nn.Module, Any], Any]  # a trainer's own: returns the loss, or a tuple or dict that contains it
 _LOG = logging.getLogger("retape")
-_SWITCH = "gradient_checkpointing"  # a field of the modules that recompute
 
 
 class Lengths(Enum):
@@ -43,25 +41,6 @@ class Lengths(Enum):
             return cls(value)
         except ValueError:
             raise InvalidInput(f"lengths={value!r} is neither 'adaptive' nor 'longest'.") from None
-
-
-class OwnCheckpointing:
-    """A model's own switches for gradient checkpointing, as Transformers and Diffusers have them: off until `put_back`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [module for module in model.modules() if vars(module).get(_SWITCH)]
-        for module in self._modules:
-            setattr(module, _SWITCH, False)
-
-    @property
-    def was_on(self) -> bool:
-        return bool(self._modules)
-
-    def put_back(self) -> None:
-        """Switch on again what was on."""
-        for module in self._modules:
-            setattr(module, _SWITCH, True)
-        self._modules = []
 
 
 class FittedSteps:
@@ -112,7 +91,7 @@ class FittedSteps:
     ) -> Fit:
         """Fit on a batch, and leave model, batch and keepers as they were."""
         options = {"optimizer": optimizer, **self._options}
-        with _plain_state_restored(keepers) as restore:
+        with plain_state_restored(keepers) as restore:
 
             def step(model: nn.Module, batch: Any) -> Tensor:
                 restore()
@@ -206,34 +185,6 @@ def budget_as_out_of_memory() -> Iterator[None]:
             floor_bytes=error.floor_bytes,
             binding=error.binding,
         ) from error
-
-
-# --- state of a trainer -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _plain_state_restored(objects: Iterable[Any]) -> Iterator[Callable[[], None]]:
-    """Yield a function that resets fields and containers of objects to how they are now; it is called at the end, too."""
-    saved: list[SavedContainer] = []
-    known: set[int] = set()
-    waiting: list[Any] = [vars(each) for each in objects]
-    while waiting:
-        container = waiting.pop()
-        if id(container) in known:
-            continue
-        known.add(id(container))
-        saved.append(save_container(type(container).__name__, container))
-        parts = container.values() if isinstance(container, dict) else container
-        waiting += [part for part in parts if isinstance(part, (dict, list, set, deque))]
-
-    def restore() -> None:
-        for container in saved:
-            container.restore()
-
-    try:
-        yield restore
-    finally:
-        restore()
 
 
 def _log_devices(fitted: Fit) -> None:

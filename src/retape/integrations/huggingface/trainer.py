@@ -108,9 +108,13 @@ class FitCallback(TrainerCallback):
         def compute_loss(model: nn.Module, inputs: Any, *more: Any, **keywords: Any) -> Any:
             if not (torch.is_grad_enabled() and model.training):
                 return compute(model, inputs, *more, **keywords)
-            if self._without_cache and "use_cache" not in inputs:
-                inputs = {**inputs, "use_cache": False}  # as under the checkpointing that was taken over
-            return self._loss(trainer, model, inputs, lambda model, batch: compute(model, batch, *more, **keywords))
+
+            def own_loss(model: nn.Module, batch: Any) -> Any:
+                if self._without_cache and "use_cache" not in batch:
+                    batch = {**batch, "use_cache": False}  # as under the checkpointing that was taken over
+                return compute(model, batch, *more, **keywords)
+
+            return self._loss(trainer, model, inputs, own_loss)
 
         def log_with_metrics(logs: dict[str, float], *more: Any, **keywords: Any) -> None:
             log({**logs, **self._steps.metrics()} if "loss" in logs else logs, *more, **keywords)
