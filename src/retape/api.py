@@ -251,11 +251,13 @@ def fit_using(
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
+    optimizer = _inner_optimizer(optimizer)
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
     refuse_replicas(model)
     warn_of_evaluation(unwrapped(model))
-    with _undone_on_error(unwrapped(model)), _progress_bar(progress) as tell:
+    every_layer = LIBRARIES.with_every_layer(unwrapped(model))
+    with _undone_on_error(unwrapped(model)), every_layer, _progress_bar(progress) as tell:
         asked, allowed = Budget.of(budget), OptionSet.of(options)
         steps = trials(
             model,
@@ -280,6 +282,13 @@ def fit_using(
     if progress:
         _print_result(made)
     return made
+
+
+def _inner_optimizer(optimizer: Any) -> Any:
+    """Return the PyTorch optimizer inside a wrapper, such as that of accelerate's `prepare` or of Lightning."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _from_search(model: nn.Module, batch: Any, found: Candidate, check: Check) -> Fit:

@@ -1,6 +1,7 @@
 """The tree of errors under its public name; it is defined and drawn in `retape.core.errors`."""
 
 from retape.core.errors import (
+    BatchTooLarge,
     BudgetTooSmall,
     IllegalAction,
     IntegrationFailed,
@@ -16,6 +17,7 @@ from retape.core.errors import (
 )
 
 __all__ = [
+    "BatchTooLarge",
     "BudgetTooSmall",
     "IllegalAction",
     "IntegrationFailed",

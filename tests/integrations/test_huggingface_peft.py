@@ -1,9 +1,12 @@
 """PEFT's models: they hand attributes of the model inside on, and what is set on them stays outside."""
 
+import re
+
 import pytest
 import torch
 
 import retape
+from retape.errors import BudgetTooSmall
 from retape.integrations.huggingface.fused_loss import is_fused
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.planning.attach import is_attached
@@ -126,3 +129,62 @@ def test_a_refused_fit_leaves_the_one_that_is_there():
     assert traces_on(model) == there != []
     fitted.remove()
     assert traces_on(model) == []
+
+
+ADAPTERS = {
+    "lora": lambda: peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "prompt encoder": lambda: peft.PromptEncoderConfig(
+        num_virtual_tokens=4, task_type="CAUSAL_LM", encoder_hidden_size=16
+    ),
+    "ia3": lambda: peft.IA3Config(task_type="CAUSAL_LM"),
+    "saved head": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [retape.EXACT, retape.ALL])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_every_kind_of_adapter(adapter, options):
+    base = small_llama(vocab_size=1024, num_hidden_layers=3, use_cache=False)
+    model = peft.get_peft_model(base, ADAPTERS[adapter]()).train()
+    wanted = adapter_gradients(model)
+    try:
+        fitted = retape.fit(model, BATCH, budget=0.6, options=options, progress=False)
+    except BudgetTooSmall as error:
+        fitted = retape.fit(model, BATCH, budget=int(1.05 * error.floor_bytes), options=options, progress=False)
+    found = adapter_gradients(model)
+    if fitted.record.fused_loss:
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    else:
+        assert_equal(found, wanted)
+    fitted.remove()
+    assert_as_before(model, wanted)
+
+
+def test_a_trained_prefix_with_one_token_is_kept():
+    """PEFT makes the cache inside its own forward; with a query of one token nothing else tells that it has contents."""
+    config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(small_llama(num_hidden_layers=3), config).train()
+    batch = {"input_ids": TOKENS[:, :1] % 64, "labels": TOKENS[:, :1] % 64}
+
+    def step(model, batch):
+        return model(**batch).logits.float().square().mean()
+
+    model.zero_grad()
+    step(model, batch).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    fitted = retape.fit(model, batch, budget=1.0, regions=[*small_llama_layers(model)], step=step, progress=False)
+    live = retape.adaptive(model, budget="1GiB")
+    step(model, batch).backward()
+    live.remove()
+    assert_equal({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, wanted)
+    assert retape.verify(model, batch, step=step).equal
+    fitted.remove()
+
+
+def small_llama_layers(model):
+    return [name for name, _ in model.named_modules() if re.fullmatch(r".*layers\.\d+", name)]

@@ -99,7 +99,8 @@ def _given(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     if min(options.gpus, options.seq, options.micro_batch) < 1:
         raise InvalidInput("--gpus, --seq and --micro-batch are whole numbers >= 1.")
     if ":" in options.model:
-        return fit_command.call(fit_command.load_function(options.model), options.model)
+        made = fit_command.call(fit_command.load_function(options.model), options.model)
+        return made.model, made.batch, made.step
     return options.model, (options.micro_batch, options.seq), None
 
 

@@ -5,6 +5,7 @@ RetapeError
 │   └── PlanFormatError     text that is not a plan, or one of another version
 ├── PlanMismatch            a plan for another problem or model, or one whose promise does not hold
 ├── BudgetTooSmall          no plan fits; has the floor and what determines it
+│   └── BatchTooLarge       the same inside a trainer, which may try a smaller batch (also a RuntimeError)
 ├── IllegalAction           a schedule broke the rules of the abstract machine
 ├── IntegrationFailed       an ODE solver cannot continue; has the time, step size and number of steps
 └── RegionError             a region cannot give the gradient that plain autograd would
@@ -42,6 +43,10 @@ class BudgetTooSmall(RetapeError):
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
         self.binding = binding
+
+
+class BatchTooLarge(BudgetTooSmall, RuntimeError):
+    """No plan for a trainer's batch fits. The message contains " out of memory.", by which trainers recognise such errors."""
 
 
 class IllegalAction(RetapeError):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retape.core.errors import InvalidInput
@@ -34,6 +36,10 @@ class ModelLibrary:
         """Return the modules that the library itself marks as layers that may be recomputed."""
         return []
 
+    def with_every_layer(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which a training step skips no layer at random, so that a profile sees all of them."""
+        return nullcontext()
+
     def begin_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Take note of what a model is called with, before any of its regions is."""
 
@@ -42,6 +48,10 @@ class ModelLibrary:
     ) -> RegionArguments:
         """Return the arguments to run a region with: without an empty container that a re-run would fill twice."""
         return RegionArguments(arguments, keywords)
+
+    def is_filled_by_calls(self, kind: type) -> bool:
+        """True if each call of a layer adds to an object of this class, such as a key-value cache."""
+        return False
 
     def can_fuse_loss(self, model: nn.Module) -> bool:
         """True if `fuse_loss` supports this model and its loss is not fused yet."""
@@ -97,6 +107,13 @@ class ModelLibraries(ModelLibrary):
     def recomputable_layers(self, model: nn.Module) -> list[nn.Module]:
         return [layer for library in self._imported() for layer in library.recomputable_layers(model)]
 
+    @contextmanager
+    def with_every_layer(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for library in self._imported():
+                stack.enter_context(library.with_every_layer(model))
+            yield
+
     def begin_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         for library in self._imported():
             library.begin_forward(arguments, keywords)
@@ -109,6 +126,9 @@ class ModelLibraries(ModelLibrary):
             given = library.region_arguments(module, found.positional, found.keywords)
             found = RegionArguments(given.positional, given.keywords, given.note or found.note)
         return found
+
+    def is_filled_by_calls(self, kind: type) -> bool:
+        return any(library.is_filled_by_calls(kind) for library in self._imported())
 
     def can_fuse_loss(self, model: nn.Module) -> bool:
         return any(library.can_fuse_loss(model) for library in self._imported())

@@ -1,87 +1,184 @@
-"""A callback for Hugging Face's Trainer that fits the model on the first batch."""
+"""A callback for Hugging Face's Trainer, and trainers built on it such as TRL's, that keeps training inside a budget.
+
+The callback finds its trainer when training begins, and puts functions of its own over the trainer's `compute_loss`, `training_step`,
+`_run_epoch` and `log` until training ends or fails. What happens in the first step is in `retape.integrations.first_step`.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
-from torch import Tensor, nn
-from transformers import TrainerCallback
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
 
-from retape.api import Fit, fit
+from retape.api import Fit
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike
+from retape.integrations.first_step import FittedSteps, Lengths, budget_as_out_of_memory
 from retape.integrations.huggingface.fused_loss import is_fused, unfuse_loss
-from retape.torch.compat.ranks import is_distributed
-from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import attach, detach, is_attached, replicated, take_off, unwrapped
+from retape.integrations.huggingface.longest_batch import longest_batch
+from retape.torch.adaptive.manager import Adaptive
+from retape.torch.planning.attach import is_attached, replicated, take_off, unwrapped
+
+_OVERLAID = (
+    "compute_loss",
+    "training_step",
+    "_run_epoch",
+    "log",
+)  # functions of the trainer; an older one may lack `_run_epoch`
 
 
 class FitCallback(TrainerCallback):
-    """Fits the model on the Trainer's first batch: `Trainer(..., callbacks=[FitCallback(budget="20GiB")])`.
+    """Keeps training inside a budget: `Trainer(..., callbacks=[FitCallback(budget="20GiB")])`.
 
-    Takes the arguments of `retape.fit`. The fit runs inside the first training step, with the Trainer's own autocast and inputs.
-    `fitted` is the Fit, None before the first step. It is removed when training ends or begins again.
+    Takes the arguments of `retape.fit`. The fit runs inside the first training step, on the loss that the trainer computes. With
+    lengths="adaptive" batches that are larger than the first run under a live budget; with "longest" the longest rows of the
+    training data are fitted instead. `fitted` is the Fit, None before the first step; `live` the live budget, if one was needed.
+    The model and the trainer are as they were when training has ended or failed.
     """
 
-    # Models with a fit or waiting for one, and their callback.
+    # Models of runs that have not ended, and their callback.
     owners: ClassVar[WeakKeyDictionary[nn.Module, ref[FitCallback]]] = WeakKeyDictionary()
 
-    def __init__(self, *, budget: BudgetLike, **options: Any) -> None:
-        self._budget, self._options = budget, options
+    def __init__(self, budget: BudgetLike, *, lengths: Lengths | str = Lengths.ADAPTIVE, **options: Any) -> None:
+        self._arguments = {"budget": budget, "lengths": lengths, **options}
+        self._steps = FittedSteps(**self._arguments)
+        self._trainer: Trainer | None = None
+        self._model: nn.Module | None = None
+        self._found: dict[str, Any] = {}  # of `_OVERLAID`, those that the trainer had as fields of its own
         self._optimizer: Any = None
-        self._waiting: nn.Module | None = None
-        self._managed: nn.Module | None = None
-        self.fitted: Fit | None = None
+        self._without_cache = False
+
+    @property
+    def fitted(self) -> Fit | None:
+        return self._steps.fitted
+
+    @property
+    def live(self) -> Adaptive | None:
+        return self._steps.live
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged: budget and peak in bytes, slowdown and re-runs; nothing before the first step."""
+        return self._steps.metrics()
+
+    # --- where training begins and ends ---------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._leave()  # no on_train_end came if an exception ended the last run
-        self.fitted = None
+        self._leave()  # an exception that ended the last run may have come from outside the steps
+        self._steps = FittedSteps(**self._arguments)
         model = unwrapped(kwargs["model"])
         _leave_others(model)
-        if is_distributed():
-            raise InvalidInput(
-                "FitCallback fits in one process. Under several, call retape.fit on the model before training."
-            )
         if args.n_gpu > 1:
             raise replicated(type(model).__name__)
-        LIBRARIES.check_model(model)
-        optimizer = kwargs.get("optimizer")
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        attach(model, self._first_call)
-        self._waiting = model
-        self._managed, self.owners[model] = model, ref(self)
+        trainer = _trainer_of(self)
+        _refuse_engines(trainer)
+        if is_attached(model):
+            raise InvalidInput(f"{type(model).__name__} is managed by a fit already. Call its remove() first.")
+        self._without_cache = self._steps.take_over(model).was_on and _takes_use_cache(model)
+        self._optimizer = kwargs.get("optimizer")
+        self._overlay(trainer)
+        self._model, self.owners[model] = model, ref(self)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._leave()
 
     def _leave(self) -> None:
-        """Restore the model as it was before training; `fitted` keeps its record."""
-        if self._waiting is not None:
-            detach(self._waiting)
-            self._waiting = None
-        if self.fitted is not None:
-            self.fitted.remove()  # does nothing the second time, so a later fit stays
-        if self._managed is not None:
-            self.owners.pop(self._managed, None)
-            self._managed = None
+        """Restore the trainer and its model as they were before training; `fitted` keeps its record."""
+        self._steps.remove()
+        trainer, self._trainer = self._trainer, None
+        if trainer is None:
+            return
+        for name in _OVERLAID:
+            vars(trainer).pop(name, None)
+        vars(trainer).update(self._found)
+        if self._model is not None:
+            self.owners.pop(self._model, None)
 
-    def _first_call(
-        self, model: nn.Module, plain_call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
-        """Fit on the arguments of the first training call, then make that call."""
-        if not model.training:
-            return plain_call(*arguments, **keywords)
-        if arguments:
-            raise InvalidInput("FitCallback needs the batch as keyword arguments, as the Trainer gives it.")
-        detach(model)
-        self._waiting = None
-        options = {"optimizer": self._optimizer, "step": _loss_of_model, **self._options}
-        self.fitted = fit(model, keywords, budget=self._budget, **options)
-        if not is_attached(model) and not self.fitted.record.fused_loss:
-            self.owners.pop(model, None)  # the plan keeps everything: nothing to remove later
-        return model(**keywords)
+    # --- functions over the trainer's -------------------------------------------------------------------------------------
+
+    def _overlay(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._found = {name: vars(trainer)[name] for name in _OVERLAID if name in vars(trainer)}
+        compute, log = trainer.compute_loss, trainer.log
+
+        def compute_loss(model: nn.Module, inputs: Any, *more: Any, **keywords: Any) -> Any:
+            if not (torch.is_grad_enabled() and model.training):
+                return compute(model, inputs, *more, **keywords)
+
+            def own_loss(model: nn.Module, batch: Any) -> Any:
+                if self._without_cache and "use_cache" not in batch:
+                    batch = {**batch, "use_cache": False}  # as under the checkpointing that was taken over
+                return compute(model, batch, *more, **keywords)
+
+            return self._loss(trainer, model, inputs, own_loss)
+
+        def log_with_metrics(logs: dict[str, float], *more: Any, **keywords: Any) -> None:
+            log({**logs, **self._steps.metrics()} if "loss" in logs else logs, *more, **keywords)
+
+        overlaid: dict[str, Any] = {"compute_loss": compute_loss, "log": log_with_metrics}
+        for name in ("training_step", "_run_epoch"):
+            if hasattr(trainer, name):
+                overlaid[name] = self._left_on_error(getattr(trainer, name))
+        vars(trainer).update(overlaid)
+
+    def _loss(self, trainer: Trainer, model: nn.Module, inputs: Any, compute: Callable[[nn.Module, Any], Any]) -> Any:
+        keepers = (trainer, trainer.state, trainer.control)
+        if self.fitted is None and self._steps.lengths is Lengths.LONGEST:
+            batch = longest_batch(trainer)
+            self._steps.fit(model, batch, compute, optimizer=self._optimizer, keepers=keepers)
+        return self._steps.loss(model, inputs, compute, optimizer=self._optimizer, keepers=keepers)
+
+    def _left_on_error(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that restores everything if `run` fails: the Trainer calls no `on_train_end` then."""
+
+        def running(*arguments: Any, **keywords: Any) -> Any:
+            try:
+                with budget_as_out_of_memory():
+                    return run(*arguments, **keywords)
+            except BaseException:
+                self._leave()
+                raise
+
+        return running
+
+
+# --- the trainer and its model ------------------------------------------------------------------------------------------------
+
+
+def _trainer_of(callback: FitCallback) -> Trainer:
+    """Return the trainer that calls this callback: Transformers does not pass it, so it is looked for among the callers."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
+            return found
+        frame = frame.f_back
+    raise InvalidInput(
+        "FitCallback was not called by a Trainer. Give it to one: Trainer(..., callbacks=[FitCallback(...)])."
+    )
+
+
+def _refuse_engines(trainer: Trainer) -> None:
+    """Raise InvalidInput where another engine runs the model, or shards it in a way that regions do not support."""
+    kind = str(trainer.accelerator.distributed_type.value)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    first_fsdp = plugin is not None and getattr(plugin, "fsdp_version", 1) == 1
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or (kind == "FSDP" and first_fsdp):
+        raise InvalidInput(
+            f"FitCallback does not work with {kind}{' version 1' if kind == 'FSDP' else ''}, which runs forward and backward itself. "
+            "Use DistributedDataParallel (torchrun), or FSDP with fsdp_config={'version': 2}."
+        )
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    """True if the model, or the one inside PEFT's, has a parameter `use_cache`."""
+    base: Any = getattr(model, "get_base_model", lambda: model)
+    inner = base()
+    return "use_cache" in inspect.signature(inner.forward).parameters
 
 
 def _leave_others(model: nn.Module) -> None:
@@ -97,16 +194,3 @@ def _leave_others(model: nn.Module) -> None:
         take_off(model, {"": model})
     if is_fused(model):
         unfuse_loss(model)
-
-
-def _loss_of_model(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the loss as the Trainer reads it from a model's output; a model called without labels returns none."""
-    outputs = model(**batch)
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss
-    raise InvalidInput(
-        f"The Trainer called {type(model).__name__} with {', '.join(batch)}, and it returned no loss: the Trainer computes it "
-        "itself (label_smoothing_factor, compute_loss_func or a compute_loss of its own), where a callback does not see it. Call "
-        "retape.fit before training, with step=lambda model, batch: trainer.compute_loss(model, dict(batch)), and leave FitCallback out."
-    )

@@ -258,6 +258,11 @@ class Adaptive:
 
     # --- attached ------------------------------------------------------------------------------------------------
 
+    def attach(self) -> None:
+        """Attach to the model again after `remove`; do nothing if it is attached or has no model."""
+        if self._attachment is not None:
+            self._attachment.attach()
+
     def remove(self) -> None:
         """Leave the model as it was before."""
         self._end_step()
@@ -339,7 +344,7 @@ class Adaptive:
 
     def __enter__(self) -> Adaptive:
         if self._attachment is not None:
-            self._attachment.attach()
+            self.attach()
             self._outer.append(current_runner())
             return self
         if not self.governor.counts.steps and not self._in_step:  # by now the GPU is in use, if there is one

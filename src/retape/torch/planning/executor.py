@@ -147,6 +147,8 @@ class Executor:
         args, keywords, note = LIBRARIES.region_arguments(module, args, keywords)
         if note is not None:
             _log_once(note)
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            _log_once(_switched_on(module))
         number, choice = self._choice(region_name(self._names, module))
         if choice.training is not None and choice.training is not module.training:
             self._in_other_mode(module, choice)
@@ -326,6 +328,13 @@ class GradientSwitch:
         self._running = self._accumulating if accumulates else self._fresh
         if accumulates and self._too_small is not None:
             _log_once(self._too_small)
+
+
+def _switched_on(module: nn.Module) -> str:
+    return (
+        f"{original_class(type(module)).__name__} recomputes everything by itself: gradient_checkpointing was turned on after the fit, as "
+        "trainers do when training begins, and the plan has no effect. Turn it off, or fit inside the trainer with FitCallback"
+    )
 
 
 @cache

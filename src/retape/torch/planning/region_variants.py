@@ -39,6 +39,7 @@ from retape.torch.engine.context import current_runs, is_plain
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import synchronize, track_memory
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.slicing.tile import call_in_tiles
 
 if TYPE_CHECKING:
@@ -344,6 +345,8 @@ def measured_tiles(
 ) -> tuple[TiledRun, ...]:
     """Run one region by itself with 1, 2, 4 tiles and so on while more of them lower its peak; empty if it cannot be sliced."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained and not _fresh((args, keywords))[1]:  # frozen, and so is all that it is given
+        return ()
     found: list[TiledRun] = []
     for tiles in (1, *tuning.tiles):
         try:
@@ -410,7 +413,9 @@ class TileProbe:
         return id(part) in self._rowwise
 
     def tiling(self, region: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Tiling:
-        """Return what tiles save of a region that has just been called."""
+        """Return what tiles save of a region that has just been called; nothing if it fills a cache, which one run more would change."""
+        if any(LIBRARIES.is_filled_by_calls(type(value)) for value in (*args, *keywords.values())):
+            return Tiling(parts=(), runs=())
         parts = {
             name: part
             for name, part in parts_of(region).items()

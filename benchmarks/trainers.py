@@ -1,0 +1,119 @@
+"""The matrix of trainers: {trainer} x {what is trained} x {setting}, each with and without retape, compared bit for bit.
+
+    python -m benchmarks.trainers [--only sft/lora ...] [--steps 10] [--out FILE]
+
+A cell trains ten optimizer steps twice (`benchmarks.trainer_cells`). It is right if losses, logs and weights are equal bit for bit, if
+every step's peak, counted by a meter that knows nothing of the plan, is inside the budget, and if model and trainer are afterwards as
+they were. Compiled cells are compared with compiled blocks that keep everything. Each cell runs in processes of its own. With `--only`
+nothing is recorded unless `--out` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+from benchmarks.trainer_cells import BF16, COMPILED, RAGGED, RANKS, Cell, CellResult, run_cell
+
+TRAINERS = ("trainer", "sft", "dpo", "grpo", "reward", "lightning", "accelerate")
+TUNED = ("full", "lora", "prefix")
+SETTINGS = ("defaults", BF16, COMPILED, RAGGED, RANKS)
+LIMIT_SECONDS = 900
+
+
+def cells(steps: int = 10) -> list[Cell]:
+    """Return every cell of the matrix."""
+    return [Cell(trainer=t, tuned=u, setting=s, steps=steps) for t, u, s in product(TRAINERS, TUNED, SETTINGS)]
+
+
+def run_apart(cell: Cell, limit_seconds: int = LIMIT_SECONDS) -> CellResult:
+    """Run a cell in a process of its own, or in two; return the first result that is not right."""
+    count = 2 if cell.setting == RANKS else 1
+    command = [sys.executable, "-m", "benchmarks.trainers", "--cell", json.dumps(asdict(cell))]
+    port = _free_port()
+    started = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment(rank, count, port),
+            cwd=Path(__file__).parent.parent,
+        )
+        for rank in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=limit_seconds) for process in started]
+    except subprocess.TimeoutExpired:
+        return CellResult(outcome=f"not finished in {limit_seconds} s")
+    finally:
+        for process in started:
+            process.kill()
+    results = [_read(out, err) for out, err in said]
+    return next((each for each in results if each.outcome != "right"), results[0])
+
+
+def _read(out: str, err: str) -> CellResult:
+    lines = [line for line in out.splitlines() if line.startswith('{"outcome"')]
+    return CellResult(**json.loads(lines[-1])) if lines else CellResult(outcome=f"crashed: {err[-1500:]}")
+
+
+def _environment(rank: int, count: int, port: int) -> dict[str, str]:
+    root = Path(__file__).parent.parent
+    search = os.pathsep.join([str(root / "src"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    found = os.environ | {"PYTHONPATH": search, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if count > 1:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, "NODE_RANK": 0}
+        found |= {name: str(value) for name, value in ranks.items()}
+        found |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def _run_here(cell: Cell) -> None:
+    """Run a cell in this process and print its result."""
+    import torch
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    print(json.dumps(asdict(run_cell(cell))), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.cell:
+        _run_here(Cell(**json.loads(given.cell)))
+        return
+    results = {}
+    for cell in cells(given.steps):
+        if not given.only or any(part in cell.name for part in given.only):
+            results[cell.name] = asdict(run_apart(cell))
+            print(cell.name, results[cell.name], flush=True)
+    if given.out or not given.only:
+        from benchmarks.records import record
+
+        print(record("trainers", 3, results, given.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The hook that all trainers share: a fit inside their first training step, on the loss that they compute themselves.
+
+A trainer's adapter calls `FittedSteps.loss` wherever the trainer computes the loss of a batch. The first call fits; later ones
+compare the batch with the fitted one, and give larger batches a live budget. What belongs to one trainer (where its steps and
+loggers are) is in that trainer's module.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retape.api import Fit, fit
+from retape.core.errors import BatchTooLarge, BudgetTooSmall, InvalidInput
+from retape.core.problem import Budget, BudgetLike
+from retape.integrations.batch_size import TensorSize, is_within, sizes_of
+from retape.integrations.trainer_state import OwnCheckpointing, plain_state_restored
+from retape.torch.adaptive.manager import Adaptive
+from retape.torch.adaptive.tuning import AdaptiveTuning
+from retape.torch.planning.attach import unwrapped
+
+ComputeLoss = Callable[[nn.Module, Any], Any]  # a trainer's own: returns the loss, or a tuple or dict that contains it
+_LOG = logging.getLogger("retape")
+
+
+class Lengths(Enum):
+    """Treatment of batches that are larger than the fitted one."""
+
+    ADAPTIVE = "adaptive"  # the first batch is fitted, larger ones run under a live budget
+    LONGEST = "longest"  # the longest batch of the data is fitted
+
+    @classmethod
+    def of(cls, value: Lengths | str) -> Lengths:
+        try:
+            return cls(value)
+        except ValueError:
+            raise InvalidInput(f"lengths={value!r} is neither 'adaptive' nor 'longest'.") from None
+
+
+class FittedSteps:
+    """Training steps inside a budget: the first is fitted, and larger ones get a live budget over the plan.
+
+    `options` are those of `retape.fit`. `fitted` is the Fit, None before the first step; `live` the live budget, None before that;
+    `is_live` says whether it runs the current step. It also runs the first steps, whatever their size, and learns from them.
+    """
+
+    def __init__(self, budget: BudgetLike, *, lengths: Lengths | str = Lengths.ADAPTIVE, **options: Any) -> None:
+        self._budget, self._options = Budget.of(budget), options
+        self.lengths = Lengths.of(lengths)
+        self.fitted: Fit | None = None
+        self.live: Adaptive | None = None
+        self._sizes: list[TensorSize] = []
+        self.is_live = False
+        self._learning = AdaptiveTuning().first_measured_steps  # a live budget must know steps of the fitted size first
+        self._taken_over: OwnCheckpointing | None = None
+
+    def take_over(self, model: nn.Module) -> OwnCheckpointing:
+        """Switch off the checkpointing that the model has of its own, until `remove`."""
+        self._put_back()
+        self._taken_over = OwnCheckpointing(unwrapped(model))
+        return self._taken_over
+
+    def loss(
+        self, model: nn.Module, batch: Any, compute: ComputeLoss, *, optimizer: Any = None, keepers: Iterable[Any] = ()
+    ) -> Any:
+        """Return `compute(model, batch)`, inside the budget; the first time it is fitted.
+
+        `keepers` are objects, such as the trainer, whose counters and metrics `compute` changes: the fit leaves them as they were.
+        """
+        self.prepare(model, batch, compute, optimizer=optimizer, keepers=keepers)
+        return compute(model, batch)
+
+    def prepare(
+        self, model: nn.Module, batch: Any, compute: ComputeLoss, *, optimizer: Any = None, keepers: Iterable[Any] = ()
+    ) -> None:
+        """Do what `loss` does before it computes the loss: fit the first time, and decide between plan and live budget."""
+        if not torch.is_grad_enabled():
+            return
+        if self.fitted is None:
+            self.fit(model, batch, compute, optimizer=optimizer, keepers=keepers)
+        self._choose(model, batch)
+
+    def fit(
+        self, model: nn.Module, batch: Any, compute: ComputeLoss, *, optimizer: Any = None, keepers: Iterable[Any] = ()
+    ) -> Fit:
+        """Fit on a batch, and leave model, batch and keepers as they were."""
+        options = {"optimizer": optimizer, **self._options}
+        with plain_state_restored(keepers) as restore:
+
+            def step(model: nn.Module, batch: Any) -> Tensor:
+                restore()
+                return loss_in(compute(model, batch))
+
+            self.fitted = fit(model, batch, budget=self._budget, step=step, **options)
+        self._sizes = sizes_of(batch)
+        return self.fitted
+
+    def _choose(self, model: nn.Module, batch: Any) -> None:
+        """Let the plan run batches that are not larger than the fitted one, and the live budget those that are."""
+        assert self.fitted is not None
+        is_larger = not is_within(sizes_of(batch), self._sizes)
+        wants_live = self.lengths is Lengths.ADAPTIVE and (is_larger or self._learning > 0)
+        self._learning -= 1
+        if wants_live and self.fitted.record.devices:
+            _log_devices(self.fitted)
+            return
+        if self.is_live and not wants_live:
+            self._stop_live()
+        elif wants_live and not self.is_live:
+            self._start_live(model)
+
+    def _start_live(self, model: nn.Module) -> None:
+        assert self.fitted is not None
+        if self.live is None:
+            self.live = Adaptive(unwrapped(model), Budget.of(self.fitted.record.budget_bytes))
+        else:
+            self.live.attach()
+        self.is_live = True
+
+    def _stop_live(self) -> None:
+        if self.live is not None and self.is_live:
+            self.live.remove()
+        self.is_live = False
+
+    def remove(self) -> None:
+        """Restore the model as it was before the first step; `fitted` keeps its record."""
+        self._stop_live()
+        if self.fitted is not None:
+            self.fitted.remove()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._taken_over is not None:
+            self._taken_over.put_back()
+            self._taken_over = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a trainer's loggers show: budget and peak in bytes, slowdown, and regions that were run again or watched."""
+        if self.fitted is None:
+            return {}
+        record, live = self.fitted.record, self.live
+        peaks = [
+            record.measured.peak_bytes,
+            *(live.stats().peak_bytes[-1:] if live is not None and self.is_live else ()),
+        ]
+        return {
+            "retape/budget_bytes": float(record.budget_bytes),
+            "retape/peak_bytes": float(max(peaks)),
+            "retape/slowdown": self.fitted.promised.slowdown,
+            "retape/reruns": float(self.fitted.regions_run + (live.stats().reruns if live is not None else 0)),
+        }
+
+
+def loss_in(result: Any) -> Tensor:
+    """Return the loss in what a trainer's step returns: the tensor itself, "loss" of a dict, or the first of a tuple."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif isinstance(result, (tuple, list)) and result:
+        result = result[0]
+    if isinstance(result, Tensor):
+        return result
+    raise InvalidInput(
+        f"The trainer's step returned {type(result).__name__}, not a loss tensor, for the first batch, so there is nothing to fit. "
+        "Return the loss, also for the first batch, and let the trainer call backward."
+    )
+
+
+@contextmanager
+def budget_as_out_of_memory() -> Iterator[None]:
+    """Raise a BudgetTooSmall again as an error that accelerate's search for a batch size recognises."""
+    try:
+        yield
+    except BatchTooLarge:
+        raise
+    except BudgetTooSmall as error:
+        raise BatchTooLarge(
+            f"The budget is out of memory. {error}",
+            budget_bytes=error.budget_bytes,
+            floor_bytes=error.floor_bytes,
+            binding=error.binding,
+        ) from error
+
+
+def _log_devices(fitted: Fit) -> None:
+    _LOG.warning(
+        "retape: %s is on several devices, where a live budget is not possible: a batch that is larger than the fitted one may pass "
+        "the budget. Use lengths='longest'.",
+        fitted.record.model,
+    )

@@ -1,0 +1,122 @@
+"""Batches of varying length inside a Trainer: a plan with a live budget over it, or a plan for the longest batch."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from benchmarks.trainer_cells import LENGTH, RAGGED, ROWS, Cell, LiveBytes, compared, lengths_of, run_cell, train
+from transformers import BartConfig, BartForConditionalGeneration, Wav2Vec2Config, Wav2Vec2ForCTC
+
+import retape
+from retape.errors import InvalidInput
+from retape.integrations.first_step import FittedSteps
+from retape.integrations.huggingface import FitCallback
+from support.models import small_llama
+
+# Warnings of Transformers and accelerate about their own settings.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+CELL = Cell(trainer="trainer", tuned="full", setting=RAGGED, steps=6)
+
+
+def test_larger_batches_run_under_a_live_budget():
+    result = run_cell(CELL)
+    assert result.outcome == "right"
+    assert 2 < result.live_steps < CELL.steps, "steps that teach the live budget, and those with larger batches"
+
+
+def test_the_longest_batch_is_fitted():
+    plain = train(CELL, None)
+    fitted = train(CELL, int(0.8 * max(plain.peaks)), lengths="longest")
+    assert compared(CELL, plain, fitted).outcome == "right"
+    assert fitted.callback.live is None
+    assert fitted.callback.fitted.record.rows == ROWS
+    assert max(lengths_of(CELL, 80)) == LENGTH
+
+
+def test_other_lengths_are_refused():
+    with pytest.raises(InvalidInput, match="lengths='short' is neither 'adaptive' nor 'longest'"):
+        FitCallback(0.5, lengths="short")
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield {"input_ids": torch.arange(8), "labels": torch.arange(8)}
+
+
+def test_the_longest_batch_of_a_stream_is_not_known(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    settings = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "max_steps": 1}
+    arguments = TrainingArguments(output_dir=str(tmp_path), **settings)
+    callback = FitCallback(0.9, lengths="longest", progress=False)
+    with pytest.raises(InvalidInput, match=r"reads every row, and the training data has no length"):
+        Trainer(small_llama(), arguments, train_dataset=Stream(), callbacks=[callback]).train()
+
+
+def tokens(rows, length, *, masked=False):
+    ids = torch.randint(3, 64, (rows, length))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0 if masked else 1
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def test_what_counts_as_larger():
+    """A longer row, or a mask where the fitted batch had nothing masked: the model then makes a mask of its own."""
+    model, steps = small_llama(use_cache=False), FittedSteps(0.9, progress=False)
+
+    def is_live(batch):
+        loss = steps.loss(model, batch, lambda model, batch: model(**batch).loss)
+        loss.backward()
+        return steps.is_live
+
+    teaching = [is_live(tokens(4, 24)) for _ in range(2)]
+    assert teaching == [True, True], "the live budget learns what a step of the fitted size takes"
+    assert not is_live(tokens(4, 24))
+    assert is_live(tokens(4, 25))
+    assert not is_live(tokens(3, 24))
+    assert is_live(tokens(4, 24, masked=True))
+    steps.remove()
+
+
+def wav2vec2():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 64}
+    convolutions = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "vocab_size": 32}
+    config = Wav2Vec2Config(**sizes, **convolutions, **positions, layerdrop=0.4, mask_time_prob=0.0)
+    return Wav2Vec2ForCTC(config), {"input_values": torch.randn(4, 2000), "labels": torch.randint(1, 32, (4, 8))}
+
+
+def bart():
+    sizes = {"d_model": 32, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    heads = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+    }
+    drops = {"encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4}
+    model = BartForConditionalGeneration(BartConfig(**sizes, **heads, **drops))
+    return model, {"input_ids": torch.randint(3, 64, (4, 32)), "labels": torch.randint(3, 64, (4, 32))}
+
+
+@pytest.mark.parametrize("make", [wav2vec2, bart])
+def test_layers_that_are_skipped_at_random_are_planned_for(make):
+    """The profiled step runs all of them, whatever its random numbers say; training skips some."""
+    model, batch = make()
+    model.train()
+    fitted = retape.fit(model, batch, budget=0.8, progress=False)
+    base = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    skipped = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        before = fitted.regions_run
+        with LiveBytes() as live:
+            model(**batch).loss.backward()
+        skipped.add(fitted.regions_run - before)
+        assert base + live.peak <= fitted.budget_bytes
+    assert len(skipped) > 1
+    fitted.remove()
