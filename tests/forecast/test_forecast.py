@@ -125,6 +125,26 @@ def test_shards_divide_what_zero_says(model, rows):
     assert problems[3].weight_bytes == pytest.approx(whole.weight_bytes / 8, rel=0.01)
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Linear(1024, 8 * 1024, bias=False)
+        self.down = nn.Linear(8 * 1024, 1024, bias=False)
+
+    def forward(self, rows):
+        return self.down(self.experts(rows).relu())
+
+
+def test_experts_are_divided_once(rows):
+    with torch.device("meta"):
+        model = nn.Sequential(*(Experts() for _ in range(2))).to(torch.bfloat16)
+    mesh = {"gpus": 8, "fsdp": 8, "expert": 8}
+    problem = retape.forecast(model, rows, mesh=mesh, step=lambda model, rows: model(rows).sum()).stages[0].problem
+    each = 2 * 1024 * 8 * 1024
+    assert problem.weight_bytes == 2 * (each // 8 + each // 8)
+    assert problem.gradient_bytes == problem.weight_bytes
+
+
 def test_tensor_parallelism_divides_activations(model, rows):
     alone = retape.forecast(model, rows).stages[0].problem.chain.stages[1]
     divided = retape.forecast(model, rows, mesh={"gpus": 8, "tensor": 8}).stages[0].problem.chain.stages[1]
@@ -173,6 +193,8 @@ def test_known_devices_say_whether_they_were_measured(model, rows):
     assert {"h100-80g", "a100-40g", "l40s", "rtx-4090", "b200", "h200", "cpu"} <= set(device_names())
     assert "never measured" in retape.forecast(model, rows, device="b200").accuracy
     assert "never measured" not in retape.forecast(model, rows, device="h200").accuracy
+    several = retape.forecast(model, rows, device="h200", mesh={"gpus": 2, "fsdp": 2})
+    assert several.accuracy.startswith("never measured on several GPUs")
     with pytest.raises(InvalidInput, match=r"There is no device 'h300'. Known: .*h200"):
         device_named("h300")
 
