@@ -11,7 +11,8 @@ from torch import nn
 import retape
 from retape.cli.main import main
 from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError
-from retape.forecast.calibration import meter as device_meter
+from retape.forecast.calibration.meter import TOY
+from retape.forecast.calibration.run import calibrate
 from retape.forecast.device import read_device, write_device
 from retape.forecast.forecasting import search_layouts
 from retape.forecast.known_devices import device_named, device_names, measured_device
@@ -299,12 +300,17 @@ def test_the_command_refuses_with_one_message(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_command_calibrates_a_cpu(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(device_meter, "CPU", device_meter.TOY)  # the sizes of a test
-    path = tmp_path / "cpu.json"
-    assert main(["calibrate", str(path), "--device", "cpu", "--name", "mine"]) == 0
-    made = read_device(path)
-    assert made.name == "mine"
-    assert made.is_measured
-    assert main(["calibrate", str(path), "--device", "tpu"]) == 2
+def test_a_calibrated_device_can_be_forecast_for(tmp_path, model, rows):
+    made = calibrate("cpu", name="mine", tuning=TOY)
+    write_device(made, tmp_path / "mine.json")
+    found = retape.forecast(model, rows, device=tmp_path / "mine.json", budget="100GiB")
+    assert found.device.name == "mine"
+    assert found.seconds > 0
+    assert "were not compared" in found.accuracy
+    with pytest.raises(InvalidInput, match="The memory of 'mine' is not known"):
+        retape.forecast(model, rows, device=made)
+
+
+def test_calibrate_refuses_a_device_that_is_not_there(tmp_path, capsys):
+    assert main(["calibrate", str(tmp_path / "x.json"), "--device", "tpu"]) == 2
     assert "tpu" in capsys.readouterr().err
