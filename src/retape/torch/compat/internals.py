@@ -68,9 +68,7 @@ def next_sequence_number() -> int:
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
-def run_backward(
-    loss: torch.Tensor, gradient: torch.Tensor, *, keep_graph: bool = False, inputs: Any = None
-) -> None:
+def run_backward(loss: torch.Tensor, gradient: torch.Tensor, *, keep_graph: bool = False, inputs: Any = None) -> None:
     """Run a backward pass as `Tensor.backward` does, without asking torch-function modes, which would be off inside it."""
     leaves = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     torch.autograd.Variable._execution_engine.run_backward(
