@@ -6,11 +6,11 @@
     python -m benchmarks.forecast plans --measured FILE [--out FILE]
     python -m benchmarks.forecast large [--out FILE]
 
-`calibrate` writes a device file, `measure` runs every setup: both need the GPU. `compare` forecasts the same setups, needs none, and
-writes the record with the errors; `plans` does so for the plans that `fit` chose in a record of benchmarks.fit; `large` times
-forecasts of 70 billion weights on 64 GPUs. Random weights, made-up tokens, bf16, eager kernels. Peak is `torch.cuda.max_memory_allocated`
-from before the first forward, everything counted; seconds are the median of whole steps. Setups with `tuned` are those that the cost
-model was tuned on; their errors are reported apart. `--toy` has tiny models, to try the script on a CPU.
+`calibrate` writes a device file, `measure` runs every setup: both need the GPU. The others need none: `compare` forecasts the same
+setups and writes the record with the errors; `plans` does so for the plans that `fit` chose in a record of benchmarks.fit; `large` times
+forecasts of 70 billion weights on 64 GPUs. Random weights, made-up tokens, bf16, eager kernels. Peak is
+`torch.cuda.max_memory_allocated` from before the first forward, everything counted; seconds are the median of whole steps. Setups with
+`tuned` were set aside for tuning the cost model; their errors are reported apart. `--toy` has tiny models, to try the script on a CPU.
 """
 
 from __future__ import annotations

@@ -160,6 +160,12 @@ def main() -> None:
     parser.add_argument("--out")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    which = (
+        "trl.SFTTrainer"
+        if has_trl()
+        else "transformers.Trainer, because trl cannot be imported: whole logits in the loss"
+    )
+    about = {"trainer": which, "transformers": transformers.__version__, "tiny": given.tiny}
     results: dict = {tuned: {variant: [] for variant in given.variants} for tuned in given.tuned}
     with tempfile.TemporaryDirectory() as cache:
         for tuned in given.tuned:
@@ -169,13 +175,8 @@ def main() -> None:
                     found = run(given, tuned, variant, cache)
                     results[tuned][variant].append(found)
                     print(tuned, variant, number, found, flush=True)
-    which = (
-        "trl.SFTTrainer"
-        if has_trl()
-        else "transformers.Trainer, because trl cannot be imported: whole logits in the loss"
-    )
-    about = {"trainer": which, "transformers": transformers.__version__, "tiny": given.tiny}
-    print(record("sft", given.seed, results, given.out, about=about))
+                    written = record("sft", given.seed, results, given.out, about=about)
+    print(written)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from torch import nn
 import retape
 from retape.cli.main import main
 from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError
-from retape.forecast.calibration import meter as device_meter
+from retape.forecast.calibration.meter import TOY
+from retape.forecast.calibration.run import calibrate
 from retape.forecast.device import read_device, write_device
 from retape.forecast.forecasting import search_layouts
 from retape.forecast.known_devices import device_named, device_names, measured_device
@@ -125,6 +126,26 @@ def test_shards_divide_what_zero_says(model, rows):
     assert problems[3].weight_bytes == pytest.approx(whole.weight_bytes / 8, rel=0.01)
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Linear(1024, 8 * 1024, bias=False)
+        self.down = nn.Linear(8 * 1024, 1024, bias=False)
+
+    def forward(self, rows):
+        return self.down(self.experts(rows).relu())
+
+
+def test_experts_are_divided_once(rows):
+    with torch.device("meta"):
+        model = nn.Sequential(*(Experts() for _ in range(2))).to(torch.bfloat16)
+    mesh = {"gpus": 8, "fsdp": 8, "expert": 8}
+    problem = retape.forecast(model, rows, mesh=mesh, step=lambda model, rows: model(rows).sum()).stages[0].problem
+    each = 2 * 1024 * 8 * 1024
+    assert problem.weight_bytes == 2 * (each // 8 + each // 8)
+    assert problem.gradient_bytes == problem.weight_bytes
+
+
 def test_tensor_parallelism_divides_activations(model, rows):
     alone = retape.forecast(model, rows).stages[0].problem.chain.stages[1]
     divided = retape.forecast(model, rows, mesh={"gpus": 8, "tensor": 8}).stages[0].problem.chain.stages[1]
@@ -173,6 +194,8 @@ def test_known_devices_say_whether_they_were_measured(model, rows):
     assert {"h100-80g", "a100-40g", "l40s", "rtx-4090", "b200", "h200", "cpu"} <= set(device_names())
     assert "never measured" in retape.forecast(model, rows, device="b200").accuracy
     assert "never measured" not in retape.forecast(model, rows, device="h200").accuracy
+    several = retape.forecast(model, rows, device="h200", mesh={"gpus": 2, "fsdp": 2})
+    assert several.accuracy.startswith("never measured on several GPUs")
     with pytest.raises(InvalidInput, match=r"There is no device 'h300'. Known: .*h200"):
         device_named("h300")
 
@@ -277,12 +300,17 @@ def test_the_command_refuses_with_one_message(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_command_calibrates_a_cpu(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(device_meter, "CPU", device_meter.TOY)  # the sizes of a test
-    path = tmp_path / "cpu.json"
-    assert main(["calibrate", str(path), "--device", "cpu", "--name", "mine"]) == 0
-    made = read_device(path)
-    assert made.name == "mine"
-    assert made.is_measured
-    assert main(["calibrate", str(path), "--device", "tpu"]) == 2
+def test_a_calibrated_device_can_be_forecast_for(tmp_path, model, rows):
+    made = calibrate("cpu", name="mine", tuning=TOY)
+    write_device(made, tmp_path / "mine.json")
+    found = retape.forecast(model, rows, device=tmp_path / "mine.json", budget="100GiB")
+    assert found.device.name == "mine"
+    assert found.seconds > 0
+    assert "were not compared" in found.accuracy
+    with pytest.raises(InvalidInput, match="The memory of 'mine' is not known"):
+        retape.forecast(model, rows, device=made)
+
+
+def test_calibrate_refuses_a_device_that_is_not_there(tmp_path, capsys):
+    assert main(["calibrate", str(tmp_path / "x.json"), "--device", "tpu"]) == 2
     assert "tpu" in capsys.readouterr().err

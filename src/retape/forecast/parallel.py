@@ -109,8 +109,21 @@ class _Maker:
         """Return one GPU's part under tensor and expert parallelism; experts are divided by both."""
         tensor, expert = self._layout.tensor, self._layout.expert
         dense, dense_trained = weights.bytes - weights.expert_bytes, weights.trained - weights.expert_trained
-        experts, experts_trained = weights.expert_bytes // expert, weights.expert_trained // expert
-        return Weights(bytes=(dense + experts) // tensor, trained=(dense_trained + experts_trained) // tensor)
+        experts = weights.expert_bytes // expert // tensor
+        experts_trained = weights.expert_trained // expert // tensor
+        return Weights(
+            bytes=dense // tensor + experts,
+            trained=dense_trained // tensor + experts_trained,
+            expert_bytes=experts,
+            expert_trained=experts_trained,
+        )
+
+    def _sharded(self, total: int, experts: int, *, from_stage: int) -> int:
+        """Return one GPU's shard from this ZeRO stage on; experts are shared only by the GPUs that have the same ones."""
+        layout = self._layout
+        if layout.zero < from_stage:
+            return total
+        return (total - experts) // layout.fsdp + experts // max(1, layout.fsdp // layout.expert)
 
     # --- one stage ---------------------------------------------------------------------------------------------------
 
@@ -123,16 +136,16 @@ class _Maker:
         weights = self._weights(names, number)
         per_weight = weights.bytes // max(1, weights.trained) if weights.trained else 2
         gradient_each = per_weight if optimizer.gradient_bytes is None else optimizer.gradient_bytes
-        weight_bytes = weights.bytes // (layout.fsdp if layout.zero >= 3 else 1)
-        gradient_bytes = weights.trained * gradient_each // (layout.fsdp if layout.zero >= 2 else 1)
-        states = weights.trained * optimizer.bytes_per_weight(per_weight)
-        optimizer_bytes = states // (layout.fsdp if layout.zero >= 1 else 1)
+        weight_bytes = self._sharded(weights.bytes, weights.expert_bytes, from_stage=3)
+        trained, experts = weights.trained, weights.expert_trained
+        gradient_bytes = gradient_each * self._sharded(trained, experts, from_stage=2)
+        updated = self._sharded(trained, experts, from_stage=1)  # weights that this GPU's optimizer steps
+        optimizer_bytes = updated * optimizer.bytes_per_weight(per_weight)
         buffers = self._buffer_bytes(names, gradient_each, per_weight)
         keeps_gradients = layout.accumulate > 1 or layout.pipeline > 1
         chain = self._chain(own, gradient_share=gradient_each / per_weight, keeps_gradients=keeps_gradients)
         fixed = weight_bytes + optimizer_bytes + buffers + (gradient_bytes if keeps_gradients else 0)
         chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.batch_bytes)
-        updated = weights.trained // (layout.fsdp if layout.zero >= 1 else 1)  # weights that this GPU's optimizer steps
         moved = updated * (2 * per_weight + gradient_each) + 2 * optimizer_bytes
         return StageProblem(
             chain=chain,
