@@ -91,8 +91,10 @@ def test_every_field_of_a_result_is_named(kind):
 MODULES = [
     "retape.core",
     "retape.core.schedules",
+    "retape.integrations.accelerate",
     "retape.integrations.huggingface",
     "retape.integrations.huggingface_loss",
+    "retape.integrations.lightning",
 ]
 
 

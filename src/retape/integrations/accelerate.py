@@ -16,6 +16,8 @@ from retape.integrations.first_step import FittedSteps, Lengths, budget_as_out_o
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.measure.step_function import StepFunction, default_step
 
+__all__ = ["FittedLoss"]
+
 
 class FittedLoss:
     """The loss of a batch, inside a budget: `loss = FittedLoss(model, optimizer, budget="20GiB")`, then `loss(batch)` in the loop.

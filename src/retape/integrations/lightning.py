@@ -18,6 +18,8 @@ from retape.core.problem import BudgetLike
 from retape.integrations.first_step import FittedSteps, Lengths, budget_as_out_of_memory
 from retape.torch.adaptive.manager import Adaptive
 
+__all__ = ["FitCallback"]
+
 try:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers.logger import DummyLogger
