@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from retape.core.errors import InvalidInput, PlanMismatch
 from retape.core.fit_record import AccumulatingStep, FitRecord
@@ -28,6 +29,7 @@ from retape.report.page.html import render_fit_html, write_report
 from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine.policy import Check
+from retape.torch.measure.baseline_memory import release_cached_blocks
 from retape.torch.measure.sequential_slices import region_named
 from retape.torch.measure.step_function import StepFunction, rows_of
 from retape.torch.model_libraries import LIBRARIES
@@ -74,6 +76,7 @@ class Fit:
         self, model: nn.Module, record: FitRecord, regions: Regions, caller: Executor | GradientSwitch | None
     ) -> None:
         self._model, self._regions, self._caller = model, regions, caller
+        self._optimizer_hook: RemovableHandle | None = None
         self.record = record
 
     @property
@@ -136,6 +139,8 @@ class Fit:
 
     def remove(self) -> None:
         """Restore the model as it was before the fit."""
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
         if self._caller is not None:
             take_off(unwrapped(self._model), dict(self._regions))
             self._caller = None
@@ -144,7 +149,7 @@ class Fit:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the executor: a copied or pickled model is a plain one."""
-        return {**self.__dict__, "_caller": None, "_regions": {}}
+        return {**self.__dict__, "_caller": None, "_regions": {}, "_optimizer_hook": None}
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
@@ -279,6 +284,7 @@ def fit_using(
             made = _from_search(model, batch, search.run(), Check.of(check))
             if plans is not None and key is not None:
                 plans.store(key, made.record)
+    made._optimizer_hook = release_cached_blocks(optimizer)
     if progress:
         _print_result(made)
     return made

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from retape.errors import InvalidInput
-from retape.torch.measure.baseline_memory import device_of, fixed_bytes, pending_optimizer_bytes
+from retape.torch.measure.baseline_memory import (
+    device_of,
+    fixed_bytes,
+    pending_optimizer_bytes,
+    release_cached_blocks,
+)
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {
@@ -92,3 +97,20 @@ class OnTwoDevices(nn.Module):
 def test_several_devices_are_refused_where_only_one_is_supported():
     with pytest.raises(InvalidInput, match=r"trains on several devices \(cpu, cuda:0\).*Use retape.fit"):
         device_of(OnTwoDevices())
+
+
+def test_cached_blocks_are_released_before_the_optimizer_makes_its_states():
+    weight, released = torch.nn.Parameter(torch.ones(3)), []
+    optimizer = torch.optim.AdamW([weight])
+
+    def release():
+        released.append(len(optimizer.state))
+
+    handle = release_cached_blocks(optimizer, release)
+    for _ in range(3):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    assert released == [0, 0], "at once, and before the first step"
+    assert release_cached_blocks(optimizer, release) is None
+    assert released == [0, 0, 1], "an optimizer with states makes no more of them"
+    assert handle is not None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from retape.core.errors import InvalidInput
 from retape.core.problem import Budget, BudgetKind
@@ -154,6 +155,30 @@ def check_optimizer_step(optimizer: Any, budget: Budget, device: torch.device, f
     own = resolved(budget, device)
     if own.kind is BudgetKind.TOTAL:
         refuse_optimizer_step(own, device, fixed_bytes, optimizer_step_bytes(optimizer, device))
+
+
+def release_cached_blocks(
+    optimizer: torch.optim.Optimizer | None, release: Callable[[], None] | None = None
+) -> RemovableHandle | None:
+    """Release what PyTorch's allocator caches: now, and once more before the optimizer makes its states, if it has none yet.
+
+    States that are allocated into the holes that a step leaves divide the memory for good: near the full budget the next large tensor,
+    such as logits, then finds no room. Return the hook on the optimizer, if there is one.
+    """
+    if release is None:
+        if not torch.cuda.is_initialized():
+            return None
+        release = torch.cuda.empty_cache
+    release()
+    if optimizer is None or optimizer.state:
+        return None
+
+    def before_first_step(*_: Any) -> None:
+        release()
+        handle.remove()
+
+    handle: RemovableHandle = optimizer.register_step_pre_hook(before_first_step)
+    return handle
 
 
 def _meta_optimizer(
