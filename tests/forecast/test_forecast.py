@@ -290,7 +290,7 @@ def test_the_command_forecasts_a_users_file(tmp_path, capsys):
         (["gpt2", "--gpus", "5", "--tp", "5"], "12 attention heads cannot be divided by tensor 5"),
         (["gpt2", "--optimizer", "adam"], "There is no optimizer 'adam'"),
         (["gpt2", "--seq", "0"], "whole numbers >= 1"),
-        (["gpt2", "--budget", "0.5"], "is not a number of bytes"),
+        (["gpt2", "--budget", "0.5"], "needs a budget that counts everything"),
         (["gpt2", "--report", "x.pdf"], "ends in .html"),
         (["missing.py:f"], "There is no file"),
     ],

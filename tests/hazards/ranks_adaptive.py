@@ -11,6 +11,7 @@ import retape
 from retape.errors import BudgetTooSmall
 from retape.torch.compat import process_internals
 from support.blocks import MlpBlock
+from support.comparing import Notes
 
 WIDTH, ROWS = 32, 64
 GROUPS = {}
@@ -138,14 +139,13 @@ class RunsOut(nn.Module):
 
     def __init__(self, *, after):
         super().__init__()
-        self.weight, self.after, self.calls = nn.Parameter(torch.ones(WIDTH)), after, []
+        self.weight, self.after, self.calls = nn.Parameter(torch.ones(WIDTH)), after, Notes()
 
     def forward(self, x):
         y = torch.tanh(x * self.weight)
         if self.after:
             dist.all_reduce(torch.ones(1), group=GROUPS["own"])
-        self.calls.append(1)
-        if len(self.calls) == 1:
+        if self.calls() == 1:
             raise torch.OutOfMemoryError("out of memory")
         return torch.tanh(y)
 
@@ -158,7 +158,7 @@ def out_of_memory(*, after):
     except BudgetTooSmall as error:
         said = str(error)
     assert ("ran out of memory after it had started a collective" in said) == after, said
-    assert len(module.calls) == (1 if after else 2)
+    assert len(module.calls.all) == (1 if after else 2)
 
 
 BETWEEN = {

@@ -283,7 +283,10 @@ class Call:
             self._visit_object(value)
 
     def _visit_array(self, array: np.ndarray[Any, Any]) -> None:
-        if array.nbytes <= TUNING.small_bytes and array.flags.writeable and not array.dtype.hasobject:
+        is_plain = (
+            type(array) is np.ndarray and not array.dtype.hasobject
+        )  # a masked array has more state than its bytes
+        if is_plain and array.nbytes <= TUNING.small_bytes and array.flags.writeable:
             self.holders.append(ArrayHolder(array))
 
     def _meet_modules(self, root: nn.Module, *, last: bool = False) -> None:

@@ -131,6 +131,13 @@ def is_library(name: str) -> bool:
     return file is None or (file.startswith(_STANDARD) and "site-packages" not in file)
 
 
+@cache
+def is_installed(top: str) -> bool:
+    """True for a package that was installed, and is not in a folder of the user's own."""
+    file = str(getattr(sys.modules.get(top), "__file__", None) or "")
+    return "site-packages" in file or "dist-packages" in file
+
+
 @lru_cache(maxsize=4096)
 def of_library(kind: Any) -> bool:
     """True if a class belongs to a library; one made by `exec` claims to be built in, and is not."""
@@ -191,11 +198,16 @@ places_of_function = _PlacesByCode().of
 
 
 class _Places:
-    """A walk through functions, classes and Python modules that code names; libraries are not entered, nor closures of the roots."""
+    """A walk through functions, classes and Python modules that code names, without the closures of the roots.
+
+    It enters the user's own code and the packages of the roots; not libraries, nor other packages that were installed.
+    """
 
     def __init__(self, functions: Iterable[types.FunctionType], kinds: Iterable[type]) -> None:
-        self._roots = list(functions)
+        self._roots, kinds = list(functions), list(kinds)
         self._pending = list(self._roots)
+        names = [str(each.__module__ or "") for each in (*self._roots, *kinds)]
+        self._own = {name.partition(".")[0] for name in names}
         self._names = set(_CALLED_BY_TORCH)
         self._spaces: dict[int, tuple[Mapping[str, Any], type | None, set[str]]] = {}
         self._seen: set[int] = set()
@@ -217,9 +229,14 @@ class _Places:
                 self._meet(values, owner, name, values[name])
         return bool(self._pending)
 
+    def _enters(self, name: str) -> bool:
+        """True if the code of a Python module is looked at."""
+        top = name.partition(".")[0]
+        return not is_library(name) and (top in self._own or not is_installed(top))
+
     def _enter_function(self, function: types.FunctionType) -> None:
         space = function.__globals__
-        if id(function.__code__) in self._seen or is_library(str(space.get("__name__") or "")):
+        if id(function.__code__) in self._seen or not self._enters(str(space.get("__name__") or "")):
             return
         self._seen.add(id(function.__code__))
         self._names |= names_in(function.__code__)
@@ -233,7 +250,7 @@ class _Places:
     def _enter_class(self, kind: type) -> None:
         """Register the attributes of a class; an object of it may be made in the call, but not a module."""
         for base in kind.__mro__:
-            if not of_library(base) and id(base) not in self._spaces:
+            if not of_library(base) and self._enters(str(base.__module__)) and id(base) not in self._spaces:
                 made = set() if issubclass(kind, nn.Module) else {"__init__"} & vars(base).keys()
                 self._spaces[id(base)] = (vars(base), base, {"__init__"})
                 self._pending += [value for value in map(vars(base).get, made) if type(value) is types.FunctionType]
@@ -246,7 +263,7 @@ class _Places:
         elif isinstance(value, type):
             self._enter_class(value)
         elif isinstance(value, types.ModuleType):
-            if not is_library(value.__name__):
+            if self._enters(value.__name__):
                 self._spaces.setdefault(id(value), (vars(value), None, set()))
         elif not name.startswith("__") and (issubclass(kind, _READ) or not of_library(kind)):
             self._places.setdefault((id(values), name), Place(values, owner, name))
