@@ -57,7 +57,7 @@ def optimizer_kind(given: Any) -> OptimizerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a step is divided over GPUs.
+    """The division of a step over GPUs.
 
     `fsdp` GPUs share weights, gradients and states as ZeRO's `zero` stage says; replicas of that group are the rest of the data
     parallelism. `tensor` parallelism is with sequence parallelism. Of a `pipeline`, each GPU has `interleave` parts. `accumulate` is

@@ -33,8 +33,8 @@ class CostModel:
     def __init__(self, device: Device, base: Device | None = None, *, parts: int = 1) -> None:
         """`parts` is the number of GPUs that share every op by tensor parallelism with sequence parallelism."""
         self.device, self.parts = device, parts
-        self.base = self._base = device if base is None else base
-        if not self._base.is_measured:
+        self.base = device if base is None else base
+        if not self.base.is_measured:
             raise InvalidInput(
                 f"Device {device.name!r} has no measured rates. Measure one with `retape calibrate`, or name a known device."
             )
@@ -43,7 +43,7 @@ class CostModel:
 
     def _flop_scale(self, dtype: str) -> float:
         """Return how much longer a product takes than on the measured device."""
-        own, base = self.device.peak_flops(dtype), self._base.peak_flops(dtype)
+        own, base = self.device.peak_flops(dtype), self.base.peak_flops(dtype)
         return base / own if own and base else 1.0
 
     def seconds(self, work: OpWork) -> float:
@@ -59,7 +59,7 @@ class CostModel:
         if self.parts > 1:
             work = _part_of(work, self.parts)
         if work.matmul is not None:
-            least = work.bytes / self._base.bandwidth_bytes_per_second * self._memory_scale
+            least = work.bytes / self.base.bandwidth_bytes_per_second * self._memory_scale
             return max(self._product(work.matmul, work.dtype) * self._flop_scale(work.dtype), least)
         if work.attention is not None:
             return work.attention.flops / self._attention_rate(work.attention) * self._flop_scale(work.dtype)
@@ -78,7 +78,7 @@ class CostModel:
     @cached_property
     def _grids(self) -> dict[str, _Grid]:
         points = defaultdict(list)
-        for point in self._base.matmuls:
+        for point in self.base.matmuls:
             if point.count == 1 and point.dtype == "bfloat16" and _is_aligned(point):
                 points[point.layout].append(point)
         return {layout: _Grid(some) for layout, some in points.items()}
@@ -105,7 +105,7 @@ class CostModel:
     def _float32_share(self) -> float:
         shares = [
             _rate(point) / self._grid_rate(point.layout, point.m, point.n, point.k)
-            for point in self._base.matmuls
+            for point in self.base.matmuls
             if point.dtype == "float32" and point.m >= 2048
         ]
         return float(np.median(shares)) if shares else 0.06
@@ -113,7 +113,7 @@ class CostModel:
     @cached_property
     def _others(self) -> dict[str, list[MatmulPoint]]:
         found: dict[str, list[MatmulPoint]] = defaultdict(list)
-        for point in self._base.matmuls:
+        for point in self.base.matmuls:
             if point.dtype == _GROUPED:
                 found[_GROUPED].append(point)
             elif point.count > 1:
@@ -135,7 +135,7 @@ class CostModel:
     # --- attention ---------------------------------------------------------------------------------------------------
 
     def _attention_rate(self, shape: AttentionShape) -> float:
-        points = [p for p in self._base.attentions if p.is_backward == shape.is_backward]
+        points = [p for p in self.base.attentions if p.is_backward == shape.is_backward]
         points = [p for p in points if p.is_causal == shape.is_causal and p.shared == 1] or points
         if not points:
             return self._grid_rate("nn", shape.queries, shape.keys, shape.width)
@@ -145,7 +145,7 @@ class CostModel:
         return _interpolated(length, [at for at, _ in curve], [rate for _, rate in curve])
 
     def _attention_scratch(self, shape: AttentionShape) -> int:
-        points = [p for p in self._base.attentions if p.is_backward == shape.is_backward and p.width <= 2 * shape.width]
+        points = [p for p in self.base.attentions if p.is_backward == shape.is_backward and p.width <= 2 * shape.width]
         points = [p for p in points if p.is_causal == shape.is_causal and (p.shared > 1) == shape.is_shared] or points
         if not points:
             return 0
@@ -158,7 +158,7 @@ class CostModel:
     @cached_property
     def _curves(self) -> dict[tuple[str, str, str], _Curve]:
         points = defaultdict(list)
-        for point in self._base.ops:
+        for point in self.base.ops:
             points[point.name, point.layout, point.dtype].append(point)
         return {
             key: _Curve(tuple(sorted((p.bytes, p.seconds, p.scratch_bytes) for p in some)))
@@ -181,22 +181,22 @@ class CostModel:
 
     def optimizer_seconds(self, name: str, dtype: str, size: int) -> float:
         """Return the seconds of an optimizer step that reads and writes `size` bytes."""
-        near = [p for p in self._base.optimizers if p.name == name]
+        near = [p for p in self.base.optimizers if p.name == name]
         near = [p for p in near if p.dtype == dtype] or near
-        rate = near[0].bytes / near[0].seconds if near else self._base.bandwidth_bytes_per_second * 0.8
+        rate = near[0].bytes / near[0].seconds if near else self.base.bandwidth_bytes_per_second * 0.8
         return size / rate * self._memory_scale
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        return self._base.kernels
+        return self.base.kernels
 
     @property
     def host_forward_seconds(self) -> float:
-        return self._base.host_forward_seconds
+        return self.base.host_forward_seconds
 
     @property
     def host_backward_seconds(self) -> float:
-        return self._base.host_backward_seconds
+        return self.base.host_backward_seconds
 
 
 def _published_bandwidth(device: Device) -> float:

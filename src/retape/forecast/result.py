@@ -79,7 +79,7 @@ class Forecast:
 
     @property
     def accuracy(self) -> str:
-        """How far forecasts for this device were off where they were compared with measurements."""
+        """The errors of forecasts for this device where they were compared with measurements."""
         if self.device.is_measured and self.layout.gpus > 1:
             return "never measured on several GPUs; on one: " + (self.device.error or self.device.source)
         if self.device.is_measured:

@@ -90,7 +90,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.flops = 0
         self.attention_seconds = 0.0
         self.memory = Memory(self.now)
-        self._values = WeakTensorKeyDictionary()
+        self._known_values = WeakTensorKeyDictionary()
 
     def now(self) -> float:
         """Return the seconds at which all work so far is done."""
@@ -99,7 +99,7 @@ class SimulatedDevice(TorchDispatchMode):
     def know(self, tensor: Tensor, values: Tensor) -> None:
         """Take the values of a tensor of whole numbers, for models that read them."""
         if not values.is_floating_point() and values.numel() <= _MOST_VALUES:
-            self._values[tensor] = values
+            self._known_values[tensor] = values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,7 +126,7 @@ class SimulatedDevice(TorchDispatchMode):
     # --- values of whole numbers -------------------------------------------------------------------------------------
 
     def _value_of(self, tensor: Tensor) -> Any:
-        values = self._values.get(tensor) if tensor.device.type == "meta" else tensor
+        values = self._known_values.get(tensor) if tensor.device.type == "meta" else tensor
         if values is None:
             raise InvalidInput(
                 "The model reads the value of a tensor (.item(), a Python `if` on a tensor, a shape that depends on data), and a "
@@ -140,21 +140,21 @@ class SimulatedDevice(TorchDispatchMode):
         if not made or any(t.is_floating_point() or t.numel() > _MOST_VALUES for t in made):
             return
         given = tensors_in((args, kwargs))
-        if any(tensor.device.type == "meta" and tensor not in self._values for tensor in given):
+        if any(tensor.device.type == "meta" and tensor not in self._known_values for tensor in given):
             return
         if torch.Tag.nondeterministic_seeded in func.tags:
             return
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                return self._values[leaf] if leaf.device.type == "meta" else leaf
+                return self._known_values[leaf] if leaf.device.type == "meta" else leaf
             return torch.device("cpu") if leaf == META else leaf
 
         with internals.unobserved():
             values = func(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
         for tensor, value in zip(made, tensors_in(values), strict=True):
             if tensor.device.type == "meta":
-                self._values[tensor] = value
+                self._known_values[tensor] = value
 
 
 class GpuKernels(TorchFunctionMode):

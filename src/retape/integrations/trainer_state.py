@@ -30,19 +30,19 @@ class OwnCheckpointing:
     """A model's own switches for gradient checkpointing, as Transformers and Diffusers have them: off until `put_back`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [module for module in model.modules() if vars(module).get(_SWITCH)]
-        for module in self._modules:
+        self._switched_on = [module for module in model.modules() if vars(module).get(_SWITCH)]
+        for module in self._switched_on:
             setattr(module, _SWITCH, False)
 
     @property
     def was_on(self) -> bool:
-        return bool(self._modules)
+        return bool(self._switched_on)
 
     def put_back(self) -> None:
         """Switch on again what was on."""
-        for module in self._modules:
+        for module in self._switched_on:
             setattr(module, _SWITCH, True)
-        self._modules = []
+        self._switched_on = []
 
 
 @contextmanager

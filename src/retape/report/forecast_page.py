@@ -15,7 +15,7 @@ _WIDTH, _HEIGHT = 720, 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageStage:
-    """What the page shows of one pipeline stage."""
+    """The part of the page about one pipeline stage."""
 
     timeline: tuple[tuple[float, int], ...]
     fixed_bytes: int
@@ -27,7 +27,7 @@ class PageStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastPage:
-    """What the page shows: rows of a table, and one section per stage."""
+    """The contents of the page: rows of a table, and one section per stage."""
 
     title: str
     rows: tuple[tuple[str, str], ...]

@@ -289,7 +289,7 @@ class _Calibration:
     def _host_seconds(self) -> tuple[float, float]:
         """Return what the host takes to issue one op, in forward and in backward, in a model too small for the device."""
         device = self._meter.device
-        blocks = nn.Sequential(*(_Block() for _ in range(12))).to(device=device, dtype=torch.bfloat16)
+        blocks = nn.Sequential(*(_OverheadBlock() for _ in range(12))).to(device=device, dtype=torch.bfloat16)
         rows = torch.randn(1, 8, 64, device=device, dtype=torch.bfloat16)
         with _LastOp() as last:
             loss = blocks(rows).sum()
@@ -316,7 +316,7 @@ class _Calibration:
             torch.cuda.synchronize(self._meter.device)
 
 
-class _Block(nn.Module):
+class _OverheadBlock(nn.Module):
     """A small block of a transformer as people write it: norms in steps, attention, a gated MLP."""
 
     def __init__(self, width: int = 64, heads: int = 4) -> None:
