@@ -314,3 +314,22 @@ def test_a_calibrated_device_can_be_forecast_for(tmp_path, model, rows):
 def test_calibrate_refuses_a_device_that_is_not_there(tmp_path, capsys):
     assert main(["calibrate", str(tmp_path / "x.json"), "--device", "tpu"]) == 2
     assert "tpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", [(-1, 8), (0, 8), (8, 0)])
+def test_rows_and_length_are_at_least_one(sizes):
+    with pytest.raises(retape.errors.InvalidInput, match="rows and length are whole numbers >= 1"):
+        retape.forecast("gpt2", sizes)
+
+
+def test_a_model_with_statistics_has_a_plan():
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers).to("meta")
+    batch = torch.empty(4, 3, 64, 64, device="meta")
+
+    def step(model, batch):
+        return model(batch).square().mean()
+
+    whole = retape.forecast(model, batch, device="h200", step=step)
+    less = retape.forecast(model, batch, device="h200", step=step, budget=(whole.floor_bytes + whole.peak_bytes) // 2)
+    assert less.peak_bytes <= (whole.floor_bytes + whole.peak_bytes) // 2

@@ -174,3 +174,89 @@ def test_another_array_in_an_object_and_a_helper_with_a_cache(call):
     globals()["SCALE"] = 1e10
     (y + z).sum().backward()
     return x.grad, held.scale.sum(), float(held.number)
+
+
+class Tool:
+    factor = 2.0
+
+    def apply(self, a):
+        return (a * self.factor * SCALE).sin()
+
+
+TOOL = Tool()
+
+
+@equals_plain
+def test_a_method_of_an_object_that_reads_a_global_and_a_class_attribute(call):
+    start()
+    Tool.factor, x, tool = 2.0, leaf(), Tool()
+    y = call(lambda a: tool.apply(a) + by_name(a), x)
+    Tool.factor = 5.0
+    globals()["SCALE"] = -3.0
+    y.sum().backward()
+    return x.grad, Tool.factor
+
+
+def by_name(a):
+    return TOOL.apply(a)
+
+
+def decorated(function):
+    def run(a):
+        return function(a)
+
+    return run
+
+
+@decorated
+def first_decorated(a):
+    return a * 2
+
+
+@decorated
+def second_decorated(a):
+    return (a * SCALE).sin()
+
+
+@equals_plain
+def test_two_helpers_under_one_decorator(call):
+    start()
+    x = leaf()
+    y = call(lambda a: second_decorated(first_decorated(a)), x)
+    globals()["SCALE"] = -3.0
+    y.sum().backward()
+    return (x.grad,)
+
+
+class Shared:
+    pass
+
+
+class CountsInClass(torch.nn.Module):
+    def forward(self, a):
+        if hasattr(Shared, "calls"):
+            Shared.calls += 1
+        else:
+            Shared.calls = 1
+        return (a * Shared.calls).sin()
+
+
+@equals_plain
+def test_a_class_attribute_that_the_first_forward_makes(call):
+    if hasattr(Shared, "calls"):
+        del Shared.calls
+    x = leaf()
+    y = x
+    for _ in range(3):
+        y = call(CountsInClass(), y)
+    y.sum().backward()
+    return x.grad, Shared.calls
+
+
+@equals_plain
+def test_zeros_of_both_signs_are_two_values(call):
+    held, x = SimpleNamespace(sign=-0.0), leaf()
+    y = call(lambda a: torch.copysign(a, torch.tensor(held.sign)) * a, x)
+    held.sign = 0.0
+    y.sum().backward()
+    return (x.grad,)

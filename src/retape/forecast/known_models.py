@@ -85,6 +85,8 @@ def batch_from(spec: Any, model: nn.Module) -> Any:
     A pair of whole numbers is the rows and the length of a language model's batch.
     """
     if isinstance(spec, tuple) and len(spec) == 2 and all(isinstance(size, int) for size in spec):
+        if min(spec) < 1:
+            raise InvalidInput(f"forecast() got {spec} as its batch; rows and length are whole numbers >= 1.")
         ids = torch.empty(spec, dtype=torch.long, device="meta")
         return {"input_ids": ids, "labels": ids}
     if isinstance(spec, Mapping):

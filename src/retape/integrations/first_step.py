@@ -55,6 +55,7 @@ class FittedSteps:
         self.lengths = Lengths.of(lengths)
         self.fitted: Fit | None = None
         self.live: Adaptive | None = None
+        self._is_removed = False
         self._sizes: list[TensorSize] = []
         self.is_live = False
         self._learning = AdaptiveTuning().first_measured_steps  # a live budget must know steps of the fitted size first
@@ -82,6 +83,10 @@ class FittedSteps:
         """Do what `loss` does before it computes the loss: fit the first time, and decide between plan and live budget."""
         if not torch.is_grad_enabled():
             return
+        if self._is_removed:
+            raise InvalidInput(
+                "This budget was removed from the model, so nothing holds the step inside it. Make a new one for further training."
+            )
         if self.fitted is None:
             self.fit(model, batch, compute, optimizer=optimizer, keepers=keepers)
         self._choose(model, batch)
@@ -130,6 +135,7 @@ class FittedSteps:
 
     def remove(self) -> None:
         """Restore the model as it was before the first step; `fitted` keeps its record."""
+        self._is_removed = self.fitted is not None
         self._stop_live()
         if self.fitted is not None:
             self.fitted.remove()

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from retape.torch.capture.containers import (
+    ABSENT,
     ATOMS,
-    LEFT,
     WEAK_PROXIES,
     ArrayHolder,
     DictHolder,
@@ -51,6 +51,7 @@ from retape.torch.capture.functions import (
     may_write_unseen,
     names_of_function,
     places_of_function,
+    places_of_object,
 )
 from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
@@ -248,9 +249,9 @@ class Call:
     def _meet_places(self, places: tuple[Place, ...]) -> None:
         """Add globals and class attributes that helpers read."""
         if places:
-            values = [place.get(LEFT) for place in places]
+            values = [place.get(ABSENT) for place in places]
             self.holders.append(PlaceHolder(places, values))
-            self._named += [value for value in values if type(value) not in ATOMS]
+            self._named += [value for value in values if type(value) not in ATOMS and value is not ABSENT]
 
     def _visit_wrapper(self, value: Any) -> None:
         """Visit the function and the object behind a method, a partial or a compiled call."""
@@ -263,6 +264,7 @@ class Call:
 
     def _visit_object(self, value: Any) -> None:
         kind: Any = type(value)
+        self._meet_places(places_of_object(kind))
         try:
             if type(getattr(value, "__dict__", None)) is dict:
                 if fields_are_restored(kind):
@@ -320,10 +322,10 @@ class Call:
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
         others, tree.others = tree.others, ()
-        values = [place.get(LEFT) for place in layout.places]
+        values = [place.get(ABSENT) for place in layout.places]
         if values:
             self.holders.append(PlaceHolder(layout.places, values))
-        named = [value for value in values if type(value) not in ATOMS]
+        named = [value for value in values if type(value) not in ATOMS and value is not ABSENT]
         if others or named:
             self._meet_behind(layout, others, named, alone=alone)
 

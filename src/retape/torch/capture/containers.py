@@ -24,7 +24,7 @@ ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
 OWN_FIELDS = frozenset(nn.Module().__dict__)
-_ABSENT = object()
+ABSENT = object()  # in place of a name that has no value
 LEFT = object()  # in place of an object that is not held and not put back
 
 
@@ -281,7 +281,7 @@ class SlotHolder:
     def __init__(self, value: Any, names: Sequence[str]) -> None:
         self._object = value
         held = _slots(value, names).items()
-        self._saved = {name: item if item is _ABSENT else saved_item(item) for name, item in held}
+        self._saved = {name: item if item is ABSENT else saved_item(item) for name, item in held}
         self._found: dict[str, Any] = {}
 
     def enter(self) -> None:
@@ -295,7 +295,7 @@ class SlotHolder:
 
     def _put(self, items: dict[str, Any]) -> None:
         for name, item in items.items():
-            if item is _ABSENT:
+            if item is ABSENT:
                 object.__delattr__(self._object, name)
             elif item is not LEFT:
                 object.__setattr__(self._object, name, item)
@@ -318,7 +318,7 @@ def _own_slots(kind: type) -> list[str]:
 
 
 def _slots(value: Any, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(value, name, _ABSENT) for name in names}
+    return {name: getattr(value, name, ABSENT) for name in names}
 
 
 class PlaceHolder:
@@ -328,23 +328,31 @@ class PlaceHolder:
 
     def __init__(self, places: Sequence[Any], values: list[Any]) -> None:
         self.places = places
-        self._saved = values if ATOMS.issuperset(map(type, values)) else list(map(saved_item, values))
+        self._saved = values if ATOMS.issuperset(map(type, values)) else list(map(_saved_value, values))
         self._found: list[Any] = []
 
     def enter(self) -> None:
-        self._found = found = [place.get(LEFT) for place in self.places]
+        self._found = found = [place.get(ABSENT) for place in self.places]
         if not all(map(operator.is_, found, self._saved)):
             self._put(found, self._saved, _same)
 
     def leave(self) -> None:
         found, self._found = self._found, []
-        self._put([place.get(LEFT) for place in self.places], found, operator.is_)
+        self._put([place.get(ABSENT) for place in self.places], found, operator.is_)
 
     def _put(self, now: list[Any], wanted: list[Any], same: Callable[[Any, Any], bool]) -> None:
         # Nothing is wanted where it was not entered.
         for place, present, value in zip(self.places, now, wanted, strict=False):
-            if value is not LEFT and not same(present, value):
+            if value is LEFT or present is value:
+                continue
+            if value is ABSENT:
+                place.delete()
+            elif present is ABSENT or not same(present, value):
                 place.put(value)
+
+
+def _saved_value(value: Any) -> Any:
+    return value if value is ABSENT else saved_item(value)
 
 
 class ModuleHolder:
@@ -425,4 +433,6 @@ def _same(now: Any, then: Any) -> bool:
         return _same_memory(now, then)
     if type(now) is type(then) and isinstance(now, tuple):
         return len(now) == len(then) and all(map(_same, now, then))
-    return type(now) is type(then) and type(now) in ATOMS and bool(now == then)
+    if type(now) is not type(then) or type(now) not in ATOMS:
+        return False
+    return repr(now) == repr(then) if type(now) in (float, complex) else bool(now == then)  # 0.0 == -0.0

@@ -14,7 +14,7 @@ import sysconfig
 import types
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,9 +77,10 @@ def _names(function: types.FunctionType) -> frozenset[str]:
     pending = [function]
     while pending:
         each = pending.pop()
-        if id(each.__code__) in seen or (each.__module__ or "").startswith(("torch.", "retape.")):
+        # Not by the code, which all functions under one decorator share.
+        if id(each) in seen or (each.__module__ or "").startswith(("torch.", "retape.")):
             continue
-        seen.add(id(each.__code__))
+        seen.add(id(each))
         found |= names_in(each.__code__)
         pending += _called(each)
     return frozenset(found)
@@ -105,9 +106,31 @@ def _called(function: types.FunctionType) -> list[types.FunctionType]:
 
 @lru_cache(maxsize=4096)
 def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names that code reads as globals, with those of functions that are made in it."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    """Return the names that code reads or assigns as globals, with those of functions that are made in it."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_OPS}
     return frozenset(found).union(*[globals_in(item) for item in code.co_consts if isinstance(item, types.CodeType)])
+
+
+_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"})
+
+
+@lru_cache(maxsize=4096)
+def attributes_stored_in(code: types.CodeType) -> frozenset[str]:
+    """Return the attributes that code assigns, other than through `self`, with those of functions that are made in it."""
+    found, before = set(), None
+    for each in dis.get_instructions(code):
+        if each.opname == "STORE_ATTR" and not _loads_self(before):
+            found.add(each.argval)
+        before = each
+    inner = [attributes_stored_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return frozenset(found).union(*inner)
+
+
+def _loads_self(instruction: dis.Instruction | None) -> bool:
+    if instruction is None or "LOAD_FAST" not in instruction.opname:
+        return False
+    name = instruction.argval  # two names where one instruction loads two variables
+    return bool(name == "self" or (isinstance(name, tuple) and name[-1] == "self"))
 
 
 # --- libraries --------------------------------------------------------------------------------------------------------
@@ -169,6 +192,23 @@ class Place(NamedTuple):
         elif isinstance(self.values, dict):
             self.values[self.name] = value
 
+    def delete(self) -> None:
+        if self.owner is not None:
+            delattr(self.owner, self.name)
+        elif isinstance(self.values, dict):
+            self.values.pop(self.name, None)
+
+
+@lru_cache(maxsize=4096)
+def places_of_object(kind: type) -> tuple[Place, ...]:
+    """Return the globals and class attributes that any method of an object may read; none for classes of installed packages.
+
+    A configuration of Transformers has hundreds of them, which no forward reads.
+    """
+    if of_library(kind) or is_installed(str(kind.__module__).partition(".")[0]):
+        return ()
+    return _Places((), (kind,), every_method=True).found()
+
 
 @lru_cache(maxsize=4096)
 def places_of_classes(kinds: frozenset[type]) -> tuple[Place, ...]:
@@ -203,22 +243,30 @@ class _Places:
     It enters the user's own code and the packages of the roots; not libraries, nor other packages that were installed.
     """
 
-    def __init__(self, functions: Iterable[types.FunctionType], kinds: Iterable[type]) -> None:
+    def __init__(
+        self, functions: Iterable[types.FunctionType], kinds: Iterable[type], *, every_method: bool = False
+    ) -> None:
         self._roots, kinds = list(functions), list(kinds)
         self._pending = list(self._roots)
         names = [str(each.__module__ or "") for each in (*self._roots, *kinds)]
         self._own = {name.partition(".")[0] for name in names}
         self._names = set(_CALLED_BY_TORCH)
+        self._stored: set[str] = set()  # attributes that code assigns, perhaps to a class or a Python module
         self._spaces: dict[int, tuple[Mapping[str, Any], type | None, set[str]]] = {}
         self._seen: set[int] = set()
         self._places: dict[tuple[int, str], Place] = {}
         for kind in kinds:
             self._enter_class(kind)
+            if every_method:
+                self._names |= {name for base in kind.__mro__ if not of_library(base) for name in vars(base)}
 
     def found(self) -> tuple[Place, ...]:
         while self._pending or self._named_since():
             while self._pending:
                 self._enter_function(self._pending.pop())
+        for values, owner, _ in self._spaces.values():
+            for name in self._stored - values.keys():  # no value yet
+                self._places.setdefault((id(values), name), Place(values, owner, name))
         return tuple(self._places.values())
 
     def _named_since(self) -> bool:
@@ -236,10 +284,11 @@ class _Places:
 
     def _enter_function(self, function: types.FunctionType) -> None:
         space = function.__globals__
-        if id(function.__code__) in self._seen or not self._enters(str(space.get("__name__") or "")):
+        if id(function) in self._seen or not self._enters(str(space.get("__name__") or "")):
             return
-        self._seen.add(id(function.__code__))
+        self._seen.add(id(function))
         self._names |= names_in(function.__code__)
+        self._stored |= attributes_stored_in(function.__code__)
         for name in globals_in(function.__code__) - vars(builtins).keys() - space.keys():  # no value yet
             self._places.setdefault((id(space), name), Place(space, None, name))
         for name in globals_in(function.__code__) & space.keys():
@@ -267,6 +316,8 @@ class _Places:
                 self._spaces.setdefault(id(value), (vars(value), None, set()))
         elif not name.startswith("__") and (issubclass(kind, _READ) or not of_library(kind)):
             self._places.setdefault((id(values), name), Place(values, owner, name))
+            if not of_library(kind):
+                self._enter_class(kind)
 
 
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "__call__"})
@@ -277,9 +328,11 @@ _READ = (
 
 
 def _behind_descriptor(value: Any) -> Any:
-    """Return the function behind a static or class method, a property or a function with a cache; other values unchanged."""
-    if type(value) in (staticmethod, classmethod):
+    """Return the function behind a method, a partial, a property or a function with a cache; other values unchanged."""
+    if type(value) in (staticmethod, classmethod, types.MethodType):
         return value.__func__
+    if isinstance(value, partial):
+        return _behind_descriptor(value.func)
     if type(value) is _CACHED:
         return value.__wrapped__
     return value.fget if type(value) is property else value

@@ -367,7 +367,6 @@ def copyable(tensor: Tensor) -> bool:
     """True if a tensor has plain memory of its own to copy and compare."""
     return (
         tensor.layout is torch.strided
-        and not tensor.is_meta
         and not tensor.is_nested
         and not tensor.is_quantized
         # FSDP frees the memory of gathered parameters.
@@ -376,7 +375,9 @@ def copyable(tensor: Tensor) -> bool:
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors are equal, where NaN equals NaN."""
+    """True if two tensors are equal, where NaN equals NaN; meta tensors have no values."""
+    if one.is_meta and other.is_meta:
+        return one.shape == other.shape
     if one.shape != other.shape or one.layout is not other.layout:
         return False
     if one.layout is not torch.strided:

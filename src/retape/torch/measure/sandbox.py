@@ -465,7 +465,7 @@ class _SavedTensor:
             self.tensor.requires_grad_(self._needs_grad)
         if not self.is_changed():
             return True
-        known = self._copy is not None
+        known = self._copy is not None or internals.is_fake(self.tensor)  # that has no values
         with torch.no_grad():
             if self._is_rebound() and self._alias is not None:
                 known |= self.tensor._version == self._saved_version
