@@ -58,6 +58,8 @@ def test_the_first_call_in_training_fits(prepared):
         loss(BATCH).backward()
         assert loss.metrics()["retape/reruns"] > 0
     assert state_of(model) == before
+    with pytest.raises(InvalidInput, match="This budget was removed from the model"):
+        loss(BATCH)
     model.gradient_checkpointing_disable()
 
 
