@@ -17,7 +17,7 @@ from retape.torch.adaptive.tuning import AdaptiveInstruments, DeviceMemory
 from retape.torch.engine.context import current_runner
 from retape.torch.measure.memory_meter import track_memory
 from support.changing import Language, gradients, step
-from support.comparing import assert_equal, plainly
+from support.comparing import Notes, assert_equal, plainly
 from support.memory import CPU, step_peak_bytes
 from support.ops import OpLog
 
@@ -25,26 +25,17 @@ from support.ops import OpLog
 class Unit(nn.Module):
     """One small region: two saved tensors the size of its input."""
 
-    def __init__(self, notes=None):
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(()) + 0.5)
         self.inner = nn.Identity()
-        self.notes = notes if notes is not None else Count()
 
     def forward(self, x):
-        self.notes.runs += 1
+        RUNS()
         return torch.tanh(torch.sin(x * self.weight))
 
 
-class Count:
-    """How often regions ran; an object whose numbers no re-run puts back."""
-
-    runs = 0
-
-    __slots__ = ()
-
-    def __setattr__(self, name, value):
-        setattr(type(self), name, value)
+RUNS = Notes()  # of units, re-runs too
 
 
 def unit_chain(length):
@@ -131,7 +122,7 @@ def test_checkpoint_regions_are_held_while_they_fit():
     model = unit_chain(4)
     wanted = plain_gradients(model)
     live = retape.adaptive(budget="1GiB")
-    Count.runs = 0
+    RUNS.all.clear()
     for _ in range(2):
         model.zero_grad(set_to_none=False)
         with live:
@@ -139,13 +130,13 @@ def test_checkpoint_regions_are_held_while_they_fit():
             for unit in model:
                 x = retape.checkpoint(unit, x, use_reentrant=False)
             x.sum().backward()
-    assert Count.runs == 8
+    assert len(RUNS.all) == 8
     assert_equal(gradients(model), wanted)
     assert live.stats().steps == 2
     assert live.stats().regions == 8
-    Count.runs = 0
+    RUNS.all.clear()
     retape.checkpoint(model[0], X, use_reentrant=False).sum().backward()
-    assert Count.runs == 2, "outside the block a checkpoint is a checkpoint"
+    assert len(RUNS.all) == 2, "outside the block a checkpoint is a checkpoint"
 
 
 # --- the account ---------------------------------------------------------------------------------------------------

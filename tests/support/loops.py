@@ -1,11 +1,9 @@
 """What the tests of loops share: the plain loop to compare with, loss_and_gradients, and Taylor's test."""
 
-from typing import ClassVar
-
 import torch
 
 from retape import scan
-from support.comparing import equal
+from support.comparing import Notes, equal
 
 DTYPE = torch.float64
 
@@ -88,16 +86,13 @@ def assert_scan_as_plain(step, carry, xs, tensors, **options):
 class Counted:
     """A step that counts its runs, re-runs too, where no walk goes: what a step reaches is put back after a re-run."""
 
-    _COUNTS: ClassVar[dict[int, int]] = {}
-
     def __init__(self, step):
-        self.step = step
-        self._COUNTS[id(self)] = 0
+        self.step, self._count = step, Notes()
 
     @property
     def runs(self):
-        return self._COUNTS[id(self)]
+        return len(self._count.all)
 
     def __call__(self, *arguments):
-        self._COUNTS[id(self)] += 1
+        self._count()
         return self.step(*arguments)

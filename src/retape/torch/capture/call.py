@@ -243,15 +243,16 @@ class Call:
         self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
         self.decides = self.decides or may_decide(names)
         self.writes_unseen = self.writes_unseen or may_write_unseen(names)
-        self._meet_places(places_of_function(function))
+        self._named += self._hold_places(places_of_function(function))
         self._meet_all(_behind_function(function))
 
-    def _meet_places(self, places: tuple[Place, ...]) -> None:
-        """Add globals and class attributes that helpers read."""
-        if places:
-            values = [place.get(ABSENT) for place in places]
-            self.holders.append(PlaceHolder(places, values))
-            self._named += [value for value in values if type(value) not in ATOMS and value is not ABSENT]
+    def _hold_places(self, places: tuple[Place, ...]) -> list[Any]:
+        """Hold globals and class attributes; return those of their values through which more is reached."""
+        if not places:
+            return []
+        values = [place.get(ABSENT) for place in places]
+        self.holders.append(PlaceHolder(places, values))
+        return [value for value in values if type(value) not in ATOMS and value is not ABSENT]
 
     def _visit_wrapper(self, value: Any) -> None:
         """Visit the function and the object behind a method, a partial or a compiled call."""
@@ -264,7 +265,7 @@ class Call:
 
     def _visit_object(self, value: Any) -> None:
         kind: Any = type(value)
-        self._meet_places(places_of_object(kind))
+        self._named += self._hold_places(places_of_object(kind))
         try:
             if type(getattr(value, "__dict__", None)) is dict:
                 if fields_are_restored(kind):
@@ -322,10 +323,7 @@ class Call:
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
         others, tree.others = tree.others, ()
-        values = [place.get(ABSENT) for place in layout.places]
-        if values:
-            self.holders.append(PlaceHolder(layout.places, values))
-        named = [value for value in values if type(value) not in ATOMS and value is not ABSENT]
+        named = self._hold_places(layout.places)
         if others or named:
             self._meet_behind(layout, others, named, alone=alone)
 
@@ -358,16 +356,14 @@ class Call:
         saved = dict(container)
         self.holders.append(DictHolder(container, saved))
         for key, value in [(key, value) for key, value in saved.items() if type(value) not in ATOMS]:
-            kind: Any = type(value)
-            if issubclass(kind, Tensor):
+            if issubclass(type(value), Tensor):
                 self._place(container, key, value)
             else:
                 self.meet(value)
             saved[key] = saved_item(value)
 
     def _meet_slots(self, value: Any) -> None:
-        kind: Any = type(value)
-        names = slots_of(kind)
+        names = slots_of(type(value))  # type: ignore[arg-type]  # classes can be hashed
         if fields_are_restored(type(value)):
             self.holders.append(SlotHolder(value, names))
         for name in names:

@@ -330,7 +330,9 @@ class Walk:
             self._note(path, "array", str(array.dtype), array.shape)
             self._stack.append(((path, ""), array.tolist()))
         else:
-            self._note(path, "array", str(array.dtype), array.shape, digest(array.tobytes()))
+            self._note(
+                path, "array", str(array.dtype), array.shape, digest(np.asarray(array).tobytes())
+            )  # of a masked array the data
 
     def _told_by_repr(self, path: Path, value: Any) -> None:
         self._note(path, type(value).__name__, repr(value))
