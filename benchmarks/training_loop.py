@@ -228,12 +228,10 @@ class Rows:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def loop(self, rows: int) -> Loop:
-        loop = Loop(self.model, self.optimizer, tokens_of(self.model, rows, self.length))
         if not self.optimizer.state:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            loop.step()  # the optimizer's state is there from now on
-            self.model.gradient_checkpointing_disable()
-        return loop
+            Loop(self.model, self.optimizer, tokens_of(self.model, 1, 64)).step()  # states are there from now on
+            cleared()  # states made in the cached blocks of a large step would leave no room for its logits
+        return Loop(self.model, self.optimizer, tokens_of(self.model, rows, self.length))
 
     def small(self, rows: int = 2) -> dict:
         loop, steps, budget = self.loop(rows), self.options.steps, self.options.budget

@@ -148,7 +148,8 @@ RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 LOOP_RECORDS = (  # record, row, name of the row
     ("training_loop_small_large_h200_2026-11-18", "small", "2 x 8,192 tokens, AdamW, 130 GiB"),
     ("training_loop_compiled_h200_2026-11-18", "compiled", "the same, compiled blocks"),
-    ("training_loop_small_large_h200_2026-11-18", "large", "6 x 8,192 tokens, AdamW, 130 GiB"),
+    ("training_loop_large_exact_h200_2026-11-18", "large", "6 x 8,192 tokens, AdamW, 130 GiB"),
+    ("training_loop_large_h200_2026-11-18", "large", "6 x 8,192 tokens, AdamW, 130 GiB, another run"),
     ("training_loop_large_long_h200_2026-11-18", "long", "1 x 98,304 tokens, no optimizer, 60 GiB"),
 )
 BAR_LEFT, BAR_WIDTH, BAR_HEIGHT = 300.0, 380.0, 22.0

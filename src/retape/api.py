@@ -29,7 +29,7 @@ from retape.report.page.html import render_fit_html, write_report
 from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine.policy import Check
-from retape.torch.measure.baseline_memory import release_cached_blocks
+from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.sequential_slices import region_named
 from retape.torch.measure.step_function import StepFunction, rows_of
 from retape.torch.model_libraries import LIBRARIES
@@ -262,6 +262,7 @@ def fit_using(
     refuse_replicas(model)
     warn_of_evaluation(unwrapped(model))
     every_layer = LIBRARIES.with_every_layer(unwrapped(model))
+    extend_segments()
     with _undone_on_error(unwrapped(model)), every_layer, _progress_bar(progress) as tell:
         asked, allowed = Budget.of(budget), OptionSet.of(options)
         steps = trials(
@@ -405,6 +406,7 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             "Fit this model, or apply the plan that belongs to it."
         )
     LIBRARIES.check_model(unwrapped(model))
+    extend_segments()
     regions = _regions_of(unwrapped(model), record)
     refuse_graph_replays({"the model itself": unwrapped(model), **regions})
     with _undone_on_error(unwrapped(model)):

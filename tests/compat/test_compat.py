@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retape.torch.compat import compiler_internals, hook_internals, internals, process_internals
+from retape.torch.compat import compiler_internals, device_allocator, hook_internals, internals, process_internals
 
 
 def identity(value):
@@ -41,11 +41,11 @@ def names_of(module):
 def test_every_name_has_a_canary():
     names = {
         name
-        for module in (internals, compiler_internals, process_internals, hook_internals)
+        for module in (internals, compiler_internals, process_internals, hook_internals, device_allocator)
         for name in names_of(module)
         if not name.startswith("_")
     }
-    names -= {"PolicyFunction"}
+    names -= {"PolicyFunction", "log"}
     missing = sorted(name for name in names if f"test_{name.lower()}" not in globals())
     assert not missing, f"no canary for {missing}"
 
@@ -1003,3 +1003,24 @@ def test_reduced_as():
     reduced = Derived().__reduce_ex__(2)
     assert process_internals.reduced_as(Plain, reduced)[:2] == (object.__new__, (Plain,))
     assert process_internals.reduced_as(Plain, "name") == "name"
+
+
+def test_use_expandable_segments():
+    for before, after in (
+        ("", "expandable_segments:True"),
+        ("max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"),
+    ):
+        written = []
+        assert device_allocator.use_expandable_segments(lambda before=before: before, written.append)
+        assert written == [after]
+    written = []
+    assert device_allocator.use_expandable_segments(lambda: "expandable_segments:False", written.append)
+    assert not written, "the user's own choice stays"
+
+
+def test_allocator_settings():
+    assert isinstance(device_allocator.allocator_settings(), str)
+
+
+def test_set_allocator_settings():
+    assert device_allocator.set_allocator_settings(device_allocator.allocator_settings()) is None

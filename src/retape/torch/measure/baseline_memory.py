@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from retape.core.errors import InvalidInput
 from retape.core.problem import Budget, BudgetKind
+from retape.torch.compat.device_allocator import use_expandable_segments
 from retape.torch.measure.budgets import device_named, refuse_optimizer_step, resolved
 from retape.torch.measure.memory_meter import nbytes_of, storage_bytes
 from retape.torch.measure.sandbox import InitialGradients
@@ -155,6 +156,12 @@ def check_optimizer_step(optimizer: Any, budget: Budget, device: torch.device, f
     own = resolved(budget, device)
     if own.kind is BudgetKind.TOTAL:
         refuse_optimizer_step(own, device, fixed_bytes, optimizer_step_bytes(optimizer, device))
+
+
+def extend_segments() -> None:
+    """Let PyTorch's CUDA allocator extend its segments, and release those of fixed sizes that hold nothing."""
+    if use_expandable_segments():
+        torch.cuda.empty_cache()
 
 
 def release_cached_blocks(
