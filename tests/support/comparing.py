@@ -221,6 +221,11 @@ def loss_and_gradients(
     return {"loss": value.detach().clone(), **parameter_gradients(model)}
 
 
+def step_gradients(model: nn.Module, batch: Any, step: Callable[..., Tensor] | None = None) -> dict[str, Tensor | None]:
+    """Loss and parameter gradients of a step whose loss is `step(model, batch)`, or what the model returns."""
+    return loss_and_gradients(model, lambda: model(batch) if step is None else step(model, batch))
+
+
 def results(module: nn.Module, *inputs: Tensor) -> dict[str, Any]:
     """Gradients of parameters and inputs, and buffers."""
     return {

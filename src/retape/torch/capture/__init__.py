@@ -7,6 +7,7 @@ for a re-run, with the random streams (`rng`) and the settings around it (`ambie
 
 __all__ = [
     "ambient",
+    "arguments",
     "call",
     "containers",
     "decisions",
@@ -17,6 +18,5 @@ __all__ = [
     "rerun_lock",
     "rng",
     "settings",
-    "signature",
     "snapshot",
 ]

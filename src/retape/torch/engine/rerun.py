@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.decisions import Decisions, Repeating
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.mutation import checksum, version_of
@@ -24,7 +25,7 @@ from retape.torch.engine.messages import (
     with_op_logs,
 )
 from retape.torch.engine.policy import Check
-from retape.torch.engine.slots import Slot, tensors_of
+from retape.torch.engine.slots import Slot
 from retape.torch.engine.trace import OpStopwatch, Recorder, RegionTrace
 
 if TYPE_CHECKING:
@@ -236,7 +237,8 @@ class RegionRerun(RegionRun):
         restored = snapshot.restored(held)
         try:
             tensors = restored.arguments
-            args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
+            given = call.arguments
+            args, keywords = (tensors, {}) if given.only_tensors else given.rebuild(tensors)
             if self._for_itself:
                 restored.keep_gradients()
             mode = self._mode
