@@ -1,6 +1,7 @@
 """A canary for each private interface in `_compat`: when a release moves one, the test that fails has its name."""
 
 import ast
+import contextvars
 import inspect
 import random
 import struct
@@ -48,6 +49,17 @@ def test_every_name_has_a_canary():
     names -= {"PolicyFunction"}
     missing = sorted(name for name in names if f"test_{name.lower()}" not in globals())
     assert not missing, f"no canary for {missing}"
+
+
+def test_is_compiler_setting():
+    """A setting that was changed is in a context variable of its name, and a patch leaves one with a name of PyTorch's."""
+    from torch._dynamo import config
+
+    with config.patch(verbose=True):
+        context = contextvars.copy_context()
+    assert any(variable.name == "verbose" for variable in context)
+    assert all(compiler_internals.is_compiler_setting(variable.name) for variable in context)
+    assert not compiler_internals.is_compiler_setting("COLLECTOR")
 
 
 def test_torch_checkpoint():

@@ -109,7 +109,7 @@ def test_compiled_blocks_inside_a_budget(budget):
     fit = fitted(model, batch, budget)
     assert all(choice.saved_share is not None for choice in fit.record.assignment.choices)
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
-    for found, plain in zip(step_gradients(model, batch).values(), wanted.values(), strict=True):
+    for found, plain in zip(step_gradients(model, batch), wanted, strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
     assert retape.verify(model, (batch,)).equal  # with itself, nothing held or dropped by regions
     fit.remove()
@@ -154,7 +154,7 @@ def test_compiled_blocks_that_do_not_fit_are_taken_apart():
     fit = fitted(model, batch, (in_parts + in_blocks) // 2)
     assert {choice.name for choice in fit.record.assignment.choices} >= {"blocks.0.mix", "blocks.0.mlp"}
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
-    for found, plain in zip(step_gradients(model, batch).values(), wanted.values(), strict=True):
+    for found, plain in zip(step_gradients(model, batch), wanted, strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
 
 
@@ -206,7 +206,7 @@ def test_parts_that_cannot_run_in_tiles_after_all_are_taken_apart():
     budget = int(1.02 * caught.value.floor_bytes)
     fit = fitted(model, batch, budget, **about)
     assert {choice.name for choice in fit.record.assignment.choices} >= {"blocks.0.mix", "blocks.0.mlp"}
-    for one, plain in zip(step_gradients(model, batch).values(), wanted.values(), strict=True):
+    for one, plain in zip(step_gradients(model, batch), wanted, strict=True):
         torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-7)
 
 
@@ -270,7 +270,7 @@ def test_sequence_lengths_do_not_compile_for_ever():
         other = torch.randn(rows, WIDTH)
         with retape.torch.engine.context.plain():
             wanted = step_gradients(model, other)
-        for found, plain in zip(step_gradients(model, other).values(), wanted.values(), strict=True):
+        for found, plain in zip(step_gradients(model, other), wanted, strict=True):
             torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
         compilations.append(sum(form.compilations for form in VARIANTS.variants.values()))
     assert compilations[1:] == compilations[1:2] * 6
@@ -350,7 +350,7 @@ def test_a_model_compiled_as_a_whole_is_taken_with_compiled_blocks(compiled_as):
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     torch.compiler.reset()
     seen.clear()
-    for found, plain in zip(step_gradients(whole, batch).values(), wanted.values(), strict=True):
+    for found, plain in zip(step_gradients(whole, batch), wanted, strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
     assert not any("tanh" in graph.code for graph in seen)
     fit.remove()

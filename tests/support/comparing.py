@@ -221,9 +221,10 @@ def loss_and_gradients(
     return {"loss": value.detach().clone(), **parameter_gradients(model)}
 
 
-def step_gradients(model: nn.Module, batch: Any, step: Callable[..., Tensor] | None = None) -> dict[str, Tensor | None]:
-    """Loss and parameter gradients of a step whose loss is `step(model, batch)`, or what the model returns."""
-    return loss_and_gradients(model, lambda: model(batch) if step is None else step(model, batch))
+def step_gradients(model: nn.Module, batch: Any, step: Callable[..., Tensor] | None = None) -> list[Tensor | None]:
+    """Loss and gradients, in the order of the parameters, of a step with loss `step(model, batch)`, by default the model's output."""
+    found = loss_and_gradients(model, lambda: model(batch) if step is None else step(model, batch))
+    return list(found.values())
 
 
 def results(module: nn.Module, *inputs: Tensor) -> dict[str, Any]:

@@ -15,7 +15,6 @@ __all__ = [
     "host_access",
     "module_tree",
     "mutation",
-    "rerun_lock",
     "rng",
     "settings",
     "snapshot",

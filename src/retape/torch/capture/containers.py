@@ -2,18 +2,20 @@
 
 A re-run sees the contents of the first run; afterwards the contents are those of before the re-run, whatever it put there. Objects are
 put back by identity, plain values too; of PyTorch's own objects and of objects of C types nothing is held (`LEFT`). Each class here has
-`enter` (restore the contents of the first run) and `leave` (put back those found by `enter`).
+`enter` (restore the contents of the first run) and `leave` (put back those found by `enter`). `SWAPS` notes the containers in which
+re-runs have replaced tensors, so that a forward in another thread is not trusted.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
+import threading
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
 OWN_FIELDS = frozenset(nn.Module().__dict__)
-_flat = chain.from_iterable
+_flat = itertools.chain.from_iterable
 _values_of = operator.methodcaller("values")
 ABSENT = object()  # in place of a name that has no value
 LEFT = object()  # in place of an object that is not held and not put back
@@ -487,3 +489,48 @@ def _same(now: Any, then: Any) -> bool:
     if type(now) is not type(then) or type(now) not in ATOMS:
         return False
     return repr(now) == repr(then) if type(now) in (float, complex) else bool(now == then)  # 0.0 == -0.0
+
+
+# --- tensors that re-runs have replaced -------------------------------------------------------------------------------------
+
+
+class Swaps:
+    """The containers in which re-runs have replaced tensors, by thread: current ones, and a log of begins and ends."""
+
+    def __init__(self, length: int = 1024) -> None:
+        self._counter = itertools.count(1)
+        self.last = 0  # the number of the last entry in the log
+        self._log: deque[tuple[int, int, frozenset[int]]] = deque(maxlen=length)
+        self._active: dict[int, tuple[int, frozenset[int]]] = {}
+
+    def begin(self, containers: frozenset[int]) -> int:
+        """Record that a re-run in this thread replaces tensors in containers with these ids; return the argument for `end`."""
+        number = self._note(threading.get_ident(), containers)
+        self._active[number] = (threading.get_ident(), containers)
+        return number
+
+    def end(self, number: int) -> None:
+        """Record that the tensors are back."""
+        self._note(*self._active.pop(number))
+
+    def _note(self, thread: int, containers: frozenset[int]) -> int:
+        number = next(self._counter)
+        self._log.append((number, thread, containers))
+        self.last = number
+        return number
+
+    def none_since(self, number: int) -> bool:
+        """True if no re-run has replaced tensors since entry `number`, and none does now."""
+        return self.last == number and not self._active
+
+    def by_others_since(self, number: int, containers: frozenset[int]) -> bool:
+        """True if tensors of the containers were replaced by another thread at any time after entry `number`."""
+        here = threading.get_ident()
+        since = [entry[1:] for entry in list(self._log) if entry[0] > number]
+        return any(
+            thread != here and not containers.isdisjoint(replaced)
+            for thread, replaced in (*since, *self._active.values())
+        )
+
+
+SWAPS = Swaps()

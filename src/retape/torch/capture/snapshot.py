@@ -8,7 +8,7 @@ Versions show almost every write. BatchNorm's kernels update their statistics wi
 modules in the same modes, or the same code) every tensor that could change is copied and compared by value. From then on, tensors
 that calls of this kind are known to change are copied beforehand, and small ones in any case.
 
-Not here: the walk that finds the tensors (`call.py`), the lock of re-runs (`rerun_lock.py`), and what becomes of saved tensors (the
+Not here: the walk that finds the tensors (`call.py`), and what becomes of saved tensors (the
 engine).
 """
 
@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
+from retape.torch.capture.containers import SWAPS
 from retape.torch.capture.host_access import DataAccess, Observer
 from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
-from retape.torch.capture.rerun_lock import SWAPS
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
 
