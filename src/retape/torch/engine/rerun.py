@@ -17,9 +17,9 @@ from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.decisions import Decisions, Repeating
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.mutation import checksum, version_of
-from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine.context import THREAD, RegionRun
+from retape.torch.engine.host.copy_streams import TUNING
 from retape.torch.engine.messages import (
     RerunMismatch,
     different_metadata,
