@@ -206,7 +206,7 @@ class PlainObjects:
     As long as none of them holds anything else, which is found by comparing all at once, they need not be walked again.
     """
 
-    __slots__ = ("_dicts", "_holders", "_items", "_keys", "_lengths", "_lists", "_roots", "_values")
+    __slots__ = ("_dict_keys", "_dict_values", "_dicts", "_holders", "_lengths", "_list_items", "_lists", "_roots")
 
     def __init__(self, roots: Sequence[Any], holders: Sequence[DictHolder | ListHolder]) -> None:
         self._roots, self._holders = list(roots), list(holders)
@@ -214,8 +214,9 @@ class PlainObjects:
         lists = [holder for holder in holders if isinstance(holder, ListHolder)]
         self._dicts, self._lists = [h.container for h in dicts], [h.container for h in lists]
         self._lengths = [*[len(h.saved) for h in dicts], *[len(h.saved) for h in lists]]
-        self._keys, self._values = list(_flat(h.saved for h in dicts)), list(_flat(h.saved.values() for h in dicts))
-        self._items = list(_flat(h.saved for h in lists))
+        self._dict_keys = list(_flat(h.saved for h in dicts))
+        self._dict_values = list(_flat(h.saved.values() for h in dicts))
+        self._list_items = list(_flat(h.saved for h in lists))
 
     def are_found_from(self, roots: Sequence[Any]) -> bool:
         """True if a walk from these roots would find the same objects with the same contents."""
@@ -226,9 +227,9 @@ class PlainObjects:
         dicts, lists, same = self._dicts, self._lists, operator.is_
         return (
             [*map(len, dicts), *map(len, lists)] == self._lengths
-            and all(map(same, _flat(map(_values_of, dicts)), self._values))
-            and all(map(same, _flat(dicts), self._keys))
-            and all(map(same, _flat(lists), self._items))
+            and all(map(same, _flat(map(_values_of, dicts)), self._dict_values))
+            and all(map(same, _flat(dicts), self._dict_keys))
+            and all(map(same, _flat(lists), self._list_items))
         )
 
     def separately_entered(self) -> list[DictHolder | ListHolder]:
