@@ -71,7 +71,7 @@ WEAK_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _LEADING_TO_STATE = (
     *(np.ndarray, np.generic),
     *(nn.Module, tuple, list, dict, deque, set, frozenset, torch.Generator),
-    *(functools.partial, types.MethodType, types.FunctionType, weakref.ReferenceType),
+    *(functools.partial, types.MethodType, types.FunctionType, types.SimpleNamespace, weakref.ReferenceType),
     *WEAK_PROXIES,
 )
 
