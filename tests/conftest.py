@@ -16,15 +16,15 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
 MANY_MODULES = 50
-_frozen = {"modules": 0}
+_frozen = {"modules": 0, "file": None}
 
 
-def pytest_runtest_setup():
-    """Freeze the objects that large imports made: the garbage collector, which many tests call, need not visit them each time."""
-    if len(sys.modules) > _frozen["modules"] + MANY_MODULES:
+def pytest_runtest_setup(item):
+    """Freeze what imports and the tests of other files have left: the garbage collector, which each fit calls, need not visit it."""
+    if item.path != _frozen["file"] or len(sys.modules) > _frozen["modules"] + MANY_MODULES:
         gc.collect()
         gc.freeze()
-        _frozen["modules"] = len(sys.modules)
+        _frozen.update(modules=len(sys.modules), file=item.path)
 
 
 @pytest.fixture(autouse=True)

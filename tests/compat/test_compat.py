@@ -1,6 +1,7 @@
 """A canary for each private interface in `_compat`: when a release moves one, the test that fails has its name."""
 
 import ast
+import contextvars
 import inspect
 import random
 import struct
@@ -48,6 +49,18 @@ def test_every_name_has_a_canary():
     names -= {"PolicyFunction", "log"}
     missing = sorted(name for name in names if f"test_{name.lower()}" not in globals())
     assert not missing, f"no canary for {missing}"
+
+
+def test_is_compiler_setting():
+    """A setting that was changed is in a context variable of its name, and a patch leaves one with a name of PyTorch's."""
+    from torch._dynamo import config
+
+    before = set(contextvars.copy_context())
+    with config.patch(verbose=True):
+        names = [variable.name for variable in set(contextvars.copy_context()) - before]
+    assert "verbose" in names
+    assert all(map(compiler_internals.is_compiler_setting, names))
+    assert not compiler_internals.is_compiler_setting("COLLECTOR")
 
 
 def test_torch_checkpoint():

@@ -1,5 +1,6 @@
 """Chains whose backwards leave gradients, against the abstract machine and the exhaustive search."""
 
+import os
 import random
 from dataclasses import replace
 
@@ -67,7 +68,8 @@ def test_every_plan_of_the_table_is_what_the_machine_measures(seed, pinned):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_optimal_among_persistent_schedules(seed):
-    chain = drawn(seed, 2 + seed % 5)
+    """Chains of up to 5 stages, and one of 6, for which the exhaustive search takes seconds; RETAPE_LONG=1 tries six of those."""
+    chain = drawn(seed, 2 + seed % (5 if seed == 4 or os.environ.get("RETAPE_LONG") else 4))
     plans, planner = table_of(chain).plans(), ChainPlanner(chain)
     floor, store_all = planner.floor_bytes, planner.store_all_bytes
     budgets = [floor, floor - 1, random.Random(seed).randint(floor, store_all), store_all]

@@ -134,7 +134,7 @@ def found(module, *inputs):
         "roots": list(map(id, call.roots)),
         "switches": call.switches,
         "only parameters": call.only_parameters,
-        "only tensors": call.only_tensors,
+        "only tensors": call.arguments.only_tensors,
         "kinds": id(call.kinds),
     }
 

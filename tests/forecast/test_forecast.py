@@ -16,23 +16,15 @@ from retape.forecast.calibration.run import calibrate
 from retape.forecast.device import read_device, write_device
 from retape.forecast.forecasting import search_layouts
 from retape.forecast.known_devices import device_named, device_names, measured_device
+from support.blocks import MlpBlock
 
 GIB = 2**30
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, rows):
-        return rows + self.down(torch.nn.functional.gelu(self.up(self.norm(rows))))
 
 
 class Model(nn.Module):
     def __init__(self, width=1024, blocks=8):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(MlpBlock(width) for _ in range(blocks))
         self.head = nn.Linear(width, 128)
 
     def forward(self, rows):

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import retape
-from retape.torch.capture.ambient import context_values
+from retape.torch.capture import ambient
 from support.blocks import Stack
-from support.comparing import equal, parameter_gradients
+from support.comparing import equal, leaf, parameter_gradients
 
 COLLECTOR = ContextVar("COLLECTOR", default=None)
+SCALE = ContextVar("SCALE", default=None)
 
 
 class Notes:
@@ -195,8 +196,52 @@ def test_values_of_other_libraries_are_not_followed():
     token = COLLECTOR.set(collector)
     try:
         with np.errstate(all="ignore"):
-            assert [value for value in context_values() if value is collector] == [collector]
-            assert not any(isinstance(value, decimal.Context) for value in context_values())
+            assert looked_into() == [collector]
     finally:
         COLLECTOR.reset(token)
-    assert not any(value is collector for value in context_values())
+    assert looked_into() == []
+
+
+def looked_into():
+    """The values of context variables in which tensors may be collected."""
+    return [variable.get() for variable in ambient.capture()[-1]]
+
+
+@pytest.fixture
+def compiled():
+    """A process in which something was compiled: each compilation binds some 200 context variables."""
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    with torch._dynamo.config.patch(verbose=True):
+        yield
+
+
+@pytest.mark.parametrize("value", [0, {}, []])
+def test_a_variable_among_those_of_the_compiler_is_seen_again(compiled, value):
+    """Bound to a number or an empty container when a region first ran here, and to a tensor in the next."""
+    x, before = leaf(4), SCALE.set(value)
+    try:
+        retape.checkpoint(torch.sin, x)
+        SCALE.set(torch.full((4,), 2.0))
+        y = retape.checkpoint(lambda a: a.sin() * SCALE.get(), x)
+        SCALE.set(torch.full((4,), 3.0))
+        y.sum().backward()
+    finally:
+        SCALE.reset(before)
+    assert torch.equal(x.grad, 2 * x.detach().cos())
+
+
+@pytest.mark.parametrize("make", [list, dict])
+def test_what_is_collected_after_the_last_region_is_not_kept_alive(compiled, make):
+    found = make()
+    token = COLLECTOR.set(found)
+    retape.checkpoint(torch.sin, leaf(4))
+    tensor = torch.ones(4)
+    found.append(tensor) if make is list else found.update(x=tensor)
+    COLLECTOR.reset(token)
+    kept = weakref.ref(tensor)
+    del found, tensor, token
+    assert kept() is None
+
+
+def test_bindings_are_not_read_again_while_only_the_compiler_has_containers(compiled):
+    assert ambient.capture()[5] is ambient.capture()[5]

@@ -9,7 +9,7 @@ from torch import nn
 
 import retape
 from retape.errors import RegionError, StateChanged
-from retape.torch.capture.rerun_lock import RerunLock
+from retape.torch.engine.rerun import RerunLock
 from support.comparing import Notes
 
 

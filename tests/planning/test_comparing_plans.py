@@ -15,14 +15,11 @@ from retape.torch.planning.instruments import FitInstruments, Overheads, engine_
 from retape.torch.planning.step_trials import StepTrials
 from retape.torch.planning.tuning import TUNING
 from support.blocks import MlpBlock
+from support.models import square
 from support.trials import fit_by_ops, fit_with
 
 is_faster = partial(instruments.is_faster, tuning=TUNING)
 turns_within = partial(instruments.turns_within, tuning=TUNING)
-
-
-def square(model, batch):
-    return model(batch).square().mean()
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,11 @@ from retape.core.problem import OptionKind
 from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError, PlanMismatch
 from retape.torch.planning.instruments import FitInstruments
 from support import models
+from support.comparing import assert_equal, parameter_gradients
 from support.fits import regions_run
 from support.trials import fit_with
 
 fit = partial(retape.fit, progress=False)
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def run(model, batch, seed=1):
@@ -31,13 +28,7 @@ def run(model, batch, seed=1):
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
-    return loss.detach(), gradients(model)
-
-
-def assert_same(one, other):
-    assert torch.equal(one[0], other[0])
-    assert one[1].keys() == other[1].keys()
-    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    return loss.detach(), parameter_gradients(model)
 
 
 @pytest.fixture
@@ -117,7 +108,7 @@ def test_a_copy_runs_its_own_weights(fitted):
     assert all(p.grad is None for p in model.parameters())
     plain = models.make("gpt2")[0]
     plain.load_state_dict(copied.state_dict())
-    assert_same((torch.zeros(()), own), (torch.zeros(()), run(plain, batch)[1]))
+    assert_equal((torch.zeros(()), own), (torch.zeros(()), run(plain, batch)[1]))
 
 
 def test_a_pickle_is_of_the_original_class(fitted):
@@ -126,7 +117,7 @@ def test_a_pickle_is_of_the_original_class(fitted):
     made.remove()
     assert type(loaded) is type(model)
     assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
-    assert_same(run(loaded, batch), run(model, batch))
+    assert_equal(run(loaded, batch), run(model, batch))
 
 
 def test_inference_and_generation_are_plain(fitted):
@@ -157,7 +148,7 @@ def test_eval_with_gradients_is_right(fitted):
     with pytest.warns(UserWarning, match="runs in evaluation mode"):
         managed = run(model, batch)
     made.remove()
-    assert_same(managed, run(model, batch))
+    assert_equal(managed, run(model, batch))
 
 
 def test_optimizer_is_never_stepped(gpt2):
@@ -354,7 +345,7 @@ def test_a_saved_plan_needs_no_profile(fitted, tmp_path):
     other = models.make("gpt2")[0]
     applied = retape.apply(other, tmp_path / "plan.json")
     assert applied.record == made.record
-    assert_same(run(other, batch), managed)
+    assert_equal(run(other, batch), managed)
     assert regions_run(applied) == made_regions_in_fitting(made) // 3
     peak = retape.measure(partial(run, other, batch)).step_bytes
     assert peak <= made.record.budget_bytes
@@ -388,8 +379,8 @@ def test_smaller_batches_are_right_and_smaller(fitted, rows):
     assert record.step_bytes <= made.record.budget_bytes - made.measured.base_bytes + weights(model)
     made.remove()
     plain = run(model, small)
-    assert_same(managed, plain)
-    assert_same(again, plain)
+    assert_equal(managed, plain)
+    assert_equal(again, plain)
 
 
 def weights(model):
@@ -406,7 +397,7 @@ def test_larger_batches_are_right_and_warned_of_once(fitted):
         warnings.simplefilter("error")
         run(model, large)
     made.remove()
-    assert_same(managed, run(model, large))
+    assert_equal(managed, run(model, large))
 
 
 def test_other_lengths_are_right(fitted):
@@ -414,7 +405,7 @@ def test_other_lengths_are_right(fitted):
     short = {name: value[:, :17] for name, value in batch.items()}
     managed = run(model, short)
     made.remove()
-    assert_same(managed, run(model, short))
+    assert_equal(managed, run(model, short))
 
 
 def test_accumulation_and_scaling(fitted):
@@ -425,11 +416,11 @@ def test_accumulation_and_scaling(fitted):
         model.zero_grad()
         for half in ({n: v[:2] for n, v in batch.items()}, {n: v[2:] for n, v in batch.items()}):
             (model(**half).loss * 128.0).backward()
-        return torch.zeros(()), gradients(model)
+        return torch.zeros(()), parameter_gradients(model)
 
     managed = two_microbatches()
     made.remove()
-    assert_same(managed, two_microbatches())
+    assert_equal(managed, two_microbatches())
 
 
 def test_two_forwards_before_one_backward(fitted):
@@ -440,11 +431,11 @@ def test_two_forwards_before_one_backward(fitted):
         model.zero_grad()
         first, second = model(**batch).loss, model(**{n: v.flip(0) for n, v in batch.items()}).loss
         (first * second).backward()
-        return first.detach(), gradients(model)
+        return first.detach(), parameter_gradients(model)
 
     managed = contrastive()
     made.remove()
-    assert_same(managed, contrastive())
+    assert_equal(managed, contrastive())
 
 
 def test_a_step_with_two_forwards_is_planned_as_a_whole(gpt2):

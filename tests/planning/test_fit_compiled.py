@@ -17,7 +17,7 @@ from retape.torch.planning import attach
 from retape.torch.planning.attach import original_class
 from retape.torch.planning.region_options import tape_storages
 from retape.torch.planning.region_variants import VARIANTS
-from support.comparing import assert_equal, seed
+from support.comparing import assert_equal, seed, step_gradients
 from support.fits import regions_run
 from support.trials import fit_with
 
@@ -98,12 +98,6 @@ def made(rows=ROWS):
     return Stack(), torch.randn(rows, WIDTH)
 
 
-def gradients(model, batch):
-    model.zero_grad()
-    model(batch).backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
 def fitted(model, batch, budget, **about):
     return fit_with(model, (batch,), budget=budget, **{"compile": True, "tuning": FEW, **about})
 
@@ -111,15 +105,15 @@ def fitted(model, batch, budget, **about):
 @pytest.mark.parametrize("budget", [1.0, 0.7, 0.5])
 def test_compiled_blocks_inside_a_budget(budget):
     model, batch = made()
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     fit = fitted(model, batch, budget)
     assert all(choice.saved_share is not None for choice in fit.record.assignment.choices)
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
-    for found, plain in zip(gradients(model, batch), wanted, strict=True):
+    for found, plain in zip(step_gradients(model, batch), wanted, strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
     assert retape.verify(model, (batch,)).equal  # with itself, nothing held or dropped by regions
     fit.remove()
-    assert_equal(gradients(model, batch), wanted)
+    assert_equal(step_gradients(model, batch), wanted)
     assert all(type(block) is Block for block in model.blocks)
 
 
@@ -156,11 +150,11 @@ def test_compiled_blocks_that_do_not_fit_are_taken_apart():
     in_blocks, in_parts = floor_bytes("exact", regions=[Wide]), floor_bytes("exact")
     assert in_parts < in_blocks
     model, batch = wide()
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     fit = fitted(model, batch, (in_parts + in_blocks) // 2)
     assert {choice.name for choice in fit.record.assignment.choices} >= {"blocks.0.mix", "blocks.0.mlp"}
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
-    for found, plain in zip(gradients(model, batch), wanted, strict=True):
+    for found, plain in zip(step_gradients(model, batch), wanted, strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
 
 
@@ -171,19 +165,21 @@ def test_compiled_blocks_that_do_not_fit_run_in_tiles(compiles):
     whole, tiled = floor_bytes("exact", **about), floor_bytes("all", **about)
     assert tiled < 0.7 * whole
     model, batch = wide()
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     budget = (tiled + whole) // 2
     fit = fitted(model, batch, budget, options="all", **about)
     forms = {(choice.tiles, choice.saved_share) for choice in fit.record.assignment.choices}
     assert max(forms)[0] > 1
-    assert all((share is None) == (tiles > 1 and not compiles) for tiles, share in forms)
+    # Tiles of an eager block are an option too; which is faster without kernels of its own is a matter of the machine's load.
+    assert all((share is None) <= (tiles > 1) for tiles, share in forms)
+    assert compiles or all((share is None) == (tiles > 1) for tiles, share in forms)
     assert fit.measured.peak_bytes <= budget
-    found = gradients(model, batch)
+    found = step_gradients(model, batch)
     for one, plain in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-7)
     fit.remove()
     again = retape.apply(model, fit.record)
-    assert_equal(gradients(model, batch), found)
+    assert_equal(step_gradients(model, batch), found)
     again.remove()
     assert all(type(block.mlp) is nn.Sequential for block in model.blocks)
 
@@ -206,13 +202,13 @@ def test_parts_that_cannot_run_in_tiles_after_all_are_taken_apart():
     model, batch = wide()
     for block in model.blocks:
         block.mlp = Picky()
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     with pytest.raises(retape.errors.BudgetTooSmall) as caught:
         fitted(model, batch, Budget.activations(4096), **about)
     budget = int(1.02 * caught.value.floor_bytes)
     fit = fitted(model, batch, budget, **about)
     assert {choice.name for choice in fit.record.assignment.choices} >= {"blocks.0.mix", "blocks.0.mlp"}
-    for one, plain in zip(gradients(model, batch), wanted, strict=True):
+    for one, plain in zip(step_gradients(model, batch), wanted, strict=True):
         torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-7)
 
 
@@ -240,7 +236,7 @@ def traced(block, batch, share):
 
 def test_a_form_compiles_once_for_all_blocks(fresh_forms):
     model, batch = made()
-    fitted(model, batch, 0.6)
+    fitted(model, batch, 0.6, tuning={**FEW, "enough_speed": 0.0})
     assert [form.compilations for form in fresh_forms.values()] == [1, 1, 1]
 
 
@@ -257,7 +253,7 @@ def test_the_trace_of_a_compiled_block_is_one_op_with_all_its_slots():
 
 def test_a_block_that_does_not_compile_stays_eager_and_it_says_so(caplog):
     model, batch = made()
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     with caplog.at_level(logging.WARNING, logger="retape"), compiling(refusing, {}):
         fit = fitted(model, batch, 0.6)
     said = [record.message for record in caplog.records if "does not compile" in record.message]
@@ -265,7 +261,7 @@ def test_a_block_that_does_not_compile_stays_eager_and_it_says_so(caplog):
         "once, with the reason, however many variants fail"
     )
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
-    assert_equal(gradients(model, batch), wanted)
+    assert_equal(step_gradients(model, batch), wanted)
 
 
 def test_sequence_lengths_do_not_compile_for_ever():
@@ -275,8 +271,8 @@ def test_sequence_lengths_do_not_compile_for_ever():
     for rows in (32, 48, 80, 96, 112, 160, 200):
         other = torch.randn(rows, WIDTH)
         with retape.torch.engine.context.plain():
-            wanted = gradients(model, other)
-        for found, plain in zip(gradients(model, other), wanted, strict=True):
+            wanted = step_gradients(model, other)
+        for found, plain in zip(step_gradients(model, other), wanted, strict=True):
             torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
         compilations.append(sum(form.compilations for form in VARIANTS.variants.values()))
     assert compilations[1:] == compilations[1:2] * 6
@@ -286,11 +282,11 @@ def test_a_saved_fit_is_applied_in_its_forms(tmp_path):
     model, batch = made()
     fit = fitted(model, batch, 0.6)
     fit.save(tmp_path / "fit.json")
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     fit.remove()
     applied = retape.apply(model, tmp_path / "fit.json")
     assert applied.record.assignment == fit.record.assignment
-    assert_equal(gradients(model, batch), wanted)
+    assert_equal(step_gradients(model, batch), wanted)
     assert original_class(type(model.blocks[0])) is Block
 
 
@@ -311,7 +307,7 @@ def test_a_kept_graph_is_refused(how):
     fitted(model, batch, 0.6)
     with pytest.raises(retape.errors.UnsupportedTransform, match="compiled blocks reuse the memory"):
         model(batch).backward(**how)
-    gradients(model, batch)  # the next step is right
+    step_gradients(model, batch)  # the next step is right
 
 
 def test_blocks_compiled_with_cuda_graphs_are_refused():
@@ -344,7 +340,7 @@ def in_place(model, backend):
 def test_a_model_compiled_as_a_whole_is_taken_with_compiled_blocks(compiled_as):
     """The blocks run in the forms of the plan, and no graph around them takes them in."""
     model, batch = made()
-    wanted, seen = gradients(model, batch), []
+    wanted, seen = step_gradients(model, batch), []
 
     def backend(graph, inputs):
         seen.append(graph)
@@ -356,14 +352,14 @@ def test_a_model_compiled_as_a_whole_is_taken_with_compiled_blocks(compiled_as):
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     torch.compiler.reset()
     seen.clear()
-    for found, plain in zip(gradients(whole, batch), wanted, strict=True):
+    for found, plain in zip(step_gradients(whole, batch), wanted, strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
     assert not any("tanh" in graph.code for graph in seen)
     fit.remove()
     assert all(type(block) is Block for block in model.blocks)
     torch.compiler.reset()
     seen.clear()
-    assert_equal(gradients(whole, batch), wanted)
+    assert_equal(step_gradients(whole, batch), wanted)
     assert [graph.code.count("torch.tanh(") for graph in seen] == [BLOCKS], "the whole is one graph again"
 
 
@@ -378,13 +374,13 @@ def test_a_fitted_model_that_is_compiled_afterwards_runs_its_plan_and_says_so(ca
     """However often the compiler is willing to compile one function again."""
     attach._say_uncompiled.cache_clear()
     model, batch = made()
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     fit = retape.fit(model, (batch,), budget=0.5, progress=False)
     whole = torch.compile(model, backend="eager")
     before = regions_run(fit)
     with caplog.at_level(logging.WARNING, logger="retape"), torch._dynamo.config.patch(recompile_limit=limit):
         for _ in range(2):
-            assert_equal(gradients(whole, batch), wanted)
+            assert_equal(step_gradients(whole, batch), wanted)
     assert regions_run(fit) > before
     assert sum("runs uncompiled" in message for message in caplog.messages) == 1
     fit.remove()
@@ -395,11 +391,11 @@ def test_blocks_that_the_user_compiled_are_taken_as_they_are(compile, fresh_form
     model, batch = made()
     for block in model.blocks:
         block.compile(backend="aot_eager")
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     fit = fitted(model, batch, 0.6, compile=compile)
     assert not fresh_forms
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
-    assert_equal(gradients(model, batch), wanted)
+    assert_equal(step_gradients(model, batch), wanted)
 
 
 def test_autocast_compiles_nothing_anew_in_a_rerun(fresh_forms):
@@ -437,14 +433,14 @@ def test_blocks_that_differ_in_a_number_are_all_compiled(fresh_forms):
 
 def test_where_a_form_does_not_compile_any_more_the_region_is_recomputed(tmp_path, caplog):
     model, batch = made()
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     fit = fitted(model, batch, 0.6)
     fit.save(tmp_path / "fit.json")
     fit.remove()
     with compiling(refusing, {}):
         applied = retape.apply(model, tmp_path / "fit.json")
-        gradients(model, batch)
-        assert_equal(gradients(model, batch), wanted)
+        step_gradients(model, batch)
+        assert_equal(step_gradients(model, batch), wanted)
         assert regions_run(applied) >= BLOCKS
         applied.remove()
 
@@ -459,7 +455,7 @@ def refusing(share):
 def test_a_whole_step_that_is_compiled_runs_the_plan_as_it_is():
     """Backward is called by the compiled step, with the compiler on: neither the engine nor what it runs again is compiled."""
     model, batch = made()
-    wanted = gradients(model, batch)
+    wanted = step_gradients(model, batch)
     fit = retape.fit(model, (batch,), budget=0.5, progress=False)
     seen = []
     for block in model.blocks:
@@ -472,7 +468,7 @@ def test_a_whole_step_that_is_compiled_runs_the_plan_as_it_is():
     for _ in range(2):
         model.zero_grad()
         compiled_step(batch)
-        assert_equal([parameter.grad for parameter in model.parameters()], wanted)
+        assert_equal([parameter.grad for parameter in model.parameters()], wanted[1:])
     assert {again for again, _ in seen} == {False, True}
     assert not any(on for _, on in seen)
     fit.remove()
@@ -481,8 +477,8 @@ def test_a_whole_step_that_is_compiled_runs_the_plan_as_it_is():
 @pytest.mark.parametrize("first", ["compiled", "managed"])
 def test_a_live_budget_over_a_model_that_is_compiled_as_a_whole(first):
     model, batch = made()
-    wanted = gradients(model, batch)
-    budget = int(0.8 * retape.measure(lambda: gradients(model, batch)).peak_bytes)
+    wanted = step_gradients(model, batch)
+    budget = int(0.8 * retape.measure(lambda: step_gradients(model, batch)).peak_bytes)
     if first == "compiled":
         whole = torch.compile(model, backend="eager")
         live = retape.adaptive(whole, budget=budget)
@@ -490,6 +486,6 @@ def test_a_live_budget_over_a_model_that_is_compiled_as_a_whole(first):
         live = retape.adaptive(model, budget=budget)
         whole = torch.compile(model, backend="eager")
     for _ in range(3):
-        assert_equal(gradients(whole, batch), wanted)
+        assert_equal(step_gradients(whole, batch), wanted)
     assert live.stats().reruns
     live.remove()

@@ -28,6 +28,7 @@ from retape.torch.planning.plan_search import budgets_of
 from retape.torch.planning.profile_intervals import StepBytes
 from retape.torch.planning.step_trials import StepTrials
 from support.blocks import MlpBlock
+from support.models import square
 from support.trials import fit_with
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -37,10 +38,6 @@ BLOCKS, BORDER = 6, 3
 def make():
     torch.manual_seed(0)
     return nn.Sequential(*(MlpBlock() for _ in range(BLOCKS))), torch.randn(128, 32)
-
-
-def square(model, batch):
-    return model(batch).square().mean()
 
 
 def home(name, module):

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import retape
@@ -19,6 +18,9 @@ from retape.errors import PlanFormatError
 from retape.torch.engine.policy import Check
 from retape.torch.planning.executor import Executor, depends_on_mode
 from support import models
+from support.blocks import MlpBlock
+from support.comparing import assert_equal, step_gradients
+from support.models import square
 
 fit = partial(retape.fit, progress=False)
 WIDTH = 16
@@ -28,35 +30,13 @@ def rows(count=64):
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(5))
 
 
-class Block(nn.Module):
-    """A block; what drops is given."""
-
-    def __init__(self, drop=nn.Identity):
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), drop()
-
-    def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(x))))
-
-
-def chain(drop=nn.Identity):
+def chain(dropout=0.0):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(drop) for _ in range(4)))
-
-
-def square(model, batch):
-    return model(batch).square().mean()
+    return nn.Sequential(*(MlpBlock(WIDTH, norm=False, dropout=dropout) for _ in range(4)))
 
 
 def contrastive(model, batch):
     return (model(batch) * model(batch.flip(0))).mean()
-
-
-def gradients(model, step, batch):
-    torch.manual_seed(1)
-    model.zero_grad()
-    step(model, batch).backward()
-    return [p.grad.clone() for p in model.parameters()]
 
 
 # --- forwards without gradients are no forwards of a step -----------------------------------------------------------------
@@ -86,7 +66,7 @@ def applied(model, choices):
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_in_between_does_not_move_the_choices_of_two_forwards(without):
     model, batch = chain(), rows()
-    wanted = gradients(copy.deepcopy(model), contrastive, batch)
+    wanted = step_gradients(copy.deepcopy(model), batch, contrastive)
     choices = tuple(
         Choice(name=str(number), root_call=root, option=option)
         for root, option in enumerate([OptionKind.RECOMPUTE, OptionKind.KEEP])
@@ -98,9 +78,9 @@ def test_an_evaluation_in_between_does_not_move_the_choices_of_two_forwards(with
             for _ in range(3):
                 model(batch)
         seen.given.clear()
-        got = gradients(model, contrastive, batch)
+        got = step_gradients(model, batch, contrastive)
         assert seen.given == [(str(number), root) for root in range(2) for number in range(4)]
-        assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+        assert_equal(got, wanted)
 
 
 def test_a_forward_without_gradients_in_the_profiled_step_is_not_counted():
@@ -110,13 +90,13 @@ def test_a_forward_without_gradients_in_the_profiled_step_is_not_counted():
         return (model(batch) - target).square().mean()
 
     model, batch = chain(), rows()
-    wanted = gradients(model, distilled, batch)
+    wanted = step_gradients(model, batch, distilled)
     made = fit(model, batch, budget=0.6, step=distilled)
     assert not made.record.assignment.keeps_everything
     assert {choice.root_call for choice in made.record.assignment.choices} == {0}
-    got = gradients(model, distilled, batch)
+    got = step_gradients(model, batch, distilled)
     made.remove()
-    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    assert_equal(got, wanted)
 
 
 # --- a plan is for the mode it was profiled in ----------------------------------------------------------------------------
@@ -124,7 +104,7 @@ def test_a_forward_without_gradients_in_the_profiled_step_is_not_counted():
 
 class Functional(nn.Module):
     def forward(self, x):
-        return F.dropout(x, 0.1, self.training)
+        return nn.functional.dropout(x, 0.1, self.training)
 
 
 def wrapped(function):
@@ -174,20 +154,20 @@ def test_what_depends_on_the_mode(name):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_region_in_the_other_mode_is_right_and_warned_of_once(training, tmp_path):
-    model, batch = chain(partial(nn.Dropout, 0.2)).train(training), rows()
+    model, batch = chain(dropout=0.2).train(training), rows()
     plain = copy.deepcopy(model).train(not training)
     made = fit(model, batch, budget=0.5, step=square)
     made.save(tmp_path / "plan.json")
-    gradients(model, square, batch)  # in its own mode: no word
+    step_gradients(model, batch, square)  # in its own mode: no word
     modes = ("training", "evaluation")
     message = "runs in {} mode, and in {} mode when it was profiled".format(*(modes[::-1] if training else modes))
     for again in (False, True):
         model.train(not training)
         with pytest.warns(UserWarning, match=message) as said:
-            got = [gradients(model, square, batch) for _ in range(2)][-1]
+            got = [step_gradients(model, batch, square) for _ in range(2)][-1]
         assert len(said) == 1
-        wanted = gradients(plain, square, batch)
-        assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+        wanted = step_gradients(plain, batch, square)
+        assert_equal(got, wanted)
         made.remove()
         if not again:
             made = retape.apply(model, tmp_path / "plan.json")  # a saved plan knows its mode
@@ -199,14 +179,14 @@ def test_models_that_are_the_same_in_both_modes_are_not_spoken_of(caplog):
         warnings.simplefilter("error")
         made = fit(model, batch, budget=0.6, step=square)
         model.train()
-        gradients(model, square, batch)
+        step_gradients(model, batch, square)
     made.remove()
     assert not caplog.records
 
 
 def test_a_plan_of_no_known_mode_is_not_spoken_of():
     """As in plans that were saved before modes were."""
-    model, batch = chain(partial(nn.Dropout, 0.2)), rows()
+    model, batch = chain(dropout=0.2), rows()
     made = fit(model, batch, budget=0.5, step=square)
     made.remove()
     old = made.record.to_json().replace('"training": true', '"x": 0').replace(', "x": 0', "").replace('"x": 0, ', "")
@@ -214,14 +194,14 @@ def test_a_plan_of_no_known_mode_is_not_spoken_of():
     assert {choice.training for choice in record.assignment.choices} == {None}
     assert {choice.training for choice in made.record.assignment.choices} == {True}
     made = retape.apply(model.eval(), record)
-    gradients(model, square, batch)
+    step_gradients(model, batch, square)
     made.remove()
     with pytest.raises(PlanFormatError, match="give True or False"):
         FitRecord.from_json(made.record.to_json().replace('"training": null', '"training": 3'))
 
 
 def test_fit_in_evaluation_mode_says_so(caplog):
-    model, batch = chain(partial(nn.Dropout, 0.2)).eval(), rows()
+    model, batch = chain(dropout=0.2).eval(), rows()
     with caplog.at_level(logging.WARNING, "retape"):
         fit(model, batch, budget=0.6, step=square).remove()
     assert [record.getMessage() for record in caplog.records] == [
@@ -244,14 +224,14 @@ def test_a_model_of_hugging_face_always_says_so(caplog):
 def test_a_count_that_comes_along_is_no_larger_batch():
     """As Hugging Face's Trainer hands the number of items in a batch to every layer."""
 
-    class Counting(Block):
+    class Counting(MlpBlock):
         def forward(self, x, *, items=None):
             return super().forward(x) if items is None else super().forward(x) / items
 
     class Stack(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(Counting() for _ in range(4))
+            self.blocks = nn.ModuleList(Counting(WIDTH, norm=False) for _ in range(4))
 
         def forward(self, x, items=None):
             for block in self.blocks:

@@ -10,6 +10,12 @@ from support import models
 from support.trials import NO_TURNS, fit_with
 
 SHARES = (0.7, 0.4, 0.2)
+LONG = bool(os.environ.get("RETAPE_LONG"))
+
+
+def number_of(request):
+    """The number of the model of a test."""
+    return [maker.__name__ for maker in models.MODELS].index(request.node.callspec.params["example"])
 
 
 @pytest.fixture(scope="module", params=[maker.__name__ for maker in models.MODELS])
@@ -54,9 +60,8 @@ def test_everything_is_kept_where_all_fits(example):
 def test_inside_a_share_of_the_activations(example, request):
     """Each model at one of the shares, in turn, so that every share meets four makes; RETAPE_LONG=1 tries all."""
     model, batch, step, whole = example
-    names = [maker.__name__ for maker in models.MODELS]
-    own = names.index(request.node.callspec.params["example"]) % len(SHARES)
-    for share in SHARES if os.environ.get("RETAPE_LONG") else SHARES[own : own + 1]:
+    own = number_of(request) % len(SHARES)
+    for share in SHARES if LONG else SHARES[own : own + 1]:
         _check_share(model, batch, step, whole, share)
 
 
@@ -74,8 +79,7 @@ def _check_share(model, batch, step, whole, share):
 
 def test_the_floor_of_the_frontier_can_be_had(example, request):
     """Every other model; RETAPE_LONG=1 tries all."""
-    names = [maker.__name__ for maker in models.MODELS]
-    if names.index(request.node.callspec.params["example"]) % 2 and not os.environ.get("RETAPE_LONG"):
+    if number_of(request) % 2 and not LONG:
         pytest.skip("RETAPE_LONG=1 tries every make")
     model, batch, step, whole = example
     fitted = fit_with(model, batch, budget=whole.frontier.floor_bytes, step=step, tuning=NO_TURNS)
@@ -83,7 +87,10 @@ def test_the_floor_of_the_frontier_can_be_had(example, request):
     fitted.remove()
 
 
-def test_nothing_is_left_after_it(example):
+def test_nothing_is_left_after_it(example, request):
+    """The models of which the floor is not tried; RETAPE_LONG=1 tries all."""
+    if not number_of(request) % 2 and not LONG:
+        pytest.skip("RETAPE_LONG=1 tries every make")
     model, batch, step, _ = example
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     classes = {name: type(module) for name, module in model.named_modules()}

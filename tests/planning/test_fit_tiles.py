@@ -21,6 +21,7 @@ from retape.torch.planning.executor import Executor
 from retape.torch.planning.region_variants import parts_of, treats_rows_independently
 from retape.torch.planning.tuning import TUNING
 from support import models
+from support.blocks import TiledMlpBlock
 from support.comparing import seed
 from support.stages import region_stage
 
@@ -45,19 +46,10 @@ class Mlp(nn.Module):
         return self.down(nn.functional.dropout(hidden, self.drops))
 
 
-class Block(nn.Module):
-    def __init__(self, **settings):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(16), Mlp(**settings)
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
 class Blocks(nn.Module):
     def __init__(self, count=3, **settings):
         super().__init__()
-        self.layers = nn.ModuleList(Block(**settings) for _ in range(count))
+        self.layers = nn.ModuleList(TiledMlpBlock(mlp=Mlp(**settings)) for _ in range(count))
 
     def forward(self, x):
         for layer in self.layers:
@@ -83,7 +75,7 @@ def in_tiles(model, tiles, **more):
 
 
 def test_the_parts_of_blocks_that_look_row_wise():
-    assert list(parts_of(Block())) == ["mlp"]
+    assert list(parts_of(TiledMlpBlock(mlp=Mlp()))) == ["mlp"]
     llama, gpt2 = models.llama()[0].model.layers[0], models.gpt2()[0].transformer.h[0]
     assert "mlp" in parts_of(llama)
     assert "mlp" in parts_of(gpt2)
@@ -93,7 +85,7 @@ def test_the_parts_of_blocks_that_look_row_wise():
 
 @pytest.mark.parametrize("spoil", ["hook", "buffer", "one linear layer"])
 def test_parts_that_are_left_alone(spoil):
-    block = Block()
+    block = TiledMlpBlock(mlp=Mlp())
     if spoil == "hook":
         block.mlp.up.register_forward_hook(lambda *_: None)
     elif spoil == "buffer":
@@ -260,7 +252,7 @@ def test_what_mixes_rows_is_never_in_tiles():
 
 def test_a_run_that_fails_ends_the_measurement(monkeypatch):
     seed()
-    block, real = Block(), region_variants.run_region
+    block, real = TiledMlpBlock(mlp=Mlp()), region_variants.run_region
 
     def failing(*args, policy, **keywords):
         if policy.tiles > 2:

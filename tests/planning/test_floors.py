@@ -16,8 +16,8 @@ import retape
 from retape.core.problem import OptionKind
 from retape.core.units import format_bytes
 from retape.errors import BudgetTooSmall, InvalidInput
+from retape.torch.capture.arguments import tensors_of
 from retape.torch.engine.context import plain
-from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import storage_bytes
 from retape.torch.measure.step_function import default_step
 from support import flat_models, floor_models

@@ -9,24 +9,15 @@ import torch
 from torch import nn
 
 from retape.torch.planning.region_variants import running_in_tiles
+from support.blocks import TiledMlpBlock
 
 WIDTH = 32
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
 
 
 @pytest.fixture
 def block():
     torch.manual_seed(0)
-    return Block()
+    return TiledMlpBlock(WIDTH)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.call import capture_call
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
-from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import track_memory
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import attach, detach

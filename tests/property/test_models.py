@@ -1,10 +1,12 @@
 """Random models under `fit`, `apply` and `adaptive` equal their plain twins bit for bit, and are left as they were."""
 
+import os
+
 import pytest
 
 from .models import ModelTally, describe, model_case, run_model_case
 
-FITS, LIVE, CHUNK = 20, 4, 4
+FITS, LIVE, CHUNK = 20 if os.environ.get("RETAPE_LONG") else 12, 4, 4
 
 
 @pytest.mark.parametrize("start", range(0, FITS, CHUNK))

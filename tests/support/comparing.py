@@ -221,6 +221,12 @@ def loss_and_gradients(
     return {"loss": value.detach().clone(), **parameter_gradients(model)}
 
 
+def step_gradients(model: nn.Module, batch: Any, step: Callable[..., Tensor] | None = None) -> list[Tensor | None]:
+    """Loss and gradients, in the order of the parameters, of a step with loss `step(model, batch)`, by default the model's output."""
+    found = loss_and_gradients(model, lambda: model(batch) if step is None else step(model, batch))
+    return list(found.values())
+
+
 def results(module: nn.Module, *inputs: Tensor) -> dict[str, Any]:
     """Gradients of parameters and inputs, and buffers."""
     return {

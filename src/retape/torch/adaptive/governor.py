@@ -34,9 +34,9 @@ from retape.torch.adaptive.needs import (
 )
 from retape.torch.capture.call import Call, capture_call
 from retape.torch.compat import internals, process_internals
-from retape.torch.engine.context import THREAD
+from retape.torch.engine.context import THREAD, RegionRequest
 from retape.torch.engine.inputs import REFILLED
-from retape.torch.engine.policy import HOLD, Check, Policy
+from retape.torch.engine.policy import HOLD
 from retape.torch.engine.region import Region
 from retape.torch.engine.rerun import RERUN
 
@@ -261,19 +261,9 @@ class Governor:
 
     # --- the first run of a region ---------------------------------------------------------------------------------
 
-    def run(
-        self,
-        call: Call,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        *,
-        policy: Policy,
-        check: Check,
-        early_stop: bool,
-        done: Callable[[Region], None] | None,
-    ) -> Any:
+    def run(self, request: RegionRequest) -> Any:
         """Call a function as a region under the budget."""
+        call, function, arguments, keywords, policy, check, early_stop, done = request
         kind, step = self.kinds.of(function, arguments, keywords, call.state), self.step
         visit = RegionVisit(kind)
         step.visits.append(visit)

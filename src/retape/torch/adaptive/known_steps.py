@@ -16,10 +16,9 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import StateChanged
 from retape.torch.capture import rng
+from retape.torch.capture.arguments import Signature, tensors_of
 from retape.torch.capture.mutation import version_of
-from retape.torch.capture.signature import Signature
 from retape.torch.compat import compiler_internals, hook_internals, process_internals
-from retape.torch.engine.slots import tensors_of
 
 if TYPE_CHECKING:
     from retape.torch.adaptive.needs import RegionKind, RegionVisit

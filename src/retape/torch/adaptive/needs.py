@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from retape.core.errors import InvalidInput
-from retape.torch.capture.signature import Signature, elements, signature, weights_signature
+from retape.torch.capture.arguments import Signature, elements, signature, weights_signature
 from retape.torch.compat import internals
 from retape.torch.engine.policy import Proof
 from retape.torch.engine.trace import RegionTrace

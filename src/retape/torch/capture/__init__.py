@@ -7,6 +7,7 @@ for a re-run, with the random streams (`rng`) and the settings around it (`ambie
 
 __all__ = [
     "ambient",
+    "arguments",
     "call",
     "containers",
     "decisions",
@@ -14,9 +15,7 @@ __all__ = [
     "host_access",
     "module_tree",
     "mutation",
-    "rerun_lock",
     "rng",
     "settings",
-    "signature",
     "snapshot",
 ]

@@ -27,7 +27,7 @@ from retape.torch.capture import rng
 from retape.torch.capture.containers import ATOMS, DictHolder, ListHolder, tracked
 from retape.torch.capture.host_access import TransparentMode
 from retape.torch.capture.tuning import TUNING
-from retape.torch.compat import internals
+from retape.torch.compat import compiler_internals, internals
 
 # Packages whose variables hold settings or tasks: no tensors are collected there.
 _OTHERS = ("numpy", "decimal", "torch", "asyncio", "concurrent")
@@ -36,6 +36,7 @@ _ABSENT = object()
 
 Holder = DictHolder | ListHolder
 Binding = tuple[ContextVar[Any], "_BoundValue"]
+Bindings = tuple[tuple[Binding, ...], tuple[ContextVar[Any], ...]]
 
 
 class _ValueKind(Enum):
@@ -104,34 +105,60 @@ _UNBOUND = (_ValueKind.NOTHING, _ValueKind.CONTAINER)
 
 
 class _LastBindings(threading.local):
-    """The bindings that a thread's context had last time, while only plain values are bound there.
+    """The bindings that a thread's context had last time, while only plain values and containers are bound there.
 
-    PyTorch's compiler binds hundreds of settings, and each region reads them. Two copies of an unchanged context compare equal at
-    once. Contexts with other values are not kept: a context keeps alive what it holds.
+    PyTorch's compiler binds hundreds of settings, and 200 more with each compilation, and each region reads them. Two copies of an
+    unchanged context compare equal at once. The context of last time is kept without its containers, and contexts with other values
+    are not kept: a context keeps alive what it holds.
     """
 
-    context: Context | None = None
-    found: tuple[tuple[Binding, ...], bool] = ((), False)
+    context: Context | None = None  # with None in place of each container
+    containers: tuple[ContextVar[Any], ...] = ()
+    found: Bindings = ((), ())
 
-    def look(self, context: Context) -> tuple[tuple[Binding, ...], bool]:
-        """Return what the variables are bound to, and True if tensors may be collected in them."""
-        if self.context is not None and _is_same(context, self.context):
+    def look(self, context: Context) -> Bindings:
+        """Return what the variables are bound to, and those whose values are looked into."""
+        if self.context is not None and self._is_known(context):
             return self.found
-        others = [value for value in context.values() if _KINDS[type(value)] not in _HARMLESS and not _is_frozen(value)]
-        found = (_bindings(context), any(_KINDS[type(value)] in _LOOKED_INTO for value in others))
-        self.context, self.found = (None, ((), False)) if others else (context, found)
+        others = [variable for variable, value in context.items() if not _is_harmless(variable, value)]
+        found = (_bindings(context), tuple([v for v in others if _KINDS[type(context[v])] in _LOOKED_INTO]))
+        self.context, self.containers, self.found = None, (), ((), ())
+        if all(isinstance(context[variable], _MUTABLE) for variable in others):
+            self.context, self.containers, self.found = _without(context, others), tuple(others), found
         return found
+
+    def _is_known(self, context: Context) -> bool:
+        """True if nothing but the contents of containers can have changed."""
+        if not self.containers:
+            return _is_same(context, self.context)
+        if not all(isinstance(context.get(variable), _MUTABLE) for variable in self.containers):
+            return False
+        return _is_same(_without(context, self.containers), self.context)
+
+
+_MUTABLE = (dict, list, deque)
+
+
+def _without(context: Context, variables: Iterable[ContextVar[Any]]) -> Context:
+    """Return a copy of a context in which these variables are bound to None."""
+    bare = context.copy()
+    for variable in variables:
+        bare.run(variable.set, None)
+    return bare
 
 
 _HARMLESS = (_ValueKind.NOTHING, _ValueKind.PLAIN)
 
 
-def _is_frozen(value: Any) -> bool:
-    """True for a tuple or a set of plain values: PyTorch's compiler binds one for each of its settings."""
-    return isinstance(value, (tuple, set, frozenset)) and ATOMS.issuperset(map(type, value))
+def _is_harmless(variable: ContextVar[Any], value: Any) -> bool:
+    """True if keeping a value keeps no tensor alive: plain ones, tuples and sets of them, and settings of PyTorch's compiler."""
+    if _KINDS[type(value)] in _HARMLESS:
+        return True
+    is_frozen = isinstance(value, (tuple, set, frozenset)) and ATOMS.issuperset(map(type, value))
+    return is_frozen or compiler_internals.is_compiler_setting(variable.name)
 
 
-def _is_same(one: Context, other: Context) -> bool:
+def _is_same(one: Context, other: Context | None) -> bool:
     try:
         return one == other
     except Exception:  # values whose comparison is no bool: treated as another context
@@ -158,19 +185,17 @@ def _bind(wanted: tuple[Binding, ...], stack: ExitStack) -> None:
 # --- containers in context variables ---------------------------------------------------------------------------------------
 
 
-def context_values() -> list[Any]:
-    """Return containers and objects that context variables hold here, without those of numpy, decimal, torch or asyncio."""
-    return [value for value in copy_context().values() if _KINDS[type(value)] in _LOOKED_INTO]
-
-
 _LOOKED_INTO = (_ValueKind.CONTAINER, _ValueKind.OBJECT)
 
 
 def _enter_collectors() -> Iterable[Holder]:
-    """Record what such containers hold; `leave` of the result removes tensors that were added since."""
-    found: dict[int, Holder] = {}
-    for value in context_values():
-        _collect(value, found, 0)
+    """Record what containers and objects in context variables hold; `leave` of the result removes tensors that were added since.
+
+    Those of numpy, decimal, torch and asyncio are left out.
+    """
+    context, found = copy_context(), dict[int, Holder]()
+    for variable in _LAST.look(context)[1]:
+        _collect(context[variable], found, 0)
     for holder in found.values():
         holder.enter()
     return found.values()
@@ -201,17 +226,25 @@ _rewind = rng.rewind
 
 
 # PyTorch's settings; autocast on or off, and its dtype, for each device; torch-function modes; the current CUDA device; bindings of
-# context variables; and True if tensors may be collected in them.
-Ambient = tuple[list[Any], tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], int | None, tuple[Binding, ...], bool]
+# context variables; and the variables in whose values tensors may be collected.
+Ambient = tuple[
+    list[Any],
+    tuple[bool, ...],
+    tuple[Any, ...],
+    tuple[Any, ...],
+    int | None,
+    tuple[Binding, ...],
+    tuple[ContextVar[Any], ...],
+]
 
 
 def capture() -> Ambient:
     """Return the settings around the caller."""
     modes = _user_modes() if _count_function_modes() else ()
     context = copy_context()
-    bound, collects = _LAST.look(context) if context else ((), False)
+    bound, collecting = _LAST.look(context) if context else ((), ())
     if not _CUDA_BUILT:
-        return _read_settings(), (_autocast("cpu"),), (_autocast_dtype("cpu"),), modes, None, bound, collects
+        return _read_settings(), (_autocast("cpu"),), (_autocast_dtype("cpu"),), modes, None, bound, collecting
     return (
         _read_settings(),
         (_autocast("cpu"), _autocast("cuda")),
@@ -219,7 +252,7 @@ def capture() -> Ambient:
         modes,
         torch.cuda.current_device() if internals.cuda_initialized() else None,
         bound,
-        collects,
+        collecting,
     )
 
 
@@ -252,7 +285,7 @@ class RestoredAmbient:
         if now[:6] != ambient[:6] or now[1] != _OFF:  # an autocast is on
             self._context = _with_settings(ambient, now)
             self._context.__enter__()
-        collects = not first_run and (now[6] or ambient[5])
+        collects = not first_run and (now[6] or ambient[6])
         self._collectors: Iterable[Holder] = _enter_collectors() if collects else ()
         self._streams = _rewind(draws)
         _set_grad_enabled(True)

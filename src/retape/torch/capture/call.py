@@ -8,16 +8,14 @@ where that is more than 100,000 objects.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import logging
 import random
 import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from retape.torch.capture.arguments import COPIED, ArgumentTemplates, twins_of
 from retape.torch.capture.containers import (
     ABSENT,
     ATOMS,
@@ -34,10 +33,12 @@ from retape.torch.capture.containers import (
     ListHolder,
     PlaceHolder,
     PlainObjects,
+    PlainObjectsHolder,
     SetHolder,
     SlotHolder,
     saved_item,
     slots_of,
+    values_at,
 )
 from retape.torch.capture.functions import (
     NEVER_READ,
@@ -57,20 +58,8 @@ from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals, process_internals
 
-
-class Leaf:
-    """The place of tensor number `index` in a rebuilt container."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
 _LOG = logging.getLogger("retape")
-_LEAVES = tuple([Leaf(index) for index in range(32)])
 _IMPORTED = sys.modules
-_ONLY_LEAVES = frozenset({Leaf})
 _LAZY = frozenset({UninitializedParameter, UninitializedBuffer})
 _NOTHING: frozenset[int] = frozenset()
 
@@ -80,11 +69,7 @@ class Call:
 
     # Defaults of fields that most calls never set: a region captures one call per forward.
     function: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = {}  # noqa: RUF012 - never changed, only replaced
-    plain = True  # every argument is a tensor or no container: nothing to rebuild
-    only_tensors = False  # every argument is a tensor
-    has_switches = False  # some argument is a plain value
+    arguments: ArgumentTemplates
     roots: tuple[nn.Module, ...] = ()
     modules: list[nn.Module] = []  # noqa: RUF012 - never changed, only replaced
     kinds: dict[Any, frozenset[int]] | None = None  # tensors that calls of the first root are known to change
@@ -117,44 +102,6 @@ class Call:
         self._named: list[Any] = []  # values that helpers know by name; visited last
         self._tables = False  # visiting those: a function in a table among them may not be called at all
         self._walking = False
-
-    # --- arguments ----------------------------------------------------------------------------------------------
-
-    def take(self, value: Any, inside: tuple[int, ...] = ()) -> Any:
-        """Add the tensors of an argument; return its template for rebuilding the call. `inside`: ids of containers around it."""
-        kind: Any = type(value)
-        if issubclass(kind, Tensor):
-            # One entry for each place, though several may hold one tensor: the number that a nested region saves must not depend
-            # on which tensors are one object, since in a re-run they may be an argument and its copy in a closure.
-            index = len(self.tensors)
-            self.tensors.append(value)
-            return _LEAVES[index] if index < len(_LEAVES) else Leaf(index)
-        if kind in ATOMS:
-            self.has_switches = True
-            return value
-        if kind in WEAK_PROXIES:
-            self.meet(value)
-            return value
-        if id(value) in inside:  # a container that holds itself
-            self.meet(value)
-            return _AsIs(value)
-        inside = (*inside, id(value))
-        if kind is list or kind is tuple:
-            return kind([self.take(item, inside) for item in value])
-        if kind is dict:
-            return {key: self.take(item, inside) for key, item in value.items()}
-        if kind in _COPIED:
-            twin = copy.copy(value)
-            _refill(twin, [(key, self.take(item, inside)) for key, item in _items(value)])
-            return twin
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return tuple.__new__(kind, [self.take(item, inside) for item in value])
-        if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
-            return _Rebuilt(value, {name: self.take(field, inside) for name, field in _fields_of(value)})
-        self.meet(value)
-        return value
-
-    # --- everything else ------------------------------------------------------------------------------------------
 
     @property
     def places(self) -> list[tuple[Any, Any]]:
@@ -250,7 +197,7 @@ class Call:
         """Hold globals and class attributes; return those of their values through which more is reached."""
         if not places:
             return []
-        values = [place.get(ABSENT) for place in places]
+        values = values_at(places)
         self.holders.append(PlaceHolder(places, values))
         return [value for value in values if type(value) not in ATOMS and value is not ABSENT]
 
@@ -334,9 +281,8 @@ class Call:
         """
         values = [*fields, *named]
         known = layout.plain_objects if alone else None
-        again = None if known is None else known.holders(values)
-        if again is not None:
-            self.holders += again
+        if known is not None and known.are_found_from(values):
+            self.holders.append(PlainObjectsHolder(known))
             return
         seen, holders, others = len(self._seen), len(self.holders), self._found_besides()
         self._named += named
@@ -346,6 +292,12 @@ class Call:
         plain = len(self._seen) - seen == len(met) and all(type(holder) in (DictHolder, ListHolder) for holder in met)
         if alone:
             layout.plain_objects = PlainObjects(values, met) if plain and others == self._found_besides() else None
+
+    def separate_holders(self) -> None:
+        """Give each plain object a holder of its own."""
+        for holder in [each for each in self.holders if type(each) is PlainObjectsHolder]:
+            self.holders.remove(holder)
+            self.holders += holder.objects.separately()
 
     def _found_besides(self) -> tuple[int, ...]:
         """Return how much was found so far, apart from plain objects."""
@@ -380,7 +332,7 @@ class Call:
                     self._place(value, index, item)
                 else:
                     self.meet(item)
-        elif type(value) in _COPIED or (isinstance(value, dict) and type(value).__setitem__ is dict.__setitem__):
+        elif type(value) in COPIED or (isinstance(value, dict) and type(value).__setitem__ is dict.__setitem__):
             self._follow(value)
         else:
             for item in value.values() if isinstance(value, dict) else value:
@@ -407,47 +359,6 @@ class Call:
     def function_again(self) -> Callable[..., Any]:
         """Return the function over variables of its own: a re-run may write to them, which the next one must not see."""
         return frozen_copy(self.function) if type(self.function) is types.FunctionType else self.function
-
-    # --- the call, once more ------------------------------------------------------------------------------------
-
-    def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments and keywords with `tensors` in their places, in containers of their own."""
-        if self.only_tensors:
-            return tuple(tensors), {}
-        if self.plain:
-            arguments = tuple([tensors[a.index] if type(a) is Leaf else a for a in self.arguments])
-            if not self.keywords:
-                return arguments, {}
-            return arguments, {k: tensors[a.index] if type(a) is Leaf else a for k, a in self.keywords.items()}
-        return (
-            tuple([_put_back(a, tensors) for a in self.arguments]),
-            {k: _put_back(a, tensors) for k, a in self.keywords.items()},
-        )
-
-
-class _AsIs:
-    """A value that is passed to a re-run as it is."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class _Rebuilt:
-    """A dataclass whose fields are rebuilt one by one."""
-
-    __slots__ = ("fields", "original")
-
-    def __init__(self, original: Any, fields: dict[str, Any]) -> None:
-        self.original = original
-        self.fields = fields
-
-    def rebuild(self, fields: dict[str, Any]) -> Any:
-        twin = object.__new__(type(self.original))
-        for name, value in fields.items():
-            object.__setattr__(twin, name, value)
-        return twin
 
 
 # Classes of objects whose attributes say nothing about what a forward reads.
@@ -528,21 +439,6 @@ def _behind_function(function: types.FunctionType) -> list[Any]:
     return found
 
 
-def _fields_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the fields of a dataclass, which are in a dict or in slots."""
-    if hasattr(value, "__dict__"):
-        return list(vars(value).items())
-    names = [field.name for field in dataclasses.fields(value)]
-    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-
-
-_CONTAINERS = (list, tuple, dict, deque, _Rebuilt, _AsIs)
-
-
-def _holds_no_container(taken: Iterable[Any]) -> bool:
-    return not any(type(value) is not Leaf and issubclass(type(value), _CONTAINERS) for value in taken)
-
-
 def name_of(function: Callable[..., Any]) -> str:
     """Return the name of a call in messages: its module's class, or its function and source line."""
     owner = getattr(function, "__self__", None)
@@ -558,13 +454,6 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__qualname__', type(function).__name__)}{where}"
 
 
-def twins_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Return the places of tensors that were met before, each with the first place of the same tensor."""
-    first: dict[int, int] = {}
-    pairs = [(index, first.setdefault(id(tensor), index)) for index, tensor in enumerate(tensors)]
-    return tuple([pair for pair in pairs if pair[0] != pair[1]])
-
-
 def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
     """Walk a function and its arguments; return everything that the call reads."""
     if type(function) in WEAK_PROXIES:
@@ -577,13 +466,10 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     called = whose_call(function) if type(function) is types.MethodType else function
     call = Call()
     call.fsdp = fsdp
-    call.arguments = tuple([call.take(value) for value in arguments])
-    call.only_tensors = _ONLY_LEAVES.issuperset(map(type, call.arguments))
-    call.plain = call.only_tensors or _holds_no_container(call.arguments)
-    if keywords:
-        call.only_tensors = False
-        call.keywords = {key: call.take(value) for key, value in keywords.items()}
-        call.plain = call.plain and _holds_no_container(call.keywords.values())
+    others: list[Any] = []
+    call.arguments = ArgumentTemplates(arguments, keywords, call.tensors, others)
+    for value in others:
+        call.meet(value)
     if len(call.tensors) > 1:
         call.twins = twins_of(call.tensors)
     if isinstance(called, nn.Module):
@@ -614,37 +500,3 @@ def whose_call(method: types.MethodType) -> Any:
 
 _MODULE_CALL = nn.Module.__call__
 _BEHIND_EVERY_CALL = (type, logging.Logger)  # the class itself, for `super()`, and loggers
-
-
-def _put_back(value: Any, tensors: list[Tensor]) -> Any:
-    kind: Any = type(value)
-    if kind is Leaf:
-        return tensors[value.index]
-    if kind is _AsIs:
-        return value.value
-    if kind is list or kind is tuple:
-        return kind([_put_back(item, tensors) for item in value])
-    if kind is dict:
-        return {key: _put_back(item, tensors) for key, item in value.items()}
-    if kind is _Rebuilt:
-        return value.rebuild({name: _put_back(field, tensors) for name, field in value.fields.items()})
-    if kind in _COPIED:
-        twin = copy.copy(value)
-        _refill(twin, [(key, _put_back(item, tensors)) for key, item in _items(value)])
-        return twin
-    if issubclass(kind, tuple) and hasattr(value, "_fields"):
-        return tuple.__new__(kind, [_put_back(item, tensors) for item in value])
-    return value
-
-
-# Containers of the standard library that are rebuilt by copying: a copy keeps their factory, their length limit.
-_COPIED = frozenset({OrderedDict, defaultdict, deque})
-
-
-def _items(container: Any) -> list[tuple[Any, Any]]:
-    return list(enumerate(container)) if isinstance(container, deque) else list(container.items())
-
-
-def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
-    for key, item in items:
-        container[key] = item

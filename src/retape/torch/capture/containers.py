@@ -2,13 +2,16 @@
 
 A re-run sees the contents of the first run; afterwards the contents are those of before the re-run, whatever it put there. Objects are
 put back by identity, plain values too; of PyTorch's own objects and of objects of C types nothing is held (`LEFT`). Each class here has
-`enter` (restore the contents of the first run) and `leave` (put back those found by `enter`).
+`enter` (restore the contents of the first run) and `leave` (put back those found by `enter`). `SWAPS` notes the containers in which
+re-runs have replaced tensors, so that a forward in another thread is not trusted.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
+import threading
 import types
 import weakref
 from collections import deque
@@ -24,6 +27,8 @@ ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
 OWN_FIELDS = frozenset(nn.Module().__dict__)
+_flat = itertools.chain.from_iterable
+_values_of = operator.methodcaller("values")
 ABSENT = object()  # in place of a name that has no value
 LEFT = object()  # in place of an object that is not held and not put back
 
@@ -66,7 +71,7 @@ WEAK_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _LEADING_TO_STATE = (
     *(np.ndarray, np.generic),
     *(nn.Module, tuple, list, dict, deque, set, frozenset, torch.Generator),
-    *(functools.partial, types.MethodType, types.FunctionType, weakref.ReferenceType),
+    *(functools.partial, types.MethodType, types.FunctionType, types.SimpleNamespace, weakref.ReferenceType),
     *WEAK_PROXIES,
 )
 
@@ -115,28 +120,24 @@ _HARMLESS = frozenset({type, types.ModuleType, types.BuiltinFunctionType})
 class DictHolder:
     """A dict that is no module's, or the fields of an object, and what was in it."""
 
-    __slots__ = ("_found", "container", "saved")
+    __slots__ = ("container", "found", "saved")
 
     def __init__(self, container: dict[Any, Any], saved: dict[Any, Any]) -> None:
         """`saved` has the `saved_item` of each value."""
         self.container = container
         self.saved = saved
-        self._found: dict[Any, Any] | None = None
-
-    def again(self) -> DictHolder | None:
-        """Return a holder of the same contents, or None if the dict holds anything else by now."""
-        return DictHolder(self.container, self.saved) if _is_alike(self.container, self.saved) else None
+        self.found: dict[Any, Any] | None = None
 
     def enter(self) -> None:
         container, saved = self.container, self.saved
         if _is_alike(container, saved):
-            self._found = saved
+            self.found = saved
             return
-        self._found = found = dict(container)
+        self.found = found = dict(container)
         _put(container, _present_or_saved(found, saved))
 
     def leave(self) -> None:
-        found, self._found = self._found, None
+        found, self.found = self.found, None
         if found is not None and not _is_alike(self.container, found):
             _put(self.container, found)
 
@@ -172,28 +173,23 @@ def _put(container: dict[Any, Any], items: dict[Any, Any]) -> None:
 class ListHolder:
     """A list or deque, and what it held."""
 
-    __slots__ = ("_found", "container", "saved")
+    __slots__ = ("container", "found", "saved")
 
-    def __init__(self, container: list[Any] | deque[Any]) -> None:
+    def __init__(self, container: list[Any] | deque[Any], saved: list[Any] | None = None) -> None:
         self.container = container
-        self.saved = list(container)
-        if not ATOMS.issuperset(map(type, self.saved)):
+        self.saved = list(container) if saved is None else saved
+        if saved is None and not ATOMS.issuperset(map(type, self.saved)):
             self.saved = [without_history(tracked_item(item)) for item in self.saved]
-        self._found: list[Any] | None = None
-
-    def again(self) -> ListHolder | None:
-        """Return a holder of the same contents, or None if the list holds anything else by now."""
-        same = len(self.container) == len(self.saved) and all(map(operator.is_, self.container, self.saved))
-        return ListHolder(self.container) if same else None
+        self.found: list[Any] | None = None
 
     def enter(self) -> None:
-        self._found, saved = list(self.container), self.saved
-        found = self._found
+        self.found, saved = list(self.container), self.saved
+        found = self.found
         if len(found) != len(saved) or not (all(map(operator.is_, found, saved)) or all(map(_same, found, saved))):
             self._put(saved)
 
     def leave(self) -> None:
-        found, self._found = self._found, None
+        found, self.found = self.found, None
         if found is not None and (
             len(found) != len(self.container) or not all(map(operator.is_, self.container, found))
         ):
@@ -205,22 +201,73 @@ class ListHolder:
 
 
 class PlainObjects:
-    """Objects, dicts and lists of plain values that a walk from `values` found, for the next walk from the same ones.
+    """Objects, dicts and lists of plain values that a walk from `roots` found, for the next walk from the same ones.
 
-    As long as none of them holds anything else, holders of the same contents are made without a walk.
+    As long as none of them holds anything else, which is found by comparing all at once, they need not be walked again.
     """
 
-    __slots__ = ("_holders", "_values")
+    __slots__ = ("_dict_keys", "_dict_values", "_dicts", "_holders", "_lengths", "_list_items", "_lists", "_roots")
 
-    def __init__(self, values: Sequence[Any], holders: Sequence[DictHolder | ListHolder]) -> None:
-        self._values, self._holders = list(values), list(holders)
+    def __init__(self, roots: Sequence[Any], holders: Sequence[DictHolder | ListHolder]) -> None:
+        self._roots, self._holders = list(roots), list(holders)
+        dicts = [holder for holder in holders if isinstance(holder, DictHolder)]
+        lists = [holder for holder in holders if isinstance(holder, ListHolder)]
+        self._dicts, self._lists = [h.container for h in dicts], [h.container for h in lists]
+        self._lengths = [*[len(h.saved) for h in dicts], *[len(h.saved) for h in lists]]
+        self._dict_keys = list(_flat(h.saved for h in dicts))
+        self._dict_values = list(_flat(h.saved.values() for h in dicts))
+        self._list_items = list(_flat(h.saved for h in lists))
 
-    def holders(self, values: Sequence[Any]) -> list[DictHolder | ListHolder] | None:
-        """Return holders of what a walk from `values` would find, or None where something has changed."""
-        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
-            return None
-        found = [holder.again() for holder in self._holders]
-        return None if None in found else found  # type: ignore[return-value]
+    def are_found_from(self, roots: Sequence[Any]) -> bool:
+        """True if a walk from these roots would find the same objects with the same contents."""
+        return len(roots) == len(self._roots) and all(map(operator.is_, roots, self._roots)) and self.are_unchanged()
+
+    def are_unchanged(self) -> bool:
+        """True if every dict and list holds the same objects, in the same order and under the same keys."""
+        dicts, lists, same = self._dicts, self._lists, operator.is_
+        return (
+            [*map(len, dicts), *map(len, lists)] == self._lengths
+            and all(map(same, _flat(map(_values_of, dicts)), self._dict_values))
+            and all(map(same, _flat(dicts), self._dict_keys))
+            and all(map(same, _flat(lists), self._list_items))
+        )
+
+    def separately_entered(self) -> list[DictHolder | ListHolder]:
+        """Return these holders as if entered while nothing had changed."""
+        holders = self.separately()
+        for holder in holders:
+            holder.found = holder.saved
+        return holders
+
+    def separately(self) -> list[DictHolder | ListHolder]:
+        """Return a new holder of each container, with the contents of the walk."""
+        return [type(holder)(holder.container, holder.saved) for holder in self._holders]  # type: ignore[arg-type]
+
+
+class PlainObjectsHolder:
+    """Plain objects that a walk found, as one holder: a re-run in which none has changed compares them all at once."""
+
+    __slots__ = ("_changed", "_is_entered", "objects")
+
+    def __init__(self, objects: PlainObjects) -> None:
+        self.objects = objects
+        self._is_entered = False
+        self._changed: list[DictHolder | ListHolder] | None = None  # since the forward, when it was entered
+
+    def enter(self) -> None:
+        self._is_entered, self._changed = True, None
+        if not self.objects.are_unchanged():
+            self._changed = self.objects.separately()
+            for holder in self._changed:
+                holder.enter()
+
+    def leave(self) -> None:
+        entered, self._is_entered = self._is_entered, False
+        holders, self._changed = self._changed, None
+        if not entered or (holders is None and self.objects.are_unchanged()):
+            return
+        for holder in self.objects.separately_entered() if holders is None else holders:
+            holder.leave()
 
 
 class SetHolder:
@@ -321,6 +368,11 @@ def _slots(value: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(value, name, ABSENT) for name in names}
 
 
+def values_at(places: Sequence[Any]) -> list[Any]:
+    """Return the values of globals and class attributes (`functions.Place`); `ABSENT` for a name without one."""
+    return [read(name, ABSENT) for _, _, name, read in places]
+
+
 class PlaceHolder:
     """Globals and class attributes that helpers read, and what they were bound to."""
 
@@ -332,13 +384,15 @@ class PlaceHolder:
         self._found: list[Any] = []
 
     def enter(self) -> None:
-        self._found = found = [place.get(ABSENT) for place in self.places]
+        self._found = found = values_at(self.places)
         if not all(map(operator.is_, found, self._saved)):
             self._put(found, self._saved, _same)
 
     def leave(self) -> None:
         found, self._found = self._found, []
-        self._put([place.get(ABSENT) for place in self.places], found, operator.is_)
+        now = values_at(self.places)
+        if not all(map(operator.is_, now, found)):
+            self._put(now, found, operator.is_)
 
     def _put(self, now: list[Any], wanted: list[Any], same: Callable[[Any, Any], bool]) -> None:
         # Nothing is wanted where it was not entered.
@@ -436,3 +490,48 @@ def _same(now: Any, then: Any) -> bool:
     if type(now) is not type(then) or type(now) not in ATOMS:
         return False
     return repr(now) == repr(then) if type(now) in (float, complex) else bool(now == then)  # 0.0 == -0.0
+
+
+# --- tensors that re-runs have replaced -------------------------------------------------------------------------------------
+
+
+class Swaps:
+    """The containers in which re-runs have replaced tensors, by thread: current ones, and a log of begins and ends."""
+
+    def __init__(self, length: int = 1024) -> None:
+        self._counter = itertools.count(1)
+        self.last = 0  # the number of the last entry in the log
+        self._log: deque[tuple[int, int, frozenset[int]]] = deque(maxlen=length)
+        self._active: dict[int, tuple[int, frozenset[int]]] = {}
+
+    def begin(self, containers: frozenset[int]) -> int:
+        """Record that a re-run in this thread replaces tensors in containers with these ids; return the argument for `end`."""
+        number = self._note(threading.get_ident(), containers)
+        self._active[number] = (threading.get_ident(), containers)
+        return number
+
+    def end(self, number: int) -> None:
+        """Record that the tensors are back."""
+        self._note(*self._active.pop(number))
+
+    def _note(self, thread: int, containers: frozenset[int]) -> int:
+        number = next(self._counter)
+        self._log.append((number, thread, containers))
+        self.last = number
+        return number
+
+    def none_since(self, number: int) -> bool:
+        """True if no re-run has replaced tensors since entry `number`, and none does now."""
+        return self.last == number and not self._active
+
+    def by_others_since(self, number: int, containers: frozenset[int]) -> bool:
+        """True if tensors of the containers were replaced by another thread at any time after entry `number`."""
+        here = threading.get_ident()
+        since = [entry[1:] for entry in list(self._log) if entry[0] > number]
+        return any(
+            thread != here and not containers.isdisjoint(replaced)
+            for thread, replaced in (*since, *self._active.values())
+        )
+
+
+SWAPS = Swaps()

@@ -182,9 +182,7 @@ class Place(NamedTuple):
     values: Mapping[str, Any]
     owner: type | None  # the class
     name: str
-
-    def get(self, default: Any) -> Any:
-        return self.values.get(self.name, default)
+    read: Callable[[str, Any], Any]  # `values.get`, looked up once: every region reads its places three times
 
     def put(self, value: Any) -> None:
         if self.owner is not None:
@@ -266,7 +264,7 @@ class _Places:
                 self._enter_function(self._pending.pop())
         for values, owner, _ in self._spaces.values():
             for name in self._stored - values.keys():  # no value yet
-                self._places.setdefault((id(values), name), Place(values, owner, name))
+                self._places.setdefault((id(values), name), Place(values, owner, name, values.get))
         return tuple(self._places.values())
 
     def _named_since(self) -> bool:
@@ -290,7 +288,7 @@ class _Places:
         self._names |= names_in(function.__code__)
         self._stored |= attributes_stored_in(function.__code__)
         for name in globals_in(function.__code__) - vars(builtins).keys() - space.keys():  # no value yet
-            self._places.setdefault((id(space), name), Place(space, None, name))
+            self._places.setdefault((id(space), name), Place(space, None, name, space.get))
         for name in globals_in(function.__code__) & space.keys():
             self._meet(space, None, name, space[name])
         if function not in self._roots:
@@ -315,7 +313,7 @@ class _Places:
             if self._enters(value.__name__):
                 self._spaces.setdefault(id(value), (vars(value), None, set()))
         elif not name.startswith("__") and (issubclass(kind, _READ) or not of_library(kind)):
-            self._places.setdefault((id(values), name), Place(values, owner, name))
+            self._places.setdefault((id(values), name), Place(values, owner, name, values.get))
             if not of_library(kind):
                 self._enter_class(kind)
 

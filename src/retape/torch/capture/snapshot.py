@@ -8,7 +8,7 @@ Versions show almost every write. BatchNorm's kernels update their statistics wi
 modules in the same modes, or the same code) every tensor that could change is copied and compared by value. From then on, tensors
 that calls of this kind are known to change are copied beforehand, and small ones in any case.
 
-Not here: the walk that finds the tensors (`call.py`), the lock of re-runs (`rerun_lock.py`), and what becomes of saved tensors (the
+Not here: the walk that finds the tensors (`call.py`), and what becomes of saved tensors (the
 engine).
 """
 
@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
+from retape.torch.capture.containers import SWAPS
 from retape.torch.capture.host_access import DataAccess, Observer
 from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
-from retape.torch.capture.rerun_lock import SWAPS
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
 
@@ -119,7 +119,7 @@ class Snapshot:
         # Parameters alone have no history to drop, and are not copied: only arguments may have to be.
         only_arguments = known is _NOTHING and known_types
         if not only_arguments or False in needed:
-            copied = self._to_copy(tensors if only_arguments else watched)
+            copied = self._indices_to_copy(tensors if only_arguments else watched)
             if copied:
                 self._copies = Copies(watched, copied)
         if only_arguments:
@@ -143,7 +143,7 @@ class Snapshot:
         sharded = self._fsdp or _NO_COPIES
         return [version_of(sharded.get(id(tensor), tensor)) for tensor in tensors]
 
-    def _to_copy(self, watched: list[Tensor]) -> list[int]:
+    def _indices_to_copy(self, watched: list[Tensor]) -> list[int]:
         """Return the indices to copy: tensors known to change and small ones; in the first call all but parameters."""
         known = self._known
         if known is None:
@@ -586,8 +586,9 @@ def _kind_of(call: Call) -> tuple[Any, Any]:
     """Return what was called, and what tells first calls apart: modes of modules, code, switches; counters do not count."""
     function, roots = call.function, call.roots
     shape: tuple[Any, ...] = (len(call.tensors), len(call.extras), len(call.state), call.switches, *call.codes)
-    if call.has_switches:
-        shape += tuple([value for value in (*call.arguments, *call.keywords.values()) if _is_switch(value)])
+    given = call.arguments
+    if not given.only_tensors:
+        shape += tuple([value for value in (*given.positional, *given.keywords.values()) if _is_switch(value)])
     if roots and roots[0] is function:  # a module by itself: nearly always
         return function, shape
     code = getattr(function, "__code__", None)

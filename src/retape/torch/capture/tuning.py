@@ -29,10 +29,6 @@ class CaptureTuning:
     checksum_words: int = 1 << 20
     # Items. A longer container of plain values is one digest.
     long_items: int = 64
-    # Seconds between two looks at the thread that holds the lock around re-runs.
-    lock_check_seconds: float = 1.0
-    # Looks at which that thread waits in the same frame before it counts as a deadlock: 10 s.
-    lock_stuck_checks: int = 10
 
 
 TUNING = CaptureTuning()

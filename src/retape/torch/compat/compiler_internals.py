@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
@@ -107,6 +108,15 @@ def costly_attention() -> Iterator[None]:
         partitioners.get_default_op_list = plain
         for attention in uncounted:
             flop_registry.pop(attention, None)
+
+
+_CONFIG_MODULES = ("torch._inductor.config", "torch._functorch.config", "torch._dynamo.config")
+
+
+def is_compiler_setting(name: str) -> bool:
+    """True for the name of a context variable of the compiler: it has one for each of its settings that was ever changed."""
+    loaded = [sys.modules.get(module) for module in _CONFIG_MODULES]
+    return name.startswith("torch._") or any(name in getattr(module, "_config", ()) for module in loaded)
 
 
 def many_compilations() -> AbstractContextManager[Any]:

@@ -122,6 +122,8 @@ def waiting_frame(thread: int | None) -> Any:
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the index and value tensors of a sparse tensor; none for other layouts."""
+    if tensor.layout is torch.strided:
+        return []
     with unobserved(), torch.no_grad():
         if tensor.layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -95,22 +95,24 @@ class _KeptTensor:
 # --- what runs regions here -----------------------------------------------------------------------------------------
 
 
+class RegionRequest(NamedTuple):
+    """A call that is to run as a region, with what was asked for it; `done` is called with the region after its first run."""
+
+    call: Call
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    policy: Policy
+    check: Check
+    early_stop: bool
+    done: Callable[[Any], None] | None
+
+
 class RegionRunner(Protocol):
     """Runs regions in place of the engine, in the thread that has entered it: a live budget, or a plan of a whole model."""
 
-    def run(
-        self,
-        call: Call,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        *,
-        policy: Policy,
-        check: Check,
-        early_stop: bool,
-        done: Callable[[Any], None] | None,
-    ) -> Any:
-        """Call `function(*arguments, **keywords)` as a region, or return NotImplemented to leave it to the engine."""
+    def run(self, request: RegionRequest) -> Any:
+        """Run the call as a region and return its outputs, or return NotImplemented to leave it to the engine."""
 
 
 class _ThreadContext(threading.local):

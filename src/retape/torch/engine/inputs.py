@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from retape.core.errors import StateChanged
+from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.mutation import hold, version_of
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine.host.copy_streams import TUNING
 from retape.torch.engine.policy import Inputs
-from retape.torch.engine.slots import SlotOwner, tensors_of
+from retape.torch.engine.slots import SlotOwner
 
 if TYPE_CHECKING:
     from retape.core.assignment import Passing

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.decisions import Decisions, Recording
 from retape.torch.capture.mutation import Digest, checksum, digest, hold, same_digests, version_of
 from retape.torch.capture.snapshot import Snapshot
@@ -44,7 +45,7 @@ from retape.torch.engine.messages import (
 from retape.torch.engine.policy import DROP, Check, Inputs, Policy, Proof
 from retape.torch.engine.recipe_mode import Diverged, Recipe, RecipeMode
 from retape.torch.engine.rerun import RERUN, Contexts, RegionRerun, is_compiled
-from retape.torch.engine.slots import Slot, checked, release, tensors_of
+from retape.torch.engine.slots import Slot, checked, release
 
 if TYPE_CHECKING:
     from torch import nn
@@ -570,7 +571,7 @@ class Region:
         around, running[:] = list(running), [run]
         try:
             with RERUN, internals.unobserved(), self.snapshot.restored(tensors, same_arguments=False) as restored:
-                args, keywords = self._call.rebuild(restored.arguments)
+                args, keywords = self._call.arguments.rebuild(restored.arguments)
                 _push_hooks(pack, unpack)
                 try:
                     answer = self._call.function_again()(*args, **keywords)

@@ -1,7 +1,9 @@
-"""One re-run of a region: the state of its forward restored, the missing slots refilled, and the stop after the last one."""
+"""One re-run of a region: the state of its forward restored, the missing slots refilled, the stop after the last one; and its lock."""
 
 from __future__ import annotations
 
+import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from retape.core.errors import RegionError
+from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.decisions import Decisions, Repeating
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.capture.mutation import checksum, version_of
-from retape.torch.capture.rerun_lock import RerunLock
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine.context import THREAD, RegionRun
+from retape.torch.engine.host.copy_streams import TUNING
 from retape.torch.engine.messages import (
     RerunMismatch,
     different_metadata,
@@ -24,7 +28,7 @@ from retape.torch.engine.messages import (
     with_op_logs,
 )
 from retape.torch.engine.policy import Check
-from retape.torch.engine.slots import Slot, tensors_of
+from retape.torch.engine.slots import Slot
 from retape.torch.engine.trace import OpStopwatch, Recorder, RegionTrace
 
 if TYPE_CHECKING:
@@ -38,6 +42,41 @@ Contexts = tuple[
 
 _push_hooks, _pop_hooks = internals.push_hooks, internals.pop_hooks
 _detach = Tensor.detach
+
+
+class RerunLock:
+    """A reentrant lock that raises RegionError where waiting for it would never end."""
+
+    def __init__(self, check_seconds: float = TUNING.lock_check_seconds) -> None:
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._check_seconds = check_seconds
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._wait()
+        self._owner, self._depth = threading.get_ident(), self._depth + 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+        self._lock.release()
+
+    def _wait(self) -> None:
+        waited_in: types.FrameType | None = None
+        checks = 0
+        while not self._lock.acquire(timeout=self._check_seconds):
+            frame = internals.waiting_frame(self._owner)
+            checks = checks + 1 if frame is not None and frame is waited_in else 0
+            waited_in = frame
+            if checks >= TUNING.lock_stuck_checks:
+                raise RegionError(
+                    "A re-run in this thread waits for a re-run in another thread, and that one waits for a thread (a lock, a queue, "
+                    "a future): each waits for the other. Do not wait inside a region for work that runs a backward pass."
+                )
+
 
 # Re-runs restore process-wide state (buffers, streams, flags), so only one may do so at a time.
 RERUN = RerunLock()
@@ -236,7 +275,8 @@ class RegionRerun(RegionRun):
         restored = snapshot.restored(held)
         try:
             tensors = restored.arguments
-            args, keywords = (tensors, {}) if call.only_tensors else call.rebuild(tensors)
+            given = call.arguments
+            args, keywords = (tensors, {}) if given.only_tensors else given.rebuild(tensors)
             if self._for_itself:
                 restored.keep_gradients()
             mode = self._mode

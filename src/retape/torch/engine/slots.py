@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from retape.core.errors import StateChanged
 from retape.torch.capture.mutation import version_of
@@ -81,10 +80,3 @@ def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
         "modified by an inplace operation after it was saved, so its gradients would be wrong. Change a copy of it (.clone()), "
         "or change it after backward."
     )
-
-
-def tensors_of(outputs: Any) -> list[Tensor]:
-    """Return the tensors of a region's output, in order."""
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -305,6 +305,7 @@ class SideState:
 
     def _observe(self) -> None:
         """Record what every place holds before the first step."""
+        self._call.separate_holders()  # a list that steps change is treated by itself
         self._places = list(_places_of(self._name, self._call, self._function, self._tuning))
         self._start = [place.get() for place in self._places]
         self._seen = list(self._start)

@@ -282,19 +282,13 @@ def _storage_if_any(tensor: Tensor) -> list[Any]:
 
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a sparse one, of its indices and values."""
-    return sum(part.nbytes for part in sparse_parts(tensor)) or (tensor.nbytes if tensor.layout is torch.strided else 0)
-
-
-def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Indices and values of a sparse COO tensor; nothing for any other layout."""
-    if tensor.layout is not torch.sparse_coo:
-        return ()
-    with internals.unobserved():
-        return tensor._indices(), tensor._values()
+    return sum(part.nbytes for part in internals.sparse_parts(tensor)) or (
+        tensor.nbytes if tensor.layout is torch.strided else 0
+    )
 
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    inner = inner_tensors(tensor) or sparse_parts(tensor)
+    inner = inner_tensors(tensor) or internals.sparse_parts(tensor)
     if not inner:
         yield tensor
     for part in inner:

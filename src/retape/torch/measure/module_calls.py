@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from retape.core.assignment import checkpoint_name
+from retape.torch.capture.arguments import tensors_of
 from retape.torch.compat.compiler_internals import is_compiled, replays_cuda_graphs, uncompiled
-from retape.torch.engine.context import running_regions
-from retape.torch.engine.policy import DROP_IN, Check, Policy
-from retape.torch.engine.slots import tensors_of
+from retape.torch.engine.context import RegionRequest, running_regions
+from retape.torch.engine.policy import DROP_IN
 from retape.torch.measure.memory_meter import storages_of
 from retape.torch.measure.sequential_slices import region_named, runs_in_order, slice_name, slices_of
-
-if TYPE_CHECKING:
-    from retape.torch.capture.call import Call
 
 Storage = int  # a storage of the forward, by number
 
@@ -165,26 +162,16 @@ class _Recorder:
             stack.enter_context(running_regions(self))
             yield
 
-    def run(
-        self,
-        call: Call,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        *,
-        policy: Policy,
-        check: Check,
-        early_stop: bool,
-        done: Callable[[Any], None] | None,
-    ) -> Any:
+    def run(self, request: RegionRequest) -> Any:
         """Record a call of `retape.checkpoint`, which a plan may keep: what its function saves is noted."""
-        if policy is not DROP_IN:
+        if request.policy is not DROP_IN:
             return NotImplemented
         name = checkpoint_name(str(next(self._checkpoints)))  # one name for each call: they are not divided together
-        noted = ModuleCall(name, self._numbers_of(tensors_of((arguments, keywords))), is_checkpoint=True)
+        inputs = self._numbers_of(tensors_of((request.arguments, request.keywords)))
+        noted = ModuleCall(name, inputs, is_checkpoint=True)
         self._running[-1].events.append(noted)
         self._running.append(noted)
-        outputs = function(*arguments, **keywords)
+        outputs = request.function(*request.arguments, **request.keywords)
         self._running.pop().outputs = self._numbers_of(tensors_of(outputs))
         return outputs
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -23,13 +23,16 @@ from torch import nn
 from retape.core.assignment import checkpoint_name
 from retape.core.errors import InvalidInput
 from retape.torch.compat import compiler_internals, process_internals
-from retape.torch.engine.context import current_runner, current_runs, enter_runner, managed_elsewhere, running_regions
+from retape.torch.engine.context import (
+    RegionRequest,
+    current_runner,
+    current_runs,
+    enter_runner,
+    managed_elsewhere,
+    running_regions,
+)
 from retape.torch.engine.policy import DROP_IN, Check
 from retape.torch.measure.sequential_slices import SequentialSlice, pieces_of
-
-if TYPE_CHECKING:
-    from retape.torch.capture.call import Call
-    from retape.torch.engine.policy import Policy
 
 Caller = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -269,19 +272,9 @@ class CheckpointCalls:
             self._inside.region = False
             enter_runner(before)
 
-    def run(
-        self,
-        call: Call,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        *,
-        policy: Policy,
-        check: Check,
-        early_stop: bool,
-        done: Callable[[Any], None] | None,
-    ) -> Any:
+    def run(self, request: RegionRequest) -> Any:
         """Answer a call of `retape.checkpoint`."""
+        call, function, arguments, keywords, policy, check, early_stop, done = request
         as_given = policy is DROP_IN and check is Check.METADATA and early_stop and done is None
         if not as_given or current_runs() or managed_elsewhere():
             return NotImplemented

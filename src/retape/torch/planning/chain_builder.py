@@ -19,7 +19,7 @@ import torch
 from retape.core.assignment import OUTSIDE_REGIONS, Assignment, Choice, RegionOption, RegionStage, assign
 from retape.core.plan import Plan
 from retape.core.problem import Chain, OptionKind, Stage, Tier
-from retape.torch.capture.signature import Signature, elements, shapes
+from retape.torch.capture.arguments import Signature, elements, shapes
 from retape.torch.planning.instruments import Overheads
 from retape.torch.planning.profile_intervals import (
     Profile,

@@ -23,14 +23,13 @@ from torch import nn
 
 from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
-from retape.torch.capture.signature import Signature, elements, shapes, signature
+from retape.torch.capture.arguments import Signature, elements, shapes, signature, tensors_of
 from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runner, managed_elsewhere
 from retape.torch.engine.host import offload
 from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Proof, ProofState
 from retape.torch.engine.select import plan_recipe
-from retape.torch.engine.slots import tensors_of
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import original_class, region_name
 from retape.torch.planning.region_variants import (

@@ -22,7 +22,7 @@ import torch
 from retape.core.errors import RetapeError
 from retape.core.fit_record import FitRecord
 from retape.core.problem import BudgetKind
-from retape.torch.capture.signature import signature
+from retape.torch.capture.arguments import signature
 from retape.torch.measure.budgets import resolved
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.instruments import OutOfMemory

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from retape.torch.capture.arguments import Signature, signature, tensors_of, weights_signature
 from retape.torch.capture.call import capture_call
-from retape.torch.capture.signature import Signature, signature, weights_signature
 from retape.torch.compat import hook_internals
 from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine.context import is_plain, managed_elsewhere
 from retape.torch.engine.inputs import maker_of
 from retape.torch.engine.messages import refuse_transforms
 from retape.torch.engine.region import Region, RegionObserver
-from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import storage_bytes
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import CheckpointCall, original_class, region_name

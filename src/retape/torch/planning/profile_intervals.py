@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from retape.torch.capture.signature import Signature
+from retape.torch.capture.arguments import Signature
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.memory_meter import MemoryReading
 

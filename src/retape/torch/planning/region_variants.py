@@ -31,13 +31,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import RetapeError, UnsupportedTransform
+from retape.torch.capture.arguments import Signature, tensors_of, weights_signature
 from retape.torch.capture.functions import CompiledCall
-from retape.torch.capture.signature import Signature, weights_signature
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runs, is_plain
 from retape.torch.engine.policy import Policy
-from retape.torch.engine.slots import tensors_of
 from retape.torch.measure.memory_meter import synchronize, track_memory
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.slicing.tile import call_in_tiles

@@ -50,6 +50,8 @@ class EngineTuning:
         64 * 2**20
     )  # copied to measure the bandwidth between device and host: large enough to reach its peak
     probes: int = 3  # copies each way, of which the fastest counts
+    lock_check_seconds: float = 1.0  # between two looks at the thread that holds the lock around re-runs
+    lock_stuck_checks: int = 10  # looks at which that thread waits in the same frame before it counts as a deadlock
 
 
 TUNING = EngineTuning()

@@ -1,0 +1,246 @@
+"""Arguments of a call: templates to rebuild them with other tensors, and signatures that tell calls apart.
+
+A template has the containers of an argument, copied, with a `Leaf` in the place of each tensor. A signature has the shapes, dtypes,
+devices and strides of the tensors of a call, or of a module's weights. Not here: what a call reaches besides its arguments (`call.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from retape.torch.capture.containers import ATOMS, WEAK_PROXIES
+
+# --- templates ----------------------------------------------------------------------------------------------------------
+
+
+class Leaf:
+    """The place of tensor number `index` in a rebuilt container."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _AsIs:
+    """A value that is passed to a re-run as it is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Rebuilt:
+    """A dataclass whose fields are rebuilt one by one."""
+
+    __slots__ = ("fields", "original")
+
+    def __init__(self, original: Any, fields: dict[str, Any]) -> None:
+        self.original = original
+        self.fields = fields
+
+    def rebuild(self, fields: dict[str, Any]) -> Any:
+        twin = object.__new__(type(self.original))
+        for name, value in fields.items():
+            object.__setattr__(twin, name, value)
+        return twin
+
+
+_LEAVES = tuple([Leaf(index) for index in range(32)])
+_ONLY_LEAVES = frozenset({Leaf})
+_CONTAINERS = (list, tuple, dict, deque, _Rebuilt, _AsIs)
+# Containers of the standard library that are rebuilt by copying: a copy keeps their factory, their length limit.
+COPIED = frozenset({OrderedDict, defaultdict, deque})
+
+
+class ArgumentTemplates:
+    """The templates of all arguments of a call.
+
+    Their tensors are added to `tensors`, in order, and are not kept here; objects that are neither tensors nor containers of them are
+    added to `others`.
+    """
+
+    __slots__ = ("_plain", "keywords", "only_tensors", "positional")
+
+    def __init__(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], tensors: list[Tensor], others: list[Any]
+    ) -> None:
+        self.positional = tuple([_template(value, tensors, others) for value in arguments])
+        self.only_tensors = not keywords and _ONLY_LEAVES.issuperset(map(type, self.positional))
+        self._plain = self.only_tensors or _holds_no_container(self.positional)  # there is nothing to copy
+        self.keywords: dict[str, Any] = _NO_KEYWORDS
+        if keywords:
+            self.keywords = {key: _template(value, tensors, others) for key, value in keywords.items()}
+            self._plain = self._plain and _holds_no_container(self.keywords.values())
+
+    def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments and keywords with `tensors` in their places, in containers of their own."""
+        if self.only_tensors:
+            return tuple(tensors), {}
+        if self._plain:
+            arguments = tuple([tensors[a.index] if type(a) is Leaf else a for a in self.positional])
+            return arguments, {k: tensors[a.index] if type(a) is Leaf else a for k, a in self.keywords.items()}
+        return (
+            tuple([_put_back(a, tensors) for a in self.positional]),
+            {k: _put_back(a, tensors) for k, a in self.keywords.items()},
+        )
+
+
+_NO_KEYWORDS: dict[str, Any] = {}  # never changed
+
+
+def _template(value: Any, tensors: list[Tensor], others: list[Any], inside: tuple[int, ...] = ()) -> Any:
+    """Return the template of one argument; `inside` has the ids of the containers around it."""
+    kind: Any = type(value)
+    if issubclass(kind, Tensor):
+        # One entry for each place, though several may hold one tensor: the number that a nested region saves must not depend
+        # on which tensors are one object, since in a re-run they may be an argument and its copy in a closure.
+        index = len(tensors)
+        tensors.append(value)
+        return _LEAVES[index] if index < len(_LEAVES) else Leaf(index)
+    if kind in ATOMS:
+        return value
+    if kind in WEAK_PROXIES:
+        others.append(value)
+        return value
+    if id(value) in inside:  # a container that holds itself
+        others.append(value)
+        return _AsIs(value)
+    inside = (*inside, id(value))
+    if kind is list or kind is tuple:
+        return kind([_template(item, tensors, others, inside) for item in value])
+    if kind is dict:
+        return {key: _template(item, tensors, others, inside) for key, item in value.items()}
+    if kind in COPIED:
+        return _refilled(value, [(key, _template(item, tensors, others, inside)) for key, item in _items(value)])
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return tuple.__new__(kind, [_template(item, tensors, others, inside) for item in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
+        return _Rebuilt(value, {name: _template(field, tensors, others, inside) for name, field in _fields_of(value)})
+    others.append(value)
+    return value
+
+
+def _put_back(value: Any, tensors: list[Tensor]) -> Any:
+    """Return what a template stands for, with these tensors."""
+    kind: Any = type(value)
+    if kind is Leaf:
+        return tensors[value.index]
+    if kind is _AsIs:
+        return value.value
+    if kind is list or kind is tuple:
+        return kind([_put_back(item, tensors) for item in value])
+    if kind is dict:
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    if kind is _Rebuilt:
+        return value.rebuild({name: _put_back(field, tensors) for name, field in value.fields.items()})
+    if kind in COPIED:
+        return _refilled(value, [(key, _put_back(item, tensors)) for key, item in _items(value)])
+    if issubclass(kind, tuple) and hasattr(value, "_fields"):
+        return tuple.__new__(kind, [_put_back(item, tensors) for item in value])
+    return value
+
+
+def _holds_no_container(taken: Iterable[Any]) -> bool:
+    return not any(type(value) is not Leaf and issubclass(type(value), _CONTAINERS) for value in taken)
+
+
+def _fields_of(value: Any) -> list[tuple[str, Any]]:
+    """Return the fields of a dataclass, which are in a dict or in slots."""
+    if hasattr(value, "__dict__"):
+        return list(vars(value).items())
+    names = [field.name for field in dataclasses.fields(value)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(enumerate(container)) if isinstance(container, deque) else list(container.items())
+
+
+def _refilled(container: Any, items: list[tuple[Any, Any]]) -> Any:
+    """Return a copy of a container with other values under the same keys."""
+    twin = copy.copy(container)
+    for key, item in items:
+        twin[key] = item
+    return twin
+
+
+def twins_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Return the places of tensors that were met before, each with the first place of the same tensor."""
+    first: dict[int, int] = {}
+    pairs = [(index, first.setdefault(id(tensor), index)) for index, tensor in enumerate(tensors)]
+    return tuple([pair for pair in pairs if pair[0] != pair[1]])
+
+
+# --- tensors and signatures ---------------------------------------------------------------------------------------------
+
+Signature: TypeAlias = tuple[Any, ...]
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """Return the tensors in a value, such as a region's output, in order."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Signature:
+    """Return shapes, dtypes and strides of a call's tensors, in order; equal for calls that run the same kernels."""
+    found: list[Any] = []
+    for value in arguments:
+        _note(value, found)
+    for name, value in keywords.items():
+        if value is not None:
+            found.append(name)
+            _note(value, found)
+    return tuple(found)
+
+
+def _note(value: Any, found: list[Any]) -> None:
+    if isinstance(value, Tensor):
+        # Strides too: another layout runs other kernels, and may need copies.
+        strides = value.stride() if value.layout is torch.strided else value.layout
+        found.append((tuple(value.shape), value.dtype, value.device, strides))
+    elif isinstance(value, (tuple, list)):
+        found.append(len(value))
+        for item in value:
+            _note(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _note(item, found)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        found.append(value)
+
+
+def weights_signature(module: nn.Module) -> Signature:
+    """Return shapes, strides, dtypes and `requires_grad` of a module's parameters and buffers."""
+    parameters = tuple((*_look(p), p.device, p.requires_grad) for p in module.parameters())
+    return (parameters, tuple(map(_look, module.buffers())), module.training)
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    # Strides too: another memory format runs other kernels, whose results have other strides.
+    if is_lazy(tensor):
+        return (tensor.dtype,)
+    return (tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else tensor.layout, tensor.dtype)
+
+
+def shapes(of: Signature) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a call's tensors, in order."""
+    return tuple(part[0] for part in of if isinstance(part, tuple) and part and isinstance(part[0], tuple))
+
+
+def elements(of: Signature) -> int:
+    """Return the number of elements of all tensors of a call."""
+    return sum(map(math.prod, shapes(of)))
