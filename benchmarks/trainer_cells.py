@@ -26,6 +26,8 @@ ALL_MEMORY = 1 << 40
 ABOVE_FLOOR, MOST_REFUSALS = 1.03, 3
 COMPILED, RAGGED, BF16, RANKS = "torch_compile", "dynamic padding", "bf16 + accumulation", "two processes"
 
+IMPOSSIBLE: dict[tuple[str, str], str] = {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -39,6 +41,11 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.trainer}/{self.tuned}/{self.setting}"
+
+    @property
+    def impossible(self) -> str | None:
+        """Why there is no such training without retape either; None if there is."""
+        return IMPOSSIBLE.get((self.trainer, self.tuned))
 
     @property
     def micro_steps(self) -> int:
@@ -479,6 +486,7 @@ class CellResult:
     highest_peak_bytes: int = 0
     live_steps: int = 0
     slowdown: float = 0.0
+    seconds: float = 0.0
 
 
 def train(cell: Cell, budget: float | None, **options: Any) -> Run:
