@@ -128,9 +128,14 @@ def main() -> None:
 
 
 def _commit() -> str:
-    """Return the commit of the sources, with a + if they were changed since."""
-    asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+    """Return the commit of the sources, with a + if they were changed since; records do not count."""
+
+    def asked(*words: str) -> subprocess.CompletedProcess[str]:
+        root = Path(__file__).parent.parent
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=root)
+
+    changed = asked("diff", "--quiet", "HEAD", "--", "src", "benchmarks/*.py").returncode
+    return asked("rev-parse", "--short", "HEAD").stdout.strip() + ("+" if changed else "")
 
 
 def _write(results: dict[str, Any], out: str | None) -> None:
