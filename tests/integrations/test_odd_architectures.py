@@ -40,11 +40,10 @@ CASES = {
     "BertForMaskedLM": (STATES, ATTENTIONS),
 }
 SAMPLE = ("OlmoeForCausalLM", "GptOssForCausalLM", "Gemma4ForCausalLM", "WhisperForConditionalGeneration")
-WHISPER = {
-    **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in (("layers", 4), ("ffn_dim", 96))},
-    **{"vocab_size": 128, "d_model": 60, "num_mel_bins": 8, "max_source_positions": 32, "max_target_positions": 64},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False},
-}
+SIZES = {"layers": 4, "ffn_dim": 96}
+WHISPER = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
+WHISPER |= {"vocab_size": 128, "d_model": 60, "num_mel_bins": 8, "max_source_positions": 32, "max_target_positions": 64}
+WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False}
 CHOSEN = list(CASES) if os.environ.get("RETAPE_LONG") else list(SAMPLE)
 
 
