@@ -26,6 +26,8 @@ ALL_MEMORY = 1 << 40
 ABOVE_FLOOR, MOST_REFUSALS = 1.03, 3
 COMPILED, RAGGED, BF16, RANKS = "torch_compile", "dynamic padding", "bf16 + accumulation", "two processes"
 
+IMPOSSIBLE: dict[tuple[str, str], str] = {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -39,6 +41,11 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.trainer}/{self.tuned}/{self.setting}"
+
+    @property
+    def impossible(self) -> str | None:
+        """Why there is no such training without retape either; None if there is."""
+        return IMPOSSIBLE.get((self.trainer, self.tuned))
 
     @property
     def micro_steps(self) -> int:
@@ -479,6 +486,7 @@ class CellResult:
     highest_peak_bytes: int = 0
     live_steps: int = 0
     slowdown: float = 0.0
+    seconds: float = 0.0
 
 
 def train(cell: Cell, budget: float | None, **options: Any) -> Run:
@@ -499,13 +507,25 @@ def run_cell(cell: Cell, plain: Run | None = None) -> CellResult:
     if cell.setting == RAGGED or cell.trainer == "grpo":  # one for all batches, also where the first is small
         recomputes = cell.trainer in TRL and cell.tuned != "prefix"  # by TRL's default
         mostly_loss = cell.trainer in ("sft", "dpo", "grpo")
-        budget = int(max(plain.peaks) * (1.02 if recomputes else 0.97 if mostly_loss else 0.85))
+        share = 1.02 if recomputes else 0.97 if mostly_loss else 0.85
+        if cell.setting == RANKS:
+            share += 0.04  # DistributedDataParallel's buckets, which the budget counts and the meter does not
+        budget = int(_most(max(plain.peaks)) * share)
     for _ in range(MOST_REFUSALS):
         try:
             return compared(cell, plain, train(cell, budget))
         except BudgetTooSmall as error:
             budget = int(ABOVE_FLOOR * error.floor_bytes)
     return CellResult(outcome=f"no budget fits, {budget} neither")
+
+
+def _most(value: int) -> int:
+    """Return the largest of all processes' values: they are given one budget."""
+    if not torch.distributed.is_initialized():
+        return value
+    shared = torch.tensor(value)
+    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+    return int(shared)
 
 
 def compared(cell: Cell, plain: Run, fitted: Run) -> CellResult:

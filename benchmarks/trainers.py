@@ -1,11 +1,12 @@
 """The matrix of trainers: {trainer} x {what is trained} x {setting}, each with and without retape, compared bit for bit.
 
-    python -m benchmarks.trainers [--only sft/lora ...] [--steps 10] [--out FILE]
+    python -m benchmarks.trainers [--only sft/lora ...] [--steps 10] [--continue RECORD] [--out FILE]
 
 A cell trains ten optimizer steps twice (`benchmarks.trainer_cells`). It is right if losses, logs and weights are equal bit for bit, if
 every step's peak, counted by a meter that knows nothing of the plan, is inside the budget, and if model and trainer are afterwards as
-they were. Compiled cells are compared with compiled blocks that keep everything. Each cell runs in processes of its own. With `--only`
-nothing is recorded unless `--out` is given.
+they were. Compiled cells are compared with compiled blocks that keep everything. Each cell runs in processes of its own. The record is
+written after each cell, with the commit that it ran on; `--continue` runs the cells that are not right in an earlier record, and
+writes it again. With `--only` nothing is recorded unless `--out` or `--continue` is given.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from benchmarks.trainer_cells import BF16, COMPILED, RAGGED, RANKS, Cell, CellResult, run_cell
 
 TRAINERS = ("trainer", "sft", "dpo", "grpo", "reward", "lightning", "accelerate")
 TUNED = ("full", "lora", "prefix")
 SETTINGS = ("defaults", BF16, COMPILED, RAGGED, RANKS)
+FINAL = ("right", "cannot exist")  # outcomes of cells that need not run again
 LIMIT_SECONDS = 900
 
 
@@ -37,7 +42,10 @@ def cells(steps: int = 10) -> list[Cell]:
 
 def run_apart(cell: Cell, limit_seconds: int = LIMIT_SECONDS) -> CellResult:
     """Run a cell in a process of its own, or in two; return the first result that is not right."""
+    if cell.impossible:
+        return CellResult(outcome=f"cannot exist: {cell.impossible}")
     count = 2 if cell.setting == RANKS else 1
+    begun = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.trainers", "--cell", json.dumps(asdict(cell))]
     port = _free_port()
     started = [
@@ -59,7 +67,8 @@ def run_apart(cell: Cell, limit_seconds: int = LIMIT_SECONDS) -> CellResult:
         for process in started:
             process.kill()
     results = [_read(out, err) for out, err in said]
-    return next((each for each in results if each.outcome != "right"), results[0])
+    result = next((each for each in results if each.outcome != "right"), results[0])
+    return replace(result, seconds=round(time.monotonic() - begun, 1))
 
 
 def _read(out: str, err: str) -> CellResult:
@@ -98,21 +107,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--continue", dest="earlier", help="a record, whose right cells are not run again")
     parser.add_argument("--out")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.cell:
         _run_here(Cell(**json.loads(given.cell)))
         return
-    results = {}
+    earlier = json.loads(Path(given.earlier).read_text()) if given.earlier and Path(given.earlier).exists() else {}
+    results = {
+        name: result for name, result in earlier.get("results", {}).items() if result["outcome"].startswith(FINAL)
+    }
     for cell in cells(given.steps):
-        if not given.only or any(part in cell.name for part in given.only):
-            results[cell.name] = asdict(run_apart(cell))
-            print(cell.name, results[cell.name], flush=True)
-    if given.out or not given.only:
-        from benchmarks.records import record
+        if cell.name in results or (given.only and not any(part in cell.name for part in given.only)):
+            continue
+        results[cell.name] = asdict(run_apart(cell)) | {"commit": _commit()}
+        print(cell.name, results[cell.name], flush=True)
+        if given.out or given.earlier or not given.only:
+            _write(results, given.out or given.earlier)
 
-        print(record("trainers", 3, results, given.out))
+
+def _commit() -> str:
+    """Return the commit of the sources, with a + if they were changed since; records do not count."""
+
+    def asked(*words: str) -> subprocess.CompletedProcess[str]:
+        root = Path(__file__).parent.parent
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=root)
+
+    changed = asked("diff", "--quiet", "HEAD", "--", "src", "benchmarks/*.py").returncode
+    return asked("rev-parse", "--short", "HEAD").stdout.strip() + ("+" if changed else "")
+
+
+def _write(results: dict[str, Any], out: str | None) -> None:
+    """Write what is known so far, in the order of the matrix."""
+    from benchmarks.records import record
+
+    versions = {name: version(name) for name in ("transformers", "trl", "peft", "accelerate", "lightning")}
+    record(
+        "trainers",
+        3,
+        {c.name: results[c.name] for c in cells() if c.name in results},
+        out,
+        about={"trainers": versions},
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from retape.errors import StateChanged
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import Policy
 from support.comparing import Notes, all_held, as_region, every_way, leaf, nested, plainly, refuses, some_held
+from support.ledger import Ledger
 
 
 def edited_output(call):
@@ -237,3 +238,24 @@ def test_a_failed_rerun_leaves_nothing():
             y.sum().backward()
         del y
         assert alive(seen) == 0
+
+
+def test_a_tensor_with_the_id_of_one_that_the_region_replaced_is_dropped():
+    """A cache's tensor dies in the forward, and Python may make a saved one at its address: it is no state of the region."""
+    x = leaf(64)
+
+    class Cache:
+        def __init__(self):
+            self.parts = [x.exp() for _ in range(8)]
+
+    def filling(cache, a):
+        for number in range(8):
+            cache.parts[number] = torch.cat([cache.parts[number], a]).sin()
+        return sum(part.exp().cos().exp().sum() for part in cache.parts)
+
+    def bytes_held():
+        with Ledger() as ledger:
+            loss = run_region(filling, Cache(), x)
+            return ledger.live, loss
+
+    assert len({bytes_held()[0] for _ in range(50)}) == 1

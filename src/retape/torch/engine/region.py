@@ -108,6 +108,8 @@ class Region:
     kept: list[Any] = ()  # type: ignore[assignment]  # what was given to `retape.keep`: a list from the first on
     copies: Mapping[int, MovedSlot] = MappingProxyType({})  # slots that are on the host too, by number
     _own_ids: set[int] | None = None
+    # The tensors with these ids, until the first run ends: one that it replaces (a cache's) would leave its id to another tensor.
+    _own_state: list[Tensor] = _NO_TENSORS
     _decisions: Decisions | None = None
     _digests: dict[int, Digest] | None = None  # of dropped slots, where a recipe is to be proven
     _transfers: RegionTransfers | None = None  # where slots or inputs are moved
@@ -136,6 +138,7 @@ class Region:
             self.check = Check.METADATA if self._compares else _OFF
         self._arguments: Collection[int] = set(map(id, call.tensors))
         if not call.only_parameters:
+            self._own_state = call.state  # the snapshot holds others, without their history
             self._own_ids = set(map(id, call.state))
         self.snapshot = Snapshot(call)
         if observer is not None:
@@ -202,6 +205,8 @@ class Region:
         finally:
             _pop_hooks()
             running.pop()
+            if self._own_ids is not None:
+                self._own_state = _NO_TENSORS
         self.snapshot.finish_forward(tensors)
         if self.snapshot.touches_data:  # what it puts there it may put back only at its end
             self.early_stop = False
