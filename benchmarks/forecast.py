@@ -7,10 +7,11 @@
     python -m benchmarks.forecast large [--out FILE]
 
 `calibrate` writes a device file, `measure` runs every setup: both need the GPU. The others need none: `compare` forecasts the same
-setups and writes the record with the errors; `plans` does so for the plans that `fit` chose in a record of benchmarks.fit; `large` times
-forecasts of 70 billion weights on 64 GPUs. Random weights, made-up tokens, bf16, eager kernels. Peak is
-`torch.cuda.max_memory_allocated` from before the first forward, everything counted; seconds are the median of whole steps. Setups with
-`tuned` were set aside for tuning the cost model; their errors are reported apart. `--toy` has tiny models, to try the script on a CPU.
+setups, with the same version of Transformers, whose models change from one to the next, and writes the record with the errors; `plans`
+does so for the plans that `fit` chose in a record of benchmarks.fit; `large` times forecasts of 70 billion weights on 64 GPUs. Random
+weights, made-up tokens, bf16, eager kernels. Peak is `torch.cuda.max_memory_allocated` from before the first forward, everything
+counted; seconds are the median of whole steps. Setups with `tuned` were set aside for tuning the cost model; their errors are reported
+apart. `--toy` has tiny models, to try the script on a CPU.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _llama(sizes: dict, length: int, toy: bool) -> dict:
 # --- measure ------------------------------------------------------------------------------------------------------------
 
 
-def measured(setup: Setup, device: str, *, toy: bool) -> dict:
+def measured(setup: Setup, device: str, *, toy: bool, profile: bool = False) -> dict:
     """Run steps of a setup: bytes before, the peak, and the median seconds of whole steps."""
     cuda = device == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
@@ -176,7 +177,7 @@ def measured(setup: Setup, device: str, *, toy: bool) -> dict:
         "parameters": sum(p.numel() for p in model.parameters()),
         "process_bytes_before": before,
     }
-    if setup.tuned:
+    if setup.tuned or profile:
         found["ops"] = _profiled(step, cuda)
     return found
 
@@ -239,7 +240,7 @@ def measure(options) -> None:
             print(f"{setup.name}: no time left", flush=True)
             continue
         try:
-            results[setup.name] = measured(setup, device, toy=options.toy)
+            results[setup.name] = measured(setup, device, toy=options.toy, profile=options.profile)
         except Exception as error:  # one setup that fails must not lose the others
             results[setup.name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
         gc.collect()
@@ -277,6 +278,7 @@ def main() -> None:
     parser.add_argument("--out")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--profile", action="store_true", help="measure: also the device seconds of each op")
     parser.add_argument("--limit", type=float, default=190.0, help="seconds after which no further setup begins")
     parser.add_argument("--measured", help="the record of `measure`")
     parser.add_argument("--device", help="the device file of `calibrate`, or the name of a device")
@@ -291,6 +293,7 @@ def compare(options) -> None:
     import retape
 
     source = json.loads(Path(options.measured).read_text())
+    _check_version(source)
     rows = {}
     for setup in SETUPS:
         found = source["results"].get(setup.name)
@@ -326,8 +329,23 @@ def compare(options) -> None:
         },
     }
     print(summary)
-    about = {"measured_on": source["device"], "measured_torch": source["torch"], "summary": summary}
+    about = {
+        "measured_on": source["device"],
+        "measured_torch": source["torch"],
+        "transformers": source["transformers"],
+        "summary": summary,
+    }
     print(record("forecast", 0, rows, options.out, part="compared", about=about))
+
+
+def _check_version(source: dict) -> None:
+    import transformers
+
+    if transformers.__version__ != source["transformers"]:
+        raise SystemExit(
+            f"The setups were measured with Transformers {source['transformers']}, and {transformers.__version__} is installed: its "
+            "models may be others. Install that version, into a folder of its own on PYTHONPATH."
+        )
 
 
 def plans(options) -> None:

@@ -20,7 +20,7 @@ from retape.forecast.known_models import batch_from, model_from
 from retape.forecast.layout import Layout, OptimizerKind, layout_from, optimizer_kind
 from retape.forecast.parallel import StageProblem, stage_problems
 from retape.forecast.result import Forecast
-from retape.forecast.stage_plan import StagePlan, plan_stage
+from retape.forecast.stage_plan import StagePlan, plan_stage, step_seconds
 from retape.forecast.tracing import Step, TracedStep, trace_step
 
 USABLE_SHARE = 0.94  # of a device's memory: the CUDA context, libraries and fragments take the rest
@@ -96,27 +96,24 @@ class _Request:
         return trace_step(self.model, batch, costs, step=self.step, host=self.offload, plan=plan)
 
     def problems(self, traced: TracedStep) -> list[StageProblem]:
-        costs = cost_model(self.device)
-        name = "adamw fused" if self.optimizer.states == 2 else "sgd"
-
-        def seconds(size: int) -> float:
-            return costs.optimizer_seconds(name, "bfloat16", size)
-
+        seconds = optimizer_step_seconds(self.device, self.optimizer)
         return stage_problems(traced, self.layout, self.device, self.optimizer, seconds)
 
     def forecast(self) -> Forecast:
         traced = self.trace(self.batch)
+        return self.result(traced, self.plans(traced, timeline=True))
+
+    def plans(self, traced: TracedStep, *, timeline: bool = False) -> list[StagePlan]:
+        """Return the plan of each stage. One GPU that keeps everything has the peak and time of the step that was traced as a whole."""
         problems = self.problems(traced)
-        plans = _planned(problems, self.budget_bytes, timeline=True)
-        return self.result(traced, plans)
+        if self.layout != Layout(zero=self.layout.zero):
+            return _planned(problems, self.budget_bytes, timeline=timeline)
+        kept = traced.peak_bytes + _fixed_bytes(problems[0], traced)
+        plan = plan_stage(problems[0], self.budget_bytes, timeline=timeline, kept_bytes=kept)
+        return [replace(plan, peak_bytes=kept, seconds=traced.seconds) if plan.keeps_everything else plan]
 
     def result(self, traced: TracedStep, plans: list[StagePlan]) -> Forecast:
         layout = self.layout
-        weights = plans[0].problem
-        fixed = weights.weight_bytes + weights.optimizer_bytes + weights.buffer_bytes + traced.batch_bytes
-        plans = self._exact(traced, plans, fixed)
-        slowest = max(plan.seconds for plan in plans)
-        work = slowest * layout.accumulate * (1 + layout.bubble)
         return Forecast(
             model=type(self.model).__name__,
             device=self.device,
@@ -125,28 +122,31 @@ class _Request:
             budget_bytes=self.budget_bytes,
             stages=tuple(plans),
             peak_bytes=max(plan.peak_bytes for plan in plans),
-            seconds=work + max(plan.problem.once_seconds for plan in plans),
+            seconds=step_seconds(layout, plans),
             flops=traced.flops * layout.context,
             tokens=traced.tokens * layout.context,
-            plain_peak_bytes=traced.peak_bytes + fixed,
+            plain_peak_bytes=traced.peak_bytes + _fixed_bytes(plans[0].problem, traced),
             plain_seconds=traced.seconds + plans[0].problem.once_seconds,
             rows=_rows_of(self.batch),
             length=_length_of(self.batch) * layout.context,
             grow=self._floor_of,
         )
 
-    def _exact(self, traced: TracedStep, plans: list[StagePlan], fixed: int) -> list[StagePlan]:
-        """Return the plans with the peak of the step itself where one GPU keeps everything: that was traced as a whole."""
-        alone = self.layout == Layout(zero=self.layout.zero)
-        if not alone or not plans[0].keeps_everything:
-            return plans
-        return [replace(plans[0], peak_bytes=traced.peak_bytes + fixed, seconds=traced.seconds)]
-
     def _floor_of(self, rows: int, length: int) -> int:
         """Return the floor with another micro-batch."""
         batch = _resized(self.batch, rows, length // self.layout.context, _length_of(self.batch))
         problems = self.problems(self.trace(batch))
         return max(plan_stage(problem, None).floor_bytes for problem in problems)
+
+
+def _fixed_bytes(problem: StageProblem, traced: TracedStep) -> int:
+    return problem.weight_bytes + problem.optimizer_bytes + problem.buffer_bytes + traced.batch_bytes
+
+
+def optimizer_step_seconds(device: Device, optimizer: OptimizerKind) -> Callable[[int], float]:
+    """Return the seconds of an optimizer step as a function of the bytes that it reads and writes."""
+    costs, name = cost_model(device), "adamw fused" if optimizer.states == 2 else "sgd"
+    return lambda size: costs.optimizer_seconds(name, "bfloat16", size)
 
 
 def _planned(problems: list[StageProblem], budget_bytes: int, *, timeline: bool = False) -> list[StagePlan]:
@@ -283,9 +283,8 @@ def search_layouts(
 
 
 def _choice(request: _Request, traced: TracedStep) -> LayoutChoice:
-    problems = request.problems(traced)
     try:
-        plans = _planned(problems, request.budget_bytes)
+        plans = request.plans(traced)
     except BudgetTooSmall as error:
         return LayoutChoice(
             layout=request.layout, forecast=None, reason=f"needs at least {format_bytes(error.floor_bytes)}"
@@ -296,7 +295,9 @@ def _choice(request: _Request, traced: TracedStep) -> LayoutChoice:
 
 def _reason(found: Forecast) -> str:
     """Return what limits a layout, in a few words."""
-    exposed = max(stage.problem.exposed_seconds / stage.seconds for stage in found.stages)
+    exposed = max(
+        (stage.problem.exposed_seconds + stage.problem.tensor_seconds) / stage.seconds for stage in found.stages
+    )
     recomputed = max((stage.plan.promised_seconds or 0.0) for stage in found.stages)
     least = max(stage.frontier.points[-1].seconds for stage in found.stages)
     parts = [f"{exposed:.0%} communication" if exposed >= 0.01 else ""]

@@ -107,8 +107,9 @@ class Forecast:
         return max(0, int(size + (usable - self.floor_bytes) / slope))
 
     def export(self, kind: str) -> str:
-        """Return settings for "megatron" (flags), "torchtitan" (TOML), "huggingface" or "deepspeed" (JSON)."""
-        return export_settings(kind, self.layout, Counter(t for _, t in self.treatments), rows=self.rows)
+        """Return settings for "megatron" or "torchtitan" (flags), "huggingface" or "deepspeed" (JSON)."""
+        counts = Counter(treatment for _, treatment in self.treatments)
+        return export_settings(kind, self.layout, counts, rows=self.rows, length=self.length)
 
     def report(self, path: str | Path) -> None:
         """Write one HTML page: memory over the step, frontier, and the treatment of each block, per pipeline stage."""
