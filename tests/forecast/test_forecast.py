@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -231,11 +232,33 @@ def test_faster_devices_are_faster(model, rows):
 # --- output -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_the_figures(plain, tmp_path):
-    plain.report(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert "Pipeline stage 0" in text
-    assert "<polyline" in text
+def test_the_page_has_memory_by_class_and_what_to_change(model, rows, tmp_path):
+    mesh = {"gpus": 8, "fsdp": 2, "pipeline": 4, "accumulate": 8}
+    found = retape.forecast(model, rows, mesh=mesh, optimizer="adamw")
+    found.report(tmp_path / "page.html")
+    page = ElementTree.fromstring((tmp_path / "page.html").read_text().partition("\n")[2])
+    titles = [head.text for head in page.iter("h2")]
+    assert titles[:3] == ["Forecast", "What to change", "Peak by class"]
+    assert titles[3:] == [f"Memory over a micro-batch: stage {number}" for number in range(4)]
+    (changes, stages) = list(page.iter("table"))[:2]
+    assert len(list(changes.iter("tr"))) == 1 + len(found.what_to_change())
+    assert len(list(stages.iter("tr"))) == 1 + 4
+    drawn = {path.get("class") for section in page.iter("section") for path in section.iter("path")}
+    assert {"a-fixed", "a-glue", "a-gradients", "a-slots", "a-working", "g5"} <= drawn
+    assert "max-width: 640px" in next(page.iter("style")).text
+
+
+def test_what_to_change_forecasts_each_change(model, rows, plain):
+    tight = retape.forecast(model, rows, optimizer="adamw", budget=(plain.floor_bytes + plain.peak_bytes) // 2)
+    advised = {advice.what: advice for advice in tight.what_to_change()}
+    kept = advised["more memory: enough to keep everything"].forecast
+    assert kept.peak_bytes == plain.peak_bytes
+    assert kept.seconds < tight.seconds
+    assert advised["2 GPUs that share weights (FSDP)"].forecast.layout.gpus == 2
+    rates = [advice.tokens_per_gpu for advice in tight.what_to_change()]
+    assert rates == sorted(rates, reverse=True)
+    refused = [advice.reason for advice in advised.values() if advice.forecast is None]
+    assert all(reason.startswith("No plan fits in") for reason in refused)
 
 
 def test_the_module_is_the_function_whatever_was_imported_first():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetKind
 from retape.core.units import format_bytes
+from retape.forecast.advice import Change
 from retape.forecast.device import Device
 from retape.forecast.known_devices import cost_model, device_named
 from retape.forecast.known_models import batch_from, model_from
@@ -99,17 +101,38 @@ class _Request:
         seconds = optimizer_step_seconds(self.device, self.optimizer)
         return stage_problems(traced, self.layout, self.device, self.optimizer, seconds)
 
-    def forecast(self) -> Forecast:
-        traced = self.trace(self.batch)
-        return self.result(traced, self.plans(traced, timeline=True))
+    def forecast(self, traced: TracedStep | None = None) -> Forecast:
+        traced = self.trace(self.batch) if traced is None else traced
+        return self.result(traced, self.plans(traced))
 
-    def plans(self, traced: TracedStep, *, timeline: bool = False) -> list[StagePlan]:
+    def changed(self, traced: TracedStep, change: Change) -> Forecast:
+        """Return the forecast of a changed setup; the trace serves again where the work of a GPU stays the same."""
+        layout = replace(self.layout, **dict(change.layout))
+        _check_divisible(self.model, layout)
+        rows, length = change.rows or _rows_of(self.batch), change.length or self._length
+        same = rows == _rows_of(self.batch) and length == self._length
+        batch = self.batch if same else _resized(self.batch, rows, length // layout.context, _length_of(self.batch))
+        request = replace(
+            self,
+            batch=batch,
+            layout=layout,
+            optimizer=change.optimizer or self.optimizer,
+            budget_bytes=change.budget_bytes or self.budget_bytes,
+        )
+        same = same and (layout.tensor, layout.context) == (self.layout.tensor, self.layout.context)
+        return request.forecast(traced if same else None)
+
+    @property
+    def _length(self) -> int:
+        return _length_of(self.batch) * self.layout.context
+
+    def plans(self, traced: TracedStep) -> list[StagePlan]:
         """Return the plan of each stage. One GPU that keeps everything has the peak and time of the step that was traced as a whole."""
         problems = self.problems(traced)
         if self.layout != Layout(zero=self.layout.zero):
-            return _planned(problems, self.budget_bytes, timeline=timeline)
+            return _planned(problems, self.budget_bytes)
         kept = traced.peak_bytes + _fixed_bytes(problems[0], traced)
-        plan = plan_stage(problems[0], self.budget_bytes, timeline=timeline, kept_bytes=kept)
+        plan = plan_stage(problems[0], self.budget_bytes, kept_bytes=kept)
         return [replace(plan, peak_bytes=kept, seconds=traced.seconds) if plan.keeps_everything else plan]
 
     def result(self, traced: TracedStep, plans: list[StagePlan]) -> Forecast:
@@ -128,15 +151,9 @@ class _Request:
             plain_peak_bytes=traced.peak_bytes + _fixed_bytes(plans[0].problem, traced),
             plain_seconds=traced.seconds + plans[0].problem.once_seconds,
             rows=_rows_of(self.batch),
-            length=_length_of(self.batch) * layout.context,
-            grow=self._floor_of,
+            length=self._length,
+            again=partial(self.changed, traced),
         )
-
-    def _floor_of(self, rows: int, length: int) -> int:
-        """Return the floor with another micro-batch."""
-        batch = _resized(self.batch, rows, length // self.layout.context, _length_of(self.batch))
-        problems = self.problems(self.trace(batch))
-        return max(plan_stage(problem, None).floor_bytes for problem in problems)
 
 
 def _fixed_bytes(problem: StageProblem, traced: TracedStep) -> int:
@@ -149,13 +166,13 @@ def optimizer_step_seconds(device: Device, optimizer: OptimizerKind) -> Callable
     return lambda size: costs.optimizer_seconds(name, "bfloat16", size)
 
 
-def _planned(problems: list[StageProblem], budget_bytes: int, *, timeline: bool = False) -> list[StagePlan]:
+def _planned(problems: list[StageProblem], budget_bytes: int) -> list[StagePlan]:
     """Return a plan for each stage; stages that are alike are solved once."""
     plans: list[StagePlan] = []
     for problem in problems:
         known = next((plan for plan in plans if _are_alike(plan.problem, problem)), None)
         if known is None:
-            plans.append(plan_stage(problem, budget_bytes, timeline=timeline))
+            plans.append(plan_stage(problem, budget_bytes))
         else:
             plans.append(replace(known, problem=problem, treatments=_renamed(known, problem)))
     return plans

@@ -40,7 +40,7 @@ class StageProblem:
 
     `exposed_seconds` of communication are not hidden behind computation, in each micro-batch, without the `tensor_seconds` of tensor
     parallelism, which are in the chain. `once_seconds` are the optimizer and what follows the last micro-batch. `in_flight`
-    micro-batches are alive at once.
+    micro-batches are alive at once. `kept_gradient_bytes` stay from one micro-batch to the next and are among the fixed bytes.
     """
 
     chain: Chain
@@ -54,6 +54,7 @@ class StageProblem:
     once_seconds: float
     attention_extra_seconds: float = 0.0
     tensor_seconds: float = 0.0
+    kept_gradient_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -149,7 +150,8 @@ class _Maker:
         buffers = self._buffer_bytes(names, gradient_each, per_weight)
         keeps_gradients = layout.accumulate > 1 or layout.pipeline > 1
         chain = self._chain(own, gradient_share=gradient_each / per_weight, keeps_gradients=keeps_gradients)
-        fixed = weight_bytes + optimizer_bytes + buffers + (gradient_bytes if keeps_gradients else 0)
+        kept_gradients = gradient_bytes if keeps_gradients else 0
+        fixed = weight_bytes + optimizer_bytes + buffers + kept_gradients
         chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.batch_bytes)
         moved = updated * (2 * per_weight + gradient_each) + 2 * optimizer_bytes
         return StageProblem(
@@ -164,6 +166,7 @@ class _Maker:
             once_seconds=self._once_seconds(weights, moved),
             attention_extra_seconds=self._attention_extra(len(names)),
             tensor_seconds=sum(sum(self._tensor_seconds(i)) for i in own),
+            kept_gradient_bytes=kept_gradients,
         )
 
     def _chain(self, own: range, *, gradient_share: float, keeps_gradients: bool) -> Chain:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall
-from retape.core.machine import Machine, simulate
+from retape.core.machine import Machine
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import Chain, OptionKind
 from retape.core.solve import frontier, solve
@@ -30,7 +30,6 @@ class StagePlan:
     floor_bytes: int
     seconds: float
     treatments: tuple[tuple[str, str], ...]
-    timeline: tuple[tuple[float, int], ...] = ()
 
     @property
     def keeps_everything(self) -> bool:
@@ -56,9 +55,7 @@ def peak_of(problem: StageProblem, plan: Plan) -> int:
     return plan.promised_peak_bytes + (int(more * held_bytes(problem.chain, plan)) if more > 0 else 0)
 
 
-def plan_stage(
-    problem: StageProblem, budget_bytes: int | None, *, timeline: bool = False, kept_bytes: int | None = None
-) -> StagePlan:
+def plan_stage(problem: StageProblem, budget_bytes: int | None, *, kept_bytes: int | None = None) -> StagePlan:
     """Return the fastest plan inside the budget; None is no limit. Raise BudgetTooSmall with the floor of all in flight.
 
     `kept_bytes` is the peak of keeping everything where it was traced as a whole; the chain's sums are a little above it.
@@ -82,7 +79,6 @@ def plan_stage(
         floor_bytes=floor,
         seconds=seconds,
         treatments=_treatments(problem, plan),
-        timeline=simulate(problem.chain, plan.actions(), timeline=True).timeline if timeline else (),
     )
 
 
