@@ -350,3 +350,38 @@ def test_a_model_with_statistics_has_a_plan():
     whole = retape.forecast(model, batch, device="h200", step=step)
     less = retape.forecast(model, batch, device="h200", step=step, budget=(whole.floor_bytes + whole.peak_bytes) // 2)
     assert less.peak_bytes <= (whole.floor_bytes + whole.peak_bytes) // 2
+
+
+class Float8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(rows, weight):
+        one = torch.ones((), device=rows.device)
+        small = [each.to(torch.float8_e4m3fn) for each in (rows, weight)]
+        return torch._scaled_mm(small[0], small[1].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    @staticmethod
+    def setup_context(context, inputs, output):
+        context.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(context, gradient):
+        rows, weight = context.saved_tensors
+        return gradient @ weight, gradient.t() @ rows
+
+
+def test_float8_and_compiled_models_are_refused(model, rows):
+    class Float8(nn.Linear):
+        def forward(self, rows):
+            return Float8Product.apply(rows, self.weight)
+
+    with torch.device("meta"):
+        small = nn.Sequential(*(Float8(1024, 1024) for _ in range(2))).to(torch.bfloat16)
+    with pytest.raises(InvalidInput, match="multiplies in float8"):
+        retape.forecast(small, rows, step=lambda model, rows: model(rows).float().mean())
+    with pytest.raises(InvalidInput, match="without torch"):
+        retape.forecast(torch.compile(model, backend="eager"), rows)
+    with torch.device("meta"):
+        blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    blocks[1].compile(backend="eager")
+    with pytest.raises(InvalidInput, match="without torch"):
+        retape.forecast(blocks, torch.empty(4, 8, device="meta"), step=lambda model, rows: model(rows).mean())

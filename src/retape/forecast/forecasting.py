@@ -24,6 +24,7 @@ from retape.forecast.parallel import StageProblem, stage_problems
 from retape.forecast.result import Forecast
 from retape.forecast.stage_plan import StagePlan, plan_stage, step_seconds
 from retape.forecast.tracing import Step, TracedStep, trace_step
+from retape.torch.compat.compiler_internals import is_compiled
 
 USABLE_SHARE = 0.94  # of a device's memory: the CUDA context, libraries and fragments take the rest
 
@@ -87,6 +88,7 @@ class _Request:
         where = device_named(device)
         length = _length_of(batch)
         made = model_from(model, length=length)
+        _check_eager(made)
         _check_divisible(made, layout)
         limit = _budget_bytes(budget, where)
         spec = batch_from(batch, made)
@@ -197,6 +199,14 @@ def _budget_bytes(budget: Any, device: Device) -> int:
     if asked.kind is not BudgetKind.TOTAL or asked.limit_bytes is None:
         raise InvalidInput(f"A forecast needs a budget that counts everything, such as '130GiB'; {budget!r} does not.")
     return asked.limit_bytes
+
+
+def _check_eager(model: nn.Module) -> None:
+    if any(is_compiled(module) for module in model.modules()):
+        raise InvalidInput(
+            "The model is compiled (torch.compile). A forecast is of eager kernels: what compiled code saves and fuses is decided by the "
+            "compiler on the device. Forecast the model without torch.compile; compiled, it takes less memory and time."
+        )
 
 
 def _check_divisible(model: nn.Module, layout: Layout) -> None:
