@@ -2,9 +2,9 @@
 
 Tensor parallelism is with sequence parallelism, so every activation is divided by it (Korthikanti et al. 2022), and its seconds come
 from a trace with a cost model of as many parts. Its collectives are part of each region's seconds, because a region that is run again
-communicates again. FSDP gathers two blocks at a time and reduces the gradients of one; communication
-that overlaps with computation only counts for what is longer. A pipeline stage holds the tapes of its micro-batches in flight.
-Plans are solved in `stage_plan`.
+communicates again, and the whole input that a region gathers is part of its transient bytes. FSDP gathers two blocks at a time and
+reduces the gradients of one; communication that overlaps with computation only counts for what is longer. A pipeline stage holds the
+tapes of its micro-batches in flight. Plans are solved in `stage_plan`.
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ class _Maker:
         for number in own:
             stage = _divided(self._stages[number], layout.tensor)
             gradients = 0 if keeps_gradients else int(stage.gradient_bytes * gradient_share) // shards
-            made.append(replace(_communicating(stage, *self._tensor_seconds(number)), gradient_bytes=gradients))
+            gathered = self._stages[number].state_bytes - stage.state_bytes  # of the whole input, while a part runs
+            stage = _communicating(stage, *self._tensor_seconds(number), gathered)
+            made.append(replace(stage, gradient_bytes=gradients))
         whole = self._traced.chain.chain
         return Chain(stages=tuple(made), fixed_bytes=whole.fixed_bytes // layout.tensor, host=whole.host)
 
@@ -271,8 +273,8 @@ def _divided(stage: Stage, parts: int) -> Stage:
     return replace(stage, options=options, gradient_bytes=stage.gradient_bytes // parts, **sizes)
 
 
-def _communicating(stage: Stage, forward: float, backward: float) -> Stage:
-    """Return a stage that communicates; a re-run does so by its share of the forward."""
+def _communicating(stage: Stage, forward: float, backward: float, gathered_bytes: int) -> Stage:
+    """Return a stage that communicates and gathers its input while it runs; a re-run communicates by its share of the forward."""
     if not forward:
         return stage
 
@@ -283,12 +285,18 @@ def _communicating(stage: Stage, forward: float, backward: float) -> Stage:
             forward_seconds=option.forward_seconds + forward,
             backward_seconds=option.backward_seconds + backward,
             rerun_seconds=option.rerun_seconds + share * forward,
+            forward_transient_bytes=option.forward_transient_bytes + gathered_bytes,
+            backward_transient_bytes=option.backward_transient_bytes + gathered_bytes,
         )
 
     return replace(
         stage,
         forward_seconds=stage.forward_seconds + forward,
         backward_seconds=stage.backward_seconds + backward,
+        forward_transient_bytes=stage.forward_transient_bytes + gathered_bytes,
+        backward_transient_bytes=stage.backward_transient_bytes + gathered_bytes,
+        rerun_transient_bytes=stage.rerun_transient_bytes + gathered_bytes,
+        untaped_transient_bytes=stage.untaped_transient_bytes + gathered_bytes,
         options=tuple(option_with(option) for option in stage.options),
     )
 
