@@ -4,13 +4,16 @@
     python -m benchmarks.forecast measure [--out FILE] [--toy] [--only NAME ...] [--limit SECONDS]
     python -m benchmarks.forecast compare --measured FILE [--device FILE] [--out FILE]
     python -m benchmarks.forecast plans --measured FILE [--out FILE]
+    python -m benchmarks.forecast beside [--out FILE] [--toy] [--only NAME ...] [--rounds N] [--limit SECONDS]
     python -m benchmarks.forecast large [--out FILE]
 
-`calibrate` writes a device file, `measure` runs every setup: both need the GPU. The others need none: `compare` forecasts the same
-setups and writes the record with the errors; `plans` does so for the plans that `fit` chose in a record of benchmarks.fit; `large` times
-forecasts of 70 billion weights on 64 GPUs. Random weights, made-up tokens, bf16, eager kernels. Peak is
-`torch.cuda.max_memory_allocated` from before the first forward, everything counted; seconds are the median of whole steps. Setups with
-`tuned` were set aside for tuning the cost model; their errors are reported apart. `--toy` has tiny models, to try the script on a CPU.
+`calibrate` writes a device file, `measure` runs every setup, and `beside` fits a model and runs the plan of `fit` and that of the
+forecast for the same budget in turns: these need the GPU. The others need none: `compare` forecasts the same setups, with the same version
+of Transformers, whose models change from one to the next, and writes the record with the errors; `plans` does so for the plans that `fit`
+chose in a record of benchmarks.fit; `large` times forecasts of 70 billion weights on 64 GPUs. Random weights, made-up tokens, bf16,
+eager kernels. Peak is `torch.cuda.max_memory_allocated` from before the first forward, everything counted; seconds are the median of
+whole steps. Setups with `tuned` were set aside for tuning the cost model; their errors are reported apart. `--toy` has tiny models,
+to try the script on a CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import gc
 import json
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,7 +148,7 @@ def _llama(sizes: dict, length: int, toy: bool) -> dict:
 # --- measure ------------------------------------------------------------------------------------------------------------
 
 
-def measured(setup: Setup, device: str, *, toy: bool) -> dict:
+def measured(setup: Setup, device: str, *, toy: bool, profile: bool = False) -> dict:
     """Run steps of a setup: bytes before, the peak, and the median seconds of whole steps."""
     cuda = device == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
@@ -176,7 +180,7 @@ def measured(setup: Setup, device: str, *, toy: bool) -> dict:
         "parameters": sum(p.numel() for p in model.parameters()),
         "process_bytes_before": before,
     }
-    if setup.tuned:
+    if setup.tuned or profile:
         found["ops"] = _profiled(step, cuda)
     return found
 
@@ -239,7 +243,7 @@ def measure(options) -> None:
             print(f"{setup.name}: no time left", flush=True)
             continue
         try:
-            results[setup.name] = measured(setup, device, toy=options.toy)
+            results[setup.name] = measured(setup, device, toy=options.toy, profile=options.profile)
         except Exception as error:  # one setup that fails must not lose the others
             results[setup.name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
         gc.collect()
@@ -273,17 +277,18 @@ def calibrate(options) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["calibrate", "measure", "compare", "plans", "large"])
+    parser.add_argument("mode", choices=["calibrate", "measure", "compare", "plans", "beside", "large"])
     parser.add_argument("--out")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--profile", action="store_true", help="measure: also the device seconds of each op")
+    parser.add_argument("--rounds", type=int, default=3, help="beside: turns of both plans")
     parser.add_argument("--limit", type=float, default=190.0, help="seconds after which no further setup begins")
     parser.add_argument("--measured", help="the record of `measure`")
     parser.add_argument("--device", help="the device file of `calibrate`, or the name of a device")
     options = parser.parse_args()
-    {"calibrate": calibrate, "measure": measure, "compare": compare, "plans": plans, "large": large}[options.mode](
-        options
-    )
+    modes = (calibrate, measure, compare, plans, beside, large)
+    {mode.__name__: mode for mode in modes}[options.mode](options)
 
 
 def compare(options) -> None:
@@ -291,6 +296,7 @@ def compare(options) -> None:
     import retape
 
     source = json.loads(Path(options.measured).read_text())
+    _check_version(source)
     rows = {}
     for setup in SETUPS:
         found = source["results"].get(setup.name)
@@ -326,8 +332,23 @@ def compare(options) -> None:
         },
     }
     print(summary)
-    about = {"measured_on": source["device"], "measured_torch": source["torch"], "summary": summary}
+    about = {
+        "measured_on": source["device"],
+        "measured_torch": source["torch"],
+        "transformers": source["transformers"],
+        "summary": summary,
+    }
     print(record("forecast", 0, rows, options.out, part="compared", about=about))
+
+
+def _check_version(source: dict) -> None:
+    import transformers
+
+    if transformers.__version__ != source["transformers"]:
+        raise SystemExit(
+            f"The setups were measured with Transformers {source['transformers']}, and {transformers.__version__} is installed: its "
+            "models may be others. Install that version, into a folder of its own on PYTHONPATH."
+        )
 
 
 def plans(options) -> None:
@@ -358,6 +379,127 @@ def plans(options) -> None:
         print(f"{name:34} peak {rows[name]['peak_error']:+.2%} time {rows[name]['seconds_error']:+.1%}", flush=True)
     about = {"measured_on": source["device"], "fitted": f"{source['command']}, {source['date']}"}
     print(record("forecast", 0, rows, options.out, part="plans", about=about))
+
+
+# --- the plans of fit and of a forecast ---------------------------------------------------------------------------------
+
+BESIDE = {  # setups, and how far the budget lies between the floor and keeping everything
+    "anchor-eager-8x4096, 0.5": ("anchor-eager-8x4096", 0.5),
+    "anchor-eager-8x4096, 0.1": ("anchor-eager-8x4096", 0.1),
+    "llama-1b-eager-4x2048, 0.3": ("llama-1b-eager-4x2048", 0.3),
+    "gpt2-medium, 0.3": ("gpt2-medium-eager-8x1024-adamw", 0.3),
+}
+
+
+def _forecast_plan(setup: Setup, share: float, device: str, *, toy: bool):
+    """Return the budget, the forecast's plan, and what it asks of each region."""
+    from retape.forecast.forecasting import optimizer_step_seconds
+    from retape.forecast.known_devices import cost_model, device_named
+    from retape.forecast.layout import Layout, optimizer_kind
+    from retape.forecast.parallel import stage_problems
+    from retape.forecast.stage_plan import plan_stage
+    from retape.forecast.tracing import trace_step
+
+    model, batch = build(setup, "meta", toy=toy)
+    where, none = device_named(device), optimizer_kind("none")
+    traced = trace_step(model, batch, cost_model(where), host=False)
+    (problem,) = stage_problems(traced, Layout(), where, none, optimizer_step_seconds(where, none))
+    kept = plan_stage(problem, None)
+    budget = int(kept.floor_bytes + share * (kept.peak_bytes - kept.floor_bytes))
+    made = plan_stage(problem, budget)
+    return budget, made, traced.chain.assignment(made.plan)
+
+
+def _beside(setup: Setup, share: float, options, device: str) -> dict:
+    """Fit, then run both plans in turns: peaks, and the median of whole steps."""
+    from dataclasses import replace
+
+    import retape
+
+    cuda = device == "cuda"
+    start = time.perf_counter()
+    budget, made, assignment = _forecast_plan(setup, share, options.device or "h200", toy=options.toy)
+    forecast_took = time.perf_counter() - start
+    before = torch.cuda.memory_allocated() if cuda else 0
+    model, batch = build(setup, device, toy=options.toy)
+    start = time.perf_counter()
+    fitted = retape.fit(model, batch, budget=budget + before if cuda else 0.6, progress=False)
+    fit_took = time.perf_counter() - start
+    own = fitted.record
+    _check_alike(own.assignment, assignment, cuda)
+    planned = replace(own, chain=made.problem.chain, plan=made.plan, assignment=assignment, accumulating=None)
+    records = {"fit": own, "forecast": planned}
+    fitted.remove()
+    times: dict[str, list[float]] = {name: [] for name in records}
+    peaks = dict.fromkeys(records, 0)
+    for _ in range(options.rounds):
+        for name, each in records.items():
+            attached = retape.apply(model, each)
+            peaks[name] = max(peaks[name], _run_steps(model, batch, times[name], cuda) - before)
+            attached.remove()
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    return {
+        "budget_bytes": budget,
+        "forecast_peak_bytes": made.peak_bytes,
+        "forecast_seconds": made.seconds,
+        "fit_regions": _counted(own.assignment),
+        "forecast_regions": _counted(assignment),
+        "fit_peak_bytes": peaks["fit"],
+        "forecast_plan_peak_bytes": peaks["forecast"],
+        "fit_seconds": medians["fit"],
+        "forecast_plan_seconds": medians["forecast"],
+        "fit_over_forecast_plan": medians["fit"] / medians["forecast"] - 1,
+        "forecast_peak_error": made.peak_bytes / peaks["fit"] - 1 if peaks["fit"] > 0 else None,
+        "forecast_seconds_error": made.seconds / medians["forecast"] - 1,
+        "forecast_took_seconds": forecast_took,
+        "fit_took_seconds": fit_took,
+    }
+
+
+def _check_alike(fitted, forecast, cuda: bool) -> None:
+    """Raise if the blocks save other tensors than the forecast expects; a CPU has other kernels for attention."""
+    saved = [[(choice.name, choice.slots) for choice in each.choices] for each in (fitted, forecast)]
+    if cuda and saved[0] != saved[1]:
+        raise RuntimeError(f"the forecast's regions are {saved[1][:2]}..., those of fit {saved[0][:2]}...")
+
+
+def _run_steps(model, batch, times: list[float], cuda: bool, count: int = 3) -> int:
+    """Run a step to warm up and then timed ones; return the peak of all, in allocated bytes."""
+
+    def step():
+        model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    times += [_seconds(step, cuda) for _ in range(count)]
+    return torch.cuda.max_memory_allocated() if cuda else 0
+
+
+def _counted(assignment) -> dict:
+    return dict(
+        Counter(f"{choice.option.value}, {len(choice.held)} of {choice.slots} slots" for choice in assignment.choices)
+    )
+
+
+def beside(options) -> None:
+    """Run the plan of `fit` and that of the forecast on the same model in turns."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    start, results = time.perf_counter(), {}
+    for name, (setup_name, share) in BESIDE.items():
+        if (options.only and name not in options.only) or time.perf_counter() - start > options.limit:
+            continue
+        setup = next(setup for setup in SETUPS if setup.name == setup_name)
+        try:
+            results[name] = _beside(setup, share, options, device)
+        except Exception as error:  # one row that fails must not lose the others
+            results[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        print(f"{time.perf_counter() - start:6.1f} s  {name}: {results[name]}", flush=True)
+    print(record("forecast", 0, results, options.out, part="beside"))
 
 
 def large(options) -> None:

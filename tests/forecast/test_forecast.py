@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -56,6 +57,17 @@ def test_everything_is_kept_where_it_fits(plain):
     assert plain.seconds == pytest.approx(plain.plain_seconds)
     assert 0 < plain.mfu < 1
     assert plain.floor_bytes < plain.peak_bytes
+
+
+@pytest.mark.parametrize(("width", "blocks", "rows"), [(8, 2, 4), (64, 1, 8), (256, 3, 64)])
+def test_the_floor_of_a_tiny_model_is_not_above_its_peak(width, blocks, rows):
+    with torch.device("meta"):
+        model, batch = nn.Sequential(*(nn.Linear(width, width) for _ in range(blocks))), torch.empty(rows, width)
+    found = retape.forecast(model, batch, step=lambda model, batch: model(batch).sum())
+    assert found.floor_bytes <= found.peak_bytes == found.plain_peak_bytes
+    again = retape.forecast(model, batch, step=lambda model, batch: model(batch).sum(), budget=found.peak_bytes)
+    assert again.fits
+    assert again.peak_bytes == found.peak_bytes
 
 
 def test_bytes_by_class(plain, model):
@@ -212,28 +224,33 @@ def test_faster_devices_are_faster(model, rows):
 # --- output -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["megatron", "torchtitan", "huggingface", "deepspeed"])
-def test_exports(plain, kind):
-    text = plain.export(kind)
-    if kind in ("huggingface", "deepspeed"):
-        assert json.loads(text)["gradient_accumulation_steps"] == 1
-    assert "recompute-granularity" not in text
+def test_the_page_has_memory_by_class_and_what_to_change(model, rows, tmp_path):
+    mesh = {"gpus": 8, "fsdp": 2, "pipeline": 4, "accumulate": 8}
+    found = retape.forecast(model, rows, mesh=mesh, optimizer="adamw")
+    found.report(tmp_path / "page.html")
+    page = ElementTree.fromstring((tmp_path / "page.html").read_text().partition("\n")[2])
+    titles = [head.text for head in page.iter("h2")]
+    assert titles[:3] == ["Forecast", "What to change", "Peak by class"]
+    assert titles[3:] == [f"Memory over a micro-batch: stage {number}" for number in range(4)]
+    (changes, stages) = list(page.iter("table"))[:2]
+    assert len(list(changes.iter("tr"))) == 1 + len(found.what_to_change())
+    assert len(list(stages.iter("tr"))) == 1 + 4
+    drawn = {path.get("class") for section in page.iter("section") for path in section.iter("path")}
+    assert {"a-fixed", "a-glue", "a-gradients", "a-slots", "a-working", "g5"} <= drawn
+    assert "max-width: 640px" in next(page.iter("style")).text
 
 
-def test_an_export_of_a_plan_that_recomputes(model, rows, plain):
-    tight = retape.forecast(model, rows, optimizer="adamw", budget=int(1.01 * plain.floor_bytes))
-    assert "--recompute-granularity" in tight.export("megatron")
-    assert 'mode = "' in tight.export("torchtitan")
-    assert json.loads(tight.export("huggingface"))["gradient_checkpointing"] is True
-    with pytest.raises(InvalidInput, match="There is no export 'jax'"):
-        tight.export("jax")
-
-
-def test_the_page_has_the_figures(plain, tmp_path):
-    plain.report(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert "Pipeline stage 0" in text
-    assert "<polyline" in text
+def test_what_to_change_forecasts_each_change(model, rows, plain):
+    tight = retape.forecast(model, rows, optimizer="adamw", budget=(plain.floor_bytes + plain.peak_bytes) // 2)
+    advised = {advice.what: advice for advice in tight.what_to_change()}
+    kept = advised["more memory: enough to keep everything"].forecast
+    assert kept.peak_bytes == plain.peak_bytes
+    assert kept.seconds < tight.seconds
+    assert advised["2 GPUs that share weights (FSDP)"].forecast.layout.gpus == 2
+    rates = [advice.tokens_per_gpu for advice in tight.what_to_change()]
+    assert rates == sorted(rates, reverse=True)
+    refused = [advice.reason for advice in advised.values() if advice.forecast is None]
+    assert all(reason.startswith("No plan fits in") for reason in refused)
 
 
 def test_the_module_is_the_function_whatever_was_imported_first():
@@ -325,3 +342,38 @@ def test_a_model_with_statistics_has_a_plan():
     whole = retape.forecast(model, batch, device="h200", step=step)
     less = retape.forecast(model, batch, device="h200", step=step, budget=(whole.floor_bytes + whole.peak_bytes) // 2)
     assert less.peak_bytes <= (whole.floor_bytes + whole.peak_bytes) // 2
+
+
+class Float8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(rows, weight):
+        one = torch.ones((), device=rows.device)
+        small = [each.to(torch.float8_e4m3fn) for each in (rows, weight)]
+        return torch._scaled_mm(small[0], small[1].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    @staticmethod
+    def setup_context(context, inputs, output):
+        context.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(context, gradient):
+        rows, weight = context.saved_tensors
+        return gradient @ weight, gradient.t() @ rows
+
+
+def test_float8_and_compiled_models_are_refused(model, rows):
+    class Float8(nn.Linear):
+        def forward(self, rows):
+            return Float8Product.apply(rows, self.weight)
+
+    with torch.device("meta"):
+        small = nn.Sequential(*(Float8(1024, 1024) for _ in range(2))).to(torch.bfloat16)
+    with pytest.raises(InvalidInput, match="multiplies in float8"):
+        retape.forecast(small, rows, step=lambda model, rows: model(rows).float().mean())
+    with pytest.raises(InvalidInput, match="without torch"):
+        retape.forecast(torch.compile(model, backend="eager"), rows)
+    with torch.device("meta"):
+        blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    blocks[1].compile(backend="eager")
+    with pytest.raises(InvalidInput, match="without torch"):
+        retape.forecast(blocks, torch.empty(4, 8, device="meta"), step=lambda model, rows: model(rows).mean())

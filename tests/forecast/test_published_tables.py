@@ -1,51 +1,26 @@
-"""Published activation memory reproduced: Korthikanti et al. 2022, arXiv 2205.05198, table 2 and section 4.
+"""Published figures reproduced: Korthikanti et al. 2022 (arXiv 2205.05198), and torchtitan's memory.
 
-Bytes of one transformer layer in 16 bit with dropout and attention in steps: s*b*h*(34 + 5*a*s/h); with tensor and sequence
-parallelism over t GPUs all of it is divided by t; without the attention part, which selective recomputation does not keep,
-34*s*b*h/t; 2*s*b*h if everything is recomputed. Sizes of the models are those of their table 3 (heads, hidden size), at length 2048.
+Activation memory is that of table 2 and section 4 of the paper. Bytes of one transformer layer in 16 bit with dropout and attention in
+steps: s*b*h*(34 + 5*a*s/h); with tensor and sequence parallelism over t GPUs all of it is divided by t; without the attention part,
+which selective recomputation does not keep, 34*s*b*h/t; 2*s*b*h if everything is recomputed. Sizes of the models are those of their table
+3 (heads, hidden size), at length 2048. Sources of times and memory are in benchmarks/published.py.
 """
+
+import os
 
 import pytest
 import torch
+from benchmarks.published import LAYER_MS, MEMORY, TIMES, Layer, gpt_seconds, layer_ms, titan_bytes, traced_gpt
 from torch import nn
-from torch.nn import functional
 
 from retape.core.problem import OptionKind
-from retape.forecast.known_devices import cost_model, measured_device
+from retape.forecast.known_devices import cost_model, device_named, measured_device
 from retape.forecast.layout import Layout, OptimizerKind
 from retape.forecast.parallel import stage_problems
 from retape.forecast.tracing import trace_step
 
 LENGTH = 2048
 MODELS = {"22B": (64, 6144), "175B": (96, 12288), "530B": (128, 20480), "1T": (160, 25600)}
-
-
-class Layer(nn.Module):
-    """A layer of GPT-3 as Megatron computed it then: attention in steps, dropout after softmax and after both parts."""
-
-    def __init__(self, heads, hidden):
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, rows):
-        batch, length, hidden = rows.shape
-        split = self.qkv(self.first(rows)).view(batch, length, self.heads, 3 * hidden // self.heads).transpose(1, 2)
-        query, key, value = split.chunk(3, dim=-1)
-        scores = torch.baddbmm(
-            rows.new_zeros(1, 1, 1),
-            query.reshape(-1, length, hidden // self.heads),
-            key.reshape(-1, length, hidden // self.heads).transpose(1, 2),
-            beta=0.0,
-            alpha=0.1,
-        )
-        weights = functional.dropout(torch.softmax(scores, -1), 0.1)
-        mixed = torch.bmm(weights, value.reshape(-1, length, hidden // self.heads))
-        mixed = mixed.view(batch, self.heads, length, -1).transpose(1, 2).reshape(batch, length, hidden)
-        rows = rows + functional.dropout(self.out(mixed), 0.1)
-        return rows + functional.dropout(self.down(functional.gelu(self.up(self.second(rows)))), 0.1)
 
 
 class Layers(nn.Module):
@@ -112,3 +87,32 @@ def test_interleaving_holds_more_by_the_factor_of_the_paper():
     assert plain.in_flight(0) == 8
     assert parts.in_flight(0) == pytest.approx(8 * (1 + 7 / 24), rel=0.03)
     assert plain.in_flight(7) == 1
+
+
+# --- step times ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_times_of_one_layer():
+    device = device_named("a100-80g")
+    traced = traced_gpt(TIMES["22B"], device)
+    for way, published in LAYER_MS.items():
+        assert layer_ms(traced, TIMES["22B"], device, way) == pytest.approx(published, rel=0.15), way
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_the_times_of_a_step(name):
+    device, row = device_named("a100-80g"), TIMES[name]
+    assert row.seconds_from_utilisation == pytest.approx(row.selective_seconds, rel=0.005)
+    traced = traced_gpt(row, device)
+    assert gpt_seconds(traced, row, device, "selective") == pytest.approx(row.selective_seconds, rel=0.15)
+    assert gpt_seconds(traced, row, device, "full") == pytest.approx(row.full_seconds, rel=0.15)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("RETAPE_LONG" not in os.environ, reason="traces 32 layers; set RETAPE_LONG=1")
+def test_the_memory_of_torchtitan_is_below_what_it_reserved():
+    """Their figure is of reserved bytes, fragments included; a forecast counts allocated bytes."""
+    row = MEMORY["table 3, FSDP"]
+    assert 0.8 * row.gib <= titan_bytes(row) / 2**30 <= row.gib

@@ -59,6 +59,21 @@ def test_attention_runs_fused_and_dropout_keeps_a_mask_of_bytes(costs):
     assert device.attention_seconds > 0
 
 
+def test_an_op_that_copies_its_argument_first_takes_the_copy_longer(costs):
+    rows = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(4096, 1, dtype=torch.bool, device="meta")
+    taken = {}
+    for name, run in {
+        "in place": lambda: rows.masked_fill_(mask, 0.0),
+        "copy": rows.clone,
+        "both": lambda: rows.masked_fill(mask, 0.0),
+    }.items():
+        with simulated(costs) as device:
+            run()
+            taken[name] = device.busy_seconds
+    assert taken["both"] == pytest.approx(taken["in place"] + taken["copy"])
+
+
 def test_small_whole_numbers_have_values(costs):
     with simulated(costs):
         positions = torch.arange(8, device="meta")

@@ -1,7 +1,8 @@
 """Settings of other programs that come closest to a forecast: Megatron, torchtitan, Hugging Face and DeepSpeed.
 
 None of them has a treatment per block and slot: blocks that hold a part of their tape become selective recomputation, blocks that are
-recomputed count as fully recomputed. The text says what was lost.
+recomputed count as fully recomputed. Flags begin with a comment that says what the plan does. Names are those of the programs in
+August 2026; tests/forecast/test_export.py says where they were read.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from retape.core.errors import InvalidInput
 from retape.forecast.layout import Layout
 
 KINDS = ("megatron", "torchtitan", "huggingface", "deepspeed")
+_MEGATRON_SHARDS = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def export_settings(kind: str, layout: Layout, treatments: Mapping[str, int], *, rows: int) -> str:
+def export_settings(kind: str, layout: Layout, treatments: Mapping[str, int], *, rows: int, length: int) -> str:
     """Return the settings of one program; raise InvalidInput for an unknown one."""
     found = {"megatron": _megatron, "torchtitan": _torchtitan, "huggingface": _huggingface, "deepspeed": _deepspeed}
     if kind not in found:
         raise InvalidInput(f"There is no export {kind!r}. Known: {', '.join(KINDS)}.")
-    return found[kind](layout, _Blocks(treatments), rows)
+    return found[kind](layout, _Blocks(treatments), rows, length)
 
 
 class _Blocks:
@@ -32,85 +34,116 @@ class _Blocks:
         kinds: Counter[str] = Counter()
         for treatment, count in treatments.items():
             kinds[treatment.split(" ")[0].split(",")[0]] += count
-        self.kept, self.selected = kinds["keep"], kinds["select"]
-        self.offloaded = kinds["offload"]
-        self.recomputed = sum(kinds.values()) - self.kept - self.selected - self.offloaded
+        self.total = sum(kinds.values())
+        self.kept, self.selected, self.offloaded = kinds["keep"], kinds["select"], kinds["offload"]
+        self.recomputed = self.total - self.kept - self.selected - self.offloaded
 
     @property
     def partly(self) -> int:
         return self.selected + self.offloaded
 
+    @property
+    def every(self) -> int:
+        """Every how many blocks one is treated."""
+        return max(1, round(self.total / max(1, self.recomputed + self.partly)))
 
-def _megatron(layout: Layout, blocks: _Blocks, rows: int) -> str:
-    flags = [f"--micro-batch-size {rows}"]
+    def described(self) -> str:
+        parts = {
+            "kept": self.kept,
+            "recomputed in part": self.selected,
+            "offloaded": self.offloaded,
+            "recomputed": self.recomputed,
+        }
+        return "# the plan: blocks " + ", ".join(f"{name} {count}" for name, count in parts.items() if count)
+
+
+def _megatron(layout: Layout, blocks: _Blocks, rows: int, length: int) -> str:
+    flags = [blocks.described(), f"--micro-batch-size {rows}"]
+    flags.append(f"--global-batch-size {rows * layout.accumulate * layout.data}")
     sizes = {
         "tensor-model-parallel-size": layout.tensor,
         "pipeline-model-parallel-size": layout.pipeline,
         "context-parallel-size": layout.context,
         "expert-model-parallel-size": layout.expert,
+        "num-virtual-stages-per-pipeline-rank": layout.interleave,
     }
     flags += [f"--{name} {size}" for name, size in sizes.items() if size > 1]
     if layout.tensor > 1:
         flags.append("--sequence-parallel")
-    if layout.interleave > 1:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {layout.interleave}")
-    if layout.fsdp > 1:
+    if layout.fsdp > 1 and layout.zero:
         flags.append("--use-distributed-optimizer")
+    if layout.fsdp > 1 and layout.zero in _MEGATRON_SHARDS:
+        flags.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {_MEGATRON_SHARDS[layout.zero]}")
+    return "\n".join([*flags, *_megatron_activations(layout, blocks)])
+
+
+def _megatron_activations(layout: Layout, blocks: _Blocks) -> list[str]:
+    """Return the flags of recomputation and offloading: --cpu-offloading works without a pipeline and without recomputation only."""
     if blocks.recomputed:
-        layers = max(1, blocks.recomputed // layout.pipeline)
-        flags.append(f"--recompute-granularity full --recompute-method block --recompute-num-layers {layers}")
-    elif blocks.partly:
-        flags.append("--recompute-granularity selective")
-    return "\n".join(flags)
+        layers = -(-(blocks.recomputed + blocks.offloaded) // (layout.pipeline * layout.interleave))
+        return [f"--recompute-granularity full --recompute-method block --recompute-num-layers {layers}"]
+    if blocks.offloaded and not blocks.selected and layout.pipeline == 1:
+        return [f"--cpu-offloading-num-layers {min(blocks.offloaded, blocks.total - 1)}"]
+    if blocks.offloaded:
+        return [
+            "--fine-grained-activation-offloading --offload-modules core_attn attn_proj",
+            "--recompute-granularity selective --recompute-modules layernorm",
+        ]
+    if blocks.selected:
+        return ["--recompute-granularity selective --recompute-modules core_attn layernorm"]
+    return []
 
 
-def _mode(blocks: _Blocks) -> str:
-    return "full" if blocks.recomputed else "selective" if blocks.partly else "none"
-
-
-def _torchtitan(layout: Layout, blocks: _Blocks, rows: int) -> str:
-    total = blocks.recomputed + blocks.partly + blocks.kept
-    lines = ["[training]", f"local_batch_size = {rows}", "", "[parallelism]"]
+def _torchtitan(layout: Layout, blocks: _Blocks, rows: int, length: int) -> str:
     sizes = {
-        "data_parallel_replicate_degree": layout.sharing // layout.fsdp // layout.context or 1,
-        "data_parallel_shard_degree": layout.fsdp,
-        "tensor_parallel_degree": layout.tensor,
-        "context_parallel_degree": layout.context,
-        "pipeline_parallel_degree": layout.pipeline,
-        "expert_parallel_degree": layout.expert,
+        "training.num_tokens_per_microbatch_per_dp_rank": rows * max(1, length),
+        "parallelism.data_parallel_replicate_degree": max(1, layout.sharing // layout.fsdp),
+        "parallelism.data_parallel_shard_degree": max(1, layout.fsdp // layout.context),
+        "parallelism.tensor_parallel_degree": layout.tensor,
+        "parallelism.context_parallel_degree": layout.context,
+        "parallelism.pipeline_parallel_degree": layout.pipeline,
+        "parallelism.expert_parallel_degree": layout.expert,
     }
-    lines += [f"{name} = {size}" for name, size in sizes.items()]
-    lines += ["", "[activation_checkpoint]"]
-    mode = _mode(blocks)
-    if mode == "full" and blocks.kept:  # torchtitan recomputes every n-th layer in this mode
-        every = max(1, round(total / max(1, blocks.recomputed)))
-        lines += ['mode = "selective"', f'selective_ac_option = "{every}"']
-    elif mode == "selective":
-        lines += ['mode = "selective"', 'selective_ac_option = "op"']
-    else:
-        lines.append(f'mode = "{mode}"')
-    return "\n".join(lines)
+    flags = [blocks.described(), *(f"--{name} {size}" for name, size in sizes.items())]
+    if layout.fsdp > 1 and layout.zero < 3:
+        flags.append("--parallelism.fsdp_reshard_after_forward never")
+    if layout.pipeline > 1:
+        schedule = "Interleaved1F1B" if layout.interleave > 1 else "1F1B"
+        flags.append(f"--parallelism.num_pp_microbatches {layout.accumulate}")
+        flags.append(f"--parallelism.pipeline_parallel_schedule {schedule}")
+    mode = "full" if blocks.recomputed else "selective" if blocks.partly else "none"
+    return "\n".join([*flags, f"activation-checkpoint:{mode}"])
 
 
-def _huggingface(layout: Layout, blocks: _Blocks, rows: int) -> str:
+def _huggingface(layout: Layout, blocks: _Blocks, rows: int, length: int) -> str:
+    treats = bool(blocks.recomputed or blocks.partly)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": layout.accumulate,
         "bf16": True,
-        "gradient_checkpointing": bool(blocks.recomputed or blocks.partly),
+        "gradient_checkpointing": treats and layout.fsdp == 1,
     }
+    if settings["gradient_checkpointing"]:
+        settings["gradient_checkpointing_kwargs"] = {"every_n_layers": blocks.every, "offload": bool(blocks.offloaded)}
     if layout.fsdp > 1:
-        settings["fsdp"] = "full_shard auto_wrap" if layout.zero == 3 else "shard_grad_op auto_wrap"
+        settings["fsdp"] = True
+        settings["fsdp_config"] = {
+            "version": 2,
+            "reshard_after_forward": layout.zero == 3,
+            "activation_checkpointing": treats,
+        }
     return json.dumps(settings, indent=2)
 
 
-def _deepspeed(layout: Layout, blocks: _Blocks, rows: int) -> str:
+def _deepspeed(layout: Layout, blocks: _Blocks, rows: int, length: int) -> str:
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": layout.accumulate,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": layout.zero if layout.fsdp > 1 else 0, "overlap_comm": True},
     }
+    if layout.tensor > 1:
+        settings["tensor_parallel"] = {"autotp_size": layout.tensor}
     if blocks.recomputed or blocks.partly:
         settings["activation_checkpointing"] = {
             "partition_activations": layout.tensor > 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetKind
 from retape.core.units import format_bytes
+from retape.forecast.advice import Change
 from retape.forecast.device import Device
 from retape.forecast.known_devices import cost_model, device_named
 from retape.forecast.known_models import batch_from, model_from
 from retape.forecast.layout import Layout, OptimizerKind, layout_from, optimizer_kind
 from retape.forecast.parallel import StageProblem, stage_problems
 from retape.forecast.result import Forecast
-from retape.forecast.stage_plan import StagePlan, plan_stage
+from retape.forecast.stage_plan import StagePlan, plan_stage, step_seconds
 from retape.forecast.tracing import Step, TracedStep, trace_step
+from retape.torch.compat.compiler_internals import is_compiled
 
 USABLE_SHARE = 0.94  # of a device's memory: the CUDA context, libraries and fragments take the rest
 
@@ -85,6 +88,7 @@ class _Request:
         where = device_named(device)
         length = _length_of(batch)
         made = model_from(model, length=length)
+        _check_eager(made)
         _check_divisible(made, layout)
         limit = _budget_bytes(budget, where)
         spec = batch_from(batch, made)
@@ -96,27 +100,45 @@ class _Request:
         return trace_step(self.model, batch, costs, step=self.step, host=self.offload, plan=plan)
 
     def problems(self, traced: TracedStep) -> list[StageProblem]:
-        costs = cost_model(self.device)
-        name = "adamw fused" if self.optimizer.states == 2 else "sgd"
-
-        def seconds(size: int) -> float:
-            return costs.optimizer_seconds(name, "bfloat16", size)
-
+        seconds = optimizer_step_seconds(self.device, self.optimizer)
         return stage_problems(traced, self.layout, self.device, self.optimizer, seconds)
 
-    def forecast(self) -> Forecast:
-        traced = self.trace(self.batch)
+    def forecast(self, traced: TracedStep | None = None) -> Forecast:
+        traced = self.trace(self.batch) if traced is None else traced
+        return self.result(traced, self.plans(traced))
+
+    def changed(self, traced: TracedStep, change: Change) -> Forecast:
+        """Return the forecast of a changed setup; the trace serves again where the work of a GPU stays the same."""
+        layout = replace(self.layout, **dict(change.layout))
+        _check_divisible(self.model, layout)
+        rows, length = change.rows or _rows_of(self.batch), change.length or self._length
+        same = rows == _rows_of(self.batch) and length == self._length
+        batch = self.batch if same else _resized(self.batch, rows, length // layout.context, _length_of(self.batch))
+        request = replace(
+            self,
+            batch=batch,
+            layout=layout,
+            optimizer=change.optimizer or self.optimizer,
+            budget_bytes=change.budget_bytes or self.budget_bytes,
+        )
+        same = same and (layout.tensor, layout.context) == (self.layout.tensor, self.layout.context)
+        return request.forecast(traced if same else None)
+
+    @property
+    def _length(self) -> int:
+        return _length_of(self.batch) * self.layout.context
+
+    def plans(self, traced: TracedStep) -> list[StagePlan]:
+        """Return the plan of each stage. One GPU that keeps everything has the peak and time of the step that was traced as a whole."""
         problems = self.problems(traced)
-        plans = _planned(problems, self.budget_bytes, timeline=True)
-        return self.result(traced, plans)
+        if self.layout != Layout(zero=self.layout.zero):
+            return _planned(problems, self.budget_bytes)
+        kept = traced.peak_bytes + _fixed_bytes(problems[0], traced)
+        plan = plan_stage(problems[0], self.budget_bytes, kept_bytes=kept)
+        return [replace(plan, peak_bytes=kept, seconds=traced.seconds) if plan.keeps_everything else plan]
 
     def result(self, traced: TracedStep, plans: list[StagePlan]) -> Forecast:
         layout = self.layout
-        weights = plans[0].problem
-        fixed = weights.weight_bytes + weights.optimizer_bytes + weights.buffer_bytes + traced.batch_bytes
-        plans = self._exact(traced, plans, fixed)
-        slowest = max(plan.seconds for plan in plans)
-        work = slowest * layout.accumulate * (1 + layout.bubble)
         return Forecast(
             model=type(self.model).__name__,
             device=self.device,
@@ -125,37 +147,34 @@ class _Request:
             budget_bytes=self.budget_bytes,
             stages=tuple(plans),
             peak_bytes=max(plan.peak_bytes for plan in plans),
-            seconds=work + max(plan.problem.once_seconds for plan in plans),
+            seconds=step_seconds(layout, plans),
             flops=traced.flops * layout.context,
             tokens=traced.tokens * layout.context,
-            plain_peak_bytes=traced.peak_bytes + fixed,
+            plain_peak_bytes=traced.peak_bytes + _fixed_bytes(plans[0].problem, traced),
             plain_seconds=traced.seconds + plans[0].problem.once_seconds,
             rows=_rows_of(self.batch),
-            length=_length_of(self.batch) * layout.context,
-            grow=self._floor_of,
+            length=self._length,
+            again=partial(self.changed, traced),
         )
 
-    def _exact(self, traced: TracedStep, plans: list[StagePlan], fixed: int) -> list[StagePlan]:
-        """Return the plans with the peak of the step itself where one GPU keeps everything: that was traced as a whole."""
-        alone = self.layout == Layout(zero=self.layout.zero)
-        if not alone or not plans[0].keeps_everything:
-            return plans
-        return [replace(plans[0], peak_bytes=traced.peak_bytes + fixed, seconds=traced.seconds)]
 
-    def _floor_of(self, rows: int, length: int) -> int:
-        """Return the floor with another micro-batch."""
-        batch = _resized(self.batch, rows, length // self.layout.context, _length_of(self.batch))
-        problems = self.problems(self.trace(batch))
-        return max(plan_stage(problem, None).floor_bytes for problem in problems)
+def _fixed_bytes(problem: StageProblem, traced: TracedStep) -> int:
+    return problem.weight_bytes + problem.optimizer_bytes + problem.buffer_bytes + traced.batch_bytes
 
 
-def _planned(problems: list[StageProblem], budget_bytes: int, *, timeline: bool = False) -> list[StagePlan]:
+def optimizer_step_seconds(device: Device, optimizer: OptimizerKind) -> Callable[[int], float]:
+    """Return the seconds of an optimizer step as a function of the bytes that it reads and writes."""
+    costs, name = cost_model(device), "adamw fused" if optimizer.states == 2 else "sgd"
+    return lambda size: costs.optimizer_seconds(name, "bfloat16", size)
+
+
+def _planned(problems: list[StageProblem], budget_bytes: int) -> list[StagePlan]:
     """Return a plan for each stage; stages that are alike are solved once."""
     plans: list[StagePlan] = []
     for problem in problems:
         known = next((plan for plan in plans if _are_alike(plan.problem, problem)), None)
         if known is None:
-            plans.append(plan_stage(problem, budget_bytes, timeline=timeline))
+            plans.append(plan_stage(problem, budget_bytes))
         else:
             plans.append(replace(known, problem=problem, treatments=_renamed(known, problem)))
     return plans
@@ -180,6 +199,14 @@ def _budget_bytes(budget: Any, device: Device) -> int:
     if asked.kind is not BudgetKind.TOTAL or asked.limit_bytes is None:
         raise InvalidInput(f"A forecast needs a budget that counts everything, such as '130GiB'; {budget!r} does not.")
     return asked.limit_bytes
+
+
+def _check_eager(model: nn.Module) -> None:
+    if any(is_compiled(module) for module in model.modules()):
+        raise InvalidInput(
+            "The model is compiled (torch.compile). A forecast is of eager kernels: what compiled code saves and fuses is decided by the "
+            "compiler on the device. Forecast the model without torch.compile; compiled, it takes less memory and time."
+        )
 
 
 def _check_divisible(model: nn.Module, layout: Layout) -> None:
@@ -283,9 +310,8 @@ def search_layouts(
 
 
 def _choice(request: _Request, traced: TracedStep) -> LayoutChoice:
-    problems = request.problems(traced)
     try:
-        plans = _planned(problems, request.budget_bytes)
+        plans = request.plans(traced)
     except BudgetTooSmall as error:
         return LayoutChoice(
             layout=request.layout, forecast=None, reason=f"needs at least {format_bytes(error.floor_bytes)}"
@@ -296,7 +322,9 @@ def _choice(request: _Request, traced: TracedStep) -> LayoutChoice:
 
 def _reason(found: Forecast) -> str:
     """Return what limits a layout, in a few words."""
-    exposed = max(stage.problem.exposed_seconds / stage.seconds for stage in found.stages)
+    exposed = max(
+        (stage.problem.exposed_seconds + stage.problem.tensor_seconds) / stage.seconds for stage in found.stages
+    )
     recomputed = max((stage.plan.promised_seconds or 0.0) for stage in found.stages)
     least = max(stage.frontier.points[-1].seconds for stage in found.stages)
     parts = [f"{exposed:.0%} communication" if exposed >= 0.01 else ""]

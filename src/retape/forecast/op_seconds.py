@@ -44,6 +44,8 @@ class CostModel:
     def _flop_scale(self, dtype: str) -> float:
         """Return how much longer a product takes than on the measured device."""
         own, base = self.device.peak_flops(dtype), self.base.peak_flops(dtype)
+        if self.device.matmul_share and self.base.matmul_share:
+            own, base = own * self.device.matmul_share, base * self.base.matmul_share
         return base / own if own and base else 1.0
 
     def seconds(self, work: OpWork) -> float:
@@ -63,7 +65,9 @@ class CostModel:
             return max(self._product(work.matmul, work.dtype) * self._flop_scale(work.dtype), least)
         if work.attention is not None:
             return work.attention.flops / self._attention_rate(work.attention) * self._flop_scale(work.dtype)
-        return self._curve(work).seconds(work.bytes) * self._memory_scale
+        copy = replace(work, name="clone", layout="")
+        copying = self._curve(copy).seconds(work.copied_bytes) if work.copied_bytes else 0.0
+        return (self._curve(work).seconds(work.bytes) + copying) * self._memory_scale
 
     def scratch_bytes(self, work: OpWork) -> int:
         """Return the bytes that an op allocates inside and frees again."""
@@ -213,7 +217,12 @@ def _part_of(work: OpWork, parts: int) -> OpWork:
     if attention is not None:
         attention = replace(attention, heads=max(1, attention.heads // parts))
     return replace(
-        work, bytes=max(1, work.bytes // parts), flops=work.flops // parts, matmul=matmul, attention=attention
+        work,
+        bytes=max(1, work.bytes // parts),
+        flops=work.flops // parts,
+        copied_bytes=work.copied_bytes // parts,
+        matmul=matmul,
+        attention=attention,
     )
 
 

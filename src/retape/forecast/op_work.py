@@ -19,6 +19,7 @@ _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "al
 _READS_SOME_ROWS = frozenset(
     {"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss_backward"}
 )  # what they read of their first argument depends on indices, and is at most what they write
+_COPIES_FIRST = frozenset({"masked_fill", "masked_scatter", "index_fill", "scatter"})  # unless they work in place
 _METADATA_ONLY = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view"}
 )
@@ -66,7 +67,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpWork:
-    """The work of one op. `layout` is "", "broadcast", "strided", "rows" or "columns"; ops without work on the device have no bytes."""
+    """The work of one op. `layout` is "", "broadcast", "strided", "rows" or "columns"; ops without work on the device have no bytes.
+
+    `copied_bytes` are read and written by a copy of the first argument that the op makes before its own kernel.
+    """
 
     name: str
     layout: str = ""
@@ -75,6 +79,7 @@ class OpWork:
     matmul: MatmulShape | None = None
     attention: AttentionShape | None = None
     flops: int = 0
+    copied_bytes: int = 0
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -109,7 +114,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> OpWork:
         return OpWork(name=name, bytes=moved, dtype=dtype, attention=attention, flops=attention.flops)
     if name in ("convolution", "convolution_backward"):
         return OpWork(name=name, bytes=moved, dtype=dtype, matmul=_convolution(name, args, made))
-    return OpWork(name=name, layout=_layout(name, given, made), bytes=moved, dtype=dtype)
+    copied = 2 * made[0].nbytes if name in _COPIES_FIRST and not func._schema.is_mutable else 0
+    return OpWork(name=name, layout=_layout(name, given, made), bytes=moved, dtype=dtype, copied_bytes=copied)
 
 
 def _moved_bytes(name: str, given: list[Tensor], made: list[Tensor]) -> int:

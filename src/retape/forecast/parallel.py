@@ -1,9 +1,10 @@
 """From a step traced on one device to the steps of every pipeline stage of a layout: chains, fixed bytes and communication.
 
 Tensor parallelism is with sequence parallelism, so every activation is divided by it (Korthikanti et al. 2022), and its seconds come
-from a trace with a cost model of as many parts. FSDP gathers two blocks at a time and reduces the gradients of one; communication
-that overlaps with computation only counts for what is longer. A pipeline stage holds the tapes of its micro-batches in flight.
-Plans are solved in `stage_plan`.
+from a trace with a cost model of as many parts. Its collectives are part of each region's seconds, because a region that is run again
+communicates again, and the whole input that a region gathers is part of its transient bytes. FSDP gathers two blocks at a time and
+reduces the gradients of one; communication that overlaps with computation only counts for what is longer. A pipeline stage holds the
+tapes of its micro-batches in flight. Plans are solved in `stage_plan`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class ParallelTuning:
     network_share: float = 0.8  # the same of the network
     collective_seconds: float = 2e-5  # of starting one
     gathered_blocks: int = 2  # FSDP: the block that runs, and the next one, which is prefetched
+    tensor_forward: int = 4  # collectives of a block in forward: gathered before, scattered after attention and MLP
+    tensor_backward: int = 2  # in backward; the others run beside the products of weight gradients (Megatron)
 
 
 TUNING = ParallelTuning()
@@ -35,8 +38,9 @@ TUNING = ParallelTuning()
 class StageProblem:
     """One pipeline stage on one GPU: its chain, whose fixed bytes are `fixed_bytes`, and what a micro-batch adds in seconds.
 
-    `exposed_seconds` of communication are not hidden behind computation, in each micro-batch; `once_seconds` are the optimizer and
-    what follows the last micro-batch. `in_flight` micro-batches are alive at once.
+    `exposed_seconds` of communication are not hidden behind computation, in each micro-batch, without the `tensor_seconds` of tensor
+    parallelism, which are in the chain. `once_seconds` are the optimizer and what follows the last micro-batch. `in_flight`
+    micro-batches are alive at once. `kept_gradient_bytes` stay from one micro-batch to the next and are among the fixed bytes.
     """
 
     chain: Chain
@@ -49,6 +53,8 @@ class StageProblem:
     exposed_seconds: float
     once_seconds: float
     attention_extra_seconds: float = 0.0
+    tensor_seconds: float = 0.0
+    kept_gradient_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -144,7 +150,8 @@ class _Maker:
         buffers = self._buffer_bytes(names, gradient_each, per_weight)
         keeps_gradients = layout.accumulate > 1 or layout.pipeline > 1
         chain = self._chain(own, gradient_share=gradient_each / per_weight, keeps_gradients=keeps_gradients)
-        fixed = weight_bytes + optimizer_bytes + buffers + (gradient_bytes if keeps_gradients else 0)
+        kept_gradients = gradient_bytes if keeps_gradients else 0
+        fixed = weight_bytes + optimizer_bytes + buffers + kept_gradients
         chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.batch_bytes)
         moved = updated * (2 * per_weight + gradient_each) + 2 * optimizer_bytes
         return StageProblem(
@@ -158,6 +165,8 @@ class _Maker:
             exposed_seconds=self._exposed_seconds(len(names), weights, chain),
             once_seconds=self._once_seconds(weights, moved),
             attention_extra_seconds=self._attention_extra(len(names)),
+            tensor_seconds=sum(sum(self._tensor_seconds(i)) for i in own),
+            kept_gradient_bytes=kept_gradients,
         )
 
     def _chain(self, own: range, *, gradient_share: float, keeps_gradients: bool) -> Chain:
@@ -168,6 +177,8 @@ class _Maker:
         for number in own:
             stage = _divided(self._stages[number], layout.tensor)
             gradients = 0 if keeps_gradients else int(stage.gradient_bytes * gradient_share) // shards
+            gathered = self._stages[number].state_bytes - stage.state_bytes  # of the whole input, while a part runs
+            stage = _communicating(stage, *self._tensor_seconds(number), gathered)
             made.append(replace(stage, gradient_bytes=gradients))
         whole = self._traced.chain.chain
         return Chain(stages=tuple(made), fixed_bytes=whole.fixed_bytes // layout.tensor, host=whole.host)
@@ -199,12 +210,18 @@ class _Maker:
             return 0.0
         return size * (group - 1) / group / max(1.0, self._bandwidth(group * spread)) + TUNING.collective_seconds
 
+    def _tensor_seconds(self, number: int) -> tuple[float, float]:
+        """Return the seconds of tensor parallelism's collectives in forward and backward of one stage of the chain."""
+        if not self._is_region[number]:
+            return 0.0, 0.0
+        each = self._collective(self._stages[number].state_bytes, self._layout.tensor)
+        return TUNING.tensor_forward * each, TUNING.tensor_backward * each
+
     def _exposed_seconds(self, regions: int, weights: Weights, chain: Chain) -> float:
-        """Return the seconds of communication of a micro-batch that no computation hides."""
+        """Return the seconds of communication of a micro-batch that no computation hides, without that of tensor parallelism."""
         layout = self._layout
         compute = sum(stage.forward_seconds + stage.backward_seconds for stage in chain.stages)
         hidden_state = max((stage.state_bytes for stage in self._stages), default=0)
-        tensor = 8 * regions * self._collective(hidden_state, layout.tensor)  # 4 in forward, 4 in backward
         experts = 0.0
         if layout.expert > 1:  # tokens to their experts and back, in both passes
             experts = 4 * 2 * regions * self._collective(hidden_state / layout.tensor, layout.expert, layout.tensor)
@@ -214,8 +231,10 @@ class _Maker:
         ring = 0.0
         if layout.context > 1:  # keys and values go round, behind attention
             ring = 3 * regions * self._collective(hidden_state / layout.tensor, layout.context, layout.tensor)
-        sends = 2 * self._collective(hidden_state / layout.tensor, 2, layout.tensor) if layout.pipeline > 1 else 0.0
-        return tensor + experts + sends + max(0.0, shards + ring - compute)
+        sends = 0.0
+        if layout.pipeline > 1:  # one in forward and one in backward, of each part
+            sends = 2 * layout.interleave * self._collective(hidden_state / layout.tensor, 2, layout.tensor)
+        return experts + sends + max(0.0, shards + ring - compute)
 
     def _once_seconds(self, weights: Weights, moved: int) -> float:
         """Return the seconds after the last micro-batch: gradients that are reduced once, and the optimizer."""
@@ -252,6 +271,34 @@ def _divided(stage: Stage, parts: int) -> Stage:
     )
     sizes = {name: getattr(stage, name) // parts for name in _SIZES[Stage]}
     return replace(stage, options=options, gradient_bytes=stage.gradient_bytes // parts, **sizes)
+
+
+def _communicating(stage: Stage, forward: float, backward: float, gathered_bytes: int) -> Stage:
+    """Return a stage that communicates and gathers its input while it runs; a re-run communicates by its share of the forward."""
+    if not forward:
+        return stage
+
+    def option_with(option: Option) -> Option:
+        share = min(1.0, option.rerun_seconds / stage.forward_seconds) if stage.forward_seconds else 0.0
+        return replace(
+            option,
+            forward_seconds=option.forward_seconds + forward,
+            backward_seconds=option.backward_seconds + backward,
+            rerun_seconds=option.rerun_seconds + share * forward,
+            forward_transient_bytes=option.forward_transient_bytes + gathered_bytes,
+            backward_transient_bytes=option.backward_transient_bytes + gathered_bytes,
+        )
+
+    return replace(
+        stage,
+        forward_seconds=stage.forward_seconds + forward,
+        backward_seconds=stage.backward_seconds + backward,
+        forward_transient_bytes=stage.forward_transient_bytes + gathered_bytes,
+        backward_transient_bytes=stage.backward_transient_bytes + gathered_bytes,
+        rerun_transient_bytes=stage.rerun_transient_bytes + gathered_bytes,
+        untaped_transient_bytes=stage.untaped_transient_bytes + gathered_bytes,
+        options=tuple(option_with(option) for option in stage.options),
+    )
 
 
 def _scaled_weights(weights: Weights, parts: int) -> Weights:

@@ -1,4 +1,7 @@
-"""Forecast: the answer of `retape.forecast`, as a value with text, a page and settings for other programs."""
+"""Forecast: the answer of `retape.forecast`, as a value with text, a page and settings for other programs.
+
+Changes of the setup that are worth a look are in `advice`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from pathlib import Path
 
 from retape.core.plan import Frontier
 from retape.core.units import format_bytes, format_seconds
+from retape.forecast.advice import NO_LIMIT, Advice, Change, page_of, what_to_change
 from retape.forecast.device import Device
 from retape.forecast.export import export_settings
 from retape.forecast.layout import Layout, OptimizerKind
 from retape.forecast.stage_plan import StagePlan
-from retape.report.forecast_page import ForecastPage, PageStage, write_forecast_page
+from retape.report.page.forecast import write_forecast_page
 
 _MARGIN = 0.01  # of the budget, for what does not grow in proportion to the batch
 
@@ -24,6 +28,7 @@ class Forecast:
 
     `peak_bytes` is of the fullest GPU and counts everything that PyTorch allocates there, without the CUDA context.
     `plain_peak_bytes` and `plain_seconds` are those of the model as it runs by itself on one GPU, if it had the memory.
+    `again` forecasts the setup with a change.
     """
 
     model: str
@@ -40,7 +45,7 @@ class Forecast:
     plain_seconds: float
     rows: int
     length: int
-    grow: Callable[[int, int], int] = field(repr=False, compare=False)
+    again: Callable[[Change], Forecast] = field(repr=False, compare=False)
 
     @property
     def frontier(self) -> Frontier:
@@ -93,45 +98,34 @@ class Forecast:
 
     def largest_batch(self) -> int:
         """Return the rows of the largest micro-batch that fits by the floor plan, from traces of this one and twice as many rows."""
-        return self._largest(self.rows, self.grow(2 * self.rows, self.length), self.rows)
+        return self._largest(self.rows, Change(rows=2 * self.rows, budget_bytes=NO_LIMIT))
 
     def longest_sequence(self) -> int:
         """Return the longest sequence that fits by the floor plan, from traces of this length and twice the length."""
-        return self._largest(self.length, self.grow(self.rows, 2 * self.length), self.length)
+        return self._largest(self.length, Change(length=2 * self.length, budget_bytes=NO_LIMIT))
 
-    def _largest(self, size: int, doubled_floor: int, least: int) -> int:
-        slope = (doubled_floor - self.floor_bytes) / max(1, least)
+    def _largest(self, size: int, doubled: Change) -> int:
+        slope = (self.again(doubled).floor_bytes - self.floor_bytes) / max(1, size)
         if slope <= 0 or not size:
             return size
         usable = (1 - _MARGIN) * self.budget_bytes
         return max(0, int(size + (usable - self.floor_bytes) / slope))
 
     def export(self, kind: str) -> str:
-        """Return settings for "megatron" (flags), "torchtitan" (TOML), "huggingface" or "deepspeed" (JSON)."""
-        return export_settings(kind, self.layout, Counter(t for _, t in self.treatments), rows=self.rows)
+        """Return settings for "megatron" or "torchtitan" (flags), "huggingface" or "deepspeed" (JSON)."""
+        counts = Counter(treatment for _, treatment in self.treatments)
+        return export_settings(kind, self.layout, counts, rows=self.rows, length=self.length)
 
     def report(self, path: str | Path) -> None:
-        """Write one HTML page: memory over the step, frontier, and the treatment of each block, per pipeline stage."""
-        write_forecast_page(self._page(), path)
+        """Write one HTML page: what to change, and per pipeline stage memory over a micro-batch by class, frontier and treatments."""
+        write_forecast_page(page_of(self), path)
 
-    def _page(self) -> ForecastPage:
-        return ForecastPage(
-            title=f"{self.model} on {self.layout.described()}, {self.device.name}",
-            rows=tuple(self._rows()),
-            stages=tuple(
-                PageStage(
-                    timeline=stage.timeline,
-                    fixed_bytes=stage.problem.fixed_bytes,
-                    budget_bytes=self.budget_bytes,
-                    frontier=stage.frontier,
-                    treatments=stage.treatments,
-                    classes=_classes(stage),
-                )
-                for stage in self.stages
-            ),
-        )
+    def what_to_change(self) -> tuple[Advice, ...]:
+        """Forecast the setup with one change at a time; the one that trains the most tokens per GPU and second is first."""
+        return what_to_change(self)
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def rows_of_figures(self) -> list[tuple[str, str]]:
+        """Return the names and texts of the table."""
         peak = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}"
         rows = [
             ("device", f"{self.device.name}, {self.layout.described()}"),
@@ -150,7 +144,7 @@ class Forecast:
 
     def explain(self) -> str:
         """Return a table: peak, time, and per pipeline stage the bytes by class and the treatment of the blocks."""
-        rows = self._rows()
+        rows = self.rows_of_figures()
         width = max(len(name) for name, _ in rows)
         lines = [f"{self.model}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
         for number, stage in enumerate(self.stages):

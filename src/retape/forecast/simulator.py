@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from retape.core.errors import InvalidInput
 from retape.core.record import MemorySample
 from retape.forecast.op_seconds import CostModel
-from retape.forecast.op_work import tensors_in, work_of
+from retape.forecast.op_work import op_name, tensors_in, work_of
 from retape.torch.compat import internals
 from retape.torch.measure.memory_meter import MemoryReading
 
@@ -32,6 +32,7 @@ aten = torch.ops.aten
 META = torch.device("meta")
 _SMALL_BLOCK, _LARGE_REQUEST, _SEGMENT, _UNSPLIT = 512, 10 * 2**20, 2 * 2**20, 2**20
 _MOST_VALUES = 2**21  # elements of whole numbers that are really computed
+_FLOAT8_PRODUCTS = frozenset({"_scaled_mm", "_scaled_grouped_mm"})
 _PADDED = 8  # the width of an attention head is padded to a multiple
 
 
@@ -105,6 +106,10 @@ class SimulatedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._value_of(args[0])
+        if op_name(func) in _FLOAT8_PRODUCTS:
+            raise InvalidInput(
+                f"The model multiplies in float8 ({op_name(func)}), for which no rates were measured. Forecast it in bfloat16."
+            )
         out = func(*args, **kwargs)
         made = tensors_in(out)
         self._follow_values(func, args, kwargs, out, made)

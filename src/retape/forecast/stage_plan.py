@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall
-from retape.core.machine import Machine, simulate
+from retape.core.machine import Machine
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import Chain, OptionKind
 from retape.core.solve import frontier, solve
 from retape.core.units import format_bytes
+from retape.forecast.layout import Layout
 from retape.forecast.parallel import StageProblem
 
 _HALVINGS = 12  # of the range between the floor and everything kept, when micro-batches share the room
@@ -28,7 +30,6 @@ class StagePlan:
     floor_bytes: int
     seconds: float
     treatments: tuple[tuple[str, str], ...]
-    timeline: tuple[tuple[float, int], ...] = ()
 
     @property
     def keeps_everything(self) -> bool:
@@ -54,36 +55,49 @@ def peak_of(problem: StageProblem, plan: Plan) -> int:
     return plan.promised_peak_bytes + (int(more * held_bytes(problem.chain, plan)) if more > 0 else 0)
 
 
-def plan_stage(problem: StageProblem, budget_bytes: int | None, *, timeline: bool = False) -> StagePlan:
-    """Return the fastest plan inside the budget; None is no limit. Raise BudgetTooSmall with the floor of all in flight."""
+def plan_stage(problem: StageProblem, budget_bytes: int | None, *, kept_bytes: int | None = None) -> StagePlan:
+    """Return the fastest plan inside the budget; None is no limit. Raise BudgetTooSmall with the floor of all in flight.
+
+    `kept_bytes` is the peak of keeping everything where it was traced as a whole; the chain's sums are a little above it.
+    """
     best = frontier(problem.chain)
     lowest = solve(problem.chain, best.floor_bytes)
-    floor = peak_of(problem, lowest)
     everything = solve(problem.chain, best.store_all_bytes)
+    kept = peak_of(problem, everything) if kept_bytes is None else kept_bytes
+    floor = min(peak_of(problem, lowest), kept)
     plan = everything
-    if budget_bytes is not None and peak_of(problem, everything) > budget_bytes:
+    if budget_bytes is not None and kept > budget_bytes:
         if floor > budget_bytes:
-            raise BudgetTooSmall(
-                f"No plan fits in {format_bytes(budget_bytes)}; the smallest budget that does is {format_bytes(floor)}, of which "
-                f"{format_bytes(problem.fixed_bytes)} are weights, optimizer states and buffers"
-                f"{', bound by ' + best.binding if best.binding else ''}. Use a smaller micro-batch, more GPUs to share the "
-                "weights, or a larger device.",
-                budget_bytes=budget_bytes,
-                floor_bytes=floor,
-                binding=best.binding,
-            )
+            raise _too_small(problem, budget_bytes, floor, best.binding)
         plan = _largest(problem, lowest, best, budget_bytes)
     seconds = (plan.promised_seconds or 0.0) + problem.exposed_seconds + problem.attention_extra_seconds
     return StagePlan(
         problem=problem,
         plan=plan,
         frontier=best,
-        peak_bytes=peak_of(problem, plan),
+        peak_bytes=kept if plan is everything else peak_of(problem, plan),
         floor_bytes=floor,
         seconds=seconds,
         treatments=_treatments(problem, plan),
-        timeline=simulate(problem.chain, plan.actions(), timeline=True).timeline if timeline else (),
     )
+
+
+def _too_small(problem: StageProblem, budget_bytes: int, floor_bytes: int, binding: str) -> BudgetTooSmall:
+    return BudgetTooSmall(
+        f"No plan fits in {format_bytes(budget_bytes)}; the smallest budget that does is {format_bytes(floor_bytes)}, of which "
+        f"{format_bytes(problem.fixed_bytes)} are weights, optimizer states and buffers"
+        f"{', bound by ' + binding if binding else ''}. Use a smaller micro-batch, more GPUs to share the "
+        "weights, or a larger device.",
+        budget_bytes=budget_bytes,
+        floor_bytes=floor_bytes,
+        binding=binding,
+    )
+
+
+def step_seconds(layout: Layout, plans: Sequence[StagePlan]) -> float:
+    """Return the seconds of a step: the slowest stage for every micro-batch, the pipeline's bubble, and what follows once."""
+    slowest = max(plan.seconds for plan in plans)
+    return slowest * layout.accumulate * (1 + layout.bubble) + max(plan.problem.once_seconds for plan in plans)
 
 
 def _largest(problem: StageProblem, lowest: Plan, best: Frontier, budget_bytes: int) -> Plan:

@@ -182,6 +182,11 @@ def _softmax_backward(meter: DeviceMeter, elements: int, dtype: torch.dtype) -> 
     return partial(aten._softmax_backward_data.default, rows, rows, 1, dtype)
 
 
+def _masked_fill(meter: DeviceMeter, elements: int, dtype: torch.dtype) -> Any:
+    rows = _rows(meter, elements, dtype)
+    return partial(aten.masked_fill_.Scalar, rows, rows[:, :1] > 0, 0.0)
+
+
 def _fill(meter: DeviceMeter, elements: int, dtype: torch.dtype) -> Any:
     return partial(aten.fill_.Scalar, _rows(meter, elements, dtype), 0)
 
@@ -224,6 +229,7 @@ POINTWISE = (
     _half,
     _cat,
     _slice_backward,
+    _masked_fill,
     _fill,
     _copy,
     _dropout_backward,

@@ -33,12 +33,12 @@ def memory_section(record: FitRecord, plan: StepReplay, plain: StepReplay) -> st
     measured = _measured(record)
     parts = [
         plane.frame(),
-        *_stack(plane, [level.parts for level in columns], _CLASSES, plan.seconds),
+        *stacked(plane, [level.parts for level in columns], _CLASSES, plan.seconds),
         _outline(plane, most_in_columns(plain.levels, plain.seconds, COLUMNS), plain.seconds),
         _line(plane, measured, plan.seconds, "line halo"),
         _line(plane, measured, plan.seconds, "line measured"),
         plane.level(record.budget_bytes, "budget"),
-        _turn(plane, plan.turn_seconds),
+        turn(plane, plan.turn_seconds),
         *_strips(record, plane, plan, measured),
     ]
     return section(
@@ -60,7 +60,7 @@ def _by_region(record: FitRecord, plane: Plane, columns: Sequence[Level], second
     groups = groups_of(record.chain.length)
     kinds = ["a-fixed", *(f"g{number}" for number in range(len(groups))), "a-snapshots"]
     names = ["fixed", *(folded(map(record.chain.stage_name, stages)) for stages in groups), "inputs of regions"]
-    parts = [plane.frame(), *_stack(plane, rows, kinds, seconds), plane.level(record.budget_bytes, "budget")]
+    parts = [plane.frame(), *stacked(plane, rows, kinds, seconds), plane.level(record.budget_bytes, "budget")]
     picture = figure("regions-picture", "live bytes by region", parts, width=WIDTH, height=HEIGHT - 45, top=TOP - 10)
     signs = legend((area_sign(kind), name) for kind, name in zip(kinds, names, strict=True))
     return f"<details><summary>The same by region</summary>\n{picture}\n{signs}\n</details>"
@@ -81,7 +81,7 @@ def most_in_columns(levels: Sequence[Level], seconds: float, width: int) -> tupl
     return tuple(accumulate(found, lambda before, now: now or before))
 
 
-def _stack(plane: Plane, rows: Sequence[tuple[int, ...]], kinds: Sequence[str], seconds: float) -> list[str]:
+def stacked(plane: Plane, rows: Sequence[tuple[int, ...]], kinds: Sequence[str], seconds: float) -> list[str]:
     """Return one area per kind, each above the one before; `rows` are the columns of the picture."""
     tops = [tuple(accumulate(row)) for row in rows]
     found = []
@@ -132,7 +132,8 @@ def _measured(record: FitRecord) -> tuple[int | None, ...]:
     return peaks_per_interval(record.measured, COLUMNS, seconds=timeline[-1].seconds or 1.0) if timeline else ()
 
 
-def _turn(plane: Plane, seconds: float) -> str:
+def turn(plane: Plane, seconds: float) -> str:
+    """Return a line between forward and backward."""
     x = plane.point(seconds, 0)[0]
     bottom = HEIGHT - BOTTOM
     return (
