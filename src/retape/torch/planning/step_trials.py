@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from retape.core.errors import BudgetTooSmall, RetapeError, StateChanged
+from retape.core.errors import BudgetTooSmall, InvalidInput, RetapeError, StateChanged
 from retape.torch.compat.ranks import any_rank, refuse_differing_ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
+from retape.torch.measure.baseline_memory import pending_optimizer_bytes
+from retape.torch.measure.host_room import HostRoom
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
@@ -41,7 +43,7 @@ from retape.torch.planning.tuning import TUNING, PlanningTuning
 
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment
-    from retape.core.problem import Budget
+    from retape.core.problem import Budget, Tier
     from retape.core.record import Record
 
 Regions = Mapping[str, nn.Module]
@@ -65,13 +67,17 @@ class StepTrials:
         optimizer: torch.optim.Optimizer | None = None,
         slices: bool = False,
         compiled: bool = False,
+        host_budget: str | int | None = None,
+        moves_states: bool = False,
         check: Check = Check.METADATA,
         tell: Callable[[str], None] = lambda what: None,
         instruments: FitInstruments | None = None,
         variants: VariantCache = VARIANTS,
         tuning: PlanningTuning = TUNING,
     ) -> None:
-        """With `slices` the profile also finds out which parts of regions can run in tiles."""
+        """With `slices` the profile also finds out which parts of regions can run in tiles; with `moves_states` those of the optimizer
+        wait on the host from now on, until `host_room.remove`.
+        """
         self.instruments, self.tuning, self.tell = instruments or FitInstruments(), tuning, tell
         self.devices = self.instruments.devices_of(model, budget)
         if step is None:
@@ -79,9 +85,11 @@ class StepTrials:
         self.root = unwrapped(model)
         self.compiled = compiled
         self.is_long = False  # are the steps: then few of them are run
-        self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, optimizer, d) for d in self.devices}
         self._trained = [p for p in self.root.parameters() if p.requires_grad]
         self.gradients = self.instruments.initial_gradients(self._trained, budget, self.devices)
+        self.host_room = self._room(host_budget, optimizer, moves_states)
+        there = self.host_room.counted_optimizer
+        self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, there, d) for d in self.devices}
         self._missing_bytes = {d: self.instruments.missing_gradient_bytes(self.root, d) for d in self.devices}
         self._model, self._batch, self._step, self._optimizer = model, batch, step or default_step, optimizer
         self._slices, self._check, self._variants, self._budget = slices, check, variants, budget
@@ -90,6 +98,24 @@ class StepTrials:
         self._known: dict[
             tuple[float | None, int], Profile
         ] = {}  # traces of kinds of regions, by the variant they ran in
+
+    def _room(self, host_budget: str | int | None, optimizer: Any, moves_states: bool) -> HostRoom:
+        first = self.devices[0]
+        if (host_budget is not None or moves_states) and self.instruments.host_tier(first) is None:
+            raise InvalidInput(
+                f"The model trains on {first}, whose memory is the host's: host_budget and OPTIMIZER_ON_HOST are for a GPU. Leave them out."
+            )
+        return HostRoom(
+            first,
+            host_budget=host_budget,
+            optimizer=optimizer,
+            moves_states=moves_states,
+            pending_bytes=pending_optimizer_bytes,
+        )
+
+    def host_tier(self, device: torch.device) -> Tier | None:
+        """Return the host as a tier that has room for slots and inputs; None where it is the device's own memory."""
+        return self.host_room.left_of(self.instruments.host_tier(device))
 
     @property
     def has_two_kinds(self) -> bool:
@@ -104,7 +130,10 @@ class StepTrials:
     def check_optimizer(self, budget: Budget) -> None:
         """Raise BudgetTooSmall if the temporary tensors of the optimizer's step do not fit."""
         for device in self.devices:
-            self.instruments.check_optimizer_step(self._optimizer, budget, device, self.fixed_bytes[device])
+            share, buckets = self.host_room.step_buckets()
+            self.instruments.check_optimizer_step(
+                self._optimizer, budget, device, self.fixed_bytes[device], share=share, bucket_bytes=buckets
+            )
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
