@@ -6,7 +6,7 @@ Measuring, solving and attaching are in `retape.torch.planning`; text and pictur
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -213,6 +213,7 @@ def fit(
     progress: bool = True,
     cache: str | Path | None = None,
     host_budget: str | int | None = None,
+    profile_batches: Sequence[Any] = (),
 ) -> Fit:
     """Make a model train inside `budget` bytes, as fast as they allow, with the gradients of plain autograd bit for bit.
 
@@ -230,6 +231,9 @@ def fit(
     With `options=EXACT | OPTIMIZER_ON_HOST` (or `ALL | ...`) the optimizer's states wait on the host during forward and backward, and
     pass through the device in buckets inside `optimizer.step()`. `host_budget` limits the bytes of host memory, by default 80 % of
     what the process can still have.
+
+    For steps of minutes, give two shorter batches as `profile_batches`: they are profiled, what they take is extrapolated to the
+    length of `batch`, and one step of `batch` measures the plan.
     """
     return fit_using(
         StepTrials,
@@ -245,6 +249,7 @@ def fit(
         progress=progress,
         cache=cache,
         host_budget=host_budget,
+        profile_batches=profile_batches,
     )
 
 
@@ -263,6 +268,7 @@ def fit_using(
     progress: bool = True,
     cache: str | Path | None = None,
     host_budget: str | int | None = None,
+    profile_batches: Sequence[Any] = (),
 ) -> Fit:
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
     if not isinstance(model, nn.Module):
@@ -285,6 +291,7 @@ def fit_using(
             compiled=compile or is_compiled(unwrapped(model)),
             host_budget=host_budget,
             moves_states=OptionSet.OPTIMIZER_ON_HOST in allowed,
+            profile_batches=profile_batches,
             check=Check.of(check),
             tell=tell,
         )
