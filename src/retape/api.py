@@ -6,8 +6,8 @@ Measuring, solving and attaching are in `retape.torch.planning`; text and pictur
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from retape.core.errors import InvalidInput, PlanMismatch
 from retape.core.fit_record import AccumulatingStep, FitRecord
 from retape.core.plan import Frontier, Plan
-from retape.core.problem import ALL, EXACT, Budget, BudgetLike, OptionSet
+from retape.core.problem import ALL, EXACT, OPTIMIZER_ON_HOST, Budget, BudgetLike, OptionSet
 from retape.core.record import Record
 from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_text import explain
@@ -30,6 +30,7 @@ from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
+from retape.torch.measure.host_room import HostRoom
 from retape.torch.measure.sequential_slices import region_named
 from retape.torch.measure.step_function import StepFunction, rows_of
 from retape.torch.model_libraries import LIBRARIES
@@ -50,7 +51,7 @@ from retape.torch.planning.plan_cache import PlanCache, confirmed, facts_of_step
 from retape.torch.planning.plan_search import PlanSearch
 from retape.torch.planning.step_trials import Regions, StepTrials
 
-__all__ = ["ALL", "EXACT", "Fit", "Promise", "apply", "fit"]
+__all__ = ["ALL", "EXACT", "OPTIMIZER_ON_HOST", "Fit", "Promise", "apply", "fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class Fit:
     ) -> None:
         self._model, self._regions, self._caller = model, regions, caller
         self._optimizer_hook: RemovableHandle | None = None
+        self._host_room: HostRoom | None = None
         self.record = record
 
     @property
@@ -141,6 +143,8 @@ class Fit:
         """Restore the model as it was before the fit."""
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
+        if self._host_room is not None:
+            self._host_room.remove()
         if self._caller is not None:
             take_off(unwrapped(self._model), dict(self._regions))
             self._caller = None
@@ -149,7 +153,7 @@ class Fit:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the executor: a copied or pickled model is a plain one."""
-        return {**self.__dict__, "_caller": None, "_regions": {}, "_optimizer_hook": None}
+        return {**self.__dict__, "_caller": None, "_regions": {}, "_optimizer_hook": None, "_host_room": None}
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
@@ -208,6 +212,8 @@ def fit(
     check: str = "metadata",
     progress: bool = True,
     cache: str | Path | None = None,
+    host_budget: str | int | None = None,
+    profile_batches: Sequence[Any] = (),
 ) -> Fit:
     """Make a model train inside `budget` bytes, as fast as they allow, with the gradients of plain autograd bit for bit.
 
@@ -221,6 +227,13 @@ def fit(
     A budget that counts everything on the device ("24GiB", "auto") is planned for two kinds of steps, if the model has no gradients
     yet: those that begin without (after `zero_grad()`), and those that accumulate. With a folder as `cache`, or in the environment
     variable RETAPE_CACHE, the plan is kept there, and the next fit of the same training only checks it.
+
+    With `options=EXACT | OPTIMIZER_ON_HOST` (or `ALL | ...`) the optimizer's states wait on the host during forward and backward, and
+    pass through the device in buckets inside `optimizer.step()`. `host_budget` limits the bytes of host memory, by default 80 % of
+    what the process can still have.
+
+    For steps of minutes, give two shorter batches as `profile_batches`: they are profiled, what they take is extrapolated to the
+    length of `batch`, and one step of `batch` measures the plan.
     """
     return fit_using(
         StepTrials,
@@ -235,6 +248,8 @@ def fit(
         check=check,
         progress=progress,
         cache=cache,
+        host_budget=host_budget,
+        profile_batches=profile_batches,
     )
 
 
@@ -252,18 +267,15 @@ def fit_using(
     check: str = "metadata",
     progress: bool = True,
     cache: str | Path | None = None,
+    host_budget: str | int | None = None,
+    profile_batches: Sequence[Any] = (),
 ) -> Fit:
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     optimizer = _inner_optimizer(optimizer)
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
-    refuse_replicas(model)
-    warn_of_evaluation(unwrapped(model))
+    _check_arguments(model, optimizer)
     every_layer = LIBRARIES.with_every_layer(unwrapped(model))
     extend_segments()
-    with _undone_on_error(unwrapped(model)), every_layer, _progress_bar(progress) as tell:
+    with _undone_on_error(unwrapped(model)), every_layer, _progress_bar(progress) as tell, ExitStack() as on_error:
         asked, allowed = Budget.of(budget), OptionSet.of(options)
         steps = trials(
             model,
@@ -271,24 +283,39 @@ def fit_using(
             asked,
             step=step,
             optimizer=optimizer,
-            slices=allowed is OptionSet.ALL,
+            slices=allowed.slices,
             compiled=compile or is_compiled(unwrapped(model)),
+            host_budget=host_budget,
+            moves_states=OptionSet.OPTIMIZER_ON_HOST in allowed,
+            profile_batches=profile_batches,
             check=Check.of(check),
             tell=tell,
         )
-        plans = PlanCache.at(cache)
-        key = None if plans is None else _cache_key(steps, asked, (model, batch, step, optimizer), (regions, allowed))
+        on_error.callback(steps.host_room.remove)
         steps.check_optimizer(asked)
-        made = None if plans is None or key is None else _from_cache(steps, asked, plans.load(key), Check.of(check))
-        if made is None:
-            search = PlanSearch(steps, asked, regions=regions, options=allowed)
-            made = _from_search(model, batch, search.run(), Check.of(check))
-            if plans is not None and key is not None:
+        plans, checks = PlanCache.at(cache), Check.of(check)
+        if plans is not None:
+            key = _cache_key(steps, asked, (model, batch, step, optimizer), (regions, allowed, host_budget))
+            made = _from_cache(steps, asked, plans.load(key), checks)
+        if plans is None or made is None:
+            made = _from_search(model, batch, PlanSearch(steps, asked, regions=regions, options=allowed).run(), checks)
+            if plans is not None:
                 plans.store(key, made.record)
+        on_error.pop_all()
+    made._host_room = steps.host_room
     made._optimizer_hook = release_cached_blocks(optimizer)
     if progress:
         _print_result(made)
     return made
+
+
+def _check_arguments(model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
+    refuse_replicas(model)
+    warn_of_evaluation(unwrapped(model))
 
 
 def _inner_optimizer(optimizer: Any) -> Any:
@@ -306,12 +333,17 @@ def _from_search(model: nn.Module, batch: Any, found: Candidate, check: Check) -
 
 
 def _cache_key(
-    steps: StepTrials, budget: Budget, training: tuple[nn.Module, Any, Any, Any], about: tuple[Any, OptionSet]
+    steps: StepTrials, budget: Budget, training: tuple[nn.Module, Any, Any, Any], about: tuple[Any, OptionSet, Any]
 ) -> str:
     model, batch, step, optimizer = training
-    regions, options = about
+    regions, options, host_budget = about
     named = None if regions is None else tuple(find_regions(steps.root, regions))
-    facts = {"model": model_hash(model), "budget": budget, "about": (named, options), "versions": _versions()}
+    facts = {
+        "model": model_hash(model),
+        "budget": budget,
+        "about": (named, options, host_budget),
+        "versions": _versions(),
+    }
     return key_of({**facts, **facts_of_step(steps, batch, step, optimizer)})
 
 

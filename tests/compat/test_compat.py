@@ -1037,3 +1037,24 @@ def test_allocator_settings():
 
 def test_set_allocator_settings():
     assert device_allocator.set_allocator_settings(device_allocator.allocator_settings()) is None
+
+
+def test_own_step():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    hooks = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append(1))
+    parameter.grad = torch.ones(2)
+    hook_internals.own_step(optimizer)(optimizer)
+    assert not hooks
+    assert parameter.tolist() == [0.0, 0.0]
+    optimizer.step()
+    assert hooks == [1]
+
+
+def test_note_step(recwarn):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    hook_internals.note_step(optimizer)
+    schedule.step()
+    assert not recwarn.list

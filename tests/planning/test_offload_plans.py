@@ -96,6 +96,14 @@ def test_all_regions_together_fit_into_the_host(monkeypatch):
     made.remove()
 
 
+def test_a_host_without_room_for_all_inputs_takes_those_of_the_first_regions():
+    size = max(option.input_bytes for option in chain_with(host_tier(), "llama").stages[2].options)
+    stages = chain_with(host_tier(capacity=2 * size + size // 2), "llama").stages
+    moved = [max(option.input_bytes for option in stage.choices) for stage in stages]
+    assert [each for each in moved if each] == [size, size]
+    assert moved[2:4] == [size, size]
+
+
 def test_a_saved_plan_moves_the_same_slots(tmp_path):
     model, batch, step, made = fitted("llama", 0.5, host_tier())
     made.save(tmp_path / "plan.json")

@@ -18,6 +18,7 @@ from retape.torch.planning.attach import attach, detach
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import OpTimer
 from retape.torch.planning.region_options import (
+    host_parts,
     is_steady,
     last_missing,
     partial_rerun,
@@ -181,3 +182,18 @@ def test_values_that_decide_shapes_are_not_steady():
     trace = region.trace()
     assert not is_steady(trace)
     assert select_reruns(trace) == ()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "inputs", "parts"),
+    [
+        (100, [0, 10, 10, 0], [20, 30, 30, 20]),
+        (20, [0, 10, 10, 0], [0, 10, 10, 0]),
+        (19, [0, 10, 10, 0], [0, 10, 0, 0]),
+        (25, [0, 10, 20, 10], [0, 10, 0, 10]),
+        (5, [10], [0]),
+    ],
+)
+def test_the_host_has_room_for_all_inputs_or_for_those_of_the_first_regions(capacity, inputs, parts):
+    assert host_parts(capacity, inputs) == parts
+    assert sum(parts) <= capacity

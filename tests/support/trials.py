@@ -60,10 +60,10 @@ def fit_with_host(tier, model, batch, *, instruments=None, tuning=None, **about)
     return fit_by_ops(model, batch, instruments=given, trials=WarmTrials, tuning=tuning, **about)
 
 
-def chain_of(model, batch, *, step=None, host=None):
+def chain_of(model, batch, *, step=None, host=None, **about):
     """The chain of a model by ops, with every option of its regions."""
     with op_clock() as instruments:
-        trials = StepTrials(model, batch, Budget.of(0.5), step=step, instruments=instruments)
+        trials = StepTrials(model, batch, Budget.of(0.5), step=step, instruments=instruments, **about)
         with trials.sandboxed():
             profiled = trials.profiled(find_regions(model))
         fixed = trials.fixed_bytes[trials.devices[0]]

@@ -52,10 +52,14 @@ def add_parser(commands: _Commands) -> None:
     parser.add_argument("--activations", action="store_true", help="the budget is bytes above weights and gradients")
     parser.add_argument(
         "--options",
-        choices=[each.value for each in OptionSet],
-        default=OptionSet.EXACT.value,
+        choices=["exact", "all"],
+        default="exact",
         help="exact: gradients equal bit for bit (default); all: also the loss and parts of regions in slices",
     )
+    parser.add_argument(
+        "--optimizer-on-host", action="store_true", help="optimizer states wait on the host during forward and backward"
+    )
+    parser.add_argument("--host-budget", metavar="B", help="bytes of host memory to use, such as 64GiB")
     parser.add_argument("--compile", action="store_true", help="compile the regions in several variants")
     parser.add_argument("--cache", metavar="FOLDER", help="keep the plan in FOLDER; the next fit only checks it")
     parser.add_argument("--json", metavar="FILE", help="also save the fit, for retape.apply")
@@ -100,6 +104,7 @@ def _write(record: FitRecord, options: argparse.Namespace) -> None:
 def _fitted(training: Training, budget: Budget, options: argparse.Namespace) -> Any:
     from retape.api import fit
 
+    more = OptionSet.OPTIMIZER_ON_HOST if options.optimizer_on_host else OptionSet.EXACT
     try:
         return fit(
             training.model,
@@ -107,7 +112,8 @@ def _fitted(training: Training, budget: Budget, options: argparse.Namespace) -> 
             budget=budget,
             step=training.step,
             optimizer=training.optimizer,
-            options=options.options,
+            options=OptionSet.of(options.options) | more,
+            host_budget=options.host_budget,
             compile=options.compile,
             cache=options.cache,
         )

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from enum import Enum
+from enum import Enum, Flag, auto
 from typing import ClassVar, TypeAlias, TypeVar
 
 from retape.core.codec import JsonForm, check_fields
@@ -28,25 +28,35 @@ class OptionKind(Enum):
     TILE = "tile"
 
 
-class OptionSet(Enum):
-    """The options that a plan may use.
+class OptionSet(Flag):
+    """The options that a plan may use; `ALL | OPTIMIZER_ON_HOST` allows both.
 
     EXACT: keep, select, recompute, offload; gradients bit for bit. ALL adds tiles and the fused loss, which sum in another order.
+    OPTIMIZER_ON_HOST: the optimizer's states wait on the host during forward and backward; its updates are the same bit for bit.
     """
 
-    EXACT = "exact"
-    ALL = "all"
+    EXACT = 0
+    ALL = auto()
+    OPTIMIZER_ON_HOST = auto()
 
     @classmethod
     def of(cls, value: OptionSet | str) -> OptionSet:
-        try:
-            return cls(value)
-        except ValueError:
-            raise InvalidInput(f"options={value!r} is unknown; give retape.EXACT or retape.ALL.") from None
+        named = {"exact": cls.EXACT, "all": cls.ALL}.get(value) if isinstance(value, str) else value
+        if not isinstance(named, cls):
+            raise InvalidInput(
+                f"options={value!r} is unknown; give retape.EXACT or retape.ALL, optionally with | retape.OPTIMIZER_ON_HOST."
+            )
+        return named
+
+    @property
+    def slices(self) -> bool:
+        """True if the loss and parts of regions may be computed in slices."""
+        return OptionSet.ALL in self
 
 
 EXACT = OptionSet.EXACT
 ALL = OptionSet.ALL
+OPTIMIZER_ON_HOST = OptionSet.OPTIMIZER_ON_HOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

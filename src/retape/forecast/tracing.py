@@ -187,7 +187,7 @@ class _Tracer:
             tracks_freely=lambda _: True,
             fixed_bytes=lambda *_: 0,
             initial_gradients=lambda *_: InitialGradients.NONE,
-            check_optimizer_step=lambda *_: None,
+            check_optimizer_step=lambda *_, **__: None,
             allocated_bytes=lambda _: 0,
             devices_of=lambda *_: (META,),
         )

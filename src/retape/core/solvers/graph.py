@@ -256,10 +256,10 @@ class GraphPlanner:
         """Return the best holdings at a sample of budgets from the floor to store-all, each faster than the one before."""
         span = max(self.store_all_bytes - self.floor_bytes, 0)
         found = [self._plain]
-        # In equal steps, then in halves: a result that is small and expensive, as of attention, is found too.
+        # In equal steps, then in halves, and what the dearest op makes: a result that is small and expensive, as of attention.
         equal = [span * i // TUNING.graph_points for i in reversed(range(1, TUNING.graph_points))]
         halves = [span // TUNING.graph_points // 2**i for i in range(1, TUNING.graph_halvings + 1)]
-        for room in (*equal, *halves, 0):
+        for room in sorted({*equal, *halves, min(self._dearest_bytes(), span), 0}, reverse=True):
             budget = self.floor_bytes + room
             if found[-1].held_bytes > budget:  # else it is the best of the smaller budget too
                 found.append(self._hold(budget))
@@ -268,6 +268,12 @@ class GraphPlanner:
             if not kept or holding.rerun_seconds < kept[-1].rerun_seconds:
                 kept.append(holding)
         return tuple(kept)
+
+    def _dearest_bytes(self) -> int:
+        """Return the bytes that the op with the most seconds makes."""
+        dearest = max((op for op in self._graph.ops if op.recomputable), key=lambda op: op.seconds, default=None)
+        made = () if dearest is None else dearest.outputs
+        return sum(tensor.bytes for tensor in self._graph.tensors if tensor.name in made)
 
     def best(self, budget_bytes: int) -> Plan:
         """Return the plan with the least re-run seconds within a budget that is not below the floor, then the fewest bytes."""

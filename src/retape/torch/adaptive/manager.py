@@ -51,7 +51,10 @@ def adaptive(
     slices, without whole logits. With `progress` a line on the terminal follows the steps. With `host` slots that are slow to
     recompute are copied to the host while its lane is free; None means: if the device has memory of its own.
     """
-    fuse = OptionSet.of(options) is OptionSet.ALL
+    allowed = OptionSet.of(options)
+    if OptionSet.OPTIMIZER_ON_HOST in allowed:
+        raise InvalidInput("adaptive() does not move optimizer states; give OPTIMIZER_ON_HOST to retape.fit.")
+    fuse = allowed.slices
     if model is not None and not isinstance(model, nn.Module):
         raise InvalidInput(
             f"adaptive() got a {type(model).__name__} as its model; give a torch.nn.Module, or leave it out."

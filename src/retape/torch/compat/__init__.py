@@ -5,4 +5,12 @@ Nothing outside this package may use a private name. Start from `internals` (aut
 and `host_memory`.
 """
 
-__all__ = ["compiler_internals", "device_allocator", "hook_internals", "host_memory", "internals", "process_internals", "ranks"]
+__all__ = [
+    "compiler_internals",
+    "device_allocator",
+    "hook_internals",
+    "host_memory",
+    "internals",
+    "process_internals",
+    "ranks",
+]

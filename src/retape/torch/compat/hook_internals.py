@@ -1,4 +1,4 @@
-"""Private names of PyTorch for hooks on tensors and modules, wrappers, and weak references to tensors."""
+"""Private names of PyTorch for hooks on tensors, modules and optimizers, wrappers, and weak references to tensors."""
 
 from __future__ import annotations
 
@@ -84,6 +84,17 @@ def _module_of(hook: Any) -> str:
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or "")
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the step of an optimizer's class without the hooks that PyTorch puts around it."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Note that an optimizer has stepped, for learning rate schedulers that wrapped an earlier `optimizer.step`."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def weak_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:

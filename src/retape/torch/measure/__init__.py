@@ -9,6 +9,7 @@ live between steps), `sandbox.sandboxed` (run steps and put everything back), `v
 __all__ = [
     "baseline_memory",
     "budgets",
+    "host_room",
     "memory_meter",
     "module_calls",
     "sandbox",

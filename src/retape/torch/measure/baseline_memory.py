@@ -151,11 +151,23 @@ def optimizer_step_bytes(optimizer: torch.optim.Optimizer | None, device: torch.
     return found
 
 
-def check_optimizer_step(optimizer: Any, budget: Budget, device: torch.device, fixed_bytes: int) -> None:
-    """Raise BudgetTooSmall if the temporary tensors of an optimizer's step exceed a budget that counts everything."""
+def check_optimizer_step(
+    optimizer: Any,
+    budget: Budget,
+    device: torch.device,
+    fixed_bytes: int,
+    *,
+    share: float = 1.0,
+    bucket_bytes: int = 0,
+) -> None:
+    """Raise BudgetTooSmall if the temporary tensors of an optimizer's step exceed a budget that counts everything.
+
+    A step may update a `share` of the states at once, with `bucket_bytes` of them on the device.
+    """
     own = resolved(budget, device)
     if own.kind is BudgetKind.TOTAL:
-        refuse_optimizer_step(own, device, fixed_bytes, optimizer_step_bytes(optimizer, device))
+        temporary_bytes = int(share * optimizer_step_bytes(optimizer, device)) + bucket_bytes
+        refuse_optimizer_step(own, device, fixed_bytes, temporary_bytes)
 
 
 def extend_segments() -> None:

@@ -103,7 +103,7 @@ def add_suggestions(error: BudgetTooSmall, budget: Budget, options: OptionSet, *
             "No plan drops those tensors. Give the code that makes them to retape.checkpoint, whose calls are regions, or put it into "
             "a module."
         )
-    elif options is OptionSet.ALL:
+    elif options.slices:
         return error
     else:
         fused = "computes the loss in slices, without whole logits, and " if can_fuse else ""

@@ -34,6 +34,7 @@ from retape.torch.planning.region_options import (
     MeasuredRegion,
     PartialRerun,
     has_room,
+    host_parts,
     rerun_share,
     select_reruns,
     undominated,
@@ -297,10 +298,10 @@ class _Builder:
         # Backward begins with the last region: anything that it moved it would need back at once.
         input_bytes = state_bytes if may_move else None
         region = self._main.region(call.stage, linked, input_bytes)
-        options = self._main.options(region, call.kind, linked, input_bytes)
+        options = self._main.options(region, call.stage, linked, input_bytes)
         for other in self._others:
             variant = other.region(call.stage, linked, input_bytes)
-            options += other.options(variant, other.kind(call.stage), linked, input_bytes, variant.keep())
+            options += other.options(variant, call.stage, linked, input_bytes, variant.keep())
         if self._eager is not None:
             options += self._eager.options_in_tiles(call.stage, linked, input_bytes)
         if self._others:
@@ -339,7 +340,16 @@ class _VariantProfile:
             kind: select_reruns(trace, most_ops=tuning.most_graph_ops, groups=tuning.graph_groups)
             for kind, trace in traces.items()
         }
-        self._offloads: dict[tuple[Signature, bool], tuple[PartialRerun, ...]] = {}
+        self._offloads: dict[tuple[Signature, bool, int | None], tuple[PartialRerun, ...]] = {}
+        self._hosts = self._parts_of_host()
+
+    def _parts_of_host(self) -> list[Tier | None]:
+        """Return the host as each region may use it, so that all of them together fit."""
+        host, calls = self._host, self._calls
+        if host is None or host.capacity_bytes is None or not calls:
+            return [host] * len(calls)
+        moved = [call.linked_bytes for call in calls[:-1]]  # backward begins with the last region, which moves nothing
+        return [replace(host, capacity_bytes=part) for part in host_parts(host.capacity_bytes, [*moved, 0])]
 
     def kind(self, stage: int) -> Signature:
         return self._calls[stage].kind
@@ -396,22 +406,24 @@ class _VariantProfile:
         """Return the options of a call that run parts in tiles; none of them holds a slot."""
         region = self.region(stage, linked, input_bytes)
         options = self._in_tiles(region, self.kind(stage))
-        if options and input_bytes and self._host is not None and has_room(self._host, input_bytes, len(self._calls)):
-            options += region.input_moved(options, input_bytes, self._host, len(self._calls))
+        host = self._hosts[stage]
+        if options and input_bytes and host is not None and has_room(host, input_bytes):
+            options += region.input_moved(options, input_bytes, host)
         return [option for option in options if option.tiles > 1]
 
     def options(
-        self, region: MeasuredRegion, kind: Signature, linked: bool, input_bytes: int | None, *more: RegionOption
+        self, region: MeasuredRegion, stage: int, linked: bool, input_bytes: int | None, *more: RegionOption
     ) -> list[RegionOption]:
         """Return the options to hold or move a part of the tape, and the input of `input_bytes`; None forbids moving."""
-        host, regions, selections = self._host, len(self._calls), self._selections[kind]
+        host, kind = self._hosts[stage], self.kind(stage)
+        selections = self._selections[kind]
         options = [*more, *map(region.select, selections), *self._in_tiles(region, kind)]
         if host is None or input_bytes is None:
             return options
-        key = (kind, linked)
+        key = (kind, linked, host.capacity_bytes)
         if key not in self._offloads:
-            self._offloads[key] = region.offload_candidates(selections, host, regions)
+            self._offloads[key] = region.offload_candidates(selections, host)
         options += region.offload(self._offloads[key], host)
-        if input_bytes and has_room(host, input_bytes, regions):
-            options += region.input_moved(options, input_bytes, host, regions)
+        if input_bytes and has_room(host, input_bytes):
+            options += region.input_moved(options, input_bytes, host)
         return options

@@ -171,7 +171,7 @@ class PlanSearch:
 
     @property
     def _may_fuse(self) -> bool:
-        allowed = self._options is OptionSet.ALL and not self._fusing_refused
+        allowed = self._options.slices and not self._fusing_refused
         return allowed and LIBRARIES.can_fuse_loss(self._trials.root)
 
     def _with_or_without_fused_loss(self, setup: Setup) -> Candidate | BudgetTooSmall:
@@ -226,7 +226,7 @@ class PlanSearch:
 
     def _with_less_at_once(self, setup: Setup, failure: BudgetTooSmall) -> Candidate | BudgetTooSmall:
         """Search with parts of compiled blocks in tiles, then with regions chosen by the bytes that modules save."""
-        in_tiles = self._trials.compiled and self._options is OptionSet.ALL
+        in_tiles = self._trials.compiled and self._options.slices
         for regions in self._smaller_regions(setup, in_tiles):
             prepared = self._prepared(replace(setup, regions=regions, in_tiles=in_tiles))
             found = prepared if isinstance(prepared, BudgetTooSmall) else self._best(prepared)
@@ -299,7 +299,7 @@ class PlanSearch:
         instruments, devices = self._trials.instruments, self._trials.devices
         # If the host's own memory has a budget, a slot that is moved there is not gone.
         on_host = self._trials.is_spread and any(each.type == "cpu" for each in devices)
-        overheads, host = instruments.overheads(device), None if on_host else instruments.host_tier(device)
+        overheads, host = instruments.overheads(device), None if on_host else self._trials.host_tier(device)
         chain = decided_by_first(
             lambda: build_chain(
                 profiled.on(device),
@@ -450,6 +450,9 @@ class _SetupSearch:
         if best is None or not found.is_far_off:
             return
         again = replace(best, parts=decided_by_first(best.promised_again))
+        if self._trials.runs_one_step:
+            found.add(again)
+            return
         records = self._trials.attempted(partial(self._trials.measured, best.regions, best.executor))
         if isinstance(records, OutOfMemory):
             found.fail(self._ran_out(again.plan, records))
@@ -480,6 +483,8 @@ class _SetupSearch:
 
     def _timed(self, best: Candidate) -> Candidate:
         """Return the best plan with its seconds; no other is timed, because steps are expensive."""
+        if self._trials.runs_one_step:
+            return best
         self._trials.tell("timing the plan")
         run = partial(self._trials.timed, best.regions, best.executor)
         # The first step of a plan that copies allocates host memory, which takes longer than the step.

@@ -9,7 +9,7 @@ would follow gives the ops that a re-run runs. The second half adds what was mea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -419,14 +419,12 @@ class MeasuredRegion:
             found.append(RegionOption(cost=cost, tiles=run.tiles, tiled=parts))
         return found
 
-    def offload_candidates(
-        self, selections: tuple[PartialRerun, ...], host: Tier, regions: int
-    ) -> tuple[PartialRerun, ...]:
+    def offload_candidates(self, selections: tuple[PartialRerun, ...], host: Tier) -> tuple[PartialRerun, ...]:
         """Return ways to move slots: shares of the bytes that the computation hides, and all that the host has room for."""
         free = min(
             host.write_bytes_per_second * self.forward_seconds, host.read_bytes_per_second * self.backward_seconds
         )
-        most = float("inf") if host.capacity_bytes is None else host.capacity_bytes // regions
+        most = float("inf") if host.capacity_bytes is None else host.capacity_bytes
         whole = sum(tape_storages(self.trace).values()) if self.trace is not None else 0
         sizes = (*(share * free for share in self.tuning.offload_shares), whole)
         targets = sorted({int(min(size, most, whole)) for size in sizes})
@@ -437,12 +435,12 @@ class MeasuredRegion:
         """Return the undominated options to move slots."""
         return self._some([self._asking(self._offload_cost(rerun, host), rerun) for rerun in reruns])
 
-    def input_moved(self, options: list[RegionOption], size: int, host: Tier, regions: int) -> list[RegionOption]:
+    def input_moved(self, options: list[RegionOption], size: int, host: Tier) -> list[RegionOption]:
         """Return the undominated options to recompute, and to do as `options` do, with the input of `size` bytes moved too."""
         if not self.has_tape:
             return []
         made = [self._with_input_moved(option, size, host) for option in options]
-        fitting = [option for option in made if has_room(host, option.cost.moved_bytes, regions)]
+        fitting = [option for option in made if has_room(host, option.cost.moved_bytes)]
         in_tiles = [option for option in fitting if option.tiles > self.tiles]
         others = self._some([option for option in fitting if option.tiles == self.tiles])
         return [*others, *in_tiles, self._with_input_moved(self._asking(self._recompute()), size, host)]
@@ -530,9 +528,24 @@ class MeasuredRegion:
         return kept[:: -(-len(kept) // self.tuning.most_offload_options)] if kept else []
 
 
-def has_room(host: Tier, size: int, regions: int) -> bool:
-    """True if the host can take this many bytes of every region."""
-    return host.capacity_bytes is None or size * regions <= host.capacity_bytes
+def has_room(host: Tier, size: int) -> bool:
+    """True if the host, or a region's part of it, can take this many bytes."""
+    return host.capacity_bytes is None or size <= host.capacity_bytes
+
+
+def host_parts(capacity_bytes: int, input_bytes: Sequence[int]) -> list[int]:
+    """Return the bytes of the host that each region may use: its input, and an equal part of what is left.
+
+    If the host has no room for all inputs, the first regions have room for theirs, which wait longest, and the others have none.
+    """
+    left = capacity_bytes - sum(input_bytes)
+    if left >= 0:
+        return [size + left // len(input_bytes) for size in input_bytes]
+    parts, left = [], capacity_bytes
+    for size in input_bytes:
+        parts.append(size if size <= left else 0)
+        left -= parts[-1]
+    return parts
 
 
 def undominated(options: list[RegionOption]) -> list[RegionOption]:

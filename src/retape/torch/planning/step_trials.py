@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from retape.core.errors import BudgetTooSmall, RetapeError, StateChanged
+from retape.core.errors import BudgetTooSmall, InvalidInput, RetapeError, StateChanged
 from retape.torch.compat.ranks import any_rank, refuse_differing_ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
+from retape.torch.measure.baseline_memory import pending_optimizer_bytes
+from retape.torch.measure.host_room import HostRoom
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
@@ -25,6 +27,7 @@ from retape.torch.measure.step_function import StepFunction, default_step, refus
 from retape.torch.planning.attach import CheckpointCalls, ModelCaller, put_on, take_off, unreduced, unwrapped
 from retape.torch.planning.executor import Executor, slots_there
 from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
+from retape.torch.planning.other_lengths import Lengths, extrapolated, lengths_of
 from retape.torch.planning.profile import ProfileSession
 from retape.torch.planning.profile_intervals import (
     Instrument,
@@ -41,7 +44,7 @@ from retape.torch.planning.tuning import TUNING, PlanningTuning
 
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment
-    from retape.core.problem import Budget
+    from retape.core.problem import Budget, Tier
     from retape.core.record import Record
 
 Regions = Mapping[str, nn.Module]
@@ -65,23 +68,32 @@ class StepTrials:
         optimizer: torch.optim.Optimizer | None = None,
         slices: bool = False,
         compiled: bool = False,
+        host_budget: str | int | None = None,
+        moves_states: bool = False,
+        profile_batches: Sequence[Any] = (),
         check: Check = Check.METADATA,
         tell: Callable[[str], None] = lambda what: None,
         instruments: FitInstruments | None = None,
         variants: VariantCache = VARIANTS,
         tuning: PlanningTuning = TUNING,
     ) -> None:
-        """With `slices` the profile also finds out which parts of regions can run in tiles."""
+        """With `slices` the profile also finds out which parts of regions can run in tiles; with `moves_states` those of the optimizer
+        wait on the host from now on, until `host_room.remove`. With `profile_batches`, two shorter batches are profiled instead.
+        """
         self.instruments, self.tuning, self.tell = instruments or FitInstruments(), tuning, tell
         self.devices = self.instruments.devices_of(model, budget)
         if step is None:
             refuse_other_arguments(model, batch)
         self.root = unwrapped(model)
         self.compiled = compiled
-        self.is_long = False  # are the steps: then few of them are run
-        self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, optimizer, d) for d in self.devices}
+        self._shorter = tuple(profile_batches)
+        self._lengths = self._lengths_of(batch)
+        self.is_long = self.runs_one_step  # are the steps: then few of them are run
         self._trained = [p for p in self.root.parameters() if p.requires_grad]
         self.gradients = self.instruments.initial_gradients(self._trained, budget, self.devices)
+        self.host_room = self._room(host_budget, optimizer, moves_states)
+        there = self.host_room.counted_optimizer
+        self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, there, d) for d in self.devices}
         self._missing_bytes = {d: self.instruments.missing_gradient_bytes(self.root, d) for d in self.devices}
         self._model, self._batch, self._step, self._optimizer = model, batch, step or default_step, optimizer
         self._slices, self._check, self._variants, self._budget = slices, check, variants, budget
@@ -90,6 +102,50 @@ class StepTrials:
         self._known: dict[
             tuple[float | None, int], Profile
         ] = {}  # traces of kinds of regions, by the variant they ran in
+
+    @property
+    def runs_one_step(self) -> bool:
+        """True if the batch is run as rarely as possible: shorter ones are profiled, and a plan is measured and timed in one step."""
+        return bool(self._shorter)
+
+    def _lengths_of(self, batch: Any) -> Lengths | None:
+        if not self._shorter:
+            return None
+        if self.compiled or self.is_spread:
+            what = "compiled blocks" if self.compiled else "a model on several devices"
+            raise InvalidInput(f"profile_batches are not for {what}. Leave them out.")
+        return lengths_of(self._shorter, batch)
+
+    @contextmanager
+    def _running(self, batch: Any) -> Iterator[None]:
+        """Run steps of another batch meanwhile."""
+        before, self._batch = self._batch, batch
+        try:
+            yield
+        finally:
+            self._batch = before
+
+    def _on_shorter(self) -> AbstractContextManager[None]:
+        """Run steps of the longer of the shorter batches meanwhile, if there are any."""
+        return self._running(self._shorter[-1] if self._shorter else self._batch)
+
+    def _room(self, host_budget: str | int | None, optimizer: Any, moves_states: bool) -> HostRoom:
+        first = self.devices[0]
+        if (host_budget is not None or moves_states) and self.instruments.host_tier(first) is None:
+            raise InvalidInput(
+                f"The model trains on {first}, whose memory is the host's: host_budget and OPTIMIZER_ON_HOST are for a GPU. Leave them out."
+            )
+        return HostRoom(
+            first,
+            host_budget=host_budget,
+            optimizer=optimizer,
+            moves_states=moves_states,
+            pending_bytes=pending_optimizer_bytes,
+        )
+
+    def host_tier(self, device: torch.device) -> Tier | None:
+        """Return the host as a tier that has room for slots and inputs; None where it is the device's own memory."""
+        return self.host_room.left_of(self.instruments.host_tier(device))
 
     @property
     def has_two_kinds(self) -> bool:
@@ -104,7 +160,10 @@ class StepTrials:
     def check_optimizer(self, budget: Budget) -> None:
         """Raise BudgetTooSmall if the temporary tensors of the optimizer's step do not fit."""
         for device in self.devices:
-            self.instruments.check_optimizer_step(self._optimizer, budget, device, self.fixed_bytes[device])
+            share, buckets = self.host_room.step_buckets()
+            self.instruments.check_optimizer_step(
+                self._optimizer, budget, device, self.fixed_bytes[device], share=share, bucket_bytes=buckets
+            )
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -156,8 +215,8 @@ class StepTrials:
         If those are the regions that were `tried`, which need more than they save, they are divided.
         """
         self.rewind()
-        forward = partial(scalar_loss, self._step, self._model, self._batch)
-        with unreduced(self._model):
+        with unreduced(self._model), self._on_shorter():
+            forward = partial(scalar_loss, self._step, self._model, self._batch)
             tree = self.attempted(partial(recorded_calls, self.root, self._batch, forward))
         self.rewind()
         if isinstance(tree, OutOfMemory):
@@ -192,7 +251,15 @@ class StepTrials:
         Raise BudgetTooSmall if a step with every region recomputed does not fit; with `smallest` only if it does not with the
         inputs of regions dropped either.
         """
-        return self._profiled(regions, self._variants.WHOLE if self.compiled else None, smallest=smallest)
+        if self._lengths is None:
+            return self._profiled(regions, self._variants.WHOLE if self.compiled else None, smallest=smallest)
+        one, two = (self._profiled_shorter(batch, regions, smallest) for batch in self._shorter)
+        self.is_long = True
+        return extrapolated(one, two, self._lengths)
+
+    def _profiled_shorter(self, batch: Any, regions: Regions, smallest: bool) -> Profiled:
+        with self._running(batch):
+            return self._profiled(regions, None, smallest=smallest)
 
     def known_variants(self, regions: Regions) -> list[Profiled]:
         """Return the compiled variants that were profiled so far."""
@@ -353,7 +420,7 @@ class StepTrials:
             self.rewind()
             with self._trackers() as trackers:
                 taken = self._timed_step()
-        seconds = taken if self._tracks_freely else 0.0
+        seconds = taken if self._tracks_freely or self.runs_one_step else 0.0
         pairs = trackers.items()
         return [step_record(tracker, device, self.start_bytes(device), seconds=seconds) for device, tracker in pairs]
 
@@ -379,7 +446,8 @@ class StepTrials:
         executor.end_trial()
         try:
             # A checksum needs temporaries: if they do not fit, the first steps of training prove the rest.
-            self.attempted(partial(self._step_under, regions, executor))
+            with self._on_shorter():
+                self.attempted(partial(self._step_under, regions, executor))
         except StateChanged:  # an op wrote to a held tensor without declaring it
             if not executor.rejected:
                 raise

@@ -1,6 +1,7 @@
-"""Saved tensors and inputs in host memory: pinned buffers, copy streams, and when to copy back.
+"""Saved tensors, inputs and optimizer states in host memory: pinned buffers, copy streams, and when to copy back.
 
-Start from `offload.RegionTransfers`, `offload.MovedInputs`, `offload.HostCopy`, `copy_streams.STREAMS` and `copy_streams.host_tier`.
+Start from `offload.RegionTransfers`, `offload.MovedInputs`, `offload.HostCopy`, `optimizer_states.HostStates`,
+`copy_streams.STREAMS` and `copy_streams.host_tier`.
 """
 
-__all__ = ["copy_streams", "offload"]
+__all__ = ["copy_streams", "offload", "optimizer_states"]

@@ -52,6 +52,9 @@ class EngineTuning:
     probes: int = 3  # copies each way, of which the fastest counts
     lock_check_seconds: float = 1.0  # between two looks at the thread that holds the lock around re-runs
     lock_stuck_checks: int = 10  # looks at which that thread waits in the same frame before it counts as a deadlock
+    state_bucket_bytes: int = (
+        2**30
+    )  # of optimizer states on the device at once, three times over: copies of this size reach full bandwidth
 
 
 TUNING = EngineTuning()
@@ -61,6 +64,8 @@ class Event(Protocol):
     """The end of a copy."""
 
     def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
 
 
 class Chunk:
@@ -92,6 +97,11 @@ class HostPool:
         self._lock = threading.Lock()
 
     @property
+    def possible_bytes(self) -> int:
+        """The bytes that it has and the machine has left."""
+        return self.allocated_bytes + self._available()
+
+    @property
     def free_bytes(self) -> int:
         """Allocated bytes that are not in use."""
         return sum(size * len(chunks) for size, chunks in list(self._free.items()))
@@ -106,6 +116,16 @@ class HostPool:
             self.give(taken)
             raise
         return taken
+
+    def take_whole(self, count: int) -> Tensor:
+        """Return one piece of memory for `count` bytes. It never becomes a chunk: its bytes are free when the tensor is gone."""
+        with self._lock:
+            memory = self._allocated(count, count)
+        weakref.finalize(memory.untyped_storage(), self._forget, count).atexit = False
+        return memory
+
+    def _forget(self, count: int) -> None:
+        self.allocated_bytes -= count
 
     def give(self, chunks: list[Chunk]) -> None:
         """Return chunks to the pool; the copy that next writes to one waits for a copy that still reads from it."""
@@ -124,19 +144,23 @@ class HostPool:
 
     def _allocate(self, size: int, wanted: int) -> Chunk:
         with self._lock:
-            available = self._available()
-            if size > min(self.limit_bytes - self.allocated_bytes, available):
-                raise OffloadError(
-                    f"No host memory for {format_bytes(wanted)} more of moved slots: {format_bytes(self.allocated_bytes)} are in use of "
-                    f"{format_bytes(self.limit_bytes)}, and the machine has {format_bytes(available)} left. "
-                    "Free host memory, use a smaller batch, or raise the budget of the device so that less is moved.",
-                    wanted_bytes=wanted,
-                    limit_bytes=self.limit_bytes,
-                )
-            chunk = Chunk(self._memory(size))
-            self.allocated_bytes += size
-            self.allocations += 1
-            return chunk
+            return Chunk(self._allocated(size, wanted))
+
+    def _allocated(self, size: int, wanted: int) -> Tensor:
+        """Return new memory; the caller has the lock."""
+        available = self._available()
+        if size > min(self.limit_bytes - self.allocated_bytes, available):
+            raise OffloadError(
+                f"No host memory for {format_bytes(wanted)} more of moved tensors: {format_bytes(self.allocated_bytes)} are in use of "
+                f"{format_bytes(self.limit_bytes)}, and the machine has {format_bytes(available)} left. "
+                "Free host memory, use a smaller batch, or raise the budget of the device so that less is moved.",
+                wanted_bytes=wanted,
+                limit_bytes=self.limit_bytes,
+            )
+        memory = self._memory(size)
+        self.allocated_bytes += size
+        self.allocations += 1
+        return memory
 
     def _memory(self, size: int) -> Tensor:
         if self.pinned:
@@ -219,6 +243,9 @@ class _Done:
 
     def query(self) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        """Do nothing: the copy is done."""
 
 
 DONE = _Done()

@@ -1,0 +1,96 @@
+"""Host memory of one fit: its limit, the optimizer states that wait there, and what is left for slots and inputs.
+
+The pool of host memory and the copies are in `engine/host`; what a plan moves is decided in `planning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retape.core.errors import InvalidInput
+from retape.core.problem import Budget, BudgetKind, Tier
+from retape.core.units import format_bytes
+from retape.torch.engine.host.copy_streams import STREAMS, HostPool
+from retape.torch.engine.host.optimizer_states import HostStates, refuse_unknown
+
+
+class HostRoom:
+    """The host memory that one fit may use. With `moves_states`, the states of its optimizer are there from now on."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        host_budget: str | int | None = None,
+        optimizer: Any = None,
+        moves_states: bool = False,
+        pending_bytes: Callable[..., int] = lambda optimizer, device: 0,
+    ) -> None:
+        """`pending_bytes` returns the bytes of states that the first step will make."""
+        self._device, self._optimizer = device, optimizer
+        self.limit_bytes = None if host_budget is None else _limited(STREAMS.of(device).pool, host_budget)
+        self.states: HostStates | None = None
+        self.states_bytes = 0
+        if moves_states:
+            self._move_states(pending_bytes)
+
+    def _move_states(self, pending_bytes: Callable[..., int]) -> None:
+        if self._optimizer is None:
+            raise InvalidInput("options=OPTIMIZER_ON_HOST needs the optimizer: give fit(..., optimizer=...).")
+        refuse_unknown(self._optimizer)
+        needed = _present_bytes(self._optimizer) + pending_bytes(self._optimizer, self._device)
+        pool = STREAMS.of(self._device).pool
+        limit = pool.limit_bytes if self.limit_bytes is None else self.limit_bytes
+        if needed > limit:
+            raise InvalidInput(
+                f"The states of {type(self._optimizer).__name__} take {format_bytes(needed)}, and the host may hold {format_bytes(limit)}. "
+                "Raise host_budget if the machine has more, or leave OPTIMIZER_ON_HOST out."
+            )
+        self.states, self.states_bytes = HostStates(self._optimizer), needed
+
+    def remove(self) -> None:
+        """Bring the optimizer's states back to the device."""
+        if self.states is not None:
+            self.states.remove()
+
+    @property
+    def counted_optimizer(self) -> Any:
+        """The optimizer if its states are on the device between steps; None if they are not."""
+        return None if self.states is not None else self._optimizer
+
+    def left_of(self, tier: Tier | None) -> Tier | None:
+        """Return the host as a tier that has room for slots and inputs beside the states; None if there is no host."""
+        if tier is None or (self.limit_bytes is None and not self.states_bytes):
+            return tier
+        limits = [each for each in (tier.capacity_bytes, self.limit_bytes) if each is not None]
+        return replace(tier, capacity_bytes=max(0, min(limits) - self.states_bytes)) if limits else tier
+
+    def step_buckets(self) -> tuple[float, int]:
+        """Return the share of the states that a step updates at once, and the bytes of states that it has on the device for that."""
+        return (1.0, 0) if self.states is None else self.states.largest_bucket()
+
+
+def _limited(pool: HostPool, host_budget: str | int) -> int:
+    """Limit the pool to a budget; raise InvalidInput if the machine does not have it."""
+    asked = Budget.of(host_budget)
+    if asked.kind is not BudgetKind.TOTAL or asked.limit_bytes is None:
+        raise InvalidInput(f"host_budget={host_budget!r} is not a number of bytes; give one such as '64GiB'.")
+    most = pool.possible_bytes
+    if asked.limit_bytes > most:
+        raise InvalidInput(
+            f"host_budget is {format_bytes(asked.limit_bytes)}, and this process can have {format_bytes(most)} of host memory, "
+            "limits of its control groups counted. Give at most that, and leave some for the rest of the process."
+        )
+    pool.limit_bytes = asked.limit_bytes
+    return asked.limit_bytes
+
+
+def _present_bytes(optimizer: Any) -> int:
+    """Return the bytes of the states that there are."""
+    leaves = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())

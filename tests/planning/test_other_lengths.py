@@ -1,0 +1,112 @@
+"""A plan for a long batch from profiles of two shorter ones: bytes that hold, one long step, and clear refusals."""
+
+import pytest
+import torch
+
+import retape
+from retape.errors import InvalidInput
+from retape.torch.planning.other_lengths import Lengths, lengths_of
+from support import models
+from support.comparing import seed
+from support.trials import WarmTrials, chain_of, fit_by_ops, fit_with_host, host_tier
+
+LENGTHS = (64, 128, 512)
+
+
+def llama():
+    seed()
+    model, _, _ = models.llama()
+    return model.train()
+
+
+def batch_of(length, rows=2):
+    ids = torch.randint(0, 128, (rows, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def counted(trials):
+    """Trials that count the steps of each length, and the counts."""
+    counts = {}
+
+    class Counted(trials):
+        def run_step(self, *rest):
+            length = self._batch["input_ids"].shape[1]
+            counts[length] = counts.get(length, 0) + 1
+            return super().run_step(*rest)
+
+    return Counted, counts
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [((100, 200), 800), ((150, 250), 850), ((100, 100), 100), ((100, 400), 6400), ((110, 420), 6480), ((3, 2), 3)],
+    ids=["in proportion", "with a constant", "constant", "square", "both", "less"],
+)
+def test_a_figure_at_another_length(figures, expected):
+    assert Lengths(shorter=64, longer=128, wanted=512).at(*figures) == pytest.approx(expected)
+
+
+def test_the_chain_of_a_long_step_is_that_of_its_own_profile():
+    model = llama()
+    short, longer, whole = map(batch_of, LENGTHS)
+    own = chain_of(model, whole, host=host_tier())
+    made = chain_of(model, whole, host=host_tier(), profile_batches=(short, longer))
+    assert len(made.stages) == len(own.stages)
+    for mine, its in zip(made.stages, own.stages, strict=True):
+        for field in ("state_bytes", "tape_bytes", "forward_transient_bytes", "backward_transient_bytes"):
+            assert getattr(mine, field) == pytest.approx(getattr(its, field), rel=0.03, abs=20_000), (mine.name, field)
+        moved = [max(option.moved_bytes for option in stage.choices) for stage in (mine, its)]
+        assert moved[0] == pytest.approx(moved[1], rel=0.03)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.35])
+def test_a_fit_runs_one_long_step_and_its_budget_holds(share):
+    model = llama()
+    short, longer, whole = map(batch_of, LENGTHS)
+    trials, counts = counted(WarmTrials)
+    made = fit_by_ops(model, whole, budget=share, trials=trials, profile_batches=(short, longer))
+    assert counts[512] == 2, "one, which these trials run twice: the first takes host memory"
+    assert counts[64] <= 6
+    assert made.measured.peak_bytes <= made.record.budget_bytes
+    assert made.measured.peak_bytes == pytest.approx(made.promised.peak_bytes, rel=0.05)
+    assert retape.verify(model, whole).equal
+    made.remove()
+
+
+def test_slots_and_inputs_may_be_moved_too():
+    model = llama()
+    short, longer, whole = map(batch_of, LENGTHS)
+    made = fit_with_host(host_tier(), model, whole, budget=0.35, options=retape.ALL, profile_batches=(short, longer))
+    assert any(choice.moves for choice in made.record.assignment.choices)
+    assert made.measured.peak_bytes <= made.record.budget_bytes
+    assert retape.verify(model, whole).equal
+    made.remove()
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (([8], [16], [4]), "lengths 8 and 16, and the batch 4"),
+        (([16], [8], [32]), "lengths 16 and 8"),
+        (([8], [32]), "has 1 batches; give two"),
+        (([8, 2], [16, 2], [32, 4]), "differ from the batch in 2 lengths"),
+        (([8], [8], [8]), "differ from the batch in 0 lengths"),
+        (([8], [16, 2], [32]), "other tensors than the batch"),
+    ],
+)
+def test_batches_that_are_refused(batches, message):
+    *short, whole = (torch.zeros(shape) for shape in batches)
+    with pytest.raises(InvalidInput, match=message):
+        lengths_of(short, whole)
+
+
+def test_compiled_blocks_are_refused():
+    with pytest.raises(InvalidInput, match="profile_batches are not for compiled blocks"):
+        retape.fit(
+            llama(),
+            batch_of(64),
+            budget=0.5,
+            compile=True,
+            profile_batches=(batch_of(16), batch_of(32)),
+            progress=False,
+        )
