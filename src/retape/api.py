@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from retape.core.errors import InvalidInput, PlanMismatch
-from retape.core.fit_record import AccumulatingStep, FitRecord
+from retape.core.fit_record import AccumulatingStep, FitRecord, RankBudget
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import ALL, EXACT, Budget, BudgetLike, OptionSet
 from retape.core.record import Record
@@ -27,11 +27,12 @@ from retape.report.fit_text import explain
 from retape.report.frontier import write_frontier
 from retape.report.page.html import render_fit_html, write_report
 from retape.torch.compat.compiler_internals import is_compiled
-from retape.torch.compat.ranks import is_distributed
+from retape.torch.distributed.members import Group, ranks_of
+from retape.torch.distributed.ranks import Ranks
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import release_cached_blocks
 from retape.torch.measure.sequential_slices import region_named
-from retape.torch.measure.step_function import StepFunction, rows_of
+from retape.torch.measure.step_function import StepFunction, refuse_fake_tensors, rows_of
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import (
     CheckpointCalls,
@@ -93,7 +94,10 @@ class Fit:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget in bytes, everything counted; for a model on several devices that of the first."""
+        """The budget in bytes, everything counted; for a model on several devices that of the first.
+
+        With several processes it is that of the rank with the least room; `record.rank_budgets` has all of them.
+        """
         return self.record.budget_bytes
 
     @property
@@ -208,6 +212,7 @@ def fit(
     check: str = "metadata",
     progress: bool = True,
     cache: str | Path | None = None,
+    group: Group = None,
 ) -> Fit:
     """Make a model train inside `budget` bytes, as fast as they allow, with the gradients of plain autograd bit for bit.
 
@@ -221,6 +226,10 @@ def fit(
     A budget that counts everything on the device ("24GiB", "auto") is planned for two kinds of steps, if the model has no gradients
     yet: those that begin without (after `zero_grad()`), and those that accumulate. With a folder as `cache`, or in the environment
     variable RETAPE_CACHE, the plan is kept there, and the next fit of the same training only checks it.
+
+    With several processes, all ranks that share the model call this together and get one plan, or the same error; each may give its own
+    budget. `group` is the process group of these ranks, by default that of DDP or FSDP or the mesh of sharded weights, else the
+    world; False is for this process alone.
     """
     return fit_using(
         StepTrials,
@@ -235,6 +244,7 @@ def fit(
         check=check,
         progress=progress,
         cache=cache,
+        group=group,
     )
 
 
@@ -252,6 +262,7 @@ def fit_using(
     check: str = "metadata",
     progress: bool = True,
     cache: str | Path | None = None,
+    group: Group = None,
 ) -> Fit:
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
     if not isinstance(model, nn.Module):
@@ -260,10 +271,17 @@ def fit_using(
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
     refuse_replicas(model)
+    refuse_fake_tensors(model, batch)
     warn_of_evaluation(unwrapped(model))
     every_layer = LIBRARIES.with_every_layer(unwrapped(model))
-    with _undone_on_error(unwrapped(model)), every_layer, _progress_bar(progress) as tell:
+    with (
+        _undone_on_error(unwrapped(model)),
+        every_layer,
+        _progress_bar(progress) as tell,
+        ranks_of(model, group) as ranks,
+    ):
         asked, allowed = Budget.of(budget), OptionSet.of(options)
+        ranks.require_equal("have different options", _settings(allowed, compile, check), _SAME_SETTINGS)
         steps = trials(
             model,
             batch,
@@ -273,15 +291,16 @@ def fit_using(
             slices=allowed is OptionSet.ALL,
             compiled=compile or is_compiled(unwrapped(model)),
             check=Check.of(check),
-            tell=tell,
+            tell=ranks.telling(tell),
+            ranks=ranks,
         )
-        plans = PlanCache.at(cache)
+        plans = PlanCache.at(cache) if ranks.is_alone else None
         key = None if plans is None else _cache_key(steps, asked, (model, batch, step, optimizer), (regions, allowed))
         steps.check_optimizer(asked)
         made = None if plans is None or key is None else _from_cache(steps, asked, plans.load(key), Check.of(check))
         if made is None:
             search = PlanSearch(steps, asked, regions=regions, options=allowed)
-            made = _from_search(model, batch, search.run(), Check.of(check))
+            made = _from_search(model, batch, search, Check.of(check))
             if plans is not None and key is not None:
                 plans.store(key, made.record)
     made._optimizer_hook = release_cached_blocks(optimizer)
@@ -297,9 +316,17 @@ def _inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _from_search(model: nn.Module, batch: Any, found: Candidate, check: Check) -> Fit:
-    """Attach the plans that a search has found."""
-    record, later = _record(model, batch, found), found.accumulating
+def _settings(options: OptionSet, compile: bool, check: str) -> tuple[str, ...]:
+    return (f"options={options.name}", f"compile={compile}", f"check={check!r}")
+
+
+_SAME_SETTINGS = "Call fit() with the same options, compile and check on every rank."
+
+
+def _from_search(model: nn.Module, batch: Any, search: PlanSearch, check: Check) -> Fit:
+    """Attach the plans that a search finds."""
+    found = search.run()
+    record, later = _record(model, batch, found, search.rank_budgets), found.accumulating
     executors = (found.executor, None if later is None else later.executor)
     return Fit(model, record, found.regions, _attached(model, record, found.regions, executors, check))
 
@@ -316,7 +343,7 @@ def _cache_key(
 
 def _from_cache(steps: StepTrials, budget: Budget, record: FitRecord | None, check: Check) -> Fit | None:
     """Attach the plan of the cache; None if there is none, or if a step of it is not what it was."""
-    if record is None or is_distributed():
+    if record is None:
         return None
     steps.tell("checking the plan of the cache")
     regions = _regions_of(steps.root, record)
@@ -336,7 +363,7 @@ def _regions_of(root: nn.Module, record: FitRecord) -> dict[str, nn.Module]:
     return {name: region_named(root, name) for name in names}
 
 
-def _record(model: nn.Module, batch: Any, found: Candidate) -> FitRecord:
+def _record(model: nn.Module, batch: Any, found: Candidate, rank_budgets: tuple[RankBudget, ...]) -> FitRecord:
     first = found.parts[0]
     return FitRecord(
         model=type(unwrapped(model)).__name__,
@@ -353,6 +380,7 @@ def _record(model: nn.Module, batch: Any, found: Candidate) -> FitRecord:
         versions=_versions(),
         devices=found.parts if len(found.parts) > 1 else (),
         accumulating=None if found.accumulating is None else _accumulating_step(found.accumulating),
+        rank_budgets=rank_budgets,
     )
 
 
@@ -393,9 +421,17 @@ def _no_accumulation(record: FitRecord, later: AccumulatingStep) -> str:
     )
 
 
-def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = "metadata") -> Fit:
-    """Attach a saved fit to a model without profiling; raise PlanMismatch if the structure of the model differs."""
-    record = _record_of(plan)
+def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = "metadata", group: Group = None) -> Fit:
+    """Attach a saved fit to a model without profiling; raise PlanMismatch if the structure of the model differs.
+
+    With several processes, all ranks that share the model call this together, and must have the same plan. `group` as in `fit`.
+    """
+    with ranks_of(model, group, what="apply()") as ranks:
+        ranks.phase = "applying a plan"
+        return _applied(model, _record_of(plan), check, ranks)
+
+
+def _applied(model: nn.Module, record: FitRecord, check: str, ranks: Ranks) -> Fit:
     refuse_replicas(model)
     found = model_hash(model)
     if found != record.fingerprint:
@@ -404,6 +440,9 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             f"{type(unwrapped(model)).__name__} of structure {found}: its modules, shapes, dtypes or trained parameters differ. "
             "Fit this model, or apply the plan that belongs to it."
         )
+    ranks.require_equal(
+        "apply different plans", record.plan_hash, "Apply the same file on every rank, or use group=False."
+    )
     LIBRARIES.check_model(unwrapped(model))
     regions = _regions_of(unwrapped(model), record)
     refuse_graph_replays({"the model itself": unwrapped(model), **regions})

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from retape.torch.capture.call import capture_call
 from retape.torch.capture.signature import Signature, signature, weights_signature
 from retape.torch.compat import hook_internals
-from retape.torch.compat.ranks import is_distributed
 from retape.torch.engine.context import is_plain, managed_elsewhere
 from retape.torch.engine.inputs import maker_of
 from retape.torch.engine.messages import refuse_transforms
@@ -64,10 +63,12 @@ class ProfileSession:
         op_timer: Callable[[torch.device], OpTimer] = OpTimer,
         clock: Clock = time.perf_counter,
         known: Profile | None = None,
+        alone: bool = True,
     ) -> None:
         """`homes` has the device of each region, by the id of its module, if there are several devices.
 
-        Kinds of regions that `known` has are not traced again; new ones are added to it.
+        Kinds of regions that `known` has are not traced again; new ones are added to it. Unless this process is `alone`, regions are
+        run equally often on every rank.
         """
         self._names = names
         self._device = device
@@ -77,7 +78,7 @@ class ProfileSession:
         # Parts of a compiled variant that may run in tiles are found without the compiler.
         self._probe = TileProbe(device, tuning, clock) if tiles and saved_share is None else None
         self._tiled = tiled or PartsInTiles(1, {})
-        self._policy = policy
+        self._policy, self._alone = policy, alone
         self._spare_seconds = tuning.extra_trace_seconds
         self._known = Profile() if known is None else known
         self.profile = Profile()
@@ -158,7 +159,7 @@ class ProfileSession:
         if self.instrument is None:
             self._note(region, stage, module, signature(args, keywords), inputs)
             kind_of_call = self.profile.calls[-1].kind
-            if self._probe is not None and not is_distributed() and kind_of_call not in self.profile.tilings:
+            if self._probe is not None and self._alone and kind_of_call not in self.profile.tilings:
                 if kind_of_call not in self._known.tilings:
                     with region.snapshot.restored(inputs):  # what a probe leaves in containers is not the step's
                         tiling = self._probe.tiling(module, plain_call, args, keywords)
@@ -222,8 +223,8 @@ class ProfileSession:
     def _traced(self, region: Region, home: torch.device) -> RegionTrace | None:
         """Trace a region a few times and keep the shortest time of each op; more often on a CPU, whose clock is disturbed."""
         traces = [region.trace(self._op_timer(home)) for _ in range(self._tuning.traces)]
-        alone = home.type == "cpu" and not is_distributed()  # ranks run a region equally often
-        while alone and len(traces) < self._tuning.most_traces and self._spare_seconds > 0:
+        more = home.type == "cpu" and self._alone
+        while more and len(traces) < self._tuning.most_traces and self._spare_seconds > 0:
             start = self._clock()
             traces.append(region.trace(self._op_timer(home)))
             self._spare_seconds -= self._clock() - start
