@@ -50,17 +50,16 @@ def _has_other_processes() -> bool:
 
 
 def _members_of_group(group: Any) -> tuple[int, ...]:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidInput(
+            f"group= does not contain this rank, {dist.get_rank()}. Call it on the ranks of the group only."
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidInput(
             f"group={group!r} is no process group; give one of torch.distributed, None for the ranks of the model, or False for this "
             "process alone."
         )
-    members = tuple(sorted(dist.get_process_group_ranks(group)))
-    if dist.get_rank() not in members:
-        raise InvalidInput(
-            f"group= has the ranks {members}, and this is rank {dist.get_rank()}. Call it on those ranks only."
-        )
-    return members
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _shared(model: nn.Module) -> Iterator[list[int]]:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from retape.core.errors import InvalidInput
 
+OTHER_MODELS = "Fit each of these models on its own, as the stages of a pipeline: group=False; or wrap its blocks in retape.checkpoint."
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 

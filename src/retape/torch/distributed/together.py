@@ -19,7 +19,7 @@ import torch
 from retape.core.errors import InvalidInput, RankFailed, RetapeError
 from retape.torch.compat import process_internals
 from retape.torch.distributed.channel import Channel, StoreLost
-from retape.torch.distributed.ranks import Ranks, Result, Value
+from retape.torch.distributed.ranks import OTHER_MODELS, Ranks, Result, Value
 from retape.torch.distributed.tuning import TUNING, DistributedTuning
 from retape.torch.distributed.watcher import FAILURE, Failure, Watcher
 
@@ -35,6 +35,7 @@ class AttemptEnded(BaseException):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
     phase: str
+    question: str
     value: Any
     outcome: _Outcome | None = None  # of an attempt that has ended
 
@@ -56,6 +57,8 @@ class _Answer:
 
 
 _WENT_WELL = _Outcome()
+# What a step may end with that a fit goes on after, if it does on every rank: less memory, a loss that cannot be fused.
+_ANSWERS = (torch.OutOfMemoryError, RetapeError, AttributeError, TypeError)
 
 
 class Together(Ranks):
@@ -69,7 +72,8 @@ class Together(Ranks):
     # --- agreeing -----------------------------------------------------------------------------------------------------
 
     def agreed(self, value: Value, decide: Callable[[list[Value]], Result]) -> Result:
-        answer = self._answered(_Report(phase=self.phase, value=value), decide)
+        question = getattr(decide, "__qualname__", type(decide).__qualname__)
+        answer = self._answered(_Report(phase=self.phase, question=question, value=value), decide)
         if answer.interrupted:
             raise AttemptEnded
         if answer.refusal is not None:
@@ -104,7 +108,8 @@ class Together(Ranks):
         ended = [report.outcome is not None for report in reports]
         if any(ended) and not all(ended):
             return _Answer(interrupted=True)
-        other = next((place for place, each in enumerate(reports) if each.phase != reports[0].phase), None)
+        asked = [(each.phase, each.question) for each in reports]
+        other = next((place for place, each in enumerate(asked) if each != asked[0]), None)
         if other is not None and not any(ended):
             return _Answer(refusal=self._apart(other, reports))
         try:
@@ -115,8 +120,9 @@ class Together(Ranks):
     def _apart(self, other: int, reports: list[_Report]) -> RankFailed:
         rank = self.members[other]
         return RankFailed(
-            f"The ranks do different work: rank {self.members[0]} is {reports[0].phase!r}, rank {rank} is {reports[other].phase!r}. "
-            "Their steps or their machines differ in something that a plan depends on. Fit each on its own with group=False.",
+            f"The ranks do different work: rank {self.members[0]} asks {reports[0].question!r} in the phase {reports[0].phase!r}, rank "
+            f"{rank} {reports[other].question!r} in the phase {reports[other].phase!r}. Their models, steps or machines differ. "
+            f"{OTHER_MODELS}",
             rank=rank,
             phase=reports[other].phase,
         )
@@ -130,8 +136,8 @@ class Together(Ranks):
         except AttemptEnded:
             pass
         except Exception as error:
-            if process_internals.is_of_collective(error):
-                raise  # because another rank has ended: that one says why
+            if not isinstance(error, _ANSWERS):
+                raise  # a failure; or of a collective, because another rank has ended: that one says why
             failure = error
         outcomes = self._outcomes(failure)
         self._longest_seconds = max(self._longest_seconds, time.monotonic() - start)
@@ -155,7 +161,7 @@ class Together(Ranks):
         patience = self._tuning.patience_seconds + 2 * self._longest_seconds
         while True:
             try:
-                report = _Report(phase=self.phase, value=None, outcome=mine)
+                report = _Report(phase=self.phase, question="how it ended", value=None, outcome=mine)
                 answer = self._answered(report, list, seconds=None if failure is None else patience)
             except TimeoutError:
                 assert failure is not None

@@ -27,6 +27,7 @@ from retape.core.plan import Frontier, Plan
 from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
 from retape.torch.distributed.limits import RankLimit, RankLimits
+from retape.torch.distributed.ranks import OTHER_MODELS
 from retape.torch.measure.budgets import add_suggestions, resolved
 from retape.torch.measure.sequential_slices import region_named
 from retape.torch.model_libraries import LIBRARIES
@@ -41,12 +42,12 @@ from retape.torch.planning.instruments import (
     repeated,
     turns_within,
 )
-from retape.torch.planning.step_trials import OTHER_MODELS, StepTrials
 
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment
     from retape.core.record import Record
     from retape.torch.planning.profile_intervals import Profile, Profiled
+    from retape.torch.planning.step_trials import StepTrials
 
 _LOG = logging.getLogger("retape")
 

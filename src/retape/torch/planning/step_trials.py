@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, RetapeError, StateChanged
-from retape.torch.distributed.ranks import ALONE, Ranks
+from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from retape.core.record import Record
 
 Regions = Mapping[str, nn.Module]
-OTHER_MODELS = "Fit each of these models on its own, as the stages of a pipeline: group=False; or wrap its blocks in retape.checkpoint."
 _Result = TypeVar("_Result")
 
 
@@ -267,7 +266,7 @@ class StepTrials:
             op_timer=self.instruments.op_timer,
             clock=self.instruments.clock,
             known=self._known.setdefault((saved_share, tiled.tiles if tiled else 1), Profile()),
-            alone=self.ranks.is_alone,
+            ranks=self.ranks,
         )
 
     def _profiled_with(self, regions: Regions, session: ProfileSession) -> Profiled:

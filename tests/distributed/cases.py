@@ -1,4 +1,4 @@
-"""Cases of test_faults.py: one rank of a fit, a planned step or a live budget fails, is killed, or is given something else."""
+"""Cases of test_together.py: ranks that fit and apply together; one of them fails, is killed, or is given something else."""
 
 import os
 import signal
@@ -6,6 +6,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import retape
@@ -30,17 +35,17 @@ class Fault:
     """Fails on the faulty rank, in one phase: at its beginning, or inside the next step."""
 
     def __init__(self, kind, phase="", *, inside=True):
-        self.kind, self.phase, self.inside, self.armed = kind, phase, inside, not phase
+        self.kind, self.phase, self.inside, self.armed, self.struck = kind, phase, inside, not phase, False
 
     def told(self, what):
-        self.armed = self.armed or what == self.phase
+        self.armed = self.armed or (what == self.phase and not self.struck)
         if not self.inside:
             self.strike()
 
     def strike(self):
         if not self.armed or dist.get_rank() != FAULTY:
             return
-        self.armed = False
+        self.armed, self.struck = False, True
         note_fault()
         if self.kind == "exception":
             raise KeyError("a fault of the test")
@@ -153,6 +158,86 @@ def alone(rank):
     return len(fitted.record.assignment.choices)
 
 
+def power_sgd(rank):
+    """A communication hook with state of its own is as it was after a fit."""
+    own = model()
+    state = power.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    own.register_comm_hook(state, power.powerSGD_hook)
+    for _ in range(3):
+        own(torch.randn(128, 16)).backward()
+
+    def seen():
+        tensors = [*state.error_dict.values(), *state.p_memory_dict.values(), *state.q_memory_dict.values()]
+        return state.iter, state.rng.get_state()[1].tolist(), [tensor.tolist() for tensor in tensors]
+
+    before = seen()
+    assert before[2], "the hook is in use"
+    retape.fit(own, torch.randn(128, 16), budget=0.6, progress=False)
+    return seen() == before
+
+
+class Ends(nn.Module):
+    """Blocks between a first and a last layer, so that activations between them may be divided along the sequence."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList(MlpBlock(width) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return mean_square(self.last(x))
+
+
+def sequence_parallel():
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole, into = RowwiseParallel(output_layouts=Shard(1)), ColwiseParallel(input_layouts=Shard(1))
+    ends = {"first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "last": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}  # fmt: skip
+    made = parallelize_module(Ends(16), mesh, ends)
+    for block in made.blocks:
+        parallelize_module(block, mesh, {"norm": SequenceParallel(), "up": into, "down": whole})
+    return made
+
+
+def local_gradients(own, batch):
+    own.zero_grad()
+    own(batch).backward()
+    grads = [parameter.grad for parameter in own.parameters()]
+    return [(grad.to_local() if isinstance(grad, DTensor) else grad).clone() for grad in grads]
+
+
+def sequence_fitted(rank):
+    """Gradients under sequence parallelism are those of the same parallel run without a plan."""
+    batch = torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(0))
+    own = sequence_parallel()
+    wanted = local_gradients(own, batch)
+    own.zero_grad()
+    fitted = retape.fit(own, batch, budget=0.7, progress=False)
+    return fitted.regions_run, all(map(torch.equal, local_gradients(own, batch), wanted)), fitted.record.plan_hash
+
+
+def unequal_rows(rank):
+    """The larger batch of one rank decides for both."""
+    fitted = retape.fit(model(), torch.randn(64 + 64 * rank, 16), budget=0.6, progress=False)
+    return fitted.record.plan_hash, list(fitted.measured.rank_peaks), fitted.budget_bytes
+
+
+def group_of_two(rank):
+    """Two ranks of four fit together, the other two each alone."""
+    pair = dist.new_group([1, 3])
+    group = pair if rank % 2 else False
+    fitted = retape.fit(model(parallel=False), torch.randn(128, 16), budget=0.6, group=group, progress=False)
+    return [each.rank for each in fitted.record.rank_budgets]
+
+
+def not_a_member(rank):
+    retape.fit(model(parallel=False), torch.randn(128, 16), budget=0.6, group=dist.new_group([0]), progress=False)
+
+
 def planned_step(kind):
     def run(rank):
         own, fault = model(), Fault(kind)
@@ -187,7 +272,14 @@ CASES = FIT_CASES | {
     "same plans": Case(run=same_plans),
     "one fits": Case(run=one_fits, timeout_s=30),
     "alone": Case(run=alone),
-    "out of memory without collectives": Case(run=faulty_fit("out of memory", "measuring the plan", parallel=False)),
+    "out of memory without collectives": Case(
+        run=faulty_fit("out of memory", "measuring the plan", parallel=False, budget=0.9)
+    ),
+    "power sgd": Case(run=power_sgd),
+    "sequence parallel": Case(run=sequence_fitted),
+    "unequal rows": Case(run=unequal_rows),
+    "group of two": Case(run=group_of_two, ranks=4),
+    "not a member": Case(run=not_a_member),
     **{f"{kind} in a planned step": Case(run=planned_step(kind)) for kind in KINDS},
     **{f"{kind} in a live step": Case(run=live_step(kind)) for kind in KINDS},
 }
