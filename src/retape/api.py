@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from retape.core.errors import InvalidInput, PlanMismatch
-from retape.core.fit_record import AccumulatingStep, FitRecord
+from retape.core.fit_record import AccumulatingStep, FitRecord, RankBudget
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import ALL, EXACT, OPTIMIZER_ON_HOST, Budget, BudgetLike, OptionSet
 from retape.core.record import Record
@@ -27,12 +27,13 @@ from retape.report.fit_text import explain
 from retape.report.frontier import write_frontier
 from retape.report.page.html import render_fit_html, write_report
 from retape.torch.compat.compiler_internals import is_compiled
-from retape.torch.compat.ranks import is_distributed
+from retape.torch.distributed.members import Group, ranks_of
+from retape.torch.distributed.ranks import Ranks
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom
 from retape.torch.measure.sequential_slices import region_named
-from retape.torch.measure.step_function import StepFunction, rows_of
+from retape.torch.measure.step_function import StepFunction, refuse_fake_tensors, rows_of
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import (
     CheckpointCalls,
@@ -95,7 +96,10 @@ class Fit:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget in bytes, everything counted; for a model on several devices that of the first."""
+        """The budget in bytes, everything counted; for a model on several devices that of the first.
+
+        With several processes it is that of the rank with the least room; `record.rank_budgets` has all of them.
+        """
         return self.record.budget_bytes
 
     @property
@@ -214,6 +218,7 @@ def fit(
     cache: str | Path | None = None,
     host_budget: str | int | None = None,
     profile_batches: Sequence[Any] = (),
+    group: Group = None,
 ) -> Fit:
     """Make a model train inside `budget` bytes, as fast as they allow, with the gradients of plain autograd bit for bit.
 
@@ -234,6 +239,10 @@ def fit(
 
     For steps of minutes, give two shorter batches as `profile_batches`: they are profiled, what they take is extrapolated to the
     length of `batch`, and one step of `batch` measures the plan.
+
+    With several processes, all ranks that share the model call this together and get one plan, or the same error; each may give its own
+    budget. `group` is the process group of these ranks, by default that of DDP or FSDP or the mesh of sharded weights, else the
+    world; False is for this process alone.
     """
     return fit_using(
         StepTrials,
@@ -250,6 +259,7 @@ def fit(
         cache=cache,
         host_budget=host_budget,
         profile_batches=profile_batches,
+        group=group,
     )
 
 
@@ -269,14 +279,15 @@ def fit_using(
     cache: str | Path | None = None,
     host_budget: str | int | None = None,
     profile_batches: Sequence[Any] = (),
+    group: Group = None,
 ) -> Fit:
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
     optimizer = _inner_optimizer(optimizer)
-    _check_arguments(model, optimizer)
-    every_layer = LIBRARIES.with_every_layer(unwrapped(model))
+    _check_arguments(model, batch, optimizer)
     extend_segments()
-    with _undone_on_error(unwrapped(model)), every_layer, _progress_bar(progress) as tell, ExitStack() as on_error:
+    with _fitting(model, group) as (ranks, on_error), _progress_bar(progress) as tell:
         asked, allowed = Budget.of(budget), OptionSet.of(options)
+        ranks.require_equal("have different options", _settings(allowed, compile, check), _SAME_SETTINGS)
         steps = trials(
             model,
             batch,
@@ -289,18 +300,14 @@ def fit_using(
             moves_states=OptionSet.OPTIMIZER_ON_HOST in allowed,
             profile_batches=profile_batches,
             check=Check.of(check),
-            tell=tell,
+            tell=ranks.telling(tell),
+            ranks=ranks,
         )
         on_error.callback(steps.host_room.remove)
         steps.check_optimizer(asked)
-        plans, checks = PlanCache.at(cache), Check.of(check)
-        if plans is not None:
-            key = _cache_key(steps, asked, (model, batch, step, optimizer), (regions, allowed, host_budget))
-            made = _from_cache(steps, asked, plans.load(key), checks)
-        if plans is None or made is None:
-            made = _from_search(model, batch, PlanSearch(steps, asked, regions=regions, options=allowed).run(), checks)
-            if plans is not None:
-                plans.store(key, made.record)
+        search = PlanSearch(steps, asked, regions=regions, options=allowed)
+        about = (model, batch, step, optimizer), (asked, regions, allowed, host_budget)
+        made = _cached_or_searched(search, steps, *about, PlanCache.at(cache) if ranks.is_alone else None)
         on_error.pop_all()
     made._host_room = steps.host_room
     made._optimizer_hook = release_cached_blocks(optimizer)
@@ -309,12 +316,41 @@ def fit_using(
     return made
 
 
-def _check_arguments(model: nn.Module, optimizer: Any) -> None:
+@contextmanager
+def _fitting(model: nn.Module, group: Group) -> Iterator[tuple[Ranks, ExitStack]]:
+    """Undo what was attached if an error leaves the block; yield the ranks, and what else an error undoes."""
+    every_layer = LIBRARIES.with_every_layer(unwrapped(model))
+    with _undone_on_error(unwrapped(model)), every_layer, ExitStack() as on_error, ranks_of(model, group) as ranks:
+        yield ranks, on_error
+
+
+def _cached_or_searched(
+    search: PlanSearch,
+    steps: StepTrials,
+    training: tuple[nn.Module, Any, Any, Any],
+    about: tuple[Budget, Any, OptionSet, Any],
+    plans: PlanCache | None,
+) -> Fit:
+    """Attach the plan of the cache if it is still right, else the one that a search finds."""
+    model, batch, *_ = training
+    check = steps.check
+    if plans is None:
+        return _from_search(model, batch, search, check)
+    key = _cache_key(steps, training, about)
+    made = _from_cache(steps, about[0], plans.load(key), check)
+    if made is None:
+        made = _from_search(model, batch, search, check)
+        plans.store(key, made.record)
+    return made
+
+
+def _check_arguments(model: nn.Module, batch: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
     refuse_replicas(model)
+    refuse_fake_tensors(model, batch)
     warn_of_evaluation(unwrapped(model))
 
 
@@ -325,18 +361,26 @@ def _inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _from_search(model: nn.Module, batch: Any, found: Candidate, check: Check) -> Fit:
-    """Attach the plans that a search has found."""
-    record, later = _record(model, batch, found), found.accumulating
+def _settings(options: OptionSet, compile: bool, check: str) -> tuple[str, ...]:
+    return (f"options={options.name}", f"compile={compile}", f"check={check!r}")
+
+
+_SAME_SETTINGS = "Call fit() with the same options, compile and check on every rank."
+
+
+def _from_search(model: nn.Module, batch: Any, search: PlanSearch, check: Check) -> Fit:
+    """Attach the plans that a search finds."""
+    found = search.run()
+    record, later = _record(model, batch, found, search.rank_budgets), found.accumulating
     executors = (found.executor, None if later is None else later.executor)
     return Fit(model, record, found.regions, _attached(model, record, found.regions, executors, check))
 
 
 def _cache_key(
-    steps: StepTrials, budget: Budget, training: tuple[nn.Module, Any, Any, Any], about: tuple[Any, OptionSet, Any]
+    steps: StepTrials, training: tuple[nn.Module, Any, Any, Any], about: tuple[Budget, Any, OptionSet, Any]
 ) -> str:
     model, batch, step, optimizer = training
-    regions, options, host_budget = about
+    budget, regions, options, host_budget = about
     named = None if regions is None else tuple(find_regions(steps.root, regions))
     facts = {
         "model": model_hash(model),
@@ -349,7 +393,7 @@ def _cache_key(
 
 def _from_cache(steps: StepTrials, budget: Budget, record: FitRecord | None, check: Check) -> Fit | None:
     """Attach the plan of the cache; None if there is none, or if a step of it is not what it was."""
-    if record is None or is_distributed():
+    if record is None:
         return None
     steps.tell("checking the plan of the cache")
     regions = _regions_of(steps.root, record)
@@ -369,7 +413,7 @@ def _regions_of(root: nn.Module, record: FitRecord) -> dict[str, nn.Module]:
     return {name: region_named(root, name) for name in names}
 
 
-def _record(model: nn.Module, batch: Any, found: Candidate) -> FitRecord:
+def _record(model: nn.Module, batch: Any, found: Candidate, rank_budgets: tuple[RankBudget, ...]) -> FitRecord:
     first = found.parts[0]
     return FitRecord(
         model=type(unwrapped(model)).__name__,
@@ -386,6 +430,7 @@ def _record(model: nn.Module, batch: Any, found: Candidate) -> FitRecord:
         versions=_versions(),
         devices=found.parts if len(found.parts) > 1 else (),
         accumulating=None if found.accumulating is None else _accumulating_step(found.accumulating),
+        rank_budgets=rank_budgets,
     )
 
 
@@ -426,9 +471,17 @@ def _no_accumulation(record: FitRecord, later: AccumulatingStep) -> str:
     )
 
 
-def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = "metadata") -> Fit:
-    """Attach a saved fit to a model without profiling; raise PlanMismatch if the structure of the model differs."""
-    record = _record_of(plan)
+def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = "metadata", group: Group = None) -> Fit:
+    """Attach a saved fit to a model without profiling; raise PlanMismatch if the structure of the model differs.
+
+    With several processes, all ranks that share the model call this together, and must have the same plan. `group` as in `fit`.
+    """
+    with ranks_of(model, group, what="apply()") as ranks:
+        ranks.phase = "applying a plan"
+        return _applied(model, _record_of(plan), check, ranks)
+
+
+def _applied(model: nn.Module, record: FitRecord, check: str, ranks: Ranks) -> Fit:
     refuse_replicas(model)
     found = model_hash(model)
     if found != record.fingerprint:
@@ -437,6 +490,9 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
             f"{type(unwrapped(model)).__name__} of structure {found}: its modules, shapes, dtypes or trained parameters differ. "
             "Fit this model, or apply the plan that belongs to it."
         )
+    ranks.require_equal(
+        "apply different plans", record.plan_hash, "Apply the same file on every rank, or use group=False."
+    )
     LIBRARIES.check_model(unwrapped(model))
     extend_segments()
     regions = _regions_of(unwrapped(model), record)

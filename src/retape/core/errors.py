@@ -6,6 +6,7 @@ RetapeError
 ├── PlanMismatch            a plan for another problem or model, or one whose promise does not hold
 ├── BudgetTooSmall          no plan fits; has the floor and what determines it
 │   └── BatchTooLarge       the same inside a trainer, which may try a smaller batch (also a RuntimeError)
+├── RankFailed              one of several processes failed, was killed, or does something else; has its rank and the phase
 ├── IllegalAction           a schedule broke the rules of the abstract machine
 ├── IntegrationFailed       an ODE solver cannot continue; has the time, step size and number of steps
 └── RegionError             a region cannot give the gradient that plain autograd would
@@ -47,6 +48,15 @@ class BudgetTooSmall(RetapeError):
 
 class BatchTooLarge(BudgetTooSmall, RuntimeError):
     """No plan for a trainer's batch fits. The message contains " out of memory.", by which trainers recognise such errors."""
+
+
+class RankFailed(RetapeError, RuntimeError):
+    """One of several processes that work together failed or was killed; every one of them raises this."""
+
+    def __init__(self, message: str, *, rank: int = 0, phase: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
 
 
 class IllegalAction(RetapeError):

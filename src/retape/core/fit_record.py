@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +66,17 @@ class AccumulatingStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankBudget:
+    """The budget of one of several processes, in bytes with everything counted."""
+
+    rank: int
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
+        codec.check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FitRecord:
     """The result of a fit for a model whose structure has the hash `fingerprint`.
 
@@ -72,7 +84,8 @@ class FitRecord:
     order. `rows` is the size of the batch's first dimension (0 if it has none), `versions` those of the software.
     For a model on several devices, `devices` has all of them; budget, chain, plan, frontier and measurement are those of the first,
     and the assignment has all regions. `views` has one record per device. `accumulating` is for steps that begin with gradients; None
-    if the plan serves those too.
+    if the plan serves those too. If several processes fitted together, `rank_budgets` has the budget of each, `measured.rank_peaks` their
+    peaks in the same order; all other figures are for the rank with the least room.
     """
 
     model: str
@@ -89,6 +102,7 @@ class FitRecord:
     assignment: Assignment
     devices: tuple[DeviceRecord, ...] = ()
     accumulating: AccumulatingStep | None = None
+    rank_budgets: tuple[RankBudget, ...] = ()
 
     __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
         noun="saved fit",
@@ -98,7 +112,7 @@ class FitRecord:
         keys={"assignment": "regions"},
         required=("profile_seconds", "fused_loss", "rows", "versions"),
         pairs=("versions",),
-        omitted=("accumulating",),
+        omitted=("accumulating", "rank_budgets"),
     )
 
     def __post_init__(self) -> None:
@@ -124,6 +138,18 @@ class FitRecord:
         own_parts = {name: getattr(device, name) for name in ("budget_bytes", "chain", "plan", "frontier", "measured")}
         own = tuple(self.assignment.choices[number] for number in device.regions)
         return replace(self, **own_parts, assignment=Assignment(choices=own), devices=())
+
+    @property
+    def rank_peaks(self) -> tuple[tuple[RankBudget, int], ...]:
+        """The budget and the measured peak of each rank; empty if one process fitted alone."""
+        return tuple(zip(self.rank_budgets, self.measured.rank_peaks, strict=True))
+
+    @property
+    def plan_hash(self) -> str:
+        """A hash of what the plan does with each region, for ranks to compare."""
+        later = None if self.accumulating is None else self.accumulating.assignment
+        parts = (self.fingerprint, self.fused_loss, self.assignment, later)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
     def plain_seconds(self) -> float:

@@ -27,7 +27,8 @@ class Record:
     """One measured step. `peak_bytes` counts everything alive, `base_bytes` of it from before the step.
 
     `seconds` is the time of a step without the memory meter, which slows it down; `timeline` is on the clock of the metered
-    step. `reserved_bytes` are those of the caching allocator, if the device has one.
+    step. `reserved_bytes` are those of the caching allocator, if the device has one. `rank_peaks` are the peaks of all processes that ran
+    the step together; `peak_bytes` is then the highest, as bytes of the rank with the tightest budget.
     """
 
     peak_bytes: int
@@ -36,6 +37,7 @@ class Record:
     base_bytes: int = 0
     reserved_bytes: int = 0
     device: str = "cpu"
+    rank_peaks: tuple[int, ...] = ()
 
     __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
         noun="record",
@@ -43,6 +45,7 @@ class Record:
         format="retape record",
         version=1,
         required=("timeline",),
+        omitted=("rank_peaks",),
     )
 
     def __post_init__(self) -> None:

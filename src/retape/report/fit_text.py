@@ -165,6 +165,7 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
         *_accumulating(record),
         ("budget", f"{format_bytes(record.budget_bytes)}, everything counted"),
         ("peak", _peak(record)),
+        *_ranks(record),
         ("step", _step(record)),
         ("plan", quality(record)),
         ("floor", f"{format_bytes(record.frontier.floor_bytes)} with these regions{_binding(record)}"),
@@ -177,6 +178,18 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
             "memory", f"{sparkline(record.measured, width=max(8, min(60, width - 45)))}  live bytes over the step"
         )
     return table
+
+
+def _ranks(record: FitRecord) -> list[tuple[str, str]]:
+    """Return the row with the peak of each rank, if several processes fitted together."""
+    return [("ranks", "; ".join(rank_peaks(record)))] if record.rank_budgets else []
+
+
+def rank_peaks(record: FitRecord) -> list[str]:
+    """Return the measured peak and the budget of each rank as text."""
+    return [
+        f"{each.rank}: {format_bytes(peak)} of {format_bytes(each.budget_bytes)}" for each, peak in record.rank_peaks
+    ]
 
 
 def _names(record: FitRecord) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from html import escape
 
 from retape.core.fit_record import FitRecord
 from retape.core.units import format_bytes, format_seconds
-from retape.report.fit_text import fixed_parts, quality
+from retape.report.fit_text import fixed_parts, quality, rank_peaks
 from retape.report.page.elements import bytes_value, counted, seconds_value, section
 from retape.report.region_rows import floor_binding
 
@@ -40,6 +40,7 @@ def _peak(record: FitRecord, share: float) -> str:
         bytes_value("measured-peak-bytes", record.measured.peak_bytes),
         f"promised {bytes_value('promised-peak-bytes', record.plan.promised_peak_bytes)}",
         f"budget {bytes_value('budget-bytes', record.budget_bytes)}",
+        *(f"rank {text}" for text in rank_peaks(record)),
         bar=share,
     )
 

@@ -1,8 +1,8 @@
-"""Private names of PyTorch and CPython, each behind one small function with a canary test; agreement between ranks; host memory.
+"""Private names of PyTorch and CPython, each behind one small function with a canary test; host memory.
 
 Nothing outside this package may use a private name. Start from `internals` (autograd, dispatch, storages), `compiler_internals`
-(torch.compile), `hook_internals` (hooks of tensors and modules), `process_internals` (process groups, heap, threads), `ranks`
-and `host_memory`.
+(torch.compile), `hook_internals` (hooks of tensors and modules), `process_internals` (process groups, heap, threads),
+`device_allocator` and `host_memory`.
 """
 
 __all__ = [
@@ -12,5 +12,4 @@ __all__ = [
     "host_memory",
     "internals",
     "process_internals",
-    "ranks",
 ]

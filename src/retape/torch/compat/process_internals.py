@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 import weakref
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -95,6 +96,56 @@ def _count_of(backend: Any) -> Any:
 
 
 _HAS_GROUPS = torch.distributed.is_available()
+
+
+def default_store() -> Any:
+    """Return the store by which the processes of the world found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """True if a module is DistributedDataParallel or FullyShardedDataParallel (FSDP1), which has a process group."""
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    sharded = getattr(fsdp, "FullyShardedDataParallel", ())
+    return isinstance(module, (torch.nn.parallel.DistributedDataParallel, *([sharded] if sharded else [])))
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """True if an exception comes from a collective that another rank did not join, or has left."""
+    if isinstance(error, torch.distributed.DistBackendError if _HAS_GROUPS else ()):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_COLLECTIVES)
+
+
+_SIGNS_OF_COLLECTIVES = ("/gloo/", "[Rank ", "pair closure", "Connection closed by peer", "NCCL")
+
+
+def interrupt(members: tuple[int, ...]) -> None:
+    """End what threads of this process wait for in collectives with these ranks; their groups cannot be used afterwards.
+
+    Gloo has no abort in torch 2.13 (it does nothing). A receive that runs into its timeout closes the connection, and with it ends every
+    operation that waits for that rank.
+    """
+    dist = torch.distributed
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if len(set(members) & set(dist.get_process_group_ranks(group))) < 2:
+            continue
+        config = dist.get_backend_config(group)
+        if "gloo" in config:
+            _close_connections(group)
+        if set(config.replace(":", ",").split(",")) & {"nccl", "xccl", "ucc"}:
+            group.abort()
+
+
+def _close_connections(group: Any) -> None:
+    for peer in set(range(group.size())) - {group.rank()}:
+        try:
+            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:  # the timeout, or the connection is closed already
+            continue
+
+
+_UNUSED_TAG = 1 << 20  # of sends that no program has
 
 
 def reduced_as(original: type, reduced: Any) -> Any:

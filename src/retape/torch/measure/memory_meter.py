@@ -22,7 +22,6 @@ from torch import Tensor
 from retape.core.record import MemorySample, Record
 from retape.torch.capture.mutation import PLAIN_TENSORS, inner_tensors
 from retape.torch.compat import internals, process_internals
-from retape.torch.compat.ranks import largest
 from retape.torch.measure.tuning import TUNING
 
 Clock = Callable[[], float]
@@ -306,7 +305,7 @@ def thin_timeline(timeline: list[MemorySample], base_bytes: int) -> tuple[Memory
 def step_record(tracker: MemoryTracker, device: torch.device, fixed_bytes: int, *, seconds: float = 0.0) -> Record:
     """Record of a tracked step with `fixed_bytes` allocated before it; seconds are 0 where tracking slows the step down."""
     return Record(
-        peak_bytes=largest(fixed_bytes + max(reading.peak_bytes for reading in tracker.readings)),
+        peak_bytes=fixed_bytes + max(reading.peak_bytes for reading in tracker.readings),
         base_bytes=fixed_bytes,
         seconds=seconds,
         timeline=thin_timeline(tracker.timeline, fixed_bytes),

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput
+from retape.torch.capture.mutation import inner_tensors
+from retape.torch.compat import internals
 
 StepFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -68,6 +70,18 @@ def scalar_loss(step: StepFunction, model: nn.Module, batch: Any) -> Tensor:
             remedy = "Gradients are switched off here: call it outside torch.no_grad()."
         raise InvalidInput(f"The loss does not depend on anything that requires gradients. {remedy}")
     return loss
+
+
+def refuse_fake_tensors(model: nn.Module, batch: Any) -> None:
+    """Raise InvalidInput if the model or the batch has tensors without values: their steps allocate and compute nothing."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    named += [("the batch", leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    for name, tensor in named:
+        if any(internals.is_fake(part) for part in (tensor, *inner_tensors(tensor))):
+            raise InvalidInput(
+                f"{name} is a fake or meta tensor, which has no values, so there is no memory or time to measure. Give fit() a model and a "
+                "batch with values; retape.forecast predicts a step without them."
+            )
 
 
 def rows_of(batch: Any) -> int:

@@ -1,11 +1,11 @@
-"""Candidate: a plan for each device with what a real step of it took; Candidates: those that were measured, and the best.
+"""Problems of devices, and candidates: measured plans, of which the best is kept.
 
 A plan is kept only if a real step of it stayed inside every limit. Nothing is run here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,15 +15,63 @@ from retape.core.assignment import Assignment
 from retape.core.errors import BudgetTooSmall
 from retape.core.fit_record import DeviceRecord, plain_seconds
 from retape.core.machine import simulate
-from retape.core.plan import Plan, judge
-from retape.core.problem import Chain
+from retape.core.plan import Frontier, Plan, judge
+from retape.core.problem import Budget, BudgetKind, Chain, OptionKind
 from retape.core.record import Record
 from retape.core.solve import solve
 from retape.core.units import format_bytes
 
 if TYPE_CHECKING:
+    import torch
+
+    from retape.torch.planning.chain_builder import RegionChain
     from retape.torch.planning.executor import Executor
     from retape.torch.planning.tuning import PlanningTuning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProblem:
+    """The problem of one device: its chain with the corrections so far, and its budget."""
+
+    device: torch.device
+    budget: Budget
+    chain: RegionChain
+    frontier: Frontier  # of the chain as it was profiled: corrections are about single plans
+
+    @property
+    def everything(self) -> bool:
+        """True if all of the activations were asked for, whatever their size."""
+        return self.budget.share == 1.0
+
+    def plan(self, limit: int, *, floor_share: float) -> tuple[Plan, bool]:
+        """Solve for the limit. If it is below the predicted floor by at most `floor_share`, return the floor plan and True."""
+        chain = self.chain.chain
+        if self.everything:
+            return solve(chain, max(limit, self.frontier.store_all_bytes)), False
+        try:
+            return solve(chain, limit), False
+        except BudgetTooSmall as error:
+            if error.floor_bytes <= limit * (1 + floor_share):
+                return solve(chain, error.floor_bytes), True
+            if self.budget.kind is not BudgetKind.FRACTION:
+                solve(chain, self.budget)  # raises in the terms of the budget as it was given
+            raise
+
+
+Problems = tuple[DeviceProblem, ...]
+
+
+def each_problem(problems: Problems, change: Callable[[RegionChain], RegionChain]) -> Problems:
+    return tuple(replace(problem, chain=change(problem.chain)) for problem in problems)
+
+
+def problems_without(problems: Problems, *kinds: OptionKind) -> Problems:
+    return each_problem(problems, lambda chain: chain.without(*kinds))
+
+
+def problems_with_more_fixed(problems: Problems, more_bytes: Sequence[int]) -> Problems:
+    pairs = zip(problems, more_bytes, strict=True)
+    return tuple(replace(problem, chain=problem.chain.with_more_fixed(more)) for problem, more in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.core.problem import Tier
 from retape.torch.capture.call import capture_call
-from retape.torch.compat.ranks import largest
+from retape.torch.distributed.ranks import Ranks
 from retape.torch.engine.host.copy_streams import host_tier
 from retape.torch.engine.policy import DROP, HOLD, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
@@ -232,15 +232,19 @@ class OutOfMemory:
 # --- steps and plans --------------------------------------------------------------------------------------------------
 
 
-def is_long(seconds: float, tuning: PlanningTuning) -> bool:
+def is_long(seconds: float, tuning: PlanningTuning, ranks: Ranks) -> bool:
     """True if a step of this length is run as rarely as possible; the same on every rank."""
-    return largest(int(1e3 * seconds)) >= 1e3 * tuning.long_step_seconds
+    return ranks.any(seconds >= tuning.long_step_seconds)
 
 
-def repeated(run: Callable[[], float], times: int, tuning: PlanningTuning, taken: Sequence[float] = ()) -> list[float]:
+def repeated(
+    run: Callable[[], float], times: int, tuning: PlanningTuning, ranks: Ranks, taken: Sequence[float] = ()
+) -> list[float]:
     """Return the seconds of more runs, up to `times` with those `taken`; fewer if they are long. Every rank runs equally often."""
     found = list(taken) or [run()]
-    while len(found) < times and not is_long(found[-1] if len(found) < tuning.timed_steps else sum(found), tuning):
+    while len(found) < times:
+        if is_long(found[-1] if len(found) < tuning.timed_steps else sum(found), tuning, ranks):
+            break
         found.append(run())
     return found[len(taken) :]
 
@@ -250,9 +254,9 @@ def timed_steps_for(calls: int, kinds: int, tuning: PlanningTuning) -> int:
     return tuning.timed_steps if calls >= tuning.few_calls_per_kind * kinds else 2 * tuning.timed_steps
 
 
-def turns_within(seconds: float, tuning: PlanningTuning) -> int:
+def turns_within(seconds: float, tuning: PlanningTuning, ranks: Ranks) -> int:
     """Return how often two plans with steps of this length are run in turns; 0 if there is no time for enough turns."""
-    milliseconds = max(1, largest(int(1e3 * seconds)))
+    milliseconds = max(1, ranks.largest(int(1e3 * seconds)))
     turns = min(tuning.most_turns, int(tuning.compared_seconds * 1e3) // (2 * milliseconds))
     return turns if turns >= tuning.fewest_turns else 0
 

@@ -12,24 +12,38 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from retape.core.errors import BudgetTooSmall, InvalidInput
-from retape.core.fit_record import DeviceRecord, plain_seconds
-from retape.core.plan import Frontier, Plan
+from retape.core.fit_record import DeviceRecord, RankBudget, plain_seconds
+from retape.core.plan import Plan
 from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
-from retape.torch.compat.ranks import decided_by_first, refuse_differing_ranks
+from retape.torch.distributed.limits import RankLimit, RankLimits
+from retape.torch.distributed.ranks import OTHER_MODELS
 from retape.torch.measure.budgets import add_suggestions, resolved
 from retape.torch.measure.sequential_slices import region_named
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.candidates import Candidate, Candidates, lower_floor, not_measured, promised_seconds, ran_out
+from retape.torch.planning.candidates import (
+    Candidate,
+    Candidates,
+    DeviceProblem,
+    Problems,
+    each_problem,
+    lower_floor,
+    not_measured,
+    problems_with_more_fixed,
+    problems_without,
+    promised_seconds,
+    ran_out,
+)
 from retape.torch.planning.chain_builder import RegionChain, build_chain
 from retape.torch.planning.discover import Wanted, find_regions, refuse_graph_replays
 from retape.torch.planning.instruments import (
@@ -62,38 +76,6 @@ class Setup:
     in_tiles: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceProblem:
-    """The problem of one device: its chain with the corrections so far, and its budget."""
-
-    device: torch.device
-    budget: Budget
-    chain: RegionChain
-    frontier: Frontier  # of the chain as it was profiled: corrections are about single plans
-
-    @property
-    def everything(self) -> bool:
-        """True if all of the activations were asked for, whatever their size."""
-        return self.budget.share == 1.0
-
-    def plan(self, limit: int, *, floor_share: float) -> tuple[Plan, bool]:
-        """Solve for the limit. If it is below the predicted floor by at most `floor_share`, return the floor plan and True."""
-        chain = self.chain.chain
-        if self.everything:
-            return solve(chain, max(limit, self.frontier.store_all_bytes)), False
-        try:
-            return solve(chain, limit), False
-        except BudgetTooSmall as error:
-            if error.floor_bytes <= limit * (1 + floor_share):
-                return solve(chain, error.floor_bytes), True
-            if self.budget.kind is not BudgetKind.FRACTION:
-                solve(chain, self.budget)  # raises in the terms of the budget as it was given
-            raise
-
-
-Problems = tuple[DeviceProblem, ...]
-
-
 def budgets_of(budget: Budget, devices: Sequence[torch.device]) -> dict[torch.device, Budget]:
     """Return the budget of each device; a fraction or "auto" holds for each of them."""
     if len(devices) > 1 and budget.kind in (BudgetKind.TOTAL, BudgetKind.ACTIVATIONS):
@@ -115,13 +97,13 @@ class PlanSearch:
         self._trials, self._tuning, self._options = trials, trials.tuning, options
         self._may_choose = regions is None
         self._regions = find_regions(trials.root, regions)
-        refuse_differing_ranks(tuple(self._regions), "have")
+        trials.ranks.require_equal("have different regions", tuple(self._regions), OTHER_MODELS)
         LIBRARIES.check_model(trials.root)
         refuse_graph_replays({"the model itself": trials.root, **self._regions})
         if trials.is_spread:
             self._check_spread()
         self._budgets = budgets_of(budget, trials.devices)
-        self._limits: dict[torch.device, int] = {}  # in bytes with everything counted, once they are known
+        self._limits: dict[torch.device, RankLimits] = {}  # in bytes with everything counted, once they are known
         self._winner: _SetupSearch | None = None  # the search that found the last plan
         self._fusing_refused = False  # True once the model has used its logits between head and loss
 
@@ -148,8 +130,23 @@ class PlanSearch:
                 found = replace(found, accumulating=self._accumulating(found))
         if isinstance(found, BudgetTooSmall):
             budget, can_fuse = self._budgets[self._trials.devices[0]], LIBRARIES.can_fuse_loss(self._trials.root)
-            raise add_suggestions(found, budget, self._options, can_fuse=can_fuse)
+            raise add_suggestions(self._on_rank(found), budget, self._options, can_fuse=can_fuse)
         return replace(found, search_seconds=clock() - start)
+
+    def _on_rank(self, error: BudgetTooSmall) -> BudgetTooSmall:
+        """Name the rank with the least room if the ranks have different limits."""
+        ranks = [limits.tightest_rank for limits in self._limits.values() if limits.tightest_rank is not None]
+        if ranks:
+            error.args = (f"On rank {ranks[0]}, which has the least room: {error}",)
+        return error
+
+    @property
+    def rank_budgets(self) -> tuple[RankBudget, ...]:
+        """The budgets of all ranks for the first device, once they are known; empty for one process."""
+        limits = self._limits[self._trials.devices[0]]
+        pairs = zip(limits.members, limits.ranks, strict=True)
+        budgets = tuple(RankBudget(rank=rank, budget_bytes=each.limit_bytes) for rank, each in pairs)
+        return budgets if len(budgets) > 1 else ()
 
     def _accumulating(self, found: Candidate) -> Candidate | None:
         """Return the plan of steps that begin with gradients; None if the plan that was found serves them too."""
@@ -196,7 +193,7 @@ class PlanSearch:
         """Search with the loss fused; None if it promises less, or, with a warning, if the model needs its logits."""
         try:
             prepared = self._prepared(setup)
-            if decided_by_first(partial(_is_more_promising, prepared, plain)):
+            if self._trials.ranks.decided_by_first(partial(_is_more_promising, prepared, plain)):
                 return self._divided(setup, prepared)
         except (
             InvalidInput,
@@ -210,8 +207,9 @@ class PlanSearch:
     def _fuse_loss(self) -> None:
         trials, first = self._trials, self._trials.devices[0]
         trials.tell("with the loss fused")
-        limit = self._limits.get(first, self._budgets[first].limit_bytes)
-        room_bytes = None if limit is None else max(0, limit - trials.fixed_bytes[first])
+        known = self._limits.get(first)
+        limit = self._budgets[first].limit_bytes if known is None else known.limit_bytes + known.margin_bytes
+        room_bytes = None if limit is None else trials.ranks.agreed(max(0, limit - trials.fixed_bytes[first]), min)
         with trials.sandbox.kept_changes():
             LIBRARIES.fuse_loss(trials.root, room_bytes=room_bytes, compiled=trials.compiled)
 
@@ -243,7 +241,7 @@ class PlanSearch:
         if self._may_choose:
             self._trials.tell("choosing regions by their bytes")
             by_bytes = self._trials.regions_by_bytes(setup.regions)
-            names = decided_by_first(lambda: list(by_bytes))
+            names = self._trials.ranks.decided_by_first(lambda: list(by_bytes))
             if names and set(names) != set(setup.regions):
                 yield {name: region_named(self._trials.root, name) for name in names}
 
@@ -276,7 +274,7 @@ class PlanSearch:
         trials = self._trials
         trials.tell("solving")
         problems = tuple(self._problem(device, profiled, others, eager, setup) for device in trials.devices)
-        limits = [self._limit(problem) for problem in problems]
+        limits = [self._limits[device].limit_bytes for device in trials.devices]
         return _SetupSearch(trials, setup, profiled.profile, problems, limits)
 
     def _best(self, prepared: _SetupSearch) -> Candidate | BudgetTooSmall:
@@ -299,34 +297,38 @@ class PlanSearch:
         instruments, devices = self._trials.instruments, self._trials.devices
         # If the host's own memory has a budget, a slot that is moved there is not gone.
         on_host = self._trials.is_spread and any(each.type == "cpu" for each in devices)
-        overheads, host = instruments.overheads(device), None if on_host else self._trials.host_tier(device)
-        chain = decided_by_first(
-            lambda: build_chain(
-                profiled.on(device),
-                fixed_bytes=self._trials.start_bytes(device),
-                overheads=overheads,
-                host=host,
-                others=others,
-                eager=eager,
-                device=device if self._trials.is_spread else None,
-                tuning=self._tuning,
-            )
+        host = None if on_host else self._trials.host_tier(device)
+        build = partial(
+            build_chain,
+            profiled.on(device),
+            fixed_bytes=0,
+            overheads=instruments.overheads(device),
+            host=host,
+            others=others,
+            eager=eager,
+            device=device if self._trials.is_spread else None,
+            tuning=self._tuning,
         )
+        fullest, ranks = profiled.fullest, self._trials.ranks
+        chain: RegionChain = ranks.agreed(build() if ranks.number == fullest else None, itemgetter(fullest))
+        chain = chain.with_more_fixed(self._start_bytes(device, chain))
         if not setup.selects:
             chain = chain.without(OptionKind.SELECT, OptionKind.OFFLOAD)
-        best = decided_by_first(partial(frontier, chain.chain))
-        return DeviceProblem(device=device, budget=self._budgets[device], chain=chain, frontier=best)
+        best = ranks.decided_by_first(partial(frontier, chain.chain))
+        return DeviceProblem(device=device, budget=self._limits[device].budget, chain=chain, frontier=best)
 
-    def _limit(self, problem: DeviceProblem) -> int:
-        """Return the budget as the bytes that the peak of one microbatch must not exceed, everything counted.
+    def _start_bytes(self, device: torch.device, chain: RegionChain) -> int:
+        """Return the bytes before a step, of the rank that has the least room; find out which that is.
 
         A fraction is one of the model as it came: whatever is tried afterwards has the same limit.
         """
-        device = problem.device
+        own = self._trials.start_bytes(device)
         if device not in self._limits:
-            bare = replace(problem.chain.chain, fixed_bytes=self._trials.start_bytes(device))  # without slack
-            self._limits[device] = decided_by_first(partial(limit_bytes, bare, problem.budget))
-        return self._limits[device]
+            budget, bare = self._budgets[device], replace(chain.chain, fixed_bytes=own)  # without slack
+            limit = RankLimit(budget=budget, limit_bytes=limit_bytes(bare, budget), start_bytes=own)
+            self._limits[device] = RankLimits.of(self._trials.ranks, limit)
+            self._trials.margins[device] = self._limits[device].margin_bytes
+        return self._trials.ranks.largest(own - self._limits[device].margin_bytes)
 
     def _refuse_unknown_devices(self, profile: Profile) -> None:
         for call in profile.calls:
@@ -344,7 +346,7 @@ class _SetupSearch:
         self, trials: StepTrials, setup: Setup, profile: Profile, problems: Problems, limits: Sequence[int]
     ) -> None:
         self._trials, self._tuning, self._setup, self._profile = trials, trials.tuning, setup, profile
-        self._problems, self._limits = problems, list(limits)
+        self._problems, self._limits, self._ranks = problems, list(limits), trials.ranks
         everything = [problem.everything for problem in problems]
         self._found = Candidates(limits=limits, everything=everything, long=trials.is_long, tuning=self._tuning)
 
@@ -376,7 +378,7 @@ class _SetupSearch:
         problems, found = self._problems, self._found
         if self._correct(problems, found):
             # The time that copies are in flight is the least certain part of a prediction: see what fits without them.
-            self._correct(_without(problems, OptionKind.OFFLOAD), found)
+            self._correct(problems_without(problems, OptionKind.OFFLOAD), found)
         self._refine(problems, found)
         if found.best is None:
             raise found.error()
@@ -392,7 +394,7 @@ class _SetupSearch:
         self._trials.tell("planning steps that accumulate gradients")
         corrections = zip(self._problems, best.parts, strict=True)
         more = [part.chain.fixed_bytes - problem.chain.chain.fixed_bytes for problem, part in corrections]
-        problems = _each(_with_more_fixed(self._problems, more), RegionChain.accumulating)
+        problems = each_problem(problems_with_more_fixed(self._problems, more), RegionChain.accumulating)
         found = self._found.beside()
         with self._trials.accumulating():
             self._correct(problems, found)
@@ -427,7 +429,7 @@ class _SetupSearch:
                 found.fail(error)
                 if not any(problem.chain.slack_bytes for problem in problems):
                     break
-                problems = _each(problems, RegionChain.without_slack)
+                problems = each_problem(problems, RegionChain.without_slack)
                 continue
             tried = self._attempted(problems, plans, found)
             if isinstance(tried, OutOfMemory):
@@ -435,12 +437,12 @@ class _SetupSearch:
                 if all(found.everything):
                     break
                 less = [plan.promised_peak_bytes // self._tuning.out_of_memory_parts for plan in plans]
-                problems = _with_more_fixed(problems, less)
+                problems = problems_with_more_fixed(problems, less)
                 continue
             if found.add(tried):
                 break
             moved_too_much |= any(error > 0 for error in tried.errors_bytes) and tried.assignment.moves_something
-            problems = _with_more_fixed(problems, tried.errors_bytes)
+            problems = problems_with_more_fixed(problems, tried.errors_bytes)
         return moved_too_much
 
     def _refine(self, problems: Problems, found: Candidates) -> None:
@@ -449,7 +451,7 @@ class _SetupSearch:
         best = found.best
         if best is None or not found.is_far_off:
             return
-        again = replace(best, parts=decided_by_first(best.promised_again))
+        again = replace(best, parts=self._ranks.decided_by_first(best.promised_again))
         if self._trials.runs_one_step:
             found.add(again)
             return
@@ -489,25 +491,29 @@ class _SetupSearch:
         run = partial(self._trials.timed, best.regions, best.executor)
         # The first step of a plan that copies allocates host memory, which takes longer than the step.
         known = [best.seconds] if best.seconds and not best.assignment.moves_something else []
-        taken = self._trials.attempted(partial(repeated, run, self._tuning.timed_steps, self._tuning, known))
+        taken = self._trials.attempted(
+            partial(repeated, run, self._tuning.timed_steps, self._tuning, self._ranks, known)
+        )
         if isinstance(taken, OutOfMemory):  # it fitted once, which is no guarantee on this device
             raise self._ran_out(best.plan, taken)
-        return best.taking(min([*known, *taken]))
+        return best.taking(self._ranks.agreed(min([*known, *taken]), max))
 
     def _or_plainer(self, problems: Problems, found: Candidates, best: Candidate) -> Candidate:
         """Return the best plan, or one that copies nothing (else: that re-runs no region in part), if that is faster."""
         for kinds in _PLAINER:
             if not self._trials.is_long and any(choice.option in kinds for choice in best.assignment.choices):
-                return self._faster(_without(problems, *kinds), found, best)
+                return self._faster(problems_without(problems, *kinds), found, best)
         return best
 
     def _faster(self, plainer: Problems, found: Candidates, best: Candidate) -> Candidate:
         """Return the best plan of plainer problems if it is faster in turns; with long steps only if this one is late."""
         promised, measured = best.promised_seconds, best.seconds
         hidden = any(map(overlaps_host_work, self._trials.devices))
-        late = hidden and decided_by_first(lambda: measured > self._tuning.late_share * promised)
-        turns = turns_within(measured, self._tuning) or (2 if late else 0)
-        most = max(self._tuning.may_be_faster * promised, decided_by_first(lambda: measured) if late else 0.0)
+        late = hidden and self._ranks.decided_by_first(lambda: measured > self._tuning.late_share * promised)
+        turns = turns_within(measured, self._tuning, self._ranks) or (2 if late else 0)
+        most = max(
+            self._tuning.may_be_faster * promised, self._ranks.decided_by_first(lambda: measured) if late else 0.0
+        )
         if not turns or self._promising(plainer, found.beside(), most) is None:
             return best
         beside = found.beside()
@@ -522,15 +528,14 @@ class _SetupSearch:
             return best
         # A promise that leaves something out does not say which of the two is faster either.
         ratio = 1.0 if late else other.promised_seconds / (best.promised_seconds or 1.0)
-        faster = decided_by_first(partial(is_faster, *taken, promised=ratio, tuning=self._tuning))
+        faster = self._ranks.decided_by_first(partial(is_faster, *taken, promised=ratio, tuning=self._tuning))
         return other.taking(min(taken[1])) if faster else best
 
     # --- one plan ---------------------------------------------------------------------------------------------------
 
     def _proposed(self, problems: Problems, found: Candidates) -> list[Plan]:
         """Solve for every device; raise BudgetTooSmall, which names the device if there are several."""
-        plans: list[Plan] = decided_by_first(lambda: [self._solved(n, each, found) for n, each in enumerate(problems)])
-        return plans
+        return self._ranks.decided_by_first(lambda: [self._solved(n, each, found) for n, each in enumerate(problems)])
 
     def _solved(self, number: int, problem: DeviceProblem, found: Candidates) -> Plan:
         floor_share = -1.0 if number in found.tried_floors else self._tuning.floor_tolerance
@@ -612,16 +617,3 @@ def _without_traceback(error: BudgetTooSmall) -> BudgetTooSmall:
     """Return an error that does not keep the frames alive, with their tensors, in which it was raised."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def _each(problems: Problems, change: Callable[[RegionChain], RegionChain]) -> Problems:
-    return tuple(replace(problem, chain=change(problem.chain)) for problem in problems)
-
-
-def _without(problems: Problems, *kinds: OptionKind) -> Problems:
-    return _each(problems, lambda chain: chain.without(*kinds))
-
-
-def _with_more_fixed(problems: Problems, more_bytes: Sequence[int]) -> Problems:
-    pairs = zip(problems, more_bytes, strict=True)
-    return tuple(replace(problem, chain=problem.chain.with_more_fixed(more)) for problem, more in pairs)

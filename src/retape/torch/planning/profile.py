@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from retape.torch.capture.arguments import Signature, signature, tensors_of, weights_signature
 from retape.torch.capture.call import capture_call
 from retape.torch.compat import hook_internals
-from retape.torch.compat.ranks import is_distributed
+from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
 from retape.torch.engine.context import is_plain, managed_elsewhere
 from retape.torch.engine.inputs import maker_of
 from retape.torch.engine.messages import refuse_transforms
@@ -63,10 +63,12 @@ class ProfileSession:
         op_timer: Callable[[torch.device], OpTimer] = OpTimer,
         clock: Clock = time.perf_counter,
         known: Profile | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`homes` has the device of each region, by the id of its module, if there are several devices.
 
-        Kinds of regions that `known` has are not traced again; new ones are added to it.
+        Kinds of regions that `known` has are not traced again; new ones are added to it. All `ranks` run every
+        region equally often, because it may contain collectives.
         """
         self._names = names
         self._device = device
@@ -76,7 +78,7 @@ class ProfileSession:
         # Parts of a compiled variant that may run in tiles are found without the compiler.
         self._probe = TileProbe(device, tuning, clock) if tiles and saved_share is None else None
         self._tiled = tiled or PartsInTiles(1, {})
-        self._policy = policy
+        self._policy, self._ranks = policy, ranks
         self._spare_seconds = tuning.extra_trace_seconds
         self._known = Profile() if known is None else known
         self.profile = Profile()
@@ -157,7 +159,7 @@ class ProfileSession:
         if self.instrument is None:
             self._note(region, stage, module, signature(args, keywords), inputs)
             kind_of_call = self.profile.calls[-1].kind
-            if self._probe is not None and not is_distributed() and kind_of_call not in self.profile.tilings:
+            if self._probe is not None and self._ranks.is_alone and kind_of_call not in self.profile.tilings:
                 if kind_of_call not in self._known.tilings:
                     with region.snapshot.restored(inputs):  # what a probe leaves in containers is not the step's
                         tiling = self._probe.tiling(module, plain_call, args, keywords)
@@ -189,10 +191,9 @@ class ProfileSession:
             weights_signature(module),
             tuple(slot.described for slot in region.live_slots()),
         )
-        if kind not in self.profile.traces:
-            if kind not in self._known.traces:
-                self._known.traces[kind] = self._traced(region, home) if region.slot_count else None
-            self.profile.traces[kind] = self._known.traces[kind]
+        if self._is_traced(name, kind):
+            self._known.traces[kind] = self._traced(region, home) if region.slot_count else None
+        self.profile.traces[kind] = self._known.traces[kind]
         found = [_source(tensor) for tensor in tensors]
         runs_variant = is_variant(region.function)
         sources = frozenset(source for source in found if source is not None)
@@ -218,11 +219,18 @@ class ProfileSession:
             )
         )
 
+    def _is_traced(self, name: str, kind: Signature) -> bool:
+        """True if a rank does not know this kind yet: a trace runs the region again, which all ranks must do together."""
+        calls = self._ranks.of_all((name, kind not in self._known.traces))
+        if len({name for name, _ in calls}) > 1:
+            self._ranks.require_equal("call different regions", name, OTHER_MODELS)
+        return any(is_new for _, is_new in calls)
+
     def _traced(self, region: Region, home: torch.device) -> RegionTrace | None:
         """Trace a region a few times and keep the shortest time of each op; more often on a CPU, whose clock is disturbed."""
         traces = [region.trace(self._op_timer(home)) for _ in range(self._tuning.traces)]
-        alone = home.type == "cpu" and not is_distributed()  # ranks run a region equally often
-        while alone and len(traces) < self._tuning.most_traces and self._spare_seconds > 0:
+        more = home.type == "cpu" and self._ranks.is_alone
+        while more and len(traces) < self._tuning.most_traces and self._spare_seconds > 0:
             start = self._clock()
             traces.append(region.trace(self._op_timer(home)))
             self._spare_seconds -= self._clock() - start

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -179,13 +179,15 @@ class StepBytes:
 class Profiled:
     """A profiled step: its regions, their bytes on one device, and their seconds in each timed step.
 
-    `others` has the bytes of every device if there are several.
+    `others` has the bytes of every device if there are several. If several ranks ran it, the figures are the largest of all, and
+    `fullest` is the place of the rank with the highest peak.
     """
 
     profile: Profile
     step: StepBytes
     seconds: list[dict[int, RegionSeconds]]
     others: Mapping[torch.device, StepBytes] = field(default_factory=dict)
+    fullest: int = 0
 
     def on(self, device: torch.device) -> Profiled:
         """Return the same step with the bytes of this device."""
@@ -207,6 +209,15 @@ class Profiled:
         }
 
     @property
+    def figures(self) -> Figures:
+        """The measured bytes, by device if there are several, and the seconds."""
+        return (self.step, dict(self.others), self.seconds, self.fullest)
+
+    def with_figures(self, figures: Figures) -> Profiled:
+        step, others, seconds, fullest = figures
+        return replace(self, step=step, others=others, seconds=seconds, fullest=fullest)
+
+    @property
     def runs_in_tiles(self) -> bool:
         """True if a region ran in a compiled variant with parts in tiles."""
         return any(call.tiles > 1 for call in self.profile.calls)
@@ -215,6 +226,38 @@ class Profiled:
     def highest_backward_bytes(self) -> int:
         """Largest peak of a region's backward, above what lived when that region began."""
         return max((region.backward_peak - region.start for region in self.step.regions.values()), default=0)
+
+
+Figures = tuple[StepBytes, dict[torch.device, StepBytes], list[dict[int, RegionSeconds]], int]
+
+
+def largest_figures(ranks: Sequence[Figures]) -> Figures:
+    """Return the largest of each number over the ranks, which have run the same steps."""
+    steps, others, seconds, _ = zip(*ranks, strict=True)
+    return (
+        _largest_step(steps),
+        {device: _largest_step([each[device] for each in others]) for device in others[0]},
+        [_largest_by_stage(timed) for timed in zip(*seconds, strict=True)],
+        max(range(len(steps)), key=lambda place: steps[place].peak),
+    )
+
+
+def _largest_step(steps: Sequence[StepBytes]) -> StepBytes:
+    regions = _largest_by_stage([step.regions for step in steps])
+    return StepBytes(regions=regions, loss=max(step.loss for step in steps), peak=max(step.peak for step in steps))
+
+
+_Numbers = TypeVar("_Numbers", RegionBytes, RegionSeconds)
+
+
+def _largest_by_stage(ranks: Sequence[dict[int, _Numbers]]) -> dict[int, _Numbers]:
+    stages = dict.fromkeys(stage for each in ranks for stage in each)
+    return {stage: _largest([each[stage] for each in ranks if stage in each]) for stage in stages}
+
+
+def _largest(numbers: Sequence[_Numbers]) -> _Numbers:
+    kind = type(numbers[0])
+    return kind(**{name: max(getattr(each, name) for each in numbers) for name in kind.__slots__})
 
 
 _PEAKS = {

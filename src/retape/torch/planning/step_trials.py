@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, InvalidInput, RetapeError, StateChanged
-from retape.torch.compat.ranks import any_rank, refuse_differing_ranks
+from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.measure.baseline_memory import pending_optimizer_bytes
 from retape.torch.measure.host_room import HostRoom
@@ -36,6 +36,7 @@ from retape.torch.planning.profile_intervals import (
     Profiled,
     RegionSeconds,
     StepBytes,
+    largest_figures,
     read_bytes,
     read_seconds,
 )
@@ -73,14 +74,17 @@ class StepTrials:
         profile_batches: Sequence[Any] = (),
         check: Check = Check.METADATA,
         tell: Callable[[str], None] = lambda what: None,
+        ranks: Ranks = ALONE,
         instruments: FitInstruments | None = None,
         variants: VariantCache = VARIANTS,
         tuning: PlanningTuning = TUNING,
     ) -> None:
         """With `slices` the profile also finds out which parts of regions can run in tiles; with `moves_states` those of the optimizer
         wait on the host from now on, until `host_room.remove`. With `profile_batches`, two shorter batches are profiled instead.
+
+        `ranks` run every step together; `margins` are the bytes by which the limit of this one is above that of the tightest.
         """
-        self.instruments, self.tuning, self.tell = instruments or FitInstruments(), tuning, tell
+        self.instruments, self.tuning, self.tell, self.ranks = instruments or FitInstruments(), tuning, tell, ranks
         self.devices = self.instruments.devices_of(model, budget)
         if step is None:
             refuse_other_arguments(model, batch)
@@ -90,18 +94,23 @@ class StepTrials:
         self._lengths = self._lengths_of(batch)
         self.is_long = self.runs_one_step  # are the steps: then few of them are run
         self._trained = [p for p in self.root.parameters() if p.requires_grad]
-        self.gradients = self.instruments.initial_gradients(self._trained, budget, self.devices)
+        self.gradients = self._initial_gradients(budget)
+        self.margins = dict.fromkeys(self.devices, 0)
         self.host_room = self._room(host_budget, optimizer, moves_states)
         there = self.host_room.counted_optimizer
         self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, there, d) for d in self.devices}
         self._missing_bytes = {d: self.instruments.missing_gradient_bytes(self.root, d) for d in self.devices}
         self._model, self._batch, self._step, self._optimizer = model, batch, step or default_step, optimizer
-        self._slices, self._check, self._variants, self._budget = slices, check, variants, budget
+        self._slices, self.check, self._variants, self._budget = slices, check, variants, budget
         self._sandbox: Sandbox | None = None
         self._variant_profiles = VariantProfiles(tuning)
         self._known: dict[
             tuple[float | None, int], Profile
         ] = {}  # traces of kinds of regions, by the variant they ran in
+
+    def _initial_gradients(self, budget: Budget) -> InitialGradients:
+        own = self.instruments.initial_gradients(self._trained, budget, self.devices)
+        return InitialGradients.ZERO if self.ranks.any(own is InitialGradients.ZERO) else own
 
     @property
     def runs_one_step(self) -> bool:
@@ -323,6 +332,7 @@ class StepTrials:
             op_timer=self.instruments.op_timer,
             clock=self.instruments.clock,
             known=self._known.setdefault((saved_share, tiled.tiles if tiled else 1), Profile()),
+            ranks=self.ranks,
         )
 
     def _profiled_with(self, regions: Regions, session: ProfileSession) -> Profiled:
@@ -331,15 +341,16 @@ class StepTrials:
             session.begin_step(None)
             self._first_step()
             profile = session.profile
-            refuse_differing_ranks([call.name for call in profile.calls], "call")
+            self.ranks.require_equal("call different regions", tuple(call.name for call in profile.calls), OTHER_MODELS)
             self.tell("measuring the memory of a step")
             seconds: list[dict[int, RegionSeconds]] = []
             steps, taken = self._tracked(session, seconds)
-            times = timed_steps_for(len(profile.calls), len(profile.traces), self.tuning)
-            taken += repeated(partial(self._timed_regions, session, seconds), times, self.tuning, taken)
-            self.is_long = is_long(min(taken), self.tuning)
+            times = self.ranks.largest(timed_steps_for(len(profile.calls), len(profile.traces), self.tuning))
+            taken += repeated(partial(self._timed_regions, session, seconds), times, self.tuning, self.ranks, taken)
+            self.is_long = is_long(min(taken), self.tuning, self.ranks)
         others = steps if self.is_spread else {}
-        return Profiled(profile=profile, step=steps[self.devices[0]], seconds=seconds, others=others)
+        found = Profiled(profile=profile, step=steps[self.devices[0]], seconds=seconds, others=others)
+        return found.with_figures(self.ranks.agreed(found.figures, largest_figures))
 
     def _first_step(self) -> None:
         """Run a step that is not measured; what it leaves for good (workspaces of libraries) is fixed from then on."""
@@ -404,7 +415,7 @@ class StepTrials:
         executor = Executor(
             assignment,
             names_of(regions),
-            check=self._check,
+            check=self.check,
             trial=True,
             variants=self._variants,
             tuning=self.tuning,
@@ -422,7 +433,18 @@ class StepTrials:
                 taken = self._timed_step()
         seconds = taken if self._tracks_freely or self.runs_one_step else 0.0
         pairs = trackers.items()
-        return [step_record(tracker, device, self.start_bytes(device), seconds=seconds) for device, tracker in pairs]
+        own = [step_record(tracker, device, self.start_bytes(device), seconds=seconds) for device, tracker in pairs]
+        return [
+            record if self.ranks.is_alone else self._of_all_ranks(record, self.margins[torch.device(record.device)])
+            for record in own
+        ]
+
+    def _of_all_ranks(self, record: Record, margin_bytes: int) -> Record:
+        """Return the record with the highest peak of all ranks, as bytes of the rank with the tightest limit."""
+        peaks = self.ranks.of_all((record.peak_bytes, margin_bytes))
+        return replace(
+            record, peak_bytes=max(peak - margin for peak, margin in peaks), rank_peaks=tuple(p for p, _ in peaks)
+        )
 
     def timed(self, regions: Regions, executor: Executor | None) -> float:
         """Return the seconds of a step under an executor."""
@@ -452,7 +474,7 @@ class StepTrials:
             if not executor.rejected:
                 raise
             self.rewind()
-        return not any_rank(executor.rejected)
+        return not self.ranks.any(bool(executor.rejected))
 
     def _step_under(self, regions: Regions, executor: Executor) -> None:
         with self._attached(regions, executor):
@@ -460,12 +482,12 @@ class StepTrials:
             self.run_step()
 
     def attempted(self, run: Callable[[], _Result]) -> _Result | OutOfMemory:
-        """Run steps; if they run out of memory, make room again and return the message.
+        """Run steps; if they run out of memory on any rank, make room again and return the message.
 
         Room is made when the error is gone: it refers to the frames of the step, and so to its tensors.
         """
         try:
-            return run()
+            return self.ranks.attempt(run)
         except torch.OutOfMemoryError as error:
             message = str(error).splitlines()[0]
         self.rewind()

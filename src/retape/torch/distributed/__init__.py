@@ -1,0 +1,11 @@
+"""Several processes that fit, apply or measure one model together: who they are, what they agree on, and how they fail together.
+
+`members.ranks_of` finds the ranks that share a model and opens a `ranks.Ranks`: `AloneRanks` (this process) or `together.Together`
+(several). `agreed` and `attempt` of a `Ranks` are the whole protocol; `watcher` notices ranks that failed or were killed while this one
+waits in a collective of the model. What unequal budgets
+mean for one plan is in `limits`. Values travel through the store of the process group (`channel`), never through its collectives.
+
+Not here: the questions themselves (planning), private names of PyTorch (`compat.process_internals`).
+"""
+
+__all__ = ["channel", "limits", "members", "ranks", "together", "tuning", "watcher"]

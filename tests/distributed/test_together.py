@@ -1,0 +1,163 @@
+"""Several processes over gloo that fit and apply together: one plan, or the same error on every rank within seconds; see cases.py."""
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.forked import run_script
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
+)
+SCRIPT = Path(__file__).with_name("cases.py")
+SECONDS = 10  # within which every rank has ended after a fault
+PHASES = next(
+    [each.value for each in node.value.elts]
+    for node in ast.parse(SCRIPT.read_text()).body
+    if isinstance(node, ast.Assign) and node.targets[0].id == "PHASES"
+)
+KINDS = {"exception": "KeyError", "out of memory": "OutOfMemoryError", "kill": "has not answered"}
+IN_FIT = {(kind, phase): f"{kind} while {phase}" for kind in KINDS for phase in PHASES}
+del IN_FIT["out of memory", "solving"]
+IN_STEPS = [f"{kind} in a {where} step" for kind in KINDS for where in ("planned", "live")]
+SAMPLE = {
+    "exception while measuring the memory of a step",
+    "kill while timing a step",
+    "exception in a planned step",
+    "too small on one",
+    "other model",
+    "other plans",
+    "out of memory without collectives",
+    "sequence parallel",
+    "unequal rows",
+}
+OTHERS = SAMPLE | {
+    "group of two",
+    "other options",
+    "other budgets",
+    "same plans",
+    "one fits",
+    "alone",
+    "power sgd",
+    "not a member",
+    "out of memory while measuring the plan",
+}
+NAMES = sorted({*IN_FIT.values(), *IN_STEPS, *OTHERS} if os.environ.get("RETAPE_LONG") else SAMPLE)
+
+
+@pytest.fixture(scope="module")
+def every():
+    return run_script(SCRIPT, NAMES)
+
+
+@pytest.fixture
+def ends(every):
+    """How each rank of a case ended, by name; cases that are not in the sample are skipped."""
+    return lambda name: every[name] if name in every else pytest.skip("RETAPE_LONG=1 runs it")
+
+
+def raised_by_all(ends, kind):
+    """The text of the error that every rank has raised, the same on each, except one that was killed."""
+    left = [end for end in ends if end.kind != "killed"]
+    assert {end.kind for end in left} == {kind}, ends
+    assert len({end.text for end in left}) == 1, ends
+    assert all(end.seconds < SECONDS for end in left), ends
+    return left[0].text
+
+
+def returned_by_all(ends):
+    assert {end.kind for end in ends} == {"returned"}, ends
+    return [end.value for end in ends]
+
+
+@pytest.mark.parametrize(("kind", "phase"), list(IN_FIT), ids=list(IN_FIT.values()))
+def test_a_fault_in_fit(ends, kind, phase):
+    found = ends(IN_FIT[kind, phase])
+    text = raised_by_all(found, "RankFailed")
+    assert text.startswith("Rank 1 ")
+    assert repr(phase) in text
+    assert KINDS[kind] in text
+    assert [end.kind == "killed" for end in found].count(True) == (kind == "kill")
+
+
+@pytest.mark.parametrize("name", IN_STEPS)
+def test_a_fault_in_a_training_step_ends_every_rank(ends, name):
+    """Outside a fit nothing watches: the rank raises what it did, and the others what PyTorch says of the closed connection."""
+    first, faulty = ends(name)
+    assert first.kind == "RuntimeError"
+    assert first.seconds < SECONDS
+    assert faulty.kind == {"e": "KeyError", "o": "OutOfMemoryError", "k": "killed"}[name[0]]
+
+
+def test_other_models(ends):
+    text = raised_by_all(ends("other model"), "InvalidInput")
+    assert "they have different regions: rank 0 5 (" in text
+    assert "group=False" in text
+
+
+def test_other_options(ends):
+    assert "options=ALL" in raised_by_all(ends("other options"), "InvalidInput")
+
+
+def test_apply_compares_plans(ends):
+    assert "they apply different plans: rank 0 " in raised_by_all(ends("other plans"), "InvalidInput")
+
+
+def test_apply_of_one_plan(ends):
+    assert len(set(returned_by_all(ends("same plans")))) == 1
+
+
+def test_only_one_rank_fits(ends):
+    first, only = ends("one fits")
+    assert (first.kind, only.kind) == ("returned", "InvalidInput")
+    assert "Rank 1 called fit(), which is for 2 ranks together, and waited 20 s for rank 0" in only.text
+
+
+def test_each_rank_alone(ends):
+    assert returned_by_all(ends("alone")) == [5, 6]
+
+
+def test_a_budget_for_each_rank(ends):
+    found = returned_by_all(ends("other budgets"))
+    assert len({each["hash"] for each in found}) == 1
+    for each in found:
+        assert each["budgets"] == [other["own"] for other in found]
+        assert all(peak <= budget for peak, budget in zip(each["peaks"], each["budgets"], strict=True))
+        assert "ranks" in each["explained"]
+
+
+def test_a_budget_that_is_too_small_on_one_rank(ends):
+    assert raised_by_all(ends("too small on one"), "BudgetTooSmall").startswith("On rank 1, which has the least room: ")
+
+
+def test_the_largest_rank_decides(ends):
+    found = returned_by_all(ends("unequal rows"))
+    assert found[0] == found[1]
+    _, peaks, budget = found[0]
+    assert peaks[0] < peaks[1] <= budget
+
+
+def test_all_ranks_go_on_with_less(ends):
+    assert len(set(returned_by_all(ends("out of memory without collectives")))) == 1
+
+
+def test_the_state_of_a_communication_hook(ends):
+    assert returned_by_all(ends("power sgd")) == [True, True]
+
+
+def test_sequence_parallel(ends):
+    first, second = returned_by_all(ends("sequence parallel"))
+    assert first == second
+    assert first[0] > 0
+    assert first[1], "gradients are those of the parallel run without a plan"
+
+
+def test_a_group_among_others(ends):
+    assert returned_by_all(ends("group of two")) == [[], [1, 3], [], [1, 3]]
+
+
+def test_a_group_without_this_rank(ends):
+    assert "does not contain this rank, 1" in ends("not a member")[1].text
