@@ -1,8 +1,16 @@
 """Private names of PyTorch and CPython, each behind one small function with a canary test; agreement between ranks; host memory.
 
 Nothing outside this package may use a private name. Start from `internals` (autograd, dispatch, storages), `compiler_internals`
-(torch.compile), `hook_internals` (hooks of tensors and modules), `process_internals` (process groups, heap, threads), `ranks`
-and `host_memory`.
+(torch.compile), `fsdp_internals` (FSDP2), `hook_internals` (hooks of tensors and modules), `process_internals` (process groups, heap,
+threads), `ranks` and `host_memory`.
 """
 
-__all__ = ["compiler_internals", "hook_internals", "host_memory", "internals", "process_internals", "ranks"]
+__all__ = [
+    "compiler_internals",
+    "fsdp_internals",
+    "hook_internals",
+    "host_memory",
+    "internals",
+    "process_internals",
+    "ranks",
+]

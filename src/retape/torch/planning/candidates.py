@@ -59,10 +59,14 @@ class Candidate:
     def is_inside(self) -> bool:
         return all(part.measured.peak_bytes <= part.budget_bytes for part in self.parts)
 
-    def fits_with_gradients(self, share: float) -> bool:
-        """True if every device's plan is predicted to stay inside this share of its limit if a step begins with all gradients."""
+    def fits_with_gradients(self, share: float, more_bytes: Sequence[int]) -> bool:
+        """True if every device's plan is predicted to stay inside this share of its limit if a step begins with all gradients.
+
+        `more_bytes` are those of gradients on each device that are not reduced yet.
+        """
         plans = [(part.chain.accumulating(), part.plan.actions(), part.budget_bytes) for part in self.parts]
-        return all(simulate(chain, actions).peak_bytes <= share * limit for chain, actions, limit in plans)
+        pairs = zip(plans, more_bytes, strict=True)
+        return all(simulate(plan[0], plan[1]).peak_bytes + more <= share * plan[2] for plan, more in pairs)
 
     def is_near(self, share: float) -> bool:
         """True if every device's predicted peak is off by at most this share of the measured one."""

@@ -24,7 +24,7 @@ from torch import nn
 from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
 from retape.torch.capture.signature import Signature, elements, shapes, signature
-from retape.torch.compat import compiler_internals, hook_internals
+from retape.torch.compat import compiler_internals, fsdp_internals, hook_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runner, managed_elsewhere
 from retape.torch.engine.host import offload
@@ -325,6 +325,7 @@ class GradientSwitch:
         if root is None or not torch.is_grad_enabled() or managed_elsewhere():
             return
         accumulates = any(weight.grad is not None for weight in root.parameters())
+        accumulates = accumulates or fsdp_internals.keeps_unsharded_gradients(root)
         self._running = self._accumulating if accumulates else self._fresh
         if accumulates and self._too_small is not None:
             _log_once(self._too_small)
