@@ -18,7 +18,7 @@ from retape.core.machine import simulate
 from retape.core.plan import Plan, judge
 from retape.core.problem import Chain
 from retape.core.record import Record
-from retape.core.solve import solve
+from retape.core.solve import held_bytes, solve
 from retape.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -139,9 +139,13 @@ class Candidates:
         tuning: PlanningTuning,
         everything: Sequence[bool] = (False,),
         long: bool = False,
+        in_flight: int = 1,
     ) -> None:
-        """`everything`: all activations of that device were asked for. `long` steps: a plan that fits is not improved."""
-        self.limits = list(limits)
+        """`everything`: all activations of that device were asked for. `long` steps: a plan that fits is not improved.
+
+        The limits are for `in_flight` microbatches: of a step, what the others hold meanwhile is subtracted.
+        """
+        self.limits, self._in_flight = list(limits), in_flight
         self.everything = tuple(everything)
         self.best: Candidate | None = None
         self.last: Candidate | None = None
@@ -155,7 +159,8 @@ class Candidates:
 
     def beside(self) -> Candidates:
         """Return an empty set for the same limits, for plans to compare with the best of these."""
-        return Candidates(limits=self.limits, everything=[False] * len(self.limits), tuning=self._tuning)
+        nothing = [False] * len(self.limits)
+        return Candidates(limits=self.limits, everything=nothing, tuning=self._tuning, in_flight=self._in_flight)
 
     def is_new(self, one: Candidate, other: Candidate) -> bool:
         """True if the other plan is a different one that was not compared yet; from now on it was."""
@@ -187,7 +192,8 @@ class Candidates:
         if self.everything[number] and _keeps_everything(tried.assignment, part):
             # All of the activations were asked for, and their size was a prediction until now.
             self.limits[number] = max(self.limits[number], part.measured.peak_bytes)
-        return replace(part, budget_bytes=self.limits[number])
+        others = (self._in_flight - 1) * held_bytes(part.chain, part.plan) if self._in_flight > 1 else 0
+        return replace(part, budget_bytes=self.limits[number] - others)
 
     @property
     def is_far_off(self) -> bool:

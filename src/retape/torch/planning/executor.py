@@ -230,6 +230,8 @@ class Executor:
         if found is None and key in self._recipes:
             self._recipes.move_to_end(key)
             return self._remember(own, _Selection(recipe=self._recipes[key], proof=self._new_proof())), None
+        if choice.hold_collectives:  # a trace runs to the end, and may start collectives that no other rank does
+            return self._remember(own, _Selection(recipe=None, proof=self._new_proof())), None
         traces = 1 if found is None else found.traces + 1
         made = self._remember(own, _Selection(recipe=None, proof=self._new_proof(), traces=traces))
         return made, partial(self._trace_recipe, made, choice, key)
@@ -378,6 +380,7 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None, proof: Proof |
         stage=number,
         tiles=choice.tiles,
         passing=choice.passing,
+        hold_collectives=choice.hold_collectives,
     )
 
 

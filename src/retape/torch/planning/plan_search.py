@@ -74,7 +74,11 @@ class DeviceProblem:
     @property
     def everything(self) -> bool:
         """True if all of the activations were asked for, whatever their size."""
-        return self.budget.share == 1.0
+        return self.budget.share == 1.0 and self.budget.in_flight == 1
+
+    def for_all(self, limit: int) -> Budget:
+        """Return the limit as a budget of all microbatches in flight."""
+        return Budget(kind=BudgetKind.TOTAL, limit_bytes=max(1, limit), in_flight=self.budget.in_flight)
 
     def plan(self, limit: int, *, floor_share: float) -> tuple[Plan, bool]:
         """Solve for the limit. If it is below the predicted floor by at most `floor_share`, return the floor plan and True."""
@@ -82,10 +86,10 @@ class DeviceProblem:
         if self.everything:
             return solve(chain, max(limit, self.frontier.store_all_bytes)), False
         try:
-            return solve(chain, limit), False
+            return solve(chain, self.for_all(limit)), False
         except BudgetTooSmall as error:
             if error.floor_bytes <= limit * (1 + floor_share):
-                return solve(chain, error.floor_bytes), True
+                return solve(chain, self.for_all(error.floor_bytes)), True
             if self.budget.kind is not BudgetKind.FRACTION:
                 solve(chain, self.budget)  # raises in the terms of the budget as it was given
             raise
@@ -318,7 +322,7 @@ class PlanSearch:
         return DeviceProblem(device=device, budget=self._budgets[device], chain=chain, frontier=best)
 
     def _limit(self, problem: DeviceProblem) -> int:
-        """Return the budget as the bytes that the peak of one microbatch must not exceed, everything counted.
+        """Return the budget as the bytes that the peak must not exceed, everything counted, with all microbatches in flight.
 
         A fraction is one of the model as it came: whatever is tried afterwards has the same limit.
         """
@@ -346,7 +350,10 @@ class _SetupSearch:
         self._trials, self._tuning, self._setup, self._profile = trials, trials.tuning, setup, profile
         self._problems, self._limits = problems, list(limits)
         everything = [problem.everything for problem in problems]
-        self._found = Candidates(limits=limits, everything=everything, long=trials.is_long, tuning=self._tuning)
+        in_flight = problems[0].budget.in_flight
+        self._found = Candidates(
+            limits=limits, everything=everything, long=trials.is_long, tuning=self._tuning, in_flight=in_flight
+        )
 
     @cached_property
     def promised(self) -> tuple[float, bool] | None:
