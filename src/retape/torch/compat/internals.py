@@ -6,7 +6,6 @@ Nothing outside this package uses a private name; the other modules here have th
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import inspect
 import operator
@@ -369,8 +368,7 @@ def memory_fraction(device: torch.device) -> float:
 def memory_events() -> Iterator[list[tuple[int, int | None]]]:
     """Collect the CPU allocator's reports inside the context, as (nanoseconds, bytes); None is a `mark_memory`.
 
-    The list is filled when the context is left, with reports of the calling thread and of the backward passes that it starts (of others:
-    `_with_unseen_frees`). A profiler
+    The list is filled when the context is left, with reports of the calling thread and of the backward passes that it starts. A profiler
     that the user starts meanwhile replaces this one, and what was counted is lost.
     Functions are not recorded: a profiler that ends inside a recorded function leaves it a pointer to freed memory, to which the next
     profiler writes.
@@ -400,46 +398,16 @@ def memory_events() -> Iterator[list[tuple[int, int | None]]]:
             "Leave it out here."
         )
     cpu = torch._C._autograd.DeviceType.CPU
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        found = _with_unseen_frees(results.experimental_event_tree())
-    else:
-        reports = [e for e in results.events() if e.name() == "[memory]" and e.device_type() == cpu]
-        found = sorted([(e.start_ns(), int(e.nbytes())) for e in reports], key=lambda event: event[0])
+    found = [
+        (e.start_ns(), int(e.nbytes())) for e in results.events() if e.name() == "[memory]" and e.device_type() == cpu
+    ]
+    found.sort(key=lambda event: event[0])
     sizes = [size for _, size in found]
     position = 0
     while position < len(found):
         is_mark = sizes[position] == _MARK_BYTES[0] and sizes[position : position + 4] == _MARK
         events.append((found[position][0], None) if is_mark else found[position])
         position += 4 if is_mark else 1
-
-
-def _with_unseen_frees(reports: list[Any]) -> list[tuple[int, int]]:
-    """Return (nanoseconds, bytes) of the allocator's reports, with frees that another thread made.
-
-    The threads of a process group free the last buffers of some collectives, and only reports of this thread come. A block whose
-    addresses are allocated again was freed: at the latest right before that.
-    """
-    found: list[tuple[int, int]] = []
-    live: dict[int, int] = {}
-    starts: list[int] = []  # of the live blocks, sorted
-    for report in sorted(reports, key=lambda each: each.start_time_ns):
-        fields, at = report.extra_fields, int(report.start_time_ns)
-        address, size = int(fields.ptr), int(fields.alloc_size)
-        if abs(size) in _MARK_BYTES:
-            pass  # a mark is four reports in a row
-        elif size > 0:
-            first = max(0, bisect.bisect_left(starts, address) - 1)
-            for start in [
-                s for s in starts[first : bisect.bisect_left(starts, address + size)] if s + live[s] > address
-            ]:
-                found.append((at, -live.pop(start)))
-                starts.remove(start)
-            live[address] = size
-            bisect.insort(starts, address)
-        elif live.pop(address, None) is not None:
-            starts.remove(address)
-        found.append((at, size))
-    return found
 
 
 _MARK_BYTES = (104_729, 7_919)
