@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.torch.compat import compiler_internals, hook_internals, internals, process_internals
+from support.forked import run_script
 
 
 def identity(value):
@@ -609,6 +611,18 @@ def test_compiled_code():
     assert callable(internals.COMPILED_CODE) or internals.COMPILED_CODE is None
 
 
+def test_memory_events_count_frees_in_other_threads():
+    """As those of gloo, which hold the last reference to what they have sent."""
+    with internals.memory_events() as events:
+        box = [torch.UntypedStorage(1 << 20)]
+        other = threading.Thread(target=box.clear)
+        other.start()
+        other.join()
+        internals.mark_memory()
+    assert sum(size for _, size in events if size) == 0
+    assert [size for _, size in events] == [1 << 20, -(1 << 20), None]
+
+
 def test_memory_events():
     with internals.memory_events() as events:
         kept = torch.empty(1000, dtype=torch.uint8)
@@ -837,6 +851,39 @@ def test_collectives_started(tmp_path):
     finally:
         dist.destroy_process_group()
     assert process_internals.collectives_started() == ()
+
+
+def test_default_store(tmp_path):
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        process_internals.default_store().set("key", "value")
+        assert process_internals.default_store().clone().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_is_wrapper(tmp_path):
+    dist, layer = torch.distributed, torch.nn.Linear(1, 1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(layer)
+        assert process_internals.is_wrapper(wrapped)
+        assert isinstance(wrapped.process_group, dist.ProcessGroup)
+        assert not process_internals.is_wrapper(layer)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_interrupt():
+    """A rank that waits in a collective is pulled out of it, and what it raises is known as an error of a collective."""
+    outcome = run_script(Path(__file__).with_name("interrupted.py"), ["waits"])["waits"]
+    assert [end.value for end in outcome] == [[True, False], [True, False]]
+
+
+def test_is_of_collective():
+    assert not process_internals.is_of_collective(RuntimeError("another"))
+    assert process_internals.is_of_collective(torch.distributed.DistBackendError("NCCL error"))
 
 
 def test_collectives_started_where_a_backend_keeps_no_count():

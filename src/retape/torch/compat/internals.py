@@ -7,6 +7,7 @@ Nothing outside this package uses a private name; the other modules here have th
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import operator
 import os
@@ -368,8 +369,9 @@ def memory_fraction(device: torch.device) -> float:
 def memory_events() -> Iterator[list[tuple[int, int | None]]]:
     """Collect the CPU allocator's reports inside the context, as (nanoseconds, bytes); None is a `mark_memory`.
 
-    The list is filled when the context is left, with reports of the calling thread and of the backward passes that it starts. A profiler
-    that the user starts meanwhile replaces this one, and what was counted is lost.
+    The list is filled when the context is left, with reports of the calling thread and of the backward passes that it starts, and with
+    what other threads (of gloo) allocated and freed between them. A profiler that the user starts meanwhile replaces this one, and what
+    was counted is lost.
     Functions are not recorded: a profiler that ends inside a recorded function leaves it a pointer to freed memory, to which the next
     profiler writes.
     """
@@ -386,9 +388,12 @@ def memory_events() -> Iterator[list[tuple[int, int | None]]]:
         torch._C._autograd._prepare_profiler(config, activities)
         torch._C._autograd._enable_profiler(config, activities, nothing)  # type: ignore[call-arg]
     results: Any = None
+    every_thread = _counts_every_thread()
+    every_thread.value, before = True, every_thread.value
     try:
         yield events
     finally:
+        every_thread.value = before
         if torch._C._autograd._profiler_enabled() and not torch.autograd.profiler._is_profiler_enabled:
             with _silent_stderr():
                 results = torch._C._autograd._disable_profiler()
@@ -397,17 +402,37 @@ def memory_events() -> Iterator[list[tuple[int, int | None]]]:
             "PyTorch's profiler was started while retape counted bytes on the CPU, and took its place: nothing was counted. "
             "Leave it out here."
         )
-    cpu = torch._C._autograd.DeviceType.CPU
-    found = [
-        (e.start_ns(), int(e.nbytes())) for e in results.events() if e.name() == "[memory]" and e.device_type() == cpu
-    ]
-    found.sort(key=lambda event: event[0])
-    sizes = [size for _, size in found]
+    kind = profiler._EventType.Allocation
+    found = [(e.start_time_ns, e.extra_fields) for e in results.experimental_event_tree() if e.tag == kind]
+    events += _with_marks([(at, f.alloc_size, f.total_allocated) for at, f in found if f.device.type == "cpu"])
+
+
+def _with_marks(reports: list[tuple[int, int, int]]) -> Iterator[tuple[int, int | None]]:
+    """Yield reports of (nanoseconds, bytes, all bytes then) without the last, those of marks as None.
+
+    What other threads did since the report before shows in the sum of all bytes, and is yielded first.
+    """
+    reports.sort(key=lambda report: report[0])
+    sizes = [size for _, size, _ in reports]
     position = 0
-    while position < len(found):
-        is_mark = sizes[position] == _MARK_BYTES[0] and sizes[position : position + 4] == _MARK
-        events.append((found[position][0], None) if is_mark else found[position])
+    present = reports[0][2] - reports[0][1] if reports else 0
+    while position < len(reports):
+        at, size, total = reports[position]
+        if total - size != present:
+            yield at, total - size - present
+        is_mark = size == _MARK_BYTES[0] and sizes[position : position + 4] == _MARK
+        present = total - size if is_mark else total
+        yield at, None if is_mark else size
         position += 4 if is_mark else 1
+
+
+@functools.cache
+def _counts_every_thread() -> Any:
+    """Return PyTorch's switch that makes the CPU allocator count frees of all threads, not only of those with a profiler."""
+    try:
+        return ctypes.c_bool.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_report_cpu_memory_usage")
+    except (OSError, ValueError):  # a build with other flags: frees of other threads are not seen
+        return ctypes.c_bool()
 
 
 _MARK_BYTES = (104_729, 7_919)
