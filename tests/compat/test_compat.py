@@ -525,27 +525,6 @@ def test_generator_state():
     assert torch.equal(torch.randn(5, generator=other), torch.randn(5, generator=generator))
 
 
-def test_fsdp_state():
-    import torch.distributed._composable_state as composable
-
-    assert composable.__name__ == internals.FSDP_STATE
-
-
-def test_fsdp_in_use():
-    assert internals.fsdp_in_use() in (True, False)
-    import torch.distributed._composable_state as composable
-
-    assert hasattr(composable, "_module_state_mapping")
-
-
-def test_fsdp_parameters():
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    assert list(internals.fsdp_parameters()) == []
-    source = _fsdp_param.FSDPParam
-    assert "sharded_param" in source.__annotations__ or hasattr(source, "to_sharded")
-
-
 def test_python_random_words():
     words = internals.python_random_words()
     if words is None:

@@ -44,7 +44,8 @@ class RegionOption:
 
     Slots in `held` stay on the device, those in `moved` go to the host meanwhile, the others are recomputed. The inputs with the
     numbers `moved_inputs` go to the host too. The parts `tiled` are run in `tiles` slices. `saved_share` names the compiled variant
-    to run; None is eager. `Choice.taking` is the only place where it becomes a saved choice.
+    to run; None is eager. The results of the first `hold_collectives` collectives stay on the device too. `Choice.taking` is the only
+    place where it becomes a saved choice.
     """
 
     cost: Option
@@ -54,6 +55,7 @@ class RegionOption:
     tiles: int = 1
     tiled: tuple[str, ...] = ()
     saved_share: float | None = None
+    hold_collectives: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Choice:
     region before is dropped, and `passing` recomputes it; `moved_inputs` are the numbers of the argument tensors to
     offload. Submodules named in `tiled` run in `tiles` slices. `elements` and `shapes` describe the inputs of the profiled
     call. `saved_share` identifies the compiled form to run; None is eager. `training` is the mode of the profile; None is unknown.
+    A re-run gets what the first `hold_collectives` collectives of the forward returned.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Choice:
     tiled: tuple[str, ...] = ()
     training: bool | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
+    hold_collectives: int = 0
 
     __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(required=("option", "passing"))
 
@@ -107,6 +111,7 @@ class Choice:
             moved=tuple(sorted(option.moved)),
             moved_inputs=tuple(sorted(option.moved_inputs)),
             saved_share=option.saved_share,
+            hold_collectives=option.hold_collectives,
         ).sliced_as(option)
 
     def sliced_as(self, option: RegionOption) -> Choice:

@@ -323,7 +323,8 @@ BudgetLike: TypeAlias = "Budget | str | int | float | Mapping[str, Budget | str 
 class Budget:
     """The bytes that the peak must not exceed. Make one with `Budget.of`, `Budget.activations` or `Budget.fraction`.
 
-    `in_flight` is the number of microbatches whose tapes are alive at once (pipelines).
+    `in_flight` is the number of microbatches whose tapes are alive at once (pipelines): one runs, the others hold what their forwards
+    left.
     """
 
     kind: BudgetKind
@@ -381,6 +382,38 @@ class Budget:
         """Return a budget that is a fraction of the activations if everything is stored."""
         _check_share(share)
         return cls(kind=BudgetKind.FRACTION, share=float(share), in_flight=in_flight)
+
+    def schedule(self, name: str, *, stage: int, stages: int, microbatches: int, chunks: int = 2) -> Budget:
+        """Return this budget for one stage of a pipeline: with as many microbatches in flight as its schedule has there.
+
+        `name` is "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv". In a schedule with `chunks` of layers in each rank (2 in
+        "zbv"), the model is all chunks of the rank.
+        """
+        return replace(self, in_flight=microbatches_in_flight(name, stage, stages, microbatches, chunks))
+
+
+def microbatches_in_flight(name: str, stage: int, stages: int, microbatches: int, chunks: int = 2) -> int:
+    """Return how many microbatches of a rank's layers are alive at once, at most, in a pipeline schedule.
+
+    1F1B: Narayanan et al., 2019; interleaved: Narayanan et al., 2021; zero bubble, where weight gradients come later, and its V
+    schedule: Qi et al., 2023 and 2024, which hold as much on every rank as 1F1B on the first.
+    """
+    for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if not is_whole(value) or value < 1:
+            raise InvalidInput(f"{what} = {shown(value)}; give a whole number >= 1.")
+    if not is_whole(stage) or not 0 <= stage < stages:
+        raise InvalidInput(f"stage = {shown(stage)}; give a number from 0 to {stages - 1}.")
+    ahead = stages - stage - 1
+    parts = {
+        "gpipe": microbatches,
+        "1f1b": ahead + 1,
+        "interleaved": -(-(2 * ahead + (chunks - 1) * stages + 1) // chunks),
+        "zero_bubble": stages,
+        "zbv": stages,
+    }
+    if name not in parts:
+        raise InvalidInput(f"{shown(name)} is not a known schedule; give one of {', '.join(map(repr, parts))}.")
+    return min(parts[name], microbatches)
 
 
 def _number_in(value: _Given) -> _Given | int | float:

@@ -6,13 +6,17 @@ here; the methods are in `solvers/`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
+from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall, InvalidInput
-from retape.core.plan import Frontier, FrontierPoint, Plan, Problem
+from retape.core.machine import Machine, simulate
+from retape.core.plan import Frontier, FrontierPoint, Plan, Problem, judge
 from retape.core.problem import Budget, BudgetKind, BudgetLike, Chain, Graph, Loop
 from retape.core.solvers.chain_planner import ChainPlanner
+from retape.core.solvers.costs import TUNING
 from retape.core.solvers.graph import GraphPlanner
 from retape.core.solvers.loop_planner import LoopPlanner
 from retape.core.units import format_bytes
@@ -54,25 +58,104 @@ def solve(problem: Problem, budget: BudgetLike) -> Plan:
     """Return the fastest plan whose peak is inside the budget, replayed by the abstract machine.
 
     "24GiB" or an int counts everything, fixed bytes included; `Budget.activations` excludes those; 0.5 is a fraction of
-    the activations if everything is stored. `in_flight` microbatches get equal shares.
+    the activations if everything is stored. With `in_flight` microbatches the other ones hold what their forwards left.
     BudgetTooSmall names the floor and what determines it. A smaller budget never gives a larger peak, nor a larger one a
     slower plan (for a chain with a host, up to the error of its options' estimates); from store-all on the plan is the plain
     one, unless an option is faster.
     """
     asked = Budget.of(budget)
     planner = planner_of(problem)
-    room = _room_bytes(asked, planner)
     limit = limit_bytes(problem, asked)
+    if asked.in_flight > 1:
+        return _with_others(problem, asked, limit, planner)
     if limit < planner.floor_bytes:
-        raise _too_small(asked, room, planner)
+        raise _too_small(asked, limit, planner.floor_bytes, planner)
     return planner.best(limit)
 
 
 def limit_bytes(problem: Problem, budget: BudgetLike) -> int:
-    """Return the most bytes of one microbatch's peak, everything counted; it may be below the floor."""
-    asked = Budget.of(budget)
+    """Return the most bytes of all microbatches' peak, everything counted; it may be below the floor."""
     planner = planner_of(problem)
-    return planner.fixed_bytes + _room_bytes(asked, planner) // asked.in_flight
+    return planner.fixed_bytes + _room_bytes(Budget.of(budget), planner)
+
+
+# --- several microbatches in flight -----------------------------------------------------------------------------------
+
+
+def held_bytes(problem: Problem, plan: Plan) -> int:
+    """Return what a plan holds above the fixed bytes when its forward is done: what each other microbatch in flight holds."""
+    if not isinstance(problem, Chain):
+        return max(0, plan.promised_peak_bytes - planner_of(problem).fixed_bytes)
+    machine = Machine(problem)
+    for action in plan.actions():
+        if isinstance(action, Backward):
+            break
+        machine.run(action)
+    return max(0, machine.device_bytes - problem.fixed_bytes)
+
+
+def peak_in_flight(problem: Problem, plan: Plan, in_flight: float) -> int:
+    """Return the peak with so many microbatches in flight: one step, and what the forwards of the others have left."""
+    others = in_flight - 1
+    return plan.promised_peak_bytes + (int(others * held_bytes(problem, plan)) if others > 0 else 0)
+
+
+def plans_in_flight(problem: Problem, in_flight: float) -> list[tuple[int, Plan]]:
+    """Return plans of rising seconds, each with its peak with so many microbatches in flight.
+
+    They are those of the frontier, and for a chain those of the frontier of a chain that holds as many times the bytes: that is the
+    peak at the start of a backward, where most chains have it. Peaks and seconds are those of the chain itself in both cases.
+    """
+    plans = _some_plans(planner_of(problem))
+    if isinstance(problem, Chain) and in_flight > 1:
+        plans += [_moved_to(problem, plan) for plan in _some_plans(ChainPlanner(_holding_more(problem, in_flight)))]
+    plans.sort(key=lambda plan: plan.promised_seconds or 0.0)
+    return [(peak_in_flight(problem, plan, in_flight), plan) for plan in plans]
+
+
+def _some_plans(planner: Planner) -> list[Plan]:
+    points = [size for size, _ in planner.points]
+    some = points[:: -(-len(points) // TUNING.plans_in_flight)] if points else []
+    return [planner.best(size) for size in dict.fromkeys([*some, *points[-1:], planner.store_all_bytes])]
+
+
+def _holding_more(chain: Chain, times: float) -> Chain:
+    """Return the chain with so many times the bytes that stay from a forward to its backward."""
+    stages = [
+        replace(
+            stage,
+            state_bytes=int(stage.state_bytes * times),
+            tape_bytes=int(stage.tape_bytes * times),
+            options=tuple(replace(each, held_bytes=int(each.held_bytes * times)) for each in stage.options),
+        )
+        for stage in chain.stages
+    ]
+    return replace(chain, stages=tuple(stages), host=None)
+
+
+def _moved_to(chain: Chain, plan: Plan) -> Plan:
+    """Return the plan of a chain with other bytes, with its peak and seconds in this one."""
+    outcome, planner = simulate(chain, plan.actions()), planner_of(chain)
+    bound = min(planner.best(max(outcome.peak_bytes, planner.floor_bytes)).lower_bound_seconds or 0.0, outcome.seconds)
+    return replace(
+        plan,
+        digest=chain.digest(),
+        budget_bytes=outcome.peak_bytes,
+        floor_bytes=min(planner.floor_bytes, outcome.peak_bytes),
+        promised_peak_bytes=outcome.peak_bytes,
+        promised_seconds=outcome.seconds,
+        lower_bound_seconds=bound,
+        status=judge(outcome.seconds, bound),
+    )
+
+
+def _with_others(problem: Problem, budget: Budget, limit: int, planner: Planner) -> Plan:
+    """Return the fastest plan whose peak with all microbatches in flight is inside the limit."""
+    found = plans_in_flight(problem, budget.in_flight)
+    for peak, plan in found:
+        if peak <= limit:
+            return plan
+    raise _too_small(budget, limit, min(peak for peak, _ in found), planner)
 
 
 def _room_bytes(budget: Budget, planner: Planner) -> int:
@@ -89,11 +172,9 @@ def _room_bytes(budget: Budget, planner: Planner) -> int:
     )
 
 
-def _too_small(budget: Budget, room: int, planner: Planner) -> BudgetTooSmall:
-    """Return the error for a budget; every microbatch in flight needs its share of the floor."""
+def _too_small(budget: Budget, asked: int, least: int, planner: Planner) -> BudgetTooSmall:
+    """Return the error for a budget of `asked` bytes, where `least` are needed."""
     fixed, binding = planner.fixed_bytes, planner.binding
-    asked = fixed + room
-    least = fixed + budget.in_flight * (planner.floor_bytes - fixed)
     below, enough = format_bytes(max(asked, 0)), format_bytes(least)
     if below == enough:  # equal after rounding
         below, enough = f"{asked} bytes", f"{least} bytes"

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall
-from retape.core.machine import Machine
 from retape.core.plan import Frontier, Plan
-from retape.core.problem import Chain, OptionKind
-from retape.core.solve import frontier, solve
+from retape.core.problem import OptionKind
+from retape.core.solve import frontier, peak_in_flight, solve
 from retape.core.units import format_bytes
 from retape.forecast.layout import Layout
 from retape.forecast.parallel import StageProblem
@@ -39,20 +38,9 @@ class StagePlan:
         return Counter(treatment for _, treatment in self.treatments)
 
 
-def held_bytes(chain: Chain, plan: Plan) -> int:
-    """Return what a plan holds above the fixed bytes when its forward is done."""
-    machine = Machine(chain)
-    for action in plan.actions():
-        if isinstance(action, Backward):
-            break
-        machine.run(action)
-    return max(0, machine.device_bytes - chain.fixed_bytes)
-
-
 def peak_of(problem: StageProblem, plan: Plan) -> int:
     """Return the peak of a stage: its own step, and what the other micro-batches in flight hold."""
-    more = problem.in_flight - 1
-    return plan.promised_peak_bytes + (int(more * held_bytes(problem.chain, plan)) if more > 0 else 0)
+    return peak_in_flight(problem.chain, plan, problem.in_flight)
 
 
 def plan_stage(problem: StageProblem, budget_bytes: int | None, *, kept_bytes: int | None = None) -> StagePlan:

@@ -43,6 +43,7 @@ class SolverTuning:
     graph_halvings: int = 2  # further budgets, each half of the one before, down to 1/32 of a region's tape
     mixed_cells: int = 50_000_000  # steps^2 x slots of the table of the mixed family: about a second
     listed_slots: int = 64  # numbers of snapshots that a loop's frontier lists one by one
+    plans_in_flight: int = 48  # plans of a frontier that are compared for several microbatches in flight
     online_slots: int = 1_024  # snapshots of a loop of unknown length whose states have no bytes
 
 

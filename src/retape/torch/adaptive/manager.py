@@ -175,13 +175,16 @@ class ModelAttachment:
         self._is_attached = True
 
     def _attach_regions(self) -> None:
+        attach.refuse_replicas(self._model)
         regions = find_regions(self._model)
         refuse_graph_replays({"the model itself": self._model, **regions})
         self._regions = tuple(regions.values())
         done: list[nn.Module] = []
         try:
-            for module in (self._model, *self._regions):
-                attach.attach(module, self._call_root if module is self._model else self._call)
+            attach.attach(self._model, self._call_root, outside_hooks=True)
+            done.append(self._model)
+            for module in self._regions:
+                attach.attach(module, self._call)
                 done.append(module)
         except InvalidInput:
             for module in done:

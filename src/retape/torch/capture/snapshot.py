@@ -31,7 +31,7 @@ from retape.torch.capture.containers import SWAPS
 from retape.torch.capture.host_access import DataAccess, Observer
 from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
 from retape.torch.capture.tuning import TUNING
-from retape.torch.compat import internals
+from retape.torch.compat import fsdp_internals, internals
 
 if TYPE_CHECKING:
     from retape.torch.capture.call import Call
@@ -620,7 +620,7 @@ def _sharded_parameters(tensors: list[Tensor]) -> dict[int, Tensor]:
     FSDP2 keeps the identity and the version of a gathered parameter while its value changes: the sharded one's version counts.
     """
     wanted = {id(tensor) for tensor in tensors}
-    pairs = [(getattr(p, "_unsharded_param", None), p.sharded_param) for p in internals.fsdp_parameters()]
+    pairs = [(getattr(p, "_unsharded_param", None), p.sharded_param) for p in fsdp_internals.parameters()]
     return {id(unsharded): sharded for unsharded, sharded in pairs if id(unsharded) in wanted}
 
 

@@ -254,26 +254,6 @@ def checkpoint_settings() -> tuple[bool | None, bool | None]:
     return torch_checkpoint._checkpoint_debug_enabled, torch_checkpoint._enable_checkpoint_early_stop
 
 
-FSDP_STATE = "torch.distributed._composable_state"  # the module that knows what is sharded
-
-
-def fsdp_in_use() -> bool:
-    """True if this process has sharded a module, without importing FSDP."""
-    state_module = sys.modules.get(FSDP_STATE)
-    return state_module is not None and bool(state_module._module_state_mapping.data)  # read once per region
-
-
-def fsdp_parameters() -> Iterator[Any]:
-    """Yield every FSDP2 parameter of this process; none unless `fully_shard` was used."""
-    state_module = sys.modules.get(FSDP_STATE)
-    if state_module is None:
-        return
-    for reference in list(state_module._module_state_mapping.values()):
-        state = reference() if callable(reference) else reference
-        group = getattr(state, "_fsdp_param_group", None)
-        yield from getattr(group, "fsdp_params", ())
-
-
 def python_random_words() -> Any:
     """Return a view of the state words of Python's global generator (`.raw` reads them), or None if its layout is unknown.
 

@@ -58,7 +58,8 @@ class Policy:
     dropped input; without it `inputs` decides. Held inputs with the numbers `moved_inputs` among the call's tensors go to the host.
 
     Re-runs: a `recipe` says which ops a re-run need not run; `proof` is whether that has been shown to give the same bits for this
-    region, and without one each execution proves it for itself. Parts that treat rows independently are run in `tiles` slices.
+    region, and without one each execution proves it for itself. Parts that treat rows independently are run in `tiles` slices. The
+    results of the first `hold_collectives` collectives are held, and a re-run does not start those.
     """
 
     hold_all: bool = False
@@ -74,6 +75,7 @@ class Policy:
     recipe: Recipe | None = None
     proof: Proof | None = field(default=None, compare=False)
     tiles: int = 1
+    hold_collectives: int = 0
 
     @property
     def moves(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retape.torch.capture.containers import ATOMS
-from retape.torch.compat import compiler_internals, internals
+from retape.torch.compat import collective_internals, compiler_internals, internals
 from retape.torch.engine.trace import Given, Hole, TracedOp, given_of, hides_ops, is_view, settings_of, written_by
 
 _LISTS = frozenset({list, tuple})
@@ -106,6 +106,8 @@ class RecipeMode(compiler_internals.LightMode):
         self._storage = internals.untyped_storage if internals.count_function_modes() else Tensor.untyped_storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and collective_internals.has_wrappers(types):
+            return NotImplemented
         index = self._next
         known, runs, op, step, slots, reads, given, made = self._plan[index] if index < self._count else _NO_STEP
         if known is not func:
@@ -143,6 +145,7 @@ class RecipeMode(compiler_internals.LightMode):
     def saw_slot(self, index: int, tensor: Tensor) -> None:
         """Raise Diverged if autograd saves another storage than in the trace."""
         expected = self._saved[index] if index < len(self._saved) else -1
+        tensor = collective_internals.inside(tensor)
         if hides_ops(tensor):
             raise Diverged
         storage = self._storage(tensor)._cdata
@@ -208,7 +211,7 @@ class RecipeMode(compiler_internals.LightMode):
         if not op.makes:  # a view, or what was written to: known
             return
         for leaf, result in zip((out,) if op.returns_one else _tensors((out,), None), op.results, strict=False):
-            self._numbers[self._storage(leaf)._cdata] = result[0]
+            self._numbers[self._storage(collective_internals.inside(leaf))._cdata] = result[0]
             self._known.add(result[0])
 
     def ran_last(self) -> bool:
@@ -225,6 +228,7 @@ class RecipeMode(compiler_internals.LightMode):
         value = self._held_values.get(slot)
         if value is None:
             raise Diverged
+        value = collective_internals.inside(value)
         _, shape, stride, offset, dtype, device = result
         alias = internals.detach_below_autograd(value)
         plain = alias.dtype == dtype and not alias.is_conj() and not alias.is_neg()

@@ -31,8 +31,9 @@ from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.decisions import Decisions, Recording
 from retape.torch.capture.mutation import Digest, checksum, digest, hold, same_digests, version_of
 from retape.torch.capture.snapshot import Snapshot
-from retape.torch.compat import compiler_internals, internals
+from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine import inputs as sources
+from retape.torch.engine.collectives import HeldCollectives, HoldingCollectives, RepeatedCollectives
 from retape.torch.engine.context import THREAD, Running, record
 from retape.torch.engine.host.offload import MovedInputs, MovedSlot, RegionTransfers
 from retape.torch.engine.messages import (
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 _weak, _new = weakref.ref, object.__new__
 _OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
 _push_hooks, _pop_hooks, _top_hooks = internals.push_hooks, internals.pop_hooks, internals.top_hooks
+_collectives_started = process_internals.collectives_started
 _NO_TENSORS: list[Tensor] = []  # never changed, only replaced
 _HeldHere = sources.HeldHere
 _OUTPUTS, _REFILLED = sources.OUTPUTS, sources.REFILLED
@@ -113,6 +115,8 @@ class Region:
     _decisions: Decisions | None = None
     _digests: dict[int, Digest] | None = None  # of dropped slots, where a recipe is to be proven
     _transfers: RegionTransfers | None = None  # where slots or inputs are moved
+    _held_collectives: HeldCollectives | None = None
+    _communicates = False  # the first run started a collective
 
     def __init__(  # noqa: PLR0917 - by position: passing keywords is a part of what a region costs
         self,
@@ -187,12 +191,16 @@ class Region:
         running = THREAD.runs
         if call.writes_unseen:
             function = self._watched(function)
+        if self.policy.hold_collectives and not is_compiled(call):
+            self._held_collectives = HeldCollectives(self.name, self.policy.hold_collectives)
+            function = partial(_under, HoldingCollectives(self._held_collectives), function)
         if transfers is None and self.observer is None:  # hooks first: they may be forbidden
             _push_hooks(self.save, unpack)
         else:
             _push_hooks(*self._hooks())
         running.append(self)
         try:
+            started = _collectives_started()
             if contexts is not None:
                 outputs = self._run_within(contexts[0], function, arguments, keywords)
             elif call.decides and not is_compiled(call):
@@ -200,6 +208,7 @@ class Region:
                 outputs = self._run_within(Recording(self._decisions), function, arguments, keywords)
             else:
                 outputs = function(*arguments, **keywords)
+            self._communicates = started != _collectives_started()
         except RuntimeError as error:
             raise_explained(self.name, error)
         finally:
@@ -383,6 +392,7 @@ class Region:
             and not self.is_running  # a proof covers the slots of the whole forward, and not all are saved yet
             and not self.has_diverged
             and not self.is_compiled
+            and (self._held_collectives is not None or not self._communicates)
             and self._refilled_in_part(recipe, targets, held)
         ):
             return None
@@ -393,6 +403,12 @@ class Region:
         outputs, trace = self._recorded(targets, held, stopwatch)
         observer.on_traced(self, trace)
         return outputs
+
+    def collectives_again(self) -> RepeatedCollectives | None:
+        """Return the mode for the collectives of a re-run; None if its first run started none."""
+        if not self._communicates or is_compiled(self._call):
+            return None
+        return RepeatedCollectives(self._held_collectives)
 
     def _run_again(self, rerun: RegionRerun, held: list[Tensor]) -> Any:
         self.reruns += 1

@@ -279,10 +279,15 @@ class RegionRerun(RegionRun):
             args, keywords = (tensors, {}) if given.only_tensors else given.rebuild(tensors)
             if self._for_itself:
                 restored.keep_gradients()
-            mode = self._mode
-            if mode is None and contexts is None and decisions is None:
+            mode, collectives = self._mode, self.region.collectives_again()
+            if mode is None and contexts is None and decisions is None and collectives is None:
                 return self._hooked(call, args, keywords)
-            with contexts[1] if contexts else nullcontext(), mode or nullcontext(), self._repeating(decisions):
+            with (
+                contexts[1] if contexts else nullcontext(),
+                collectives or nullcontext(),
+                mode or nullcontext(),
+                self._repeating(decisions),
+            ):
                 return self._hooked(call, args, keywords)
         finally:
             restored.leave()

@@ -100,7 +100,8 @@ def _steps(trace: RegionTrace, held: frozenset[int], answerable: Set[int], settl
             op.uninitialised and not settled.isdisjoint(op.makes)
         ):
             step = Step.BECOME
-        if step is Step.RUN and not op.is_view and not op.uninitialised:  # `empty_like` reads a shape, no values
+        # `empty_like` reads a shape, no values; a collective is answered with its held result.
+        if step is Step.RUN and not op.is_view and not op.uninitialised and op.collective is None:
             needed.update(storage for storage in op.reads if storage not in settled)
             later_seeded = later_seeded or op.seeded
         steps.append(step)
@@ -112,6 +113,8 @@ def _step(op: TracedOp, needed: set[int], used: set[int], later_seeded: bool, an
         # A view costs nothing; an op that returns values to Python (`.item()`) must read true ones.
         if not op.results:
             needed.update(op.reads)
+        return Step.RUN
+    if op.collective is not None:
         return Step.RUN
     dangling = any(storage not in used for storage in op.makes)
     if dangling or (op.seeded and later_seeded):

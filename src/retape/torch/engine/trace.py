@@ -19,14 +19,24 @@ from torch.utils import _pytree as pytree
 from retape.torch.capture.containers import ATOMS
 from retape.torch.capture.host_access import Observer
 from retape.torch.capture.mutation import inner_tensors
+from retape.torch.compat import collective_internals
 from retape.torch.compat.internals import IGNORED_OPS, untyped_storage
 
-# Ops that communicate, or that write to their arguments without saying so in their schemas.
+# Ops that write to their arguments without saying so in their schemas; functional collectives are seen (`collectives.py`).
 _UNDECLARED = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "_dtensor", "symm_mem"})
 _REBINDING = ("aten::set_", "aten::resize_", "aten::resize_as_")  # they may give a tensor another storage
 Given = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _HIDDEN = frozenset({"running_mean", "running_var"})  # batch norms write to them, though their schemas do not say so
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A functional collective: its kind, the name of its group, and the bytes that it returns; or a wait for one, which has none."""
+
+    kind: str
+    group: str = ""
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,7 @@ class TracedOp:
     given: tuple[Given, ...] = ()
     settings: tuple[Any, ...] = ()
     reshapes: bool = False
+    collective: Collective | None = None
 
     @property
     def can_be_answered(self) -> bool:
@@ -80,6 +91,15 @@ class RegionTrace:
     died: tuple[int, ...] = ()
     saved_at: tuple[int, ...] = ()
     compiled: bool = False
+
+    def collectives(self) -> list[TracedOp]:
+        """Return the collectives before the last slot, whose results are held where the region is re-run in part."""
+        return [op for op in self.ops[: max(self.saved_at, default=0)] if op.collective is not None and op.makes]
+
+    @property
+    def collective_storages(self) -> frozenset[int]:
+        """Storages that those collectives made."""
+        return frozenset(storage for op in self.collectives() for storage in op.makes)
 
     def settled(self) -> frozenset[int]:
         """Return storages made here and then written to in place, whose contents before the last write only the writers read."""
@@ -196,6 +216,16 @@ def hidden_bytes(tensor: Tensor) -> int:
     return 0 if tensor.layout is not torch.strided or tensor.is_nested else untyped_storage(tensor).nbytes()
 
 
+def _collective_of(func: Any, args: Any, made: list[Tensor]) -> Collective | None:
+    kind = func._schema.name.partition("::")[2]
+    if collective_internals.waits(func):
+        return Collective(kind=kind)
+    if not collective_internals.is_collective(func):
+        return None
+    size = sum(tensor.nbytes for tensor in made)
+    return Collective(kind=kind, group=collective_internals.group_of(args), bytes=size)
+
+
 class OpStopwatch(Protocol):
     """Times each op of a trace."""
 
@@ -228,6 +258,7 @@ class Recorder(Observer):
         self._handed_out = True
 
     def number(self, tensor: Tensor) -> int:
+        tensor = collective_internals.inside(tensor)
         if hides_ops(tensor):
             return self._number_of_hidden(tensor)
         storage = untyped_storage(tensor)
@@ -262,16 +293,22 @@ class Recorder(Observer):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in IGNORED_OPS:
+        if collective_internals.has_wrappers(types):
+            return NotImplemented
+        if func in IGNORED_OPS or collective_internals.are_fake(types):
             return func(*args, **kwargs)
         self._note_freed()
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         read = [self.number(leaf) for leaf in given]
         seen_as = () if self._handed_out else tuple(map(given_of, given))
-        self._handed_out |= func.namespace in _UNDECLARED or func._schema.name.startswith(_REBINDING)
+        collective = collective_internals.is_collective(func)
+        undeclared = func.namespace in _UNDECLARED and not collective and not collective_internals.waits(func)
+        self._handed_out |= undeclared or func._schema.name.startswith(_REBINDING)
         known = len(self._numbers)
         out = func(*args, **kwargs) if self._stopwatch is None else self._stopwatch.time(func, args, kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        tensors = [collective_internals.inside(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):  # DTensor finds the shape of a new op
+            return out
         numbers = [self.number(tensor) for tensor in tensors]
         self._note_hidden(func, args, kwargs)
         self.ops.append(
@@ -293,6 +330,7 @@ class Recorder(Observer):
                 reshapes=torch.Tag.inplace_view in func.tags,
                 seeded=torch.Tag.nondeterministic_seeded in func.tags,
                 uninitialised=func._schema.name.startswith(_EMPTY),
+                collective=_collective_of(func, args, tensors) if func.namespace in _UNDECLARED else None,
             )
         )
         return out

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from retape.torch.capture.functions import names_in
 from retape.torch.capture.settings import variables_of
-from retape.torch.compat import hook_internals, internals
+from retape.torch.compat import fsdp_internals, hook_internals
 
 _ATOMS = (int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device, torch.Size, Enum)
 _PLAIN_ATOMS = frozenset(
@@ -110,7 +110,7 @@ class Reachable:
 
     def _of_container(self, name: str, value: Any, role: Role) -> Iterator[NamedValue]:
         # FSDP2 replaces the parameters of modules during a step and restores them itself.
-        if role is not Role.SEARCHED and not (role is Role.PARAMETER and internals.fsdp_in_use()):
+        if role is not Role.SEARCHED and not (role is Role.PARAMETER and fsdp_internals.in_use()):
             self.containers.append((name, value))
         if isinstance(value, dict):
             yield from (NamedValue(keyed(name, key, i), part, role) for i, (key, part) in enumerate(value.items()))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.torch.capture import rng
-from retape.torch.compat import hook_internals, internals
+from retape.torch.compat import fsdp_internals, hook_internals, internals
 from retape.torch.measure.reachable import NamedValue, Reachable, Role, is_array, keyed, slots_of
 from retape.torch.measure.tuning import TUNING
 
@@ -34,6 +34,7 @@ class InitialGradients(Enum):
 
     ZERO = auto()  # allocated, as during accumulation: that is when a step's peak is highest
     NONE = auto()  # as after `zero_grad()`: each appears in the backward of its module
+    UNSHARDED = auto()  # those of FSDP2's gathered weights, as after a micro-step without gradient synchronisation
 
 
 class Sandbox:
@@ -76,10 +77,11 @@ class Sandbox:
 
     def rewind(self, gradients: InitialGradients | None = None) -> None:
         """Restore everything to the start, with gradients of the weights zero or None, by default as the sandbox was made with."""
-        lost = self._restore()
+        lost, gradients = self._restore(), gradients or self._gradients
         with torch.no_grad():
             for leaf in self._leaves.values():
-                leaf.reset(gradients or self._gradients)
+                leaf.reset(gradients)
+            fsdp_internals.set_unsharded_gradients(self._roots[0], zero=gradients is InitialGradients.UNSHARDED)
         rng.seek(self._draws)
         _refuse_changes(lost)
 
@@ -89,6 +91,7 @@ class Sandbox:
         with torch.no_grad():
             for leaf in self._leaves.values():
                 leaf.restore()
+            fsdp_internals.set_unsharded_gradients(self._roots[0], zero=False)
         for optimizers in self._optimizers:
             optimizers.put_back()
         rng.seek(self._draws)
@@ -272,15 +275,26 @@ def sandboxed(
     *,
     gradients: InitialGradients = InitialGradients.ZERO,
 ) -> Iterator[Sandbox]:
-    """Yield a Sandbox at its start; leave the model, the batch and every stream as they were."""
+    """Yield a Sandbox at its start; leave the model, the batch and every stream as they were. FSDP2 reduces gradients meanwhile."""
+    _refuse_unreduced(model)
     sandbox = Sandbox(model, batch, step, optimizer, gradients=gradients)
-    try:
-        sandbox.rewind()
-        yield sandbox
-    except BaseException:
-        sandbox.close()
-        raise
-    _refuse_changes(sandbox.close())
+    with fsdp_internals.synchronised(model):
+        try:
+            sandbox.rewind()
+            yield sandbox
+        except BaseException:
+            sandbox.close()
+            raise
+        lost = sandbox.close()
+    _refuse_changes(lost)
+
+
+def _refuse_unreduced(model: nn.Module) -> None:
+    if fsdp_internals.has_unsharded_gradients(model):
+        raise InvalidInput(
+            f"{type(model).__name__} has gradients that FSDP2 has not reduced yet (set_requires_gradient_sync(False)), and steps that are "
+            "only measured would reduce them. Measure or fit before the first micro-step, or after the one that reduces."
+        )
 
 
 class SavedContainer(Protocol):

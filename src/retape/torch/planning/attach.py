@@ -1,6 +1,8 @@
 """Attaches a caller to a module: its class is replaced by a subclass whose `__call__` asks the caller.
 
-`isinstance`, `state_dict`, names and attributes stay as they were. Pickles and deep copies are of the original class: they run
+`isinstance`, `state_dict`, names and attributes stay as they were. A module that FSDP2 shards is asked for its `forward` instead, inside
+the hooks that gather and free its weights: a region then never gathers, and its re-run finds the weights that backward needs anyway.
+Pickles and deep copies are of the original class: they run
 plainly, with weights of their own. The attached callers are in `profile.py` and `executor.py`. The model inside a wrapper, and the hash
 of its structure that a saved plan is checked against, are here too.
 """
@@ -15,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from types import MethodType
 from typing import Any, Protocol, cast
 
 import torch
@@ -22,7 +25,7 @@ from torch import nn
 
 from retape.core.assignment import checkpoint_name
 from retape.core.errors import InvalidInput
-from retape.torch.compat import compiler_internals, process_internals
+from retape.torch.compat import compiler_internals, fsdp_internals, process_internals
 from retape.torch.engine.context import (
     RegionRequest,
     current_runner,
@@ -52,6 +55,7 @@ class ModelCaller(Protocol):
 _LOG = logging.getLogger("retape")
 _CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
 _PIECES: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, ...]] = weakref.WeakKeyDictionary()
+_OWN_FORWARDS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # set on the module itself
 
 
 def _answered(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
@@ -102,23 +106,41 @@ class _Attached:
         return process_internals.reduced_as(original_class(type(self)), super().__reduce_ex__(protocol))
 
 
+def _forward_inside_hooks(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    """Ask the caller for the forward of a module, inside the module's hooks."""
+    compiling = torch.compiler.is_compiling() or compiler_internals.compiler_is_on()
+    answer = _answered_uncompiled if compiling else _answered
+    return answer(module, MethodType(_plain_forward, module), arguments, keywords)
+
+
+def _plain_forward(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    own = _OWN_FORWARDS.get(module)
+    if own is not None:
+        return own(*arguments, **keywords)
+    return original_class(type(module)).forward(module, *arguments, **keywords)  # type: ignore[attr-defined]
+
+
 def original_class(kind: type) -> type:
     """Return the class that a module had before it was attached; the class itself if it was not."""
     return kind.__mro__[2] if len(kind.__mro__) > 2 and kind.__mro__[1] is _Attached else kind
 
 
-def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = ()) -> None:
+def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = (), *, outside_hooks: bool = False) -> None:
     """Let `caller(module, plain_call, arguments, keywords)` answer every call of the module; raise InvalidInput if it cannot.
 
-    An `nn.Sequential` runs the `pieces`, slices of it, instead of its children.
+    An `nn.Sequential` runs the `pieces`, slices of it, instead of its children. The call of a module that FSDP2 shards is its forward,
+    unless the caller is to be `outside_hooks`.
     """
     kind = type(module)
     if kind.__mro__[1] is _Attached:
         raise InvalidInput(f"{kind.__name__} is managed by a fit already. Call its remove() first.")
+    inside = not outside_hooks and fsdp_internals.is_sharded(module)
     try:
-        module.__class__ = _attached_class(kind, bool(pieces))  # type: ignore[arg-type]  # classes can be hashed
+        module.__class__ = _attached_class(kind, bool(pieces), inside)  # type: ignore[arg-type]  # classes can be hashed
     except TypeError as error:
         raise InvalidInput(f"{kind.__name__} cannot be managed: {error}. Leave it out of regions=.") from error
+    if inside and "forward" in vars(module):  # as torch.compile sets it
+        _OWN_FORWARDS[module] = vars(module).pop("forward")
     _CALLERS[module] = caller
     if pieces:
         _PIECES[module] = tuple(pieces)
@@ -129,6 +151,8 @@ def detach(module: nn.Module) -> None:
     kind = type(module)
     if kind.__mro__[1] is _Attached:
         module.__class__ = original_class(kind)
+    if module in _OWN_FORWARDS:
+        module.forward = _OWN_FORWARDS.pop(module)
     _CALLERS.pop(module, None)
     _PIECES.pop(module, None)
 
@@ -148,9 +172,13 @@ def is_attached(module: nn.Module) -> bool:
 
 
 @cache
-def _attached_class(kind: type, in_pieces: bool = False) -> type:
+def _attached_class(kind: type, in_pieces: bool = False, inside_hooks: bool = False) -> type:
     names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (_Attached, kind), {**names, "forward": _run_pieces} if in_pieces else names)
+    if in_pieces:
+        names["forward"] = _run_pieces
+    elif inside_hooks:
+        names |= {"forward": _forward_inside_hooks, "__call__": kind.__call__}
+    return type(kind.__name__, (_Attached, kind), names)
 
 
 def _run_pieces(module: nn.Module, input: Any) -> Any:
@@ -176,11 +204,11 @@ def _call_plainly(module: nn.Module, plain_call: Callable[..., Any], args: Any, 
 def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller) -> None:
     """Attach a caller to a model, its regions and their parts."""
     pieces = pieces_of(model, regions)
-    attach(model, caller.call_root, pieces.pop(model, ()))
+    attach(model, caller.call_root, pieces.pop(model, ()), outside_hooks=True)
     done: list[nn.Module] = [model]
     try:
         for container, parts in pieces.items():
-            attach(container, _call_plainly, parts)
+            attach(container, _call_plainly, parts, outside_hooks=True)
             done.append(container)
         for name, module in regions.items():
             attach(module, caller.call)
@@ -318,9 +346,14 @@ def unreduced(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def refuse_replicas(model: nn.Module) -> None:
-    """Raise InvalidInput if a wrapper copies the model to several devices in each step."""
+    """Raise InvalidInput if a wrapper copies the model to several devices in each step, or is FSDP1."""
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise replicated(type(unwrapped(model)).__name__)
+    if fsdp_internals.wraps_first_version(model):
+        raise InvalidInput(
+            f"{type(unwrapped(model)).__name__} is wrapped in FullyShardedDataParallel (FSDP1), which keeps all weights of a block in one "
+            "flat tensor, so that the bytes of a plan cannot be measured. Use fully_shard (FSDP2), or wrap the blocks in retape.checkpoint."
+        )
 
 
 def model_hash(model: nn.Module) -> str:

@@ -18,7 +18,7 @@ from retape.core.machine import simulate
 from retape.core.plan import Frontier, Plan, judge
 from retape.core.problem import Budget, BudgetKind, Chain, OptionKind
 from retape.core.record import Record
-from retape.core.solve import solve
+from retape.core.solve import held_bytes, solve
 from retape.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +41,11 @@ class DeviceProblem:
     @property
     def everything(self) -> bool:
         """True if all of the activations were asked for, whatever their size."""
-        return self.budget.share == 1.0
+        return self.budget.share == 1.0 and self.budget.in_flight == 1
+
+    def for_all(self, limit: int) -> Budget:
+        """Return the limit as a budget of all microbatches in flight."""
+        return Budget(kind=BudgetKind.TOTAL, limit_bytes=max(1, limit), in_flight=self.budget.in_flight)
 
     def plan(self, limit: int, *, floor_share: float) -> tuple[Plan, bool]:
         """Solve for the limit. If it is below the predicted floor by at most `floor_share`, return the floor plan and True."""
@@ -49,10 +53,10 @@ class DeviceProblem:
         if self.everything:
             return solve(chain, max(limit, self.frontier.store_all_bytes)), False
         try:
-            return solve(chain, limit), False
+            return solve(chain, self.for_all(limit)), False
         except BudgetTooSmall as error:
             if error.floor_bytes <= limit * (1 + floor_share):
-                return solve(chain, error.floor_bytes), True
+                return solve(chain, self.for_all(error.floor_bytes)), True
             if self.budget.kind is not BudgetKind.FRACTION:
                 solve(chain, self.budget)  # raises in the terms of the budget as it was given
             raise
@@ -107,10 +111,14 @@ class Candidate:
     def is_inside(self) -> bool:
         return all(part.measured.peak_bytes <= part.budget_bytes for part in self.parts)
 
-    def fits_with_gradients(self, share: float) -> bool:
-        """True if every device's plan is predicted to stay inside this share of its limit if a step begins with all gradients."""
+    def fits_with_gradients(self, share: float, more_bytes: Sequence[int]) -> bool:
+        """True if every device's plan is predicted to stay inside this share of its limit if a step begins with all gradients.
+
+        `more_bytes` are those of gradients on each device that are not reduced yet.
+        """
         plans = [(part.chain.accumulating(), part.plan.actions(), part.budget_bytes) for part in self.parts]
-        return all(simulate(chain, actions).peak_bytes <= share * limit for chain, actions, limit in plans)
+        pairs = zip(plans, more_bytes, strict=True)
+        return all(simulate(plan[0], plan[1]).peak_bytes + more <= share * plan[2] for plan, more in pairs)
 
     def is_near(self, share: float) -> bool:
         """True if every device's predicted peak is off by at most this share of the measured one."""
@@ -183,9 +191,13 @@ class Candidates:
         tuning: PlanningTuning,
         everything: Sequence[bool] = (False,),
         long: bool = False,
+        in_flight: int = 1,
     ) -> None:
-        """`everything`: all activations of that device were asked for. `long` steps: a plan that fits is not improved."""
-        self.limits = list(limits)
+        """`everything`: all activations of that device were asked for. `long` steps: a plan that fits is not improved.
+
+        The limits are for `in_flight` microbatches: of a step, what the others hold meanwhile is subtracted.
+        """
+        self.limits, self._in_flight = list(limits), in_flight
         self.everything = tuple(everything)
         self.best: Candidate | None = None
         self.last: Candidate | None = None
@@ -199,7 +211,8 @@ class Candidates:
 
     def beside(self) -> Candidates:
         """Return an empty set for the same limits, for plans to compare with the best of these."""
-        return Candidates(limits=self.limits, everything=[False] * len(self.limits), tuning=self._tuning)
+        nothing = [False] * len(self.limits)
+        return Candidates(limits=self.limits, everything=nothing, tuning=self._tuning, in_flight=self._in_flight)
 
     def is_new(self, one: Candidate, other: Candidate) -> bool:
         """True if the other plan is a different one that was not compared yet; from now on it was."""
@@ -231,7 +244,8 @@ class Candidates:
         if self.everything[number] and _keeps_everything(tried.assignment, part):
             # All of the activations were asked for, and their size was a prediction until now.
             self.limits[number] = max(self.limits[number], part.measured.peak_bytes)
-        return replace(part, budget_bytes=self.limits[number])
+        others = (self._in_flight - 1) * held_bytes(part.chain, part.plan) if self._in_flight > 1 else 0
+        return replace(part, budget_bytes=self.limits[number] - others)
 
     @property
     def is_far_off(self) -> bool:

@@ -24,7 +24,7 @@ from torch import nn
 from retape.core.assignment import Assignment, Choice
 from retape.core.problem import OptionKind
 from retape.torch.capture.arguments import Signature, elements, shapes, signature, tensors_of
-from retape.torch.compat import compiler_internals, hook_internals
+from retape.torch.compat import compiler_internals, fsdp_internals, hook_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runner, managed_elsewhere
 from retape.torch.engine.host import offload
@@ -229,6 +229,8 @@ class Executor:
         if found is None and key in self._recipes:
             self._recipes.move_to_end(key)
             return self._remember(own, _Selection(recipe=self._recipes[key], proof=self._new_proof())), None
+        if choice.hold_collectives:  # a trace runs to the end, and may start collectives that no other rank does
+            return self._remember(own, _Selection(recipe=None, proof=self._new_proof())), None
         traces = 1 if found is None else found.traces + 1
         made = self._remember(own, _Selection(recipe=None, proof=self._new_proof(), traces=traces))
         return made, partial(self._trace_recipe, made, choice, key)
@@ -324,6 +326,7 @@ class GradientSwitch:
         if root is None or not torch.is_grad_enabled() or managed_elsewhere():
             return
         accumulates = any(weight.grad is not None for weight in root.parameters())
+        accumulates = accumulates or fsdp_internals.keeps_unsharded_gradients(root)
         self._running = self._accumulating if accumulates else self._fresh
         if accumulates and self._too_small is not None:
             _log_once(self._too_small)
@@ -376,6 +379,7 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None, proof: Proof |
         stage=number,
         tiles=choice.tiles,
         passing=choice.passing,
+        hold_collectives=choice.hold_collectives,
     )
 
 

@@ -348,7 +348,10 @@ class _SetupSearch:
         self._trials, self._tuning, self._setup, self._profile = trials, trials.tuning, setup, profile
         self._problems, self._limits, self._ranks = problems, list(limits), trials.ranks
         everything = [problem.everything for problem in problems]
-        self._found = Candidates(limits=limits, everything=everything, long=trials.is_long, tuning=self._tuning)
+        in_flight = problems[0].budget.in_flight
+        self._found = Candidates(
+            limits=limits, everything=everything, long=trials.is_long, tuning=self._tuning, in_flight=in_flight
+        )
 
     @cached_property
     def promised(self) -> tuple[float, bool] | None:
@@ -389,20 +392,25 @@ class _SetupSearch:
 
         If nothing fits there, it is the plan with the smallest peak, which is not measured.
         """
-        if best.fits_with_gradients(1.0 - self._tuning.peak_tolerance) or self._serves_accumulation(best):
+        unreduced = [self._trials.unreduced_bytes(problem.device) for problem in self._problems]
+        share = 1.0 - self._tuning.peak_tolerance
+        if best.fits_with_gradients(share, unreduced) or self._serves_accumulation(best, unreduced):
             return None
         self._trials.tell("planning steps that accumulate gradients")
         corrections = zip(self._problems, best.parts, strict=True)
-        more = [part.chain.fixed_bytes - problem.chain.chain.fixed_bytes for problem, part in corrections]
+        more = [
+            part.chain.fixed_bytes - problem.chain.chain.fixed_bytes + kept
+            for (problem, part), kept in zip(corrections, unreduced, strict=True)
+        ]
         problems = each_problem(problems_with_more_fixed(self._problems, more), RegionChain.accumulating)
         found = self._found.beside()
         with self._trials.accumulating():
             self._correct(problems, found)
         return found.best or self._smallest(problems)
 
-    def _serves_accumulation(self, best: Candidate) -> bool:
+    def _serves_accumulation(self, best: Candidate, unreduced: Sequence[int]) -> bool:
         """Measure the plan in a step that begins with gradients, if it may fit there by prediction."""
-        if not best.fits_with_gradients(1.0):
+        if not best.fits_with_gradients(1.0, unreduced):
             return False
         with self._trials.accumulating():
             records = self._trials.attempted(partial(self._trials.measured, best.regions, best.executor))

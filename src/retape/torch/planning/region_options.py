@@ -42,7 +42,8 @@ class PartialRerun:
 
     `held_bytes` come on top of the region's output; the re-run does `share` of the ops' seconds and passes `ops_left` ops.
     `forward_bytes` is the peak of a forward above its start before anything is moved, its output included; `rerun_bytes` that of the
-    re-run, with what is held and what was moved back.
+    re-run, with what is held and what was moved back. The results of
+    the first `hold_collectives` collectives are held too.
     """
 
     held: frozenset[int]
@@ -53,6 +54,7 @@ class PartialRerun:
     rerun_bytes: int
     moved: frozenset[int] = field(default_factory=frozenset)
     moved_bytes: int = 0
+    hold_collectives: int = 0
 
 
 def is_steady(trace: RegionTrace | None) -> bool:
@@ -69,9 +71,14 @@ def tape_storages(trace: RegionTrace) -> dict[int, int]:
 
 
 def partial_rerun(
-    trace: RegionTrace, held_storages: frozenset[int], moved_storages: frozenset[int] = frozenset()
+    trace: RegionTrace,
+    held_storages: frozenset[int],
+    moved_storages: frozenset[int] = frozenset(),
+    *,
+    hold_collectives: int = 0,
 ) -> PartialRerun:
     """Return what it costs to hold and move these storages and to recompute the rest."""
+    results = trace.collective_storages - trace.outputs if hold_collectives else frozenset[int]()
     there = held_storages | moved_storages
     free = set(range(len(trace.storage_bytes))) - tape_storages(trace).keys()
     held = frozenset(i for i, s in enumerate(trace.slots) if s in held_storages or (there and s in free))
@@ -82,14 +89,16 @@ def partial_rerun(
     if recipe is not None:  # a re-run goes on until it has seen again what it was answered with
         stop = max(stop, *(trace.saved_at[slot] for slot in recipe.checked), 0)
     total = sum(op.seconds for op in trace.ops[:whole]) or 1.0
-    run = sum(op.seconds for op, step in zip(trace.ops[:stop], steps, strict=False) if step is Step.RUN)
+    rows = zip(trace.ops[:stop], steps, strict=False)
+    run = sum(op.seconds for op, step in rows if step is Step.RUN and not (hold_collectives and op.collective))
     return PartialRerun(
         held=held,
-        held_bytes=sum(trace.storage_bytes[storage] for storage in held_storages),
+        held_bytes=sum(trace.storage_bytes[storage] for storage in held_storages | results),
         share=run / total,
         ops_left=stop if recipe is not None else 0,
-        forward_bytes=forward_bytes(trace, there),
-        rerun_bytes=rerun_bytes(trace, there, steps, stop),
+        forward_bytes=forward_bytes(trace, there | results),
+        rerun_bytes=rerun_bytes(trace, there | results, steps, stop),
+        hold_collectives=hold_collectives,
         moved=moved,
         moved_bytes=sum(trace.storage_bytes[storage] for storage in moved_storages),
     )
@@ -110,9 +119,9 @@ def select_reruns(
     coarse = coarsen_graph(graph, len(graph.ops) if is_small else groups, whole)
     solved = [coarse.expand(each.held) for each in GraphPlanner(coarse.graph).holdings()]
     holdings = {frozenset(names[n] for n in held if n in names) for held in solved}
-    found = sorted(
-        (partial_rerun(trace, held) for held in holdings if held), key=lambda each: (each.held_bytes, each.share)
-    )
+    communicates = len(trace.collectives())
+    reruns = [partial_rerun(trace, held, hold_collectives=communicates) for held in holdings if held or communicates]
+    found = sorted(reruns, key=lambda each: (each.held_bytes, each.share))
     kept: list[PartialRerun] = []
     for each in found:
         if each.held_bytes < whole and (not kept or each.share < kept[-1].share):
@@ -148,7 +157,8 @@ def offload_reruns(
             moved = _up_to(target, large, tape)
             if moved:
                 found[whole - moved, moved] = None
-    return tuple(partial_rerun(trace, held, moved) for held, moved in found)
+    communicates = len(trace.collectives())
+    return tuple(partial_rerun(trace, held, moved, hold_collectives=communicates) for held, moved in found)
 
 
 def _up_to(target: int, storages: list[int], sizes: dict[int, int]) -> frozenset[int]:
@@ -172,10 +182,11 @@ def _graph_of(trace: RegionTrace) -> tuple[Graph, dict[str, int]]:
 class _GraphMaker:
     def __init__(self, trace: RegionTrace) -> None:
         self._trace = trace
-        self._tape = tape_storages(trace)
+        answered = trace.collective_storages  # held in any case: for the ops after them they are inputs
+        self._tape = {s: size for s, size in tape_storages(trace).items() if s not in answered}
         self._too_much = sum(self._tape.values()) + 1  # a size that no holding has room for
         self._settled = trace.settled()
-        self._made = {storage for op in trace.ops for storage in op.makes}
+        self._made = {storage for op in trace.ops if op.collective is None for storage in op.makes}
         self._rewritten = {storage for op in trace.ops for storage in op.writes} - self._settled
         self._write_counts: dict[int, int] = defaultdict(int)
         self._sizes: dict[str, int] = {}
@@ -206,7 +217,7 @@ class _GraphMaker:
         last = {s: i for i, op in enumerate(self._trace.ops) for s in op.writes if s in self._settled}
         groups: list[list[TracedOp]] = []
         for number, op in enumerate(self._trace.ops):
-            if op.is_view or not (op.makes or op.writes):
+            if op.is_view or op.collective is not None or not (op.makes or op.writes):
                 continue
             touched = [s for s in dict.fromkeys((*op.makes, *op.writes)) if s in self._settled]
             group = [*(pending.pop(touched[0], []) if touched else []), op]
@@ -342,8 +353,10 @@ class MeasuredRegion:
 
     def _asking(self, cost: Option, rerun: PartialRerun | None = None) -> RegionOption:
         """Return an option of this region in the variant that it was measured in."""
-        held, moved = (frozenset[int](), frozenset[int]()) if rerun is None else (rerun.held, rerun.moved)
-        return RegionOption(cost=cost, held=held, moved=moved, saved_share=self.saved_share, tiles=self.tiles)
+        option = RegionOption(cost=cost, saved_share=self.saved_share, tiles=self.tiles)
+        if rerun is None:
+            return option
+        return replace(option, held=rerun.held, moved=rerun.moved, hold_collectives=rerun.hold_collectives)
 
     def keep(self) -> RegionOption:
         """Return the option to keep all of the tape of this compiled variant."""

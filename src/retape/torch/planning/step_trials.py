@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, InvalidInput, RetapeError, StateChanged
+from retape.torch.compat import fsdp_internals
 from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.measure.baseline_memory import pending_optimizer_bytes
@@ -163,6 +164,8 @@ class StepTrials:
 
     def start_bytes(self, device: torch.device) -> int:
         """Return the bytes on a device when a step begins."""
+        if self.gradients is InitialGradients.UNSHARDED:
+            return self.fixed_bytes[device] + self.unreduced_bytes(device)
         later = self._missing_bytes[device] if self.gradients is InitialGradients.NONE else 0
         return self.fixed_bytes[device] - later
 
@@ -174,10 +177,16 @@ class StepTrials:
                 self._optimizer, budget, device, self.fixed_bytes[device], share=share, bucket_bytes=buckets
             )
 
+    def unreduced_bytes(self, device: torch.device) -> int:
+        """Return how many bytes more than all gradients a step has at its start that accumulates without reducing (FSDP2)."""
+        return fsdp_internals.unsharded_gradient_bytes(self.root, device)
+
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Let steps begin with gradients meanwhile."""
-        before, self.gradients = self.gradients, InitialGradients.ZERO
+        """Let steps begin with gradients meanwhile: under FSDP2 with those that are not reduced, which are larger than shards."""
+        unreduced = any(map(self.unreduced_bytes, self.devices))
+        before = self.gradients
+        self.gradients = InitialGradients.UNSHARDED if unreduced else InitialGradients.ZERO
         try:
             yield
         finally:

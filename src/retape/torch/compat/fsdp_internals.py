@@ -1,0 +1,128 @@
+"""Private interfaces of FSDP2 (`fully_shard`): its parameters, its gathered weights and its unsharded gradients; FSDP1 by name.
+
+Nothing here imports FSDP: a process that has sharded no module has not loaded it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STATE_MODULE = "torch.distributed._composable_state"  # the module that knows what is sharded
+_FIRST_VERSION = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+def in_use() -> bool:
+    """True if this process has sharded a module, without importing FSDP."""
+    state_module = sys.modules.get(STATE_MODULE)
+    return state_module is not None and bool(state_module._module_state_mapping.data)  # read once per region
+
+
+def _groups_of(state: Any) -> Any:
+    return getattr(state, "_fsdp_param_groups", ())
+
+
+def parameters() -> Iterator[Any]:
+    """Yield every FSDP2 parameter of this process; none unless `fully_shard` was used."""
+    state_module = sys.modules.get(STATE_MODULE)
+    if state_module is None:
+        return
+    for reference in list(state_module._module_state_mapping.values()):
+        for group in _groups_of(reference() if callable(reference) else reference):
+            yield from group.fsdp_params
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """True if FSDP2 gathers the weights of a module before its forward, and frees them afterwards."""
+    return bool(_groups_of(_state_of(module)))
+
+
+def _state_of(module: nn.Module) -> Any:
+    state_module = sys.modules.get(STATE_MODULE)
+    return None if state_module is None else state_module._get_module_state(module)
+
+
+def _groups_in(root: nn.Module) -> list[Any]:
+    """Return the parameter groups of the sharded modules of a model, each once."""
+    states = {id(state): state for state in map(_state_of, root.modules()) if state is not None} if in_use() else {}
+    return [group for state in states.values() for group in _groups_of(state)]
+
+
+def wraps_first_version(root: Any) -> bool:
+    """True if a module of a model is wrapped in FSDP1 (`FullyShardedDataParallel`)."""
+    first = getattr(sys.modules.get(_FIRST_VERSION), "FullyShardedDataParallel", None)
+    if first is None or not isinstance(root, nn.Module):
+        return False
+    return any(isinstance(module, first) for module in root.modules())
+
+
+# --- gradients before they are reduced --------------------------------------------------------------------------------
+
+
+def _gathered(parameter: Any) -> Tensor | None:
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def keeps_unsharded_gradients(root: nn.Module) -> bool:
+    """True if a step of the model begins with gradients that were not reduced yet, or will leave some."""
+    return any(not group.reduce_grads for group in _groups_in(root)) or has_unsharded_gradients(root)
+
+
+def has_unsharded_gradients(root: nn.Module) -> bool:
+    """True if micro-steps without gradient synchronisation have left gradients."""
+    return any(_unsharded_gradient(p) is not None for group in _groups_in(root) for p in group.fsdp_params)
+
+
+def _unsharded_gradient(parameter: Any) -> Tensor | None:
+    accumulated: Tensor | None = parameter.unsharded_accumulated_grad
+    whole = _gathered(parameter)
+    return accumulated if accumulated is not None or whole is None else whole.grad
+
+
+def unsharded_gradient_bytes(root: nn.Module, device: torch.device) -> int:
+    """Bytes of all gradients of a model before they are reduced, beyond those of its shards; 0 if nothing is sharded."""
+    more = 0
+    for group in _groups_in(root):
+        for parameter in group.fsdp_params:
+            shard = parameter.sharded_param
+            if shard.requires_grad and shard.device == device:
+                whole = parameter._orig_size.numel() * (parameter.reduce_dtype or parameter.orig_dtype).itemsize
+                more += max(0, whole - shard.to_local().nbytes)
+    return more
+
+
+def set_unsharded_gradients(root: nn.Module, *, zero: bool) -> None:
+    """Give every gathered parameter an unreduced gradient of zeros, as a micro-step without synchronisation does, or none."""
+    for group in _groups_in(root):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            whole = _gathered(parameter)
+            if whole is None:
+                continue
+            whole.grad = None
+            if not zero or not whole.requires_grad:
+                continue
+            dtype = parameter.reduce_dtype
+            if dtype is None or dtype == whole.dtype:
+                whole.grad = torch.zeros_like(whole)
+            else:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+
+
+@contextmanager
+def synchronised(root: nn.Module) -> Iterator[None]:
+    """Let backward reduce gradients meanwhile, whatever `set_requires_gradient_sync` has set."""
+    groups = _groups_in(root)
+    before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+    try:
+        for group in groups:
+            group.reduce_grads = group.all_reduce_grads = True
+        yield
+    finally:
+        for group, (reduces, all_reduces) in zip(groups, before, strict=True):
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces

@@ -1,0 +1,60 @@
+"""Canaries for the private names of FSDP2, in one process with a group of its own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from retape.torch.compat import fsdp_internals
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    yield fully_shard(model)
+    dist.destroy_process_group()
+
+
+def test_state_module():
+    import torch.distributed._composable_state as composable
+
+    assert composable.__name__ == fsdp_internals.STATE_MODULE
+    assert hasattr(composable, "_module_state_mapping")
+
+
+def test_what_is_sharded(sharded):
+    assert fsdp_internals.in_use()
+    assert [fsdp_internals.is_sharded(module) for module in (sharded, *sharded)] == [True, True, False]
+    assert len(list(fsdp_internals.parameters())) >= 4
+    assert not fsdp_internals.is_sharded(nn.Linear(2, 2))
+    assert not fsdp_internals.wraps_first_version(sharded)
+
+
+def test_gradients_that_are_not_reduced(sharded):
+    rows = torch.randn(2, 4)
+    sharded.set_requires_gradient_sync(False)
+    assert fsdp_internals.keeps_unsharded_gradients(sharded)
+    assert not fsdp_internals.has_unsharded_gradients(sharded)
+    sharded(rows).sum().backward()
+    assert fsdp_internals.has_unsharded_gradients(sharded)
+    sharded.set_requires_gradient_sync(True)
+    assert fsdp_internals.keeps_unsharded_gradients(sharded)
+    fsdp_internals.set_unsharded_gradients(sharded, zero=False)
+    assert not fsdp_internals.keeps_unsharded_gradients(sharded)
+    fsdp_internals.set_unsharded_gradients(sharded, zero=True)
+    assert fsdp_internals.has_unsharded_gradients(sharded)
+    sharded(rows).sum().backward()  # reduces them
+    assert not fsdp_internals.has_unsharded_gradients(sharded)
+    assert (
+        fsdp_internals.unsharded_gradient_bytes(sharded, torch.device("cpu")) == 0
+    )  # a shard is the whole on one rank
+
+
+def test_synchronised(sharded):
+    sharded.set_requires_gradient_sync(False)
+    with fsdp_internals.synchronised(sharded):
+        assert not fsdp_internals.keeps_unsharded_gradients(sharded)
+    assert fsdp_internals.keeps_unsharded_gradients(sharded)
