@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 # Looked up with every region or every saved tensor: a global of this module is found fastest.
 _weak, _new = weakref.ref, object.__new__
+_dereference: Callable[[weakref.ref[Slot]], Slot | None] = weakref.ref.__call__
 _OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
 _push_hooks, _pop_hooks, _top_hooks = internals.push_hooks, internals.pop_hooks, internals.top_hooks
 _NO_TENSORS: list[Tensor] = []  # never changed, only replaced
@@ -309,11 +310,8 @@ class Region:
 
     def missing(self) -> dict[int, Slot]:
         """Return the slots without a value that backward may still ask for, by number, in save order."""
-        found = {}
-        for reference in self._slots:
-            slot = reference()
-            if slot is not None and slot.value is None and type(slot) is Slot:
-                found[slot.index] = slot
+        alive = map(_dereference, self._slots)
+        found = {s.index: s for s in alive if s is not None and s.value is None and type(s) is Slot}
         return found if not self.copies else {index: found[index] for index in found if index not in self.copies}
 
     def refill(self, wanted: Slot) -> Tensor:
