@@ -254,8 +254,9 @@ def test_drop_in_use_reentrant_true_gets_the_same_engine():
 class HoldingRunner:
     """Holds everything in the regions that it runs, as a live budget does at first."""
 
-    def run(self, call, function, arguments, keywords, *, policy, check, early_stop, done):
-        return Region(call, HOLD, check, early_stop).run(function, arguments, keywords)
+    def run(self, request):
+        region = Region(request.call, HOLD, request.check, request.early_stop)
+        return region.run(request.function, request.arguments, request.keywords)
 
 
 @equals_plain

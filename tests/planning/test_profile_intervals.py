@@ -87,8 +87,8 @@ def test_bytes_at_and_in_the_parts():
     backward = [(33, 36), (50, 80), (45, 55), (20, 60), (20, 22), (60, 95), (40, 70), (5, 50), (0, 7)]
     found = read_bytes(readings([*forward, *backward]))
     first, second = found.of(0), found.of(1)
-    assert (first.start, first.end, first.next_start) == (5, 15, 18)
-    assert (second.start, second.end, second.next_start) == (18, 30, 33)
+    assert (first.start, first.end) == (5, 15)
+    assert (second.start, second.end) == (18, 30)
     assert found.loss == 33
     assert found.peak == 95
     assert (first.forward_peak, second.forward_peak) == (90, 70)
@@ -100,7 +100,6 @@ def test_bytes_at_and_in_the_parts():
 def test_a_step_without_regions():
     found = read_bytes([MemoryReading(label=label, live_bytes=3, peak_bytes=8) for label in labels(0)])
     assert (found.loss, found.peak) == (3, 8)
-    assert found.of(-1).next_start == 3
     assert found.of(-1).glue_forward_peak == 8
 
 

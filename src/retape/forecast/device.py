@@ -12,11 +12,16 @@ from typing import ClassVar
 from retape.core import codec
 from retape.core.errors import InvalidInput
 
-_ROW = codec.JsonForm(row=True)
+
+class _Row:
+    """A value that is written as a row of its fields."""
+
+    __slots__ = ()
+    __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(row=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulPoint:
+class MatmulPoint(_Row):
     """Seconds of one measured matrix product, or of `count` in a batch; `layout` as in `op_work.MatmulShape`."""
 
     dtype: str
@@ -27,11 +32,9 @@ class MatmulPoint:
     count: int
     seconds: float
 
-    __json_form__: ClassVar[codec.JsonForm] = _ROW
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpPoint:
+class OpPoint(_Row):
     """Seconds of one measured op that moves `bytes`; `scratch_bytes` were allocated inside it and freed again."""
 
     name: str
@@ -41,11 +44,9 @@ class OpPoint:
     seconds: float
     scratch_bytes: int
 
-    __json_form__: ClassVar[codec.JsonForm] = _ROW
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionPoint:
+class AttentionPoint(_Row):
     """Seconds of one measured fused attention: `heads` of all rows, of which `shared` queries have one key, and its length."""
 
     dtype: str
@@ -58,11 +59,9 @@ class AttentionPoint:
     seconds: float
     scratch_bytes: int
 
-    __json_form__: ClassVar[codec.JsonForm] = _ROW
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerPoint:
+class OptimizerPoint(_Row):
     """Seconds of one measured optimizer step over `bytes` of weights, gradients and states read and written."""
 
     name: str
@@ -71,17 +70,13 @@ class OptimizerPoint:
     seconds: float
     scratch_bytes: int
 
-    __json_form__: ClassVar[codec.JsonForm] = _ROW
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakRate:
+class PeakRate(_Row):
     """Published floating-point operations per second of a dtype, without sparsity."""
 
     dtype: str
     flops_per_second: float
-
-    __json_form__: ClassVar[codec.JsonForm] = _ROW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

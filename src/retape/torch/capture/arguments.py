@@ -178,6 +178,8 @@ def _refilled(container: Any, items: list[tuple[Any, Any]]) -> Any:
 
 def twins_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Return the places of tensors that were met before, each with the first place of the same tensor."""
+    if len(set(map(id, tensors))) == len(tensors):
+        return ()
     first: dict[int, int] = {}
     pairs = [(index, first.setdefault(id(tensor), index)) for index, tensor in enumerate(tensors)]
     return tuple([pair for pair in pairs if pair[0] != pair[1]])

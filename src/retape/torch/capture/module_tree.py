@@ -43,6 +43,7 @@ _flat = chain.from_iterable
 _values = dict.values
 _keys = dict.keys
 _vars: Callable[[Any], dict[str, Any]] = vars
+_pick: Callable[[Any, Any], tuple[Any, ...]] = itemgetter.__call__
 
 
 class TreeLayout:
@@ -202,7 +203,7 @@ class TreeLayout:
         if list(map(len, fields)) != self.field_lengths:
             return None
         try:
-            return list(_flat([pick(part) for pick, part in zip(self._pick_by_owner, fields, strict=True)]))
+            return list(_flat(map(_pick, self._pick_by_owner, fields)))
         except KeyError:
             return None
 

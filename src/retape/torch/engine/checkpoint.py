@@ -40,11 +40,10 @@ def run_region(
     policy: Policy = DROP,
     check: Check = Check.METADATA,
     early_stop: bool = True,
-    contexts: Contexts | None = None,
     done: Callable[[Region], None] | None = None,
 ) -> Any:
     """Call `function(*arguments, **keywords)` as a region; `done` is called with it when its first run is over."""
-    return _run_call(function, arguments, keywords or {}, policy, check, early_stop, contexts, done)
+    return _run_call(function, arguments, keywords or {}, policy, check, early_stop, None, done)
 
 
 def _run_call(  # noqa: PLR0917 - by position: passing keywords twice is a part of what a region costs

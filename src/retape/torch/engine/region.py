@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 # Looked up with every region or every saved tensor: a global of this module is found fastest.
 _weak, _new = weakref.ref, object.__new__
+_dereference: Callable[[weakref.ref[Slot]], Slot | None] = weakref.ref.__call__
 _OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
 _push_hooks, _pop_hooks, _top_hooks = internals.push_hooks, internals.pop_hooks, internals.top_hooks
 _collectives_started = process_internals.collectives_started
@@ -109,6 +110,8 @@ class Region:
     costly_slots: list[weakref.ref[Slot]] = []  # noqa: RUF012 - replaced, never changed: slots that take memory, if observed
     kept: list[Any] = ()  # type: ignore[assignment]  # what was given to `retape.keep`: a list from the first on
     copies: Mapping[int, MovedSlot] = MappingProxyType({})  # slots that are on the host too, by number
+    _may_hold = False  # the policy holds some slots
+    _examines_dropped = False  # a checksum or a digest is taken of dropped slots
     _own_ids: set[int] | None = None
     # The tensors with these ids, until the first run ends: one that it replaces (a cache's) would leave its id to another tensor.
     _own_state: list[Tensor] = _NO_TENSORS
@@ -140,6 +143,10 @@ class Region:
         if call.fills_what_it_saved:
             self.early_stop = False
             self.check = Check.METADATA if self._compares else _OFF
+        if policy.hold_all or policy.held:
+            self._may_hold = True
+        if self._digests is not None or self.check is _VALUES:
+            self._examines_dropped = True
         self._arguments: Collection[int] = set(map(id, call.tensors))
         if not call.only_parameters:
             self._own_state = call.state  # the snapshot holds others, without their history
@@ -261,7 +268,7 @@ class Region:
     def save(self, tensor: Tensor) -> Slot:
         """Return the slot of a tensor that autograd saves; it holds the tensor if the policy says so."""
         # Called for every saved tensor: what can be decided without a call is.
-        slots, policy = self._slots, self.policy
+        slots = self._slots
         slot = _new(Slot)
         slot.region, slot.refilled = self, False
         slot.index = index = len(slots)
@@ -270,7 +277,7 @@ class Region:
         if base is None:
             base = tensor
         if id(base) in self._arguments:
-            held = policy.reuse_inputs and self._inputs.holds_here
+            held = self.policy.reuse_inputs and self._inputs.holds_here
         elif base.is_leaf and base.requires_grad:  # a parameter, or a view of one that a Function may have made
             slot.value, slot.metadata = tensor if tensor.is_leaf else tensor.detach(), None
             slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
@@ -278,16 +285,21 @@ class Region:
         else:
             held = id(base) in (self._own if self._own_ids is None else self._own_ids)
         slot.metadata = (tensor.shape, tensor.dtype, tensor.device) if self._compares else None
-        if held or policy.hold_all or index in policy.held:
+        if held or (self._may_hold and (self.policy.hold_all or index in self.policy.held)):
             slot.value = tensor if tensor.grad_fn is None else tensor.detach()
             slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)  # Rule 3
             return slot
         slot.value = None
+        if self._examines_dropped:
+            self._examine_dropped(slot, tensor)
+        return slot
+
+    def _examine_dropped(self, slot: Slot, tensor: Tensor) -> None:
+        """Record what the slot will be compared with once it is refilled."""
         if self.check is _VALUES:
             slot.metadata = (tensor.shape, tensor.dtype, tensor.device, checksum(tensor))
-        if self._digests is not None and index not in policy.moved:
-            self._digests[index] = digest(tensor)
-        return slot
+        if self._digests is not None and slot.index not in self.policy.moved:
+            self._digests[slot.index] = digest(tensor)
 
     def _save_moved(self, tensor: Tensor) -> Slot:
         assert self._transfers is not None
@@ -312,11 +324,8 @@ class Region:
 
     def missing(self) -> dict[int, Slot]:
         """Return the slots without a value that backward may still ask for, by number, in save order."""
-        found = {}
-        for reference in self._slots:
-            slot = reference()
-            if slot is not None and slot.value is None and type(slot) is Slot:
-                found[slot.index] = slot
+        alive = map(_dereference, self._slots)
+        found = {s.index: s for s in alive if s is not None and s.value is None and type(s) is Slot}
         return found if not self.copies else {index: found[index] for index in found if index not in self.copies}
 
     def refill(self, wanted: Slot) -> Tensor:
@@ -439,7 +448,7 @@ class Region:
     def take_digests(self) -> None:
         """Take a digest of each slot that is dropped from now on."""
         if self._digests is None:
-            self._digests = {}
+            self._digests, self._examines_dropped = {}, True
 
     def _refilled_in_part(self, recipe: Recipe, targets: dict[int, Slot], held: list[Tensor]) -> bool:
         """Refill the slots by the recipe; return False where it does not apply and the region must be run whole."""

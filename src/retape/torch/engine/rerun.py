@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 import weakref
@@ -42,6 +43,7 @@ Contexts = tuple[
 
 _push_hooks, _pop_hooks = internals.push_hooks, internals.pop_hooks
 _detach = Tensor.detach
+_NEVER = sys.maxsize  # more slots than any region has
 
 
 class RerunLock:
@@ -132,8 +134,6 @@ class RegionRerun(RegionRun):
         self._slots = slots
         self._targets = targets
         self._last = next(reversed(targets), -1)
-        self._early_stop = early_stop
-        self._filled: list[Slot] = []
         self._next = 0
         self.done = self._observed = False
         # The graph of a re-run is never walked, unless the function does so itself: then it must find what it saved.
@@ -146,6 +146,7 @@ class RegionRerun(RegionRun):
             self._mode = self._recipe_mode = recipe_mode
             self._observed = True
             self._last = max(self._last, recipe_mode.last_checked)
+        self._may_stop_from = self._last - 1 if early_stop else _NEVER
         # Modes of our own need not see what the hooks do; those of others may count on it.
         self._detach: Callable[[Tensor], Tensor] = internals.detach_unseen if region.is_selective else _detach
 
@@ -170,10 +171,9 @@ class RegionRerun(RegionRun):
             slot.value = plain = tensor if tensor.is_leaf else self._detach(tensor)  # a leaf has no history
             slot.version = plain._version if type(plain) is Tensor else version_of(plain)
             slot.refilled, slot.consumed = True, False
-            self._filled.append(slot)
         elif index >= len(self._slots):
             self._one_too_many(index)
-        if self._early_stop and index >= self._last - 1 and self._ends_at(index, tensor):
+        if index >= self._may_stop_from and self._ends_at(index, tensor):
             self.done = True
             raise _stop_of(self)
         if not self._for_itself:
@@ -213,7 +213,7 @@ class RegionRerun(RegionRun):
 
     def undo(self) -> None:
         """Drop what was refilled."""
-        for slot in self._filled:
+        for slot in self._targets.values():
             slot.value = None
 
     # --- the run ------------------------------------------------------------------------------------------------

@@ -36,9 +36,6 @@ class Phase(Enum):
     BACKWARD_END = "backward end"
 
 
-Label = tuple[Phase, int]
-
-
 class Instrument(Protocol):
     """Notes the marks of a step: a memory tracker or a stopwatch."""
 
@@ -141,7 +138,6 @@ class RegionBytes:
 
     start: int = 0
     end: int = 0
-    next_start: int = 0
     forward_peak: int = 0
     rerun_peak: int = 0
     backward_peak: int = 0
@@ -287,7 +283,6 @@ def read_bytes(readings: Sequence[MemoryReading], gradients: Sequence[int] | Non
     `gradients` are the bytes of gradients at each reading; None if a step begins with them and their number does not change.
     """
     step, follower = StepBytes(), _Follower()
-    before = -1
     levels = gradients or [0] * len(readings)
     for reading, earlier, now in zip(readings, (0, *levels), levels, strict=False):
         part, stage = follower.next(reading.label)
@@ -300,12 +295,11 @@ def read_bytes(readings: Sequence[MemoryReading], gradients: Sequence[int] | Non
             continue
         phase, number = reading.label
         if phase is Phase.FORWARD:
-            step.of(before).next_start = step.of(number).start = reading.live_bytes
-            before = number
+            step.of(number).start = reading.live_bytes
         elif phase is Phase.FORWARD_END:
             step.of(number).end = reading.live_bytes
         elif phase is Phase.LOSS:
-            step.of(before).next_start = step.loss = reading.live_bytes
+            step.loss = reading.live_bytes
     return step
 
 
