@@ -10,7 +10,7 @@ from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall
 from retape.core.machine import Machine
 from retape.core.plan import Frontier, Plan
-from retape.core.problem import Chain, OptionKind
+from retape.core.problem import Chain, Option, OptionKind
 from retape.core.solve import frontier, solve
 from retape.core.units import format_bytes
 from retape.forecast.layout import Layout
@@ -37,6 +37,16 @@ class StagePlan:
 
     def counts(self) -> Counter[str]:
         return Counter(treatment for _, treatment in self.treatments)
+
+    def coarse_counts(self) -> Counter[str]:
+        """Return the treatments for programs that recompute blocks as a whole or lightly: one that holds less than half is recomputed."""
+        regions = [stage for stage in self.problem.chain.stages if not stage.pinned]
+        found: Counter[str] = Counter()
+        for region, (_, treatment) in zip(regions, self.treatments, strict=True):
+            held = next((o.held_bytes for o in region.options if _label(o) == treatment), region.tape_bytes)
+            is_light = 2 * held >= region.tape_bytes or not treatment.startswith(OptionKind.SELECT.value)
+            found[treatment if is_light else OptionKind.RECOMPUTE.value] += 1
+        return found
 
 
 def held_bytes(chain: Chain, plan: Plan) -> int:
@@ -115,6 +125,10 @@ def _largest(problem: StageProblem, lowest: Plan, best: Frontier, budget_bytes: 
     return found
 
 
+def _label(option: Option) -> str:
+    return option.label or option.kind.value
+
+
 def _treatments(problem: StageProblem, plan: Plan) -> tuple[tuple[str, str], ...]:
     """Return the option of each region in the first forward; a region that is run over without a tape is recomputed."""
     taken: dict[int, str] = {}
@@ -123,7 +137,6 @@ def _treatments(problem: StageProblem, plan: Plan) -> tuple[tuple[str, str], ...
             break
         step, option = getattr(action, "step", None), getattr(action, "option", None)
         if step is not None and option is not None:
-            choice = problem.chain.stages[step].choices[option]
-            taken[step] = choice.label or choice.kind.value
+            taken[step] = _label(problem.chain.stages[step].choices[option])
     regions = [number for number, stage in enumerate(problem.chain.stages) if not stage.pinned]
     return tuple((problem.chain.stages[n].name, taken.get(n, OptionKind.RECOMPUTE.value)) for n in regions)
