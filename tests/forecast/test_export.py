@@ -14,7 +14,10 @@ Read on 2026-11-18 in
 import json
 
 import pytest
+import torch
+from torch import nn
 
+import retape
 from retape.errors import InvalidInput
 from retape.forecast.export import export_settings
 from retape.forecast.layout import Layout
@@ -150,6 +153,21 @@ def test_hugging_face_reads_the_settings(plan, layout, tmp_path):
         assert made.fsdp_config["activation_checkpointing"] is treats
     else:
         assert made.gradient_checkpointing is treats
+
+
+def test_blocks_that_hold_little_are_recomputed():
+    """A plan near the floor must not become a selective recomputation, which would hold more."""
+    with torch.device("meta"):
+        layers = [
+            nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+        ]
+        model, rows = nn.Sequential(*layers), torch.empty(8192, 256)
+    whole = retape.forecast(model, rows, step=lambda model, rows: model(rows).mean())
+    tight = retape.forecast(
+        model, rows, step=lambda model, rows: model(rows).mean(), budget=int(1.01 * whole.floor_bytes)
+    )
+    assert tight.export("torchtitan").endswith("activation-checkpoint:full")
+    assert whole.export("torchtitan").endswith("activation-checkpoint:none")
 
 
 def test_an_unknown_program_is_refused():

@@ -48,6 +48,16 @@ def test_the_device_waits_for_the_host_in_small_ops(costs):
     assert busy[0] == pytest.approx(busy[1], rel=0.1)
 
 
+def test_reading_a_value_waits_for_the_device(costs):
+    large = torch.empty(2**28, device="meta")
+    with simulated(costs) as device:
+        count = torch.arange(4, device="meta").sum()
+        large + 1
+        assert device.host_seconds < device.device_seconds
+        count.item()
+        assert device.host_seconds == device.device_seconds
+
+
 def test_attention_runs_fused_and_dropout_keeps_a_mask_of_bytes(costs):
     query = torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     with simulated(costs) as device, track_simulated(device) as tracker:

@@ -1,8 +1,8 @@
 """Settings of other programs that come closest to a forecast: Megatron, torchtitan, Hugging Face and DeepSpeed.
 
-None of them has a treatment per block and slot: blocks that hold a part of their tape become selective recomputation, blocks that are
-recomputed count as fully recomputed. Flags begin with a comment that says what the plan does. Names are those of the programs in
-August 2026; tests/forecast/test_export.py says where they were read.
+None of them has a treatment per block and slot: blocks that hold most of their tape become selective recomputation, blocks that hold
+less than half of it count as fully recomputed, so that the settings do not need more memory than the plan. Flags begin with a comment
+that says what the plan does. Names are those of the programs in August 2026; tests/forecast/test_export.py says where they were read.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Forecast:
 
     def export(self, kind: str) -> str:
         """Return settings for "megatron" or "torchtitan" (flags), "huggingface" or "deepspeed" (JSON)."""
-        counts = Counter(treatment for _, treatment in self.treatments)
+        counts = sum((stage.coarse_counts() for stage in self.stages), Counter[str]())
         return export_settings(kind, self.layout, counts, rows=self.rows, length=self.length)
 
     def report(self, path: str | Path) -> None:

@@ -138,6 +138,8 @@ class SimulatedDevice(TorchDispatchMode):
                 "forecast computes no data. Give real tensors of whole numbers in the batch if it depends on those only, or replace "
                 "that part of the model."
             )
+        if tensor.device.type == "meta":
+            self.host_seconds = self.now()  # reading a value waits for the device
         with internals.unobserved():
             return values.item()
 

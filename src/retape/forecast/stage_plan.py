@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall
 from retape.core.plan import Frontier, Plan
-from retape.core.problem import OptionKind
+from retape.core.problem import Option, OptionKind
 from retape.core.solve import frontier, peak_in_flight, solve
 from retape.core.units import format_bytes
 from retape.forecast.layout import Layout
@@ -36,6 +36,16 @@ class StagePlan:
 
     def counts(self) -> Counter[str]:
         return Counter(treatment for _, treatment in self.treatments)
+
+    def coarse_counts(self) -> Counter[str]:
+        """Return the treatments for programs that recompute blocks as a whole or lightly: one that holds less than half is recomputed."""
+        regions = [stage for stage in self.problem.chain.stages if not stage.pinned]
+        found: Counter[str] = Counter()
+        for region, (_, treatment) in zip(regions, self.treatments, strict=True):
+            held = next((o.held_bytes for o in region.options if _label(o) == treatment), region.tape_bytes)
+            is_light = 2 * held >= region.tape_bytes or not treatment.startswith(OptionKind.SELECT.value)
+            found[treatment if is_light else OptionKind.RECOMPUTE.value] += 1
+        return found
 
 
 def peak_of(problem: StageProblem, plan: Plan) -> int:
@@ -103,6 +113,10 @@ def _largest(problem: StageProblem, lowest: Plan, best: Frontier, budget_bytes: 
     return found
 
 
+def _label(option: Option) -> str:
+    return option.label or option.kind.value
+
+
 def _treatments(problem: StageProblem, plan: Plan) -> tuple[tuple[str, str], ...]:
     """Return the option of each region in the first forward; a region that is run over without a tape is recomputed."""
     taken: dict[int, str] = {}
@@ -111,7 +125,6 @@ def _treatments(problem: StageProblem, plan: Plan) -> tuple[tuple[str, str], ...
             break
         step, option = getattr(action, "step", None), getattr(action, "option", None)
         if step is not None and option is not None:
-            choice = problem.chain.stages[step].choices[option]
-            taken[step] = choice.label or choice.kind.value
+            taken[step] = _label(problem.chain.stages[step].choices[option])
     regions = [number for number, stage in enumerate(problem.chain.stages) if not stage.pinned]
     return tuple((problem.chain.stages[n].name, taken.get(n, OptionKind.RECOMPUTE.value)) for n in regions)
