@@ -17,7 +17,7 @@ import retape
 from retape.torch.planning.step_trials import StepTrials
 from support.blocks import MlpBlock, Stack, mean_square
 from support.forked import Case, note_fault, serve
-from support.trials import NO_TURNS, fit_with
+from support.trials import NO_TURNS, fit_by_ops
 
 FAULTY = 1  # the rank that fails
 PHASES = [
@@ -84,7 +84,7 @@ def faulty_fit(kind, phase, *, inside=True, parallel=True, budget=0.6):
             fault.strike()
             return loss
 
-        fitted = fit_with(
+        fitted = fit_by_ops(
             model(parallel=parallel),
             torch.randn(128, 16),
             step=step,

@@ -158,7 +158,7 @@ class Together(Ranks):
             text = (str(failure).splitlines() or [""])[0]
             ran_out = isinstance(failure, torch.OutOfMemoryError)
             mine = _Outcome(kind=type(failure).__name__, text=text, ran_out=ran_out)
-        patience = self._tuning.patience_seconds + 2 * self._longest_seconds
+        patience = self._tuning.patience_seconds + self._longest_seconds
         while True:
             try:
                 report = _Report(phase=self.phase, question="how it ended", value=None, outcome=mine)

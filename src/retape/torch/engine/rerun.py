@@ -253,7 +253,7 @@ class RegionRerun(RegionRun):
         stopwatch: OpStopwatch | None,
     ) -> tuple[Any, RegionTrace]:
         """Call the function again to its end; return its outputs and the trace of its ops."""
-        self._observer = recorder = Recorder(stopwatch)
+        self._observer = recorder = Recorder(stopwatch, on_meta=any(tensor.is_meta for tensor in (*held, *call.state)))
         self._observed = True
         compiled = is_compiled(call)  # one opaque op, which a mode would silently make eager
         if not compiled:

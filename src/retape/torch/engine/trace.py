@@ -239,9 +239,10 @@ class OpStopwatch(Protocol):
 class Recorder(Observer):
     """Records every op that runs below it."""
 
-    def __init__(self, stopwatch: OpStopwatch | None = None) -> None:
+    def __init__(self, stopwatch: OpStopwatch | None = None, *, on_meta: bool = False) -> None:
+        """`on_meta`: the region itself is on the meta device, as in a forecast; else ops there only find the shapes of DTensors."""
         super().__init__()
-        self._stopwatch = stopwatch
+        self._stopwatch, self._on_meta = stopwatch, on_meta
         self._numbers: dict[StorageWeakRef, int] = {}
         self._sizes: list[int] = []
         self._alive: dict[int, StorageWeakRef] = {}
@@ -297,8 +298,10 @@ class Recorder(Observer):
             return NotImplemented
         if func in IGNORED_OPS or collective_internals.are_fake(types):
             return func(*args, **kwargs)
-        self._note_freed()
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not self._on_meta and (str(kwargs.get("device")) == "meta" or any(leaf.is_meta for leaf in given)):
+            return func(*args, **kwargs)
+        self._note_freed()
         read = [self.number(leaf) for leaf in given]
         seen_as = () if self._handed_out else tuple(map(given_of, given))
         collective = collective_internals.is_collective(func)
@@ -307,8 +310,6 @@ class Recorder(Observer):
         known = len(self._numbers)
         out = func(*args, **kwargs) if self._stopwatch is None else self._stopwatch.time(func, args, kwargs)
         tensors = [collective_internals.inside(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        if any(tensor.is_meta for tensor in tensors):  # DTensor finds the shape of a new op
-            return out
         numbers = [self.number(tensor) for tensor in tensors]
         self._note_hidden(func, args, kwargs)
         self.ops.append(
