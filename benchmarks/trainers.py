@@ -1,12 +1,12 @@
 """The matrix of trainers: {trainer} x {what is trained} x {setting}, each with and without retape, compared bit for bit.
 
-    python -m benchmarks.trainers [--only sft/lora ...] [--steps 10] [--continue RECORD] [--out FILE]
+    python -m benchmarks.trainers [--only sft/lora ...] [--steps 10] [--continue RECORD ...] [--out FILE]
 
 A cell trains ten optimizer steps twice (`benchmarks.trainer_cells`). It is right if losses, logs and weights are equal bit for bit, if
 every step's peak, counted by a meter that knows nothing of the plan, is inside the budget, and if model and trainer are afterwards as
 they were. Compiled cells are compared with compiled blocks that keep everything. Each cell runs in processes of its own. The record is
-written after each cell, with the commit that it ran on; `--continue` runs the cells that are not right in an earlier record, and
-writes it again. With `--only` nothing is recorded unless `--out` or `--continue` is given.
+written after each cell, with the commit that it ran on; `--continue` runs the cells that are not right in earlier records, and
+writes all of them to the last. With `--only` nothing is recorded unless `--out` or `--continue` is given.
 """
 
 from __future__ import annotations
@@ -107,24 +107,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--continue", dest="earlier", help="a record, whose right cells are not run again")
+    parser.add_argument("--continue", dest="earlier", nargs="+", default=[], metavar="RECORD")
     parser.add_argument("--out")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.cell:
         _run_here(Cell(**json.loads(given.cell)))
         return
-    earlier = json.loads(Path(given.earlier).read_text()) if given.earlier and Path(given.earlier).exists() else {}
-    results = {
-        name: result for name, result in earlier.get("results", {}).items() if result["outcome"].startswith(FINAL)
-    }
+    results = {}
+    for path in given.earlier:
+        earlier = json.loads(Path(path).read_text())["results"] if Path(path).exists() else {}
+        results |= {name: result for name, result in earlier.items() if result["outcome"].startswith(FINAL)}
     for cell in cells(given.steps):
         if cell.name in results or (given.only and not any(part in cell.name for part in given.only)):
             continue
         results[cell.name] = asdict(run_apart(cell)) | {"commit": _commit()}
         print(cell.name, results[cell.name], flush=True)
         if given.out or given.earlier or not given.only:
-            _write(results, given.out or given.earlier)
+            _write(results, given.out or (given.earlier or [None])[-1])
 
 
 def _commit() -> str:
