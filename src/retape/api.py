@@ -271,11 +271,8 @@ def fit_using(
     profile_batches: Sequence[Any] = (),
 ) -> Fit:
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
     optimizer = _inner_optimizer(optimizer)
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
+    _refuse_others(model, optimizer)
     refuse_replicas(model)
     warn_of_evaluation(unwrapped(model))
     every_layer = LIBRARIES.with_every_layer(unwrapped(model))
@@ -315,6 +312,13 @@ def fit_using(
     if progress:
         _print_result(made)
     return made
+
+
+def _refuse_others(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
 
 
 def _inner_optimizer(optimizer: Any) -> Any:

@@ -44,7 +44,8 @@ class RegionOption:
 
     Slots in `held` stay on the device, those in `moved` go to the host meanwhile, the others are recomputed. The inputs with the
     numbers `moved_inputs` go to the host too. The parts `tiled` are run in `tiles` slices. `saved_share` names the compiled variant
-    to run; None is eager. `Choice.taking` is the only place where it becomes a saved choice.
+    to run; None is eager. `slots` is how many there are in a run like this; None if that is not known. `Choice.taking` is the only
+    place where it becomes a saved choice.
     """
 
     cost: Option
@@ -54,6 +55,7 @@ class RegionOption:
     tiles: int = 1
     tiled: tuple[str, ...] = ()
     saved_share: float | None = None
+    slots: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ class Choice:
             moved=tuple(sorted(option.moved)),
             moved_inputs=tuple(sorted(option.moved_inputs)),
             saved_share=option.saved_share,
+            slots=self.slots if option.slots is None else option.slots,
         ).sliced_as(option)
 
     def sliced_as(self, option: RegionOption) -> Choice:
