@@ -19,6 +19,7 @@ import torch
 from retape.core.assignment import OUTSIDE_REGIONS, Assignment, Choice, RegionOption, RegionStage, assign
 from retape.core.plan import Plan
 from retape.core.problem import Chain, OptionKind, Stage, Tier
+from retape.core.solve import host_parts
 from retape.torch.capture.signature import Signature, elements, shapes
 from retape.torch.planning.instruments import Overheads
 from retape.torch.planning.profile_intervals import (
@@ -34,7 +35,6 @@ from retape.torch.planning.region_options import (
     MeasuredRegion,
     PartialRerun,
     has_room,
-    host_parts,
     rerun_share,
     same_selections,
     select_reruns,

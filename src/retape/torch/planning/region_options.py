@@ -9,7 +9,7 @@ would follow gives the ops that a re-run runs. The second half adds what was mea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -423,6 +423,9 @@ class MeasuredRegion:
 
     def _in_run(self, whole: TiledRun, run: TiledRun) -> MeasuredRegion:
         back = max(self.rerun_bytes, self.backward_bytes) - max(0, whole.backward_bytes - run.backward_bytes)
+        # A re-run ends before the parts in tiles; these are run again in the backward.
+        shares = self._rerun_share, 1.0 if run.trace is None else rerun_share(run.trace)
+        less = min(self.rerun_seconds, max(0.0, self.body_seconds * (shares[0] - shares[1])))
         return replace(
             self,
             trace=run.trace,
@@ -430,7 +433,8 @@ class MeasuredRegion:
             forward_bytes=self.forward_bytes - max(0, whole.forward_bytes - run.forward_bytes),
             rerun_bytes=back,
             backward_bytes=back,
-            rerun_seconds=max(0.0, self.rerun_seconds + run.seconds - whole.seconds),
+            rerun_seconds=self.rerun_seconds - less,
+            backward_seconds=self.backward_seconds + max(0.0, less + run.seconds - whole.seconds),
         )
 
     def recompute_in_tiles(self) -> RegionOption:
@@ -552,21 +556,6 @@ class MeasuredRegion:
 def has_room(host: Tier, size: int) -> bool:
     """True if the host, or a region's part of it, can take this many bytes."""
     return host.capacity_bytes is None or size <= host.capacity_bytes
-
-
-def host_parts(capacity_bytes: int, input_bytes: Sequence[int]) -> list[int]:
-    """Return the bytes of the host that each region may use: its input, and an equal part of what is left.
-
-    If the host has no room for all inputs, the first regions have room for theirs, which wait longest, and the others have none.
-    """
-    left = capacity_bytes - sum(input_bytes)
-    if left >= 0:
-        return [size + left // len(input_bytes) for size in input_bytes]
-    parts, left = [], capacity_bytes
-    for size in input_bytes:
-        parts.append(size if size <= left else 0)
-        left -= parts[-1]
-    return parts
 
 
 def undominated(options: list[RegionOption]) -> list[RegionOption]:
