@@ -22,6 +22,7 @@ from retape.core.fit_record import AccumulatingStep, FitRecord, RankBudget
 from retape.core.plan import Frontier, Plan
 from retape.core.problem import ALL, EXACT, OPTIMIZER_ON_HOST, Budget, BudgetLike, OptionSet
 from retape.core.record import Record
+from retape.core.solve import largest_scale
 from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_text import explain
 from retape.report.frontier import write_frontier
@@ -33,7 +34,7 @@ from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom
 from retape.torch.measure.sequential_slices import region_named
-from retape.torch.measure.step_function import StepFunction, refuse_fake_tensors, rows_of
+from retape.torch.measure.step_function import StepFunction, length_of, refuse_fake_tensors, rows_of
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import (
     CheckpointCalls,
@@ -51,6 +52,7 @@ from retape.torch.planning.executor import Executor, GradientSwitch, warn_of_eva
 from retape.torch.planning.plan_cache import PlanCache, confirmed, facts_of_step, key_of
 from retape.torch.planning.plan_search import PlanSearch
 from retape.torch.planning.step_trials import Regions, StepTrials
+from retape.torch.planning.tuning import TUNING
 
 __all__ = ["ALL", "EXACT", "OPTIMIZER_ON_HOST", "Fit", "Promise", "apply", "fit"]
 
@@ -142,6 +144,19 @@ class Fit:
                 "The batch has no tensor with rows, so there is nothing to count. Fit again with another batch."
             )
         return min(_largest_batch(view) for view in self.record.views)
+
+    def longest_sequence(self) -> int:
+        """Return the longest sequence that fits by the floor plan, if activations are proportional to the length.
+
+        The budget and the host's memory stay; so do rows. The plan itself is for the length of the fit: fit again with such a batch.
+        """
+        if not self.record.length:
+            raise InvalidInput(
+                "The batch has no tensor with a second dimension, so there is no length to count. Fit with one."
+            )
+        usable = 1.0 - TUNING.floor_tolerance
+        views = [(view.chain, int(usable * view.budget_bytes)) for view in self.record.views]
+        return int(self.record.length * min(largest_scale(chain, budget) for chain, budget in views))
 
     def remove(self) -> None:
         """Restore the model as it was before the fit."""
@@ -427,6 +442,7 @@ def _record(model: nn.Module, batch: Any, found: Candidate, rank_budgets: tuple[
         profile_seconds=found.search_seconds,
         fused_loss=found.fused_loss,
         rows=rows_of(batch),
+        length=length_of(batch),
         versions=_versions(),
         devices=found.parts if len(found.parts) > 1 else (),
         accumulating=None if found.accumulating is None else _accumulating_step(found.accumulating),

@@ -76,7 +76,7 @@ def test_a_fit_runs_one_long_step_and_its_budget_holds(share):
 def test_slots_and_inputs_may_be_moved_too():
     model = llama()
     short, longer, whole = map(batch_of, LENGTHS)
-    made = fit_with_host(host_tier(), model, whole, budget=0.35, options=retape.ALL, profile_batches=(short, longer))
+    made = fit_with_host(host_tier(), model, whole, budget=0.35, profile_batches=(short, longer))
     assert any(choice.moves for choice in made.record.assignment.choices)
     assert made.measured.peak_bytes <= made.record.budget_bytes
     assert retape.verify(model, whole).equal

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from retape.core.solve import host_parts
 from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.call import capture_call
 from retape.torch.engine.checkpoint import run_region
@@ -18,7 +19,6 @@ from retape.torch.planning.attach import attach, detach
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import OpTimer
 from retape.torch.planning.region_options import (
-    host_parts,
     is_steady,
     last_missing,
     partial_rerun,

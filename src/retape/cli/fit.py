@@ -61,6 +61,9 @@ def add_parser(commands: _Commands) -> None:
     )
     parser.add_argument("--host-budget", metavar="B", help="bytes of host memory to use, such as 64GiB")
     parser.add_argument("--compile", action="store_true", help="compile the regions in several variants")
+    parser.add_argument(
+        "--longest", action="store_true", help="also print the longest sequence that fits in the budget"
+    )
     parser.add_argument("--cache", metavar="FOLDER", help="keep the plan in FOLDER; the next fit only checks it")
     parser.add_argument("--json", metavar="FILE", help="also save the fit, for retape.apply")
     parser.add_argument("--plot", metavar="FILE", help="also draw the frontier, as .svg or .png")
@@ -76,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     made = _fitted(training, budget, options)
     _write(made.record, options)
     print(_as_text(made.record))
+    if options.longest:
+        print(f"\nlongest sequence in this budget: {made.longest_sequence()} (fitted: {made.record.length})")
     return 0
 
 

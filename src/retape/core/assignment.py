@@ -44,7 +44,8 @@ class RegionOption:
 
     Slots in `held` stay on the device, those in `moved` go to the host meanwhile, the others are recomputed. The inputs with the
     numbers `moved_inputs` go to the host too. The parts `tiled` are run in `tiles` slices. `saved_share` names the compiled variant
-    to run; None is eager. The results of the first `hold_collectives` collectives stay on the device too. `Choice.taking` is the only
+    to run; None is eager. The results of the first `hold_collectives` collectives stay on the device too. `slots` is how many there are
+    in a run like this; None if that is not known. `Choice.taking` is the only
     place where it becomes a saved choice.
     """
 
@@ -56,6 +57,7 @@ class RegionOption:
     tiled: tuple[str, ...] = ()
     saved_share: float | None = None
     hold_collectives: int = 0
+    slots: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,7 @@ class Choice:
             moved_inputs=tuple(sorted(option.moved_inputs)),
             saved_share=option.saved_share,
             hold_collectives=option.hold_collectives,
+            slots=self.slots if option.slots is None else option.slots,
         ).sliced_as(option)
 
     def sliced_as(self, option: RegionOption) -> Choice:

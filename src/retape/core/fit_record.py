@@ -81,7 +81,7 @@ class FitRecord:
     """The result of a fit for a model whose structure has the hash `fingerprint`.
 
     `plan.choices` has one option per stage of `chain`; the regions among the stages are those of `assignment`, in the same
-    order. `rows` is the size of the batch's first dimension (0 if it has none), `versions` those of the software.
+    order. `rows` and `length` are the sizes of the batch's first and second dimension (0 if it has none), `versions` those of the software.
     For a model on several devices, `devices` has all of them; budget, chain, plan, frontier and measurement are those of the first,
     and the assignment has all regions. `views` has one record per device. `accumulating` is for steps that begin with gradients; None
     if the plan serves those too. If several processes fitted together, `rank_budgets` has the budget of each, `measured.rank_peaks` their
@@ -94,6 +94,7 @@ class FitRecord:
     profile_seconds: float = 0.0
     fused_loss: bool = False
     rows: int = 0
+    length: int = 0
     versions: tuple[tuple[str, str], ...] = ()
     chain: Chain
     plan: Plan
@@ -112,7 +113,7 @@ class FitRecord:
         keys={"assignment": "regions"},
         required=("profile_seconds", "fused_loss", "rows", "versions"),
         pairs=("versions",),
-        omitted=("accumulating", "rank_budgets"),
+        omitted=("accumulating", "rank_budgets", "length"),
     )
 
     def __post_init__(self) -> None:

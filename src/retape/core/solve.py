@@ -6,6 +6,7 @@ here; the methods are in `solvers/`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
@@ -200,3 +201,57 @@ def frontier(problem: Problem) -> Frontier:
         fixed_bytes=planner.fixed_bytes,
         store_all_bytes=planner.store_all_bytes,
     )
+
+
+# --- host memory, and larger problems ---------------------------------------------------------------------------------
+
+
+def host_parts(capacity_bytes: int, input_bytes: Sequence[int]) -> list[int]:
+    """Return the bytes of the host that each region may use: its input, and an equal part of what is left.
+
+    If the host has no room for all inputs, the first regions have room for theirs, which wait longest, and the others have none.
+    """
+    left = capacity_bytes - sum(input_bytes)
+    if left >= 0:
+        return [size + left // len(input_bytes) for size in input_bytes]
+    parts, left = [], capacity_bytes
+    for size in input_bytes:
+        parts.append(size if size <= left else 0)
+        left -= parts[-1]
+    return parts
+
+
+def largest_scale(chain: Chain, budget_bytes: int, *, tolerance: float = 0.001) -> float:
+    """Return by what factor all activations can be multiplied until the smallest peak of any plan is the budget.
+
+    Weights, gradients and other fixed bytes stay; so does the capacity of the host. At least 1. By bisection, O(log) solves; one if
+    nothing is moved.
+    """
+    low, high = 1.0, max(1.0, _scale_of(chain, budget_bytes))
+    if chain.host is None or chain.host.capacity_bytes is None:
+        return high
+    while high - low > tolerance * low:
+        middle = (low + high) / 2
+        fits = _scale_of(_with_host_of(chain, middle), budget_bytes) >= middle
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def _scale_of(chain: Chain, budget_bytes: int) -> float:
+    """Return the factor by the smallest peak of a chain."""
+    found = frontier(chain)
+    least = found.floor_bytes - chain.fixed_bytes
+    return (budget_bytes - chain.fixed_bytes) / least if least > 0 else 1.0
+
+
+def _with_host_of(chain: Chain, scale: float) -> Chain:
+    """Return the chain with the options that would fit into the host if everything were larger by this factor."""
+    assert chain.host is not None
+    assert chain.host.capacity_bytes is not None
+    capacity = int(chain.host.capacity_bytes / scale)
+    inputs = [max(option.input_bytes for option in stage.choices) for stage in chain.stages]
+    stages = tuple(
+        replace(stage, options=tuple(option for option in stage.options if option.moved_bytes <= part))
+        for stage, part in zip(chain.stages, host_parts(capacity, inputs), strict=True)
+    )
+    return replace(chain, stages=stages, host=replace(chain.host, capacity_bytes=capacity))

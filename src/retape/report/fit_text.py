@@ -126,7 +126,7 @@ def why(row: RegionRow, *, everything: bool) -> str:
                 f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}{_tiles(row)}"
             )
         case OptionKind.SELECT:
-            return _why_select(row)
+            return f"{_why_select(row)}{_tiles(row)}"
         case OptionKind.RECOMPUTE | OptionKind.TILE:
             return f"recomputed from its input: {dropped} less held{_tiles(row)}"
         case OptionKind.OFFLOAD:

@@ -252,14 +252,18 @@ class GraphPlanner:
         """Bytes and seconds at a sample of budgets from the floor to store-all, each solved exactly."""
         return tuple((holding.held_bytes, holding.rerun_seconds) for holding in self.holdings())
 
-    def holdings(self) -> tuple[Holding, ...]:
-        """Return the best holdings at a sample of budgets from the floor to store-all, each faster than the one before."""
+    def holdings(self, *, few: bool = False) -> tuple[Holding, ...]:
+        """Return the best holdings at a sample of budgets from the floor to store-all, each faster than the one before.
+
+        With `few`, those of small budgets only.
+        """
         span = max(self.store_all_bytes - self.floor_bytes, 0)
         found = [self._plain]
         # In equal steps, then in halves, and what the dearest op makes: a result that is small and expensive, as of attention.
         equal = [span * i // TUNING.graph_points for i in reversed(range(1, TUNING.graph_points))]
         halves = [span // TUNING.graph_points // 2**i for i in range(1, TUNING.graph_halvings + 1)]
-        for room in sorted({*equal, *halves, min(self._dearest_bytes(), span), 0}, reverse=True):
+        rooms = {*(equal[-1:] if few else equal), *halves, min(self._dearest_bytes(), span), 0}
+        for room in sorted(rooms, reverse=True):
             budget = self.floor_bytes + room
             if found[-1].held_bytes > budget:  # else it is the best of the smaller budget too
                 found.append(self._hold(budget))

@@ -84,6 +84,12 @@ def refuse_fake_tensors(model: nn.Module, batch: Any) -> None:
             )
 
 
+def length_of(batch: Any) -> int:
+    """The second dimension of the first tensor in a batch that has one; 0 if none has."""
+    sizes = (leaf.shape[1] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1)
+    return next(sizes, 0)
+
+
 def rows_of(batch: Any) -> int:
     """The first dimension of the first tensor in a batch that has one; 0 if none has."""
     sizes = (leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())

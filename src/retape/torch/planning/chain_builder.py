@@ -19,6 +19,7 @@ import torch
 from retape.core.assignment import OUTSIDE_REGIONS, Assignment, Choice, RegionOption, RegionStage, assign
 from retape.core.plan import Plan
 from retape.core.problem import Chain, OptionKind, Stage, Tier
+from retape.core.solve import host_parts
 from retape.torch.capture.arguments import Signature, elements, shapes
 from retape.torch.planning.instruments import Overheads
 from retape.torch.planning.profile_intervals import (
@@ -34,8 +35,8 @@ from retape.torch.planning.region_options import (
     MeasuredRegion,
     PartialRerun,
     has_room,
-    host_parts,
     rerun_share,
+    same_selections,
     select_reruns,
     undominated,
 )
@@ -341,6 +342,7 @@ class _VariantProfile:
             for kind, trace in traces.items()
         }
         self._offloads: dict[tuple[Signature, bool, int | None], tuple[PartialRerun, ...]] = {}
+        self._tiled_selections: dict[Signature, list[tuple[PartialRerun, ...]]] = {}
         self._hosts = self._parts_of_host()
 
     def _parts_of_host(self) -> list[Tier | None]:
@@ -398,14 +400,34 @@ class _VariantProfile:
         tiling = self._profiled.profile.tilings.get(self.kind(stage))
         return () if tiling is None else tiling.parts
 
-    def _in_tiles(self, region: MeasuredRegion, kind: Signature) -> list[RegionOption]:
+    def _in_tiles(self, region: MeasuredRegion, stage: int, *, may_move: bool) -> list[RegionOption]:
+        """Return the options to run parts in tiles: everything else recomputed, or a little of it held or moved."""
+        kind, host = self.kind(stage), self._hosts[stage] if may_move else None
         tiling = self._profiled.profile.tilings.get(kind)
-        return [] if tiling is None else region.in_tiles(tiling.parts, tiling.runs)
+        regions = [] if tiling is None else region.in_tiles(tiling.runs)
+        found: list[RegionOption] = []
+        for tiled, selections in zip(regions, self._selections_in_tiles(kind, regions), strict=True):
+            found += map(tiled.select, selections)
+            if host is not None:
+                found += tiled.offload(tiled.offload_candidates(selections, host, ()), host)
+        return [*(tiled.recompute_in_tiles() for tiled in regions), *undominated(found)]
+
+    def _selections_in_tiles(
+        self, kind: Signature, regions: Sequence[MeasuredRegion]
+    ) -> list[tuple[PartialRerun, ...]]:
+        """Return selections of few bytes for each number of tiles: the same slots, because only the parts in tiles differ."""
+        if kind not in self._tiled_selections:
+            tuning, traces = self._tuning, [region.trace for region in regions]
+            first = select_reruns(
+                traces[0] if traces else None, most_ops=tuning.most_graph_ops, groups=tuning.graph_groups, few=True
+            )
+            self._tiled_selections[kind] = [same_selections(trace, traces[0], first) for trace in traces]
+        return self._tiled_selections[kind]
 
     def options_in_tiles(self, stage: int, linked: bool, input_bytes: int | None) -> list[RegionOption]:
         """Return the options of a call that run parts in tiles; none of them holds a slot."""
         region = self.region(stage, linked, input_bytes)
-        options = self._in_tiles(region, self.kind(stage))
+        options = [option for option in self._in_tiles(region, stage, may_move=False) if not option.held]
         host = self._hosts[stage]
         if options and input_bytes and host is not None and has_room(host, input_bytes):
             options += region.input_moved(options, input_bytes, host)
@@ -417,12 +439,14 @@ class _VariantProfile:
         """Return the options to hold or move a part of the tape, and the input of `input_bytes`; None forbids moving."""
         host, kind = self._hosts[stage], self.kind(stage)
         selections = self._selections[kind]
-        options = [*more, *map(region.select, selections), *self._in_tiles(region, kind)]
+        in_tiles = self._in_tiles(region, stage, may_move=input_bytes is not None)
+        options = [*more, *map(region.select, selections), *in_tiles]
         if host is None or input_bytes is None:
             return options
         key = (kind, linked, host.capacity_bytes)
         if key not in self._offloads:
-            self._offloads[key] = region.offload_candidates(selections, host)
+            shares = self._tuning.offload_shares
+            self._offloads[key] = region.offload_candidates(selections, host, shares)
         options += region.offload(self._offloads[key], host)
         if input_bytes and has_room(host, input_bytes):
             options += region.input_moved(options, input_bytes, host)

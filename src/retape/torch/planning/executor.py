@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from retape.torch.engine.trace import RegionTrace
 
 _LOG = logging.getLogger("retape")
-_Key = tuple[int, tuple[int, ...], Signature]  # kind or number of a region, its held and moved slots, its inputs
+_Key = tuple[
+    int, tuple[int, ...], Signature
+]  # kind or number of a region, its held and moved slots, its inputs and tiles
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,10 +102,12 @@ class Executor:
         self._is_compiled = assignment.is_compiled
         self.regions_run = 0
 
-    def learn(self, kind: int, inputs: Signature, trace: RegionTrace | None, there: tuple[int, ...]) -> None:
-        """Take the recipe for held and moved slots `there` from a trace of the profile, so that the region is not traced again."""
-        if there and trace is not None and (kind, there, inputs) not in self._recipes:
-            self._recipes[(kind, there, inputs)] = plan_recipe(trace, frozenset(there))
+    def learn(self, choice: Choice, inputs: Signature, trace: RegionTrace | None) -> None:
+        """Take the recipe for the slots that a choice holds and moves from a trace of the profile: the region is not traced again."""
+        there = slots_there(choice)
+        key = (choice.kind, there, (*inputs, choice.tiles))
+        if there and trace is not None and key not in self._recipes:
+            self._recipes[key] = plan_recipe(trace, frozenset(there))
 
     call_part = staticmethod(call_part)
 
@@ -199,7 +203,7 @@ class Executor:
         if not held or is_variant(plain_call):
             policy = policy_of(number, choice, None, None)
             return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check)
-        selection, done = self._selection(number, choice, (choice.kind, held, inputs))
+        selection, done = self._selection(number, choice, (choice.kind, held, (*inputs, choice.tiles)))
         proof = None if selection.recipe is None and done is None else selection.proof
         policy = policy_of(number, choice, selection.recipe, proof)
         return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check, done=done)

@@ -93,7 +93,7 @@ def extrapolated(one: Profiled, two: Profiled, lengths: Lengths) -> Profiled:
             )
             tilings = one.profile.tilings.get(mine.kind), two.profile.tilings.get(its.kind)
             if tilings[0] is not None and tilings[1] is not None:
-                profile.tilings[its.kind] = _tiling(tilings[0], tilings[1], lengths)
+                profile.tilings[its.kind] = _tiling(tilings[0], tilings[1], lengths, its.name)
     return Profiled(profile=profile, step=_step(one.step, two.step, lengths), seconds=[_seconds(one, two, lengths)])
 
 
@@ -113,7 +113,7 @@ def _trace(one: RegionTrace | None, two: RegionTrace | None, lengths: Lengths, n
     )
 
 
-def _tiling(one: Tiling, two: Tiling, lengths: Lengths) -> Tiling:
+def _tiling(one: Tiling, two: Tiling, lengths: Lengths, name: str) -> Tiling:
     """Return the effect of tiles, for the numbers of tiles that were run with both batches."""
     runs = []
     for mine, its in zip(one.runs, two.runs, strict=False):
@@ -123,6 +123,7 @@ def _tiling(one: Tiling, two: Tiling, lengths: Lengths) -> Tiling:
                 forward_bytes=lengths.bytes_at(mine.forward_bytes, its.forward_bytes),
                 backward_bytes=lengths.bytes_at(mine.backward_bytes, its.backward_bytes),
                 seconds=lengths.at(mine.seconds, its.seconds),
+                trace=_trace(mine.trace, its.trace, lengths, name),
             )
         )
     return replace(two, runs=tuple(runs))

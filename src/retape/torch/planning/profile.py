@@ -76,7 +76,7 @@ class ProfileSession:
         self._saved_share = saved_share
         self._variants, self._op_timer, self._clock, self._tuning = variants, op_timer, clock, tuning
         # Parts of a compiled variant that may run in tiles are found without the compiler.
-        self._probe = TileProbe(device, tuning, clock) if tiles and saved_share is None else None
+        self._probe = TileProbe(device, tuning, clock, op_timer) if tiles and saved_share is None else None
         self._tiled = tiled or PartsInTiles(1, {})
         self._policy, self._ranks = policy, ranks
         self._spare_seconds = tuning.extra_trace_seconds

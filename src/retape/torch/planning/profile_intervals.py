@@ -77,6 +77,12 @@ class Profile:
     traces: dict[Signature, RegionTrace | None] = field(default_factory=dict)
     tilings: dict[Signature, Tiling] = field(default_factory=dict)
 
+    def trace_of(self, call: RegionCall, tiles: int) -> RegionTrace | None:
+        """Return the trace of a call with its parts in this many tiles."""
+        if tiles == call.tiles:
+            return self.traces[call.kind]
+        return self.tilings[call.kind].trace_in(tiles) if call.kind in self.tilings else None
+
 
 class Part(Enum):
     """Part of a step that an interval belongs to."""

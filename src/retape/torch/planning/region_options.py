@@ -9,7 +9,7 @@ would follow gives the ops that a re-run runs. The second half adds what was mea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -105,11 +105,12 @@ def partial_rerun(
 
 
 def select_reruns(
-    trace: RegionTrace | None, *, most_ops: int | None = None, groups: int = 1
+    trace: RegionTrace | None, *, most_ops: int | None = None, groups: int = 1, few: bool = False
 ) -> tuple[PartialRerun, ...]:
     """Return the undominated ways to hold a part of the tape; empty if the region cannot be re-run in part.
 
-    In a graph of more than `most_ops` ops, small ones are joined until at most `groups` are left.
+    In a graph of more than `most_ops` ops, small ones are joined until at most `groups` are left. With `few`, only ways that hold
+    little.
     """
     if trace is None or trace.compiled or not is_steady(trace) or not tape_storages(trace):
         return ()
@@ -117,7 +118,7 @@ def select_reruns(
     whole = sum(tape_storages(trace).values())
     is_small = most_ops is None or len(graph.ops) <= most_ops
     coarse = coarsen_graph(graph, len(graph.ops) if is_small else groups, whole)
-    solved = [coarse.expand(each.held) for each in GraphPlanner(coarse.graph).holdings()]
+    solved = [coarse.expand(each.held) for each in GraphPlanner(coarse.graph).holdings(few=few)]
     holdings = {frozenset(names[n] for n in held if n in names) for held in solved}
     communicates = len(trace.collectives())
     reruns = [partial_rerun(trace, held, hold_collectives=communicates) for held in holdings if held or communicates]
@@ -127,6 +128,19 @@ def select_reruns(
         if each.held_bytes < whole and (not kept or each.share < kept[-1].share):
             kept.append(each)
     return tuple(kept)
+
+
+def same_selections(
+    trace: RegionTrace | None, other: RegionTrace | None, selections: tuple[PartialRerun, ...]
+) -> tuple[PartialRerun, ...]:
+    """Return selections of another trace for this one, if both have the same number of slots and can be re-run in part."""
+    if trace is other:
+        return selections
+    if trace is None or other is None or not is_steady(trace) or len(trace.slots) != len(other.slots):
+        return ()
+    tape = tape_storages(trace).keys()
+    storages = [frozenset(trace.slots[slot] for slot in each.held) & tape for each in selections]
+    return tuple(partial_rerun(trace, held) for held in storages if held)
 
 
 def offload_reruns(
@@ -353,7 +367,8 @@ class MeasuredRegion:
 
     def _asking(self, cost: Option, rerun: PartialRerun | None = None) -> RegionOption:
         """Return an option of this region in the variant that it was measured in."""
-        option = RegionOption(cost=cost, saved_share=self.saved_share, tiles=self.tiles)
+        slots = None if self.trace is None else len(self.trace.slots)
+        option = RegionOption(cost=cost, saved_share=self.saved_share, tiles=self.tiles, slots=slots)
         if rerun is None:
             return option
         return replace(option, held=rerun.held, moved=rerun.moved, hold_collectives=rerun.hold_collectives)
@@ -413,33 +428,41 @@ class MeasuredRegion:
         )
         return self._asking(cost, rerun)
 
-    def in_tiles(self, parts: tuple[str, ...], runs: tuple[TiledRun, ...]) -> list[RegionOption]:
-        """Return the options to recompute with `parts` in tiles: lower and slower by as much as one region alone was."""
-        whole, *others = runs or (None,)
-        found = []
-        for run in others:
-            assert whole is not None
-            back = max(self.rerun_bytes, self.backward_bytes) - max(0, whole.backward_bytes - run.backward_bytes)
-            cost = self._cost(
-                OptionKind.TILE,
-                0,
-                max(0.0, self.rerun_seconds + run.seconds - whole.seconds),
-                forward=self.forward_bytes - max(0, whole.forward_bytes - run.forward_bytes),
-                rerun_peak=back,
-                backward=back,
-            )
-            cost = replace(cost, label=f"recompute, in {run.tiles} tiles")
-            found.append(RegionOption(cost=cost, tiles=run.tiles, tiled=parts))
-        return found
+    def in_tiles(self, runs: tuple[TiledRun, ...]) -> list[MeasuredRegion]:
+        """Return the region with its parts in tiles: lower and slower by as much as one region alone was."""
+        return [self._in_run(runs[0], run) for run in runs[1:]]
 
-    def offload_candidates(self, selections: tuple[PartialRerun, ...], host: Tier) -> tuple[PartialRerun, ...]:
+    def _in_run(self, whole: TiledRun, run: TiledRun) -> MeasuredRegion:
+        back = max(self.rerun_bytes, self.backward_bytes) - max(0, whole.backward_bytes - run.backward_bytes)
+        # A re-run ends before the parts in tiles; these are run again in the backward.
+        shares = self._rerun_share, 1.0 if run.trace is None else rerun_share(run.trace)
+        less = min(self.rerun_seconds, max(0.0, self.body_seconds * (shares[0] - shares[1])))
+        return replace(
+            self,
+            trace=run.trace,
+            tiles=run.tiles,
+            forward_bytes=self.forward_bytes - max(0, whole.forward_bytes - run.forward_bytes),
+            rerun_bytes=back,
+            backward_bytes=back,
+            rerun_seconds=self.rerun_seconds - less,
+            backward_seconds=self.backward_seconds + max(0.0, less + run.seconds - whole.seconds),
+        )
+
+    def recompute_in_tiles(self) -> RegionOption:
+        """Return the option to recompute this region, whose parts are in tiles."""
+        cost = replace(self._recompute(), kind=OptionKind.TILE, label=f"recompute{self._in_tiles}")
+        return self._asking(cost)
+
+    def offload_candidates(
+        self, selections: tuple[PartialRerun, ...], host: Tier, shares: tuple[float, ...]
+    ) -> tuple[PartialRerun, ...]:
         """Return ways to move slots: shares of the bytes that the computation hides, and all that the host has room for."""
         free = min(
             host.write_bytes_per_second * self.forward_seconds, host.read_bytes_per_second * self.backward_seconds
         )
         most = float("inf") if host.capacity_bytes is None else host.capacity_bytes
         whole = sum(tape_storages(self.trace).values()) if self.trace is not None else 0
-        sizes = (*(share * free for share in self.tuning.offload_shares), whole)
+        sizes = (*(share * free for share in shares), whole)
         targets = sorted({int(min(size, most, whole)) for size in sizes})
         small_parts, small_bytes = self.tuning.small_storage_parts, self.tuning.small_storage_bytes
         return offload_reruns(self.trace, selections, targets, small_parts=small_parts, small_bytes=small_bytes)
@@ -526,7 +549,7 @@ class MeasuredRegion:
         backward = self.backward_bytes if backward is None else backward
         return Option(
             kind=kind,
-            label=kind.value if not more_bytes else f"{kind.value} {format_bytes(more_bytes)}",
+            label=f"{kind.value} {format_bytes(more_bytes)}{self._in_tiles}" if more_bytes else kind.value,
             held_bytes=held,
             forward_seconds=self.forward_seconds,
             backward_seconds=self.backward_seconds,
@@ -544,21 +567,6 @@ class MeasuredRegion:
 def has_room(host: Tier, size: int) -> bool:
     """True if the host, or a region's part of it, can take this many bytes."""
     return host.capacity_bytes is None or size <= host.capacity_bytes
-
-
-def host_parts(capacity_bytes: int, input_bytes: Sequence[int]) -> list[int]:
-    """Return the bytes of the host that each region may use: its input, and an equal part of what is left.
-
-    If the host has no room for all inputs, the first regions have room for theirs, which wait longest, and the others have none.
-    """
-    left = capacity_bytes - sum(input_bytes)
-    if left >= 0:
-        return [size + left // len(input_bytes) for size in input_bytes]
-    parts, left = [], capacity_bytes
-    for size in input_bytes:
-        parts.append(size if size <= left else 0)
-        left -= parts[-1]
-    return parts
 
 
 def undominated(options: list[RegionOption]) -> list[RegionOption]:

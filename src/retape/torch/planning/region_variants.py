@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,11 +32,14 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import RetapeError, UnsupportedTransform
 from retape.torch.capture.arguments import Signature, tensors_of, weights_signature
+from retape.torch.capture.call import capture_call
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runs, is_plain
 from retape.torch.engine.policy import Policy
+from retape.torch.engine.region import Region
+from retape.torch.engine.trace import OpStopwatch, RegionTrace
 from retape.torch.measure.memory_meter import synchronize, track_memory
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.slicing.tile import call_in_tiles
@@ -238,12 +241,13 @@ def _sliced_class(kind: type[nn.Module], tiles: int) -> type[nn.Module]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledRun:
-    """One region by itself, recomputed, with its parts in tiles: peaks of its forward and backward, and seconds of both."""
+    """One region by itself, recomputed, with its parts in tiles: peaks of its forward and backward, seconds of both, and its trace."""
 
     tiles: int
     forward_bytes: int
     backward_bytes: int
     seconds: float
+    trace: RegionTrace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +256,10 @@ class Tiling:
 
     parts: tuple[str, ...]
     runs: tuple[TiledRun, ...]
+
+    def trace_in(self, tiles: int) -> RegionTrace | None:
+        """Return the trace of a run in this many tiles; None if there is none."""
+        return next((run.trace for run in self.runs if run.tiles == tiles), None)
 
 
 def parts_of(region: nn.Module) -> dict[str, nn.Module]:
@@ -341,6 +349,7 @@ def measured_tiles(
     device: torch.device,
     tuning: PlanningTuning,
     clock: Callable[[], float] = time.perf_counter,
+    op_timer: Callable[[torch.device], OpStopwatch] | None = None,
 ) -> tuple[TiledRun, ...]:
     """Run one region by itself with 1, 2, 4 tiles and so on while more of them lower its peak; empty if it cannot be sliced."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -350,9 +359,11 @@ def measured_tiles(
     for tiles in (1, *tuning.tiles):
         try:
             run = _measured(call, (args, keywords), trained, tiles, device, clock)
+            if len(found) > 1 and run.backward_bytes > tuning.tile_gain * found[-1].backward_bytes:
+                break
+            if op_timer is not None and tiles > 1:
+                run = replace(run, trace=_traced(call, (args, keywords), tiles, op_timer(device)))
         except (RetapeError, torch.OutOfMemoryError):
-            break
-        if len(found) > 1 and run.backward_bytes > tuning.tile_gain * found[-1].backward_bytes:
             break
         found.append(run)
     return tuple(found) if len(found) > 1 else ()
@@ -388,6 +399,14 @@ def _measured(  # noqa: PLR0917 - one user
     )
 
 
+def _traced(call: Callable[..., Any], given: Any, tiles: int, stopwatch: OpStopwatch) -> RegionTrace:
+    """Return the trace of a region with its parts in tiles."""
+    (args, keywords), _ = _fresh(given)
+    region = Region(capture_call(call, args, keywords), Policy(tiles=tiles))
+    region.run(call, args, keywords)
+    return region.trace(stopwatch)
+
+
 def _fresh(given: Any) -> tuple[Any, list[Tensor]]:
     """Return the same arguments without their history, and those of them that need gradients."""
     made = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), given)
@@ -398,8 +417,14 @@ def _fresh(given: Any) -> tuple[Any, list[Tensor]]:
 class TileProbe:
     """Finds, while a step is traced, the parts of regions that can run in tiles, and measures what tiles save."""
 
-    def __init__(self, device: torch.device, tuning: PlanningTuning, clock: Callable[[], float]) -> None:
-        self._device, self._tuning, self._clock = device, tuning, clock
+    def __init__(
+        self,
+        device: torch.device,
+        tuning: PlanningTuning,
+        clock: Callable[[], float],
+        op_timer: Callable[[torch.device], OpStopwatch],
+    ) -> None:
+        self._device, self._tuning, self._clock, self._op_timer = device, tuning, clock, op_timer
         self._rows: dict[int, Tensor] = {}  # a few of the rows that each part was called with
         self._rowwise: set[int] = set()  # parts that treat them independently
 
@@ -431,5 +456,6 @@ class TileProbe:
             device=self._device,
             tuning=self._tuning,
             clock=self._clock,
+            op_timer=self._op_timer,
         )
         return Tiling(parts=tuple(parts), runs=runs)

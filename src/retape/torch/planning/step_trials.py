@@ -26,7 +26,7 @@ from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.planning.attach import CheckpointCalls, ModelCaller, put_on, take_off, unreduced, unwrapped
-from retape.torch.planning.executor import Executor, slots_there
+from retape.torch.planning.executor import Executor
 from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
 from retape.torch.planning.other_lengths import Lengths, extrapolated, lengths_of
 from retape.torch.planning.profile import ProfileSession
@@ -430,7 +430,7 @@ class StepTrials:
             tuning=self.tuning,
         )
         for choice, call in zip(assignment.choices, profile.calls, strict=True):
-            executor.learn(choice.kind, call.inputs, profile.traces[call.kind], slots_there(choice))
+            executor.learn(choice, call.inputs, profile.trace_of(call, choice.tiles))
         return executor
 
     def measured(self, regions: Regions, executor: Executor | None) -> list[Record]:

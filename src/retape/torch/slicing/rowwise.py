@@ -15,6 +15,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,10 +83,27 @@ class SavedRows:
     def __init__(self, rows: list[Tensor]) -> None:
         self._nodes = SavedInNode(rows)
         self._places = {id(row): place for place, row in enumerate(rows)}
+        self._loaded: list[Tensor] | None = None
 
     def part(self, rows: list[Tensor], dim: int, start: int, length: int) -> SavedPart:
         """Return `length` of each of those rows from `start` on."""
-        return SavedPart(self._nodes, [self._places[id(row)] for row in rows], (dim, start, length))
+        return SavedPart(self, [self._places[id(row)] for row in rows], (dim, start, length))
+
+    def load(self, region: SlotOwner, made: Made) -> list[Tensor]:
+        """Return the rows."""
+        return self._nodes.load(region, frozenset(), made) if self._loaded is None else self._loaded
+
+    @contextmanager
+    def loaded(self, region: SlotOwner) -> Iterator[None]:
+        """Load the rows for all slices: for each of them, it would be a re-run of the region around the call.
+
+        Outside the backward passes of slices: at the end of one, what the re-run refilled for other ops would be freed.
+        """
+        self._loaded = self._nodes.load(region, frozenset(), {})
+        try:
+            yield
+        finally:
+            self._loaded = None
 
 
 class SavedPart:
@@ -93,8 +111,8 @@ class SavedPart:
 
     holds_here = False
 
-    def __init__(self, nodes: SavedInNode, places: list[int], where: tuple[int, int, int]) -> None:
-        self._nodes, self._places, self._where = nodes, places, where
+    def __init__(self, rows: SavedRows, places: list[int], where: tuple[int, int, int]) -> None:
+        self._rows, self._places, self._where = rows, places, where
 
     def present(self) -> list[Tensor | None]:
         return [None] * len(self._places)
@@ -104,7 +122,7 @@ class SavedPart:
         return []
 
     def load(self, region: SlotOwner, skip: frozenset[int], made: Made) -> list[Tensor]:
-        whole = self._nodes.load(region, frozenset(), made)
+        whole = self._rows.load(region, made)
         return [whole[place].narrow(*self._where) for place in self._places]
 
     def hold_again(self, region: SlotOwner, made: Made) -> None:

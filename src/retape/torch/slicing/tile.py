@@ -112,7 +112,7 @@ class _Forward:
 
     def run(self) -> Any:
         tiled = TiledCall(self._fn, self._slicing)
-        saved = self._saved_rows()
+        saved = tiled.saved = self._saved_rows()
         for start, length in self._slicing.parts():
             given = self._sliced(start, length)
             if start == 0:
@@ -212,6 +212,7 @@ class TiledCall:
     def __init__(self, fn: Callable[..., Any], slicing: Slicing) -> None:
         self.name = name_of(fn)
         self.slicing = slicing
+        self.saved: SavedRows | None = None
         self.slices: list[_Slice] = []
         self.shared: dict[int, Tensor] = {}  # weights and other tensors that slices use and that need gradients
         self.anchor = torch.empty((0,), requires_grad=torch.is_grad_enabled())
@@ -366,6 +367,8 @@ class _JoinSlices(torch.autograd.Function):
             )
         totals, dim = _Totals(tiled), tiled.slicing.dim
         with ExitStack() as stack:
+            if tiled.saved is not None:
+                stack.enter_context(tiled.saved.loaded(tiled.slices[0].region))
             for tensor in tiled.shared.values():
                 stack.enter_context(_quiet(tensor))
             for piece, (start, length) in zip(tiled.slices, tiled.slicing.parts(), strict=True):
