@@ -1,0 +1,358 @@
+"""Cases of test_layouts.py: each parallel layout under each way to recompute, compared bit for bit with the same run without retape.
+
+`CASES` has a case for each pair, named "LAYOUT: WAY". A rank returns "right", or "refused: " and the message of a RetapeError.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from layout_models import WIDTH, WORDS, Block, Experts, RingAttention, Transformer, loss
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import retape
+from retape.errors import BudgetTooSmall, RetapeError
+from support.forked import Case, serve
+from support.trials import NO_TURNS, fit_with, op_clock
+
+
+def made(**parts):
+    torch.manual_seed(0)
+    return Transformer(**parts)
+
+
+def sharded(model, **options):
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **{key: value for key, value in options.items() if key != "reshard_after_forward"})
+
+
+def in_columns_and_rows(model, mesh, *, sequence=False):
+    """Tensor parallelism as PyTorch's tutorial has it, with or without the sequence sharded between the blocks."""
+    plan = {f"attn.{name}": ColwiseParallel() for name in "qkv"} | {"mlp.up": ColwiseParallel()}
+    whole = {"output_layouts": Shard(1)} if sequence else {}
+    plan |= {"attn.o": RowwiseParallel(**whole), "mlp.down": RowwiseParallel(**whole)}
+    if sequence:
+        gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+        plan |= {name: PrepareModuleInput(**gathered) for name in ("attn", "mlp")}
+        plan |= {name: SequenceParallel() for name in ("n1", "n2")}
+        ends = {
+            "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, ends)
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def _mesh(*shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")[: len(shape)])
+
+
+def fsdp_and_tensor_parallel():
+    mesh = _mesh(2, 2)
+    return sharded(in_columns_and_rows(made(), mesh["tensor"], sequence=True), mesh=mesh["data"])
+
+
+def with_experts():
+    model = made(mlp=Experts)
+    for name, parameter in model.named_parameters():  # other experts on other ranks
+        if "expert" in name:
+            torch.manual_seed(dist.get_rank())
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LAYOUTS = {
+    "ddp": (2, lambda: DistributedDataParallel(made())),
+    "fsdp2": (2, lambda: sharded(made())),
+    "fsdp2 without reshard": (2, lambda: sharded(made(), reshard_after_forward=False)),
+    "fsdp2 mixed precision": (2, lambda: sharded(made(), mp_policy=MIXED)),
+    "hsdp": (4, lambda: sharded(made(), mesh=_mesh(2, 2))),
+    "fsdp1": (2, lambda: FullyShardedDataParallel(made(), use_orig_params=True, device_id=torch.device("cpu"))),
+    "tensor parallel": (2, lambda: in_columns_and_rows(made(), _mesh(2))),
+    "tensor and sequence parallel": (2, lambda: in_columns_and_rows(made(), _mesh(2), sequence=True)),
+    "fsdp2 and tensor parallel": (4, fsdp_and_tensor_parallel),
+    "ring attention": (2, lambda: DistributedDataParallel(made(attention=RingAttention))),
+    "experts": (2, with_experts),
+}
+ONE_BATCH = ("tensor parallel", "tensor and sequence parallel")  # for all ranks
+
+
+# --- one layout, one way ----------------------------------------------------------------------------------------------
+
+
+def batch_of(layout):
+    group = dist.get_rank() // 2 if layout == "fsdp2 and tensor parallel" else dist.get_rank()
+    torch.manual_seed(0 if layout in ONE_BATCH else group)
+    return torch.randint(0, WORDS, (4, 16))
+
+
+def whole(tensor):
+    return None if tensor is None else (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def gradients(model, ids):
+    """Gradients of a step without gradients before it, and of one that accumulates."""
+    model.zero_grad()
+    found = []
+    for _ in range(2):
+        loss(model, ids).backward()
+        found += [whole(parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def assert_equal(got, wanted):
+    assert len(got) == len(wanted)
+    assert any(each is not None and each.any() for each in wanted)
+    for number, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        assert one is None if other is None else torch.equal(one, other), number
+
+
+def by_checkpoint(model, ids, wanted):
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.call = retape.checkpoint
+    assert_equal(gradients(model, ids), wanted)
+
+
+def fitted(model, ids, share):
+    """Fit to a share of the way from the floor to everything."""
+    fit = partial(retape.fit, model, ids, step=loss, progress=False)
+    everything = fit(budget=1.0)
+    peak = everything.measured.peak_bytes
+    everything.remove()
+    try:
+        return fit(budget=1)
+    except BudgetTooSmall as error:
+        return fit(budget=int(1.05 * error.floor_bytes + share * max(0, peak - 1.05 * error.floor_bytes)))
+
+
+def by_fit(share, model, ids, wanted):
+    fit = fitted(model, ids, share)
+    assert_equal(gradients(model, ids), wanted)
+    assert fit.regions_run or fit.record.assignment.keeps_everything
+    assert fit.measured.peak_bytes <= fit.budget_bytes
+    fit.remove()
+    assert_equal(gradients(model, ids), wanted)
+
+
+def by_apply(model, ids, wanted):
+    fit = fitted(model, ids, 0.3)
+    record = fit.record
+    fit.remove()
+    fit = retape.apply(model, record)
+    assert_equal(gradients(model, ids), wanted)
+    fit.remove()
+
+
+def by_adaptive(model, ids, wanted):
+    fit = fitted(model, ids, 0.5)
+    budget = fit.budget_bytes
+    fit.remove()
+    with retape.adaptive(model, budget=budget):
+        for _ in range(2):
+            assert_equal(gradients(model, ids), wanted)
+
+
+WAYS = {
+    "checkpoint": by_checkpoint,
+    "fit near the floor": partial(by_fit, 0.0),
+    "fit with more room": partial(by_fit, 0.5),
+    "apply": by_apply,
+    "adaptive": by_adaptive,
+}
+
+
+def outcome(layout, way, rank):
+    """Run one way in one layout on this rank."""
+    model, ids = LAYOUTS[layout][1](), batch_of(layout)
+    wanted = gradients(model, ids)
+    try:
+        WAYS[way](model, ids, wanted)
+    except RetapeError as error:
+        return f"refused: {error}"
+    return "right"
+
+
+# --- pipelines ----------------------------------------------------------------------------------------------------------
+
+
+class Chunk(nn.Module):
+    """Layers of one stage of a pipeline."""
+
+    def __init__(self, index, call=None):
+        super().__init__()
+        torch.manual_seed(index)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        for block in self.blocks:
+            block.call = call
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def squares(made, wanted):
+    return (made - wanted).square().mean()
+
+
+def stage_loss(model, x):
+    return model(x).square().mean()
+
+
+SCHEDULES = {
+    "gpipe": (schedules.ScheduleGPipe, 1),
+    "1f1b": (schedules.Schedule1F1B, 1),
+    "interleaved": (schedules.ScheduleInterleaved1F1B, 2),
+    "zbv": (schedules.ScheduleZBVZeroBubble, 2),
+}
+MICROBATCHES = 4
+
+
+def chunks_of(name, rank, ranks=2):
+    """Return the numbers of the chunks of a rank."""
+    if SCHEDULES[name][1] == 1:
+        return [rank]
+    return [rank, 2 * ranks - 1 - rank] if name == "zbv" else [rank, ranks + rank]
+
+
+def run_pipeline(name, chunks, rank, ranks=2):
+    """Run a step of a pipeline; return the gradients of this rank's chunks."""
+    kind, width = SCHEDULES[name]
+    numbers = chunks_of(name, rank, ranks)
+    stages = [
+        PipelineStage(chunk, number, width * ranks, torch.device("cpu"))
+        for chunk, number in zip(chunks, numbers, strict=True)
+    ]
+    schedule = kind(stages[0] if width == 1 else stages, MICROBATCHES, loss_fn=squares)
+    torch.manual_seed(7)
+    rows, target = torch.randn(MICROBATCHES, 8, WIDTH), torch.randn(MICROBATCHES, 8, WIDTH)
+    last = width * ranks - 1 in numbers
+    for chunk in chunks:
+        chunk.zero_grad()
+    schedule.step(*([rows] if 0 in numbers else []), **({"target": target} if last else {}))
+    return [whole(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
+
+
+def fit_stage(name, chunk, rank):
+    """Fit a stage, with as many microbatches in flight as the schedule has there."""
+    x = torch.randn(1, 8, WIDTH, requires_grad=True)
+    in_flight = retape.Budget.of(1).schedule(name, stage=0, stages=2, microbatches=MICROBATCHES)
+    try:
+        return retape.fit(chunk, x, step=stage_loss, budget=in_flight, progress=False)
+    except BudgetTooSmall as error:
+        room = retape.Budget.of(int(1.1 * error.floor_bytes), in_flight=in_flight.in_flight)
+        return retape.fit(chunk, x, step=stage_loss, budget=room, progress=False)
+
+
+def pipeline(name, way, rank):
+    wanted = run_pipeline(name, [Chunk(number) for number in chunks_of(name, rank)], rank)
+    call = retape.checkpoint if way == "checkpoint" else None
+    chunks = [Chunk(number, call) for number in chunks_of(name, rank)]
+    try:
+        fits = [fit_stage(name, chunk, rank) for chunk in chunks] if way == "fit" else []
+        assert_equal(run_pipeline(name, chunks, rank), wanted)
+        assert all(fit.regions_run for fit in fits)
+    except RetapeError as error:
+        return f"refused: {error}"
+    return "right"
+
+
+# --- what single layouts promise -----------------------------------------------------------------------------------------
+
+
+def selects_inside_hooks(rank):
+    """FSDP2: a plan re-runs blocks in part, without gathering in a re-run, inside the budget with and without synchronisation."""
+    torch.manual_seed(0)
+    model = sharded(Transformer(blocks=4))
+    torch.manual_seed(rank)
+    batches = [torch.randint(0, WORDS, (32, 32)) for _ in range(3)]
+    with op_clock() as instruments:
+        try:
+            fit_with(model, batches[0], step=loss, budget=1, instruments=instruments, tuning=NO_TURNS)
+        except BudgetTooSmall as error:
+            budget = int(1.4 * error.floor_bytes)
+        fit = fit_with(model, batches[0], step=loss, budget=budget, instruments=instruments, tuning=NO_TURNS)
+    chosen = {choice.option.value for choice in fit.record.assignment.choices}
+
+    def step(synchronised):
+        for number, ids in enumerate(batches):
+            model.set_requires_gradient_sync(synchronised or number == 2)
+            loss(model, ids).backward()
+        model.zero_grad()
+
+    more = sum(ids.nbytes for ids in batches[1:])
+    peaks = [retape.measure(partial(step, each)).peak_bytes - more for each in (True, False)]
+    return {"options": sorted(chosen), "peaks": peaks, "budget": fit.budget_bytes}
+
+
+def partial_reruns_start_no_collective(rank):
+    """Tensor parallelism: a region that holds the results of its collectives starts none in backward's re-runs."""
+    torch.manual_seed(0)
+    model = in_columns_and_rows(Transformer(), _mesh(2), sequence=True)
+    ids = batch_of("tensor and sequence parallel")
+    counts = {}
+    for name, call in (("plain", None), ("held", _holding), ("repeated", retape.checkpoint)):
+        for block in model.blocks:
+            block.call = call
+        with _Counting() as counting:
+            gradients(model, ids)
+        counts[name] = counting.count
+    return counts
+
+
+def _holding(function, *args, use_reentrant):
+    from retape.torch.engine.checkpoint import run_region
+    from retape.torch.engine.policy import Policy
+
+    return run_region(function, *args, policy=Policy(hold_collectives=100))
+
+
+class _Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts functional collectives, those of backward too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        self.count += func.namespace == "_c10d_functional" and "wait" not in str(func) and "wrap" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+CASES = {
+    f"{layout}: {way}": Case(run=partial(outcome, layout, way), ranks=ranks, timeout_s=90)
+    for layout, (ranks, _) in LAYOUTS.items()
+    for way in WAYS
+}
+CASES |= {
+    f"pipeline {name}: {way}": Case(run=partial(pipeline, name, way), timeout_s=90)
+    for name in SCHEDULES
+    for way in ("checkpoint", "fit")
+}
+CASES |= {
+    "fsdp2 selects inside its hooks": Case(run=selects_inside_hooks, timeout_s=90),
+    "held collectives": Case(run=partial_reruns_start_no_collective, timeout_s=60),
+}
+
+
+if __name__ == "__main__":
+    serve(CASES)

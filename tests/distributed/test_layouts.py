@@ -1,0 +1,67 @@
+"""Parallel layouts under each way to recompute, over gloo: bit for bit the same run without retape, or a refusal; see layouts.py."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.forked import run_script
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
+)
+SCRIPT = Path(__file__).with_name("layouts.py")
+WAYS = ("checkpoint", "fit near the floor", "fit with more room", "apply", "adaptive")
+LAYOUTS = (
+    "ddp",
+    "fsdp2",
+    "fsdp2 without reshard",
+    "fsdp2 mixed precision",
+    "hsdp",
+    "fsdp1",
+    "tensor parallel",
+    "tensor and sequence parallel",
+    "fsdp2 and tensor parallel",
+    "ring attention",
+    "experts",
+)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
+EVERY = [f"{layout}: {way}" for layout in LAYOUTS for way in WAYS]
+EVERY += [f"pipeline {name}: {way}" for name in SCHEDULES for way in ("checkpoint", "fit")]
+SAMPLE = [
+    "fsdp2: fit near the floor",
+    "fsdp1: fit near the floor",
+    "tensor and sequence parallel: checkpoint",
+    "ring attention: checkpoint",
+    "experts: checkpoint",
+    "pipeline zbv: checkpoint",
+]
+PROMISES = ["fsdp2 selects inside its hooks", "held collectives"]
+NAMES = EVERY if os.environ.get("RETAPE_LONG") else SAMPLE
+
+
+@pytest.fixture(scope="module")
+def ends():
+    return run_script(SCRIPT, [*NAMES, *PROMISES], timeout_s=1800)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_right_or_refused(ends, name):
+    for rank, end in enumerate(ends[name]):
+        assert end.kind == "returned", f"rank {rank}: {end}"
+        refused = "FSDP1" if name.startswith("fsdp1") and "checkpoint" not in name else None
+        assert end.value == "right" if refused is None else refused in end.value, f"rank {rank}: {end.value}"
+
+
+def test_fsdp2_blocks_are_run_again_in_part_and_every_step_is_inside_the_budget(ends):
+    for end in ends["fsdp2 selects inside its hooks"]:
+        assert end.kind == "returned", end
+        assert "select" in end.value["options"]
+        assert max(end.value["peaks"]) <= end.value["budget"]
+
+
+def test_held_collectives_are_not_started_again(ends):
+    for end in ends["held collectives"]:
+        assert end.kind == "returned", end
+        assert end.value["plain"] == end.value["held"] < end.value["repeated"]

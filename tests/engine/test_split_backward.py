@@ -1,0 +1,61 @@
+"""Backward in two passes, gradients of inputs and then of weights, as zero-bubble pipelines run it: one re-run for each region."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+import retape
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+LOG = logging.getLogger("tests.split_backward")  # a re-run restores fields, not what was logged
+
+
+class Rows(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        if retape.recomputing():
+            LOG.info("re-run")
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def stage(call):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Rows() for _ in range(3))
+    x = torch.randn(4, 8, requires_grad=True)
+    made = x
+    for block in blocks:
+        made = call(block, made)
+    return list(blocks.parameters()), x, made
+
+
+def region(block, x):
+    return retape.checkpoint(block, x, use_reentrant=False)
+
+
+def gradients(call):
+    weights, x, made = stage(call)
+    (inner,), groups = stage_backward_input([made], [torch.ones_like(made)], [x], iter(weights))
+    stage_backward_weight(iter(weights), groups)
+    return [inner, *(weight.grad for weight in weights)]
+
+
+def test_one_rerun_for_each_region(caplog):
+    wanted = gradients(lambda block, x: block(x))
+    with caplog.at_level(logging.INFO, logger=LOG.name):
+        got = gradients(region)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    assert len(caplog.records) == 3
+
+
+def test_passes_that_compute_the_weights_release_what_they_refilled(caplog):
+    weights, _, made = stage(region)
+    with caplog.at_level(logging.INFO, logger=LOG.name):
+        for _ in range(2):
+            torch.autograd.grad(made.sum(), weights, retain_graph=True)
+    assert len(caplog.records) == 6
