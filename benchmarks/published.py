@@ -47,7 +47,7 @@ bf16 copies, as many micro-batches as pipeline stages, no resharding after forwa
 reserved_bytes.all.peak (torchtitan/metrics.py): what the allocator has taken from the driver, fragments included. A forecast counts
 allocated bytes, so it should be lower, as it is. The rows with float8 and torch.compile are forecast with bf16 and eager kernels: what full
 recomputation holds is the same, transient bytes are not. Not modelled either: the temporaries of a loss that is divided over the
-vocabulary, which are large in tables 4 to 6.""",
+vocabulary. Why table 4 is the furthest off was not found out.""",
     "llama3": """The Llama 3 Herd of Models, arXiv 2407.21783, table 4 and section 3.3.2, in a copy in a public repository. It gives
 no bytes, only that 8K tokens were trained without activation checkpointing on 80 GB, with kernels and deallocation of their own; with
 eager kernels a part must be recomputed. The parts per pipeline rank are not given.""",
