@@ -243,5 +243,26 @@ def test_what_is_collected_after_the_last_region_is_not_kept_alive(compiled, mak
     assert kept() is None
 
 
-def test_bindings_are_not_read_again_while_only_the_compiler_has_containers(compiled):
-    assert ambient.capture()[5] is ambient.capture()[5]
+@pytest.mark.parametrize("value", [None, {}, Notes()], ids=["nothing", "a dict", "an object"])
+def test_bindings_are_not_read_again_while_nothing_is_bound_to_another_value(compiled, value):
+    token = SCALE.set(value)
+    try:
+        assert ambient.capture()[5] is ambient.capture()[5]
+    finally:
+        SCALE.reset(token)
+
+
+def test_another_object_of_the_same_class_is_seen(compiled):
+    class Scale:
+        def __init__(self, by):
+            self.by = by
+
+    x, scales = leaf(4), [Scale(by) for by in (2.0, 3.0, 5.0)]
+    before = SCALE.set(scales[0])
+    outs = []
+    for scale in scales:
+        SCALE.set(scale)
+        outs.append(retape.checkpoint(lambda a: (a * SCALE.get().by).sin(), x))
+    SCALE.reset(before)
+    torch.stack(outs).sum().backward()
+    assert torch.allclose(x.grad, sum(scale.by * (x.detach() * scale.by).cos() for scale in scales))

@@ -24,19 +24,18 @@ def no_progress_bars():
     datasets.enable_progress_bars()
 
 
-@pytest.mark.parametrize(
-    ("trainer", "tuned", "setting"),
-    [
-        ("sft", "full", "defaults"),
-        ("sft", "lora", RAGGED),
-        ("sft", "prefix", "defaults"),
-        ("dpo", "lora", "defaults"),
-        ("grpo", "full", "defaults"),
-        ("grpo", "lora", BF16),
-        ("reward", "full", BF16),
-        ("reward", "lora", RAGGED),
-    ],
-)
+# Every trainer, way of tuning and setting at least once.
+SAMPLE = [
+    ("sft", "full", "defaults"),
+    ("sft", "lora", RAGGED),
+    ("sft", "prefix", "defaults"),
+    ("dpo", "lora", "defaults"),
+    ("grpo", "full", "defaults"),
+    ("reward", "full", BF16),
+]
+
+
+@pytest.mark.parametrize(("trainer", "tuned", "setting"), SAMPLE)
 def test_losses_weights_logs_peaks_and_state(trainer, tuned, setting):
     result = run_cell(Cell(trainer=trainer, tuned=tuned, setting=setting, steps=STEPS))
     assert result.outcome == "right"

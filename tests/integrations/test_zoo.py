@@ -1,5 +1,6 @@
 """Tiny models of Transformers: a seeded sample of the zoo, and those whose layers leave tensors for later ones or have most ops."""
 
+import os
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from benchmarks.zoo import examine
 # Models of Transformers warn about their own options; none of it is about the gradients.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SAMPLED = 12
+SAMPLED = 40 if os.environ.get("RETAPE_LONG") else 8
 ALWAYS = (
     "causal/Gemma4ForCausalLM",  # keys and values of one layer are read by later ones, from a UserDict
     "causal/Gemma3nForCausalLM",

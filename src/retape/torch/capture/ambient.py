@@ -105,35 +105,44 @@ _UNBOUND = (_ValueKind.NOTHING, _ValueKind.CONTAINER)
 
 
 class _LastBindings(threading.local):
-    """The bindings that a thread's context had last time, while only plain values and containers are bound there.
+    """The bindings that a thread's context had last time, unless a tensor is bound there.
 
     PyTorch's compiler binds hundreds of settings, and 200 more with each compilation, and each region reads them. Two copies of an
-    unchanged context compare equal at once. The context of last time is kept without its containers, and contexts with other values
-    are not kept: a context keeps alive what it holds.
+    unchanged context compare equal at once. A context keeps alive what it holds, so that of last time is kept without its containers
+    and objects, of which only the kind or the identity counts.
     """
 
-    context: Context | None = None  # with None in place of each container
-    containers: tuple[ContextVar[Any], ...] = ()
+    context: Context | None = None  # with None in place of each of the others
+    others: tuple[tuple[ContextVar[Any], weakref.ref[Any] | None], ...] = ()  # with the object, or None for a container
     found: Bindings = ((), ())
 
     def look(self, context: Context) -> Bindings:
         """Return what the variables are bound to, and those whose values are looked into."""
         if self.context is not None and self._is_known(context):
             return self.found
-        others = [variable for variable, value in context.items() if not _is_harmless(variable, value)]
-        found = (_bindings(context), tuple([v for v in others if _KINDS[type(context[v])] in _LOOKED_INTO]))
-        self.context, self.containers, self.found = None, (), ((), ())
-        if all(isinstance(context[variable], _MUTABLE) for variable in others):
-            self.context, self.containers, self.found = _without(context, others), tuple(others), found
+        others = [(variable, value) for variable, value in context.items() if not _is_harmless(variable, value)]
+        found = (_bindings(context), tuple([v for v, value in others if _KINDS[type(value)] in _LOOKED_INTO]))
+        self.context, self.others, self.found = None, (), ((), ())
+        if all(_may_be_left_out(value) for _, value in others):
+            self.context, self.found = _without(context, [variable for variable, _ in others]), found
+            self.others = tuple(
+                [(v, None if isinstance(value, _MUTABLE) else weakref.ref(value)) for v, value in others]
+            )
         return found
 
     def _is_known(self, context: Context) -> bool:
-        """True if nothing but the contents of containers can have changed."""
-        if not self.containers:
+        """True if nothing but the contents of containers and objects can have changed."""
+        if not self.others:
             return _is_same(context, self.context)
-        if not all(isinstance(context.get(variable), _MUTABLE) for variable in self.containers):
-            return False
-        return _is_same(_without(context, self.containers), self.context)
+        for variable, reference in self.others:
+            value = context.get(variable)
+            if value is None or (not isinstance(value, _MUTABLE) if reference is None else reference() is not value):
+                return False
+        return _is_same(_without(context, [variable for variable, _ in self.others]), self.context)
+
+
+def _may_be_left_out(value: Any) -> bool:
+    return isinstance(value, _MUTABLE) or _KINDS[type(value)] is _ValueKind.OBJECT
 
 
 _MUTABLE = (dict, list, deque)
