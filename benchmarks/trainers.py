@@ -118,9 +118,10 @@ def main() -> None:
     results = {}
     for path in given.earlier:
         earlier = json.loads(Path(path).read_text())["results"] if Path(path).exists() else {}
-        results |= {name: result for name, result in earlier.items() if result["outcome"].startswith(FINAL)}
+        results |= {name: result for name, result in earlier.items() if not result["outcome"].startswith("not run")}
     for cell in cells(given.steps):
-        if cell.name in results or (given.only and not any(part in cell.name for part in given.only)):
+        is_known = cell.name in results and results[cell.name]["outcome"].startswith(FINAL)
+        if is_known or (given.only and not any(part in cell.name for part in given.only)):
             continue
         results[cell.name] = asdict(run_apart(cell)) | {"commit": _commit()}
         print(cell.name, results[cell.name], flush=True)
