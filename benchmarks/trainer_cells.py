@@ -27,8 +27,6 @@ ABOVE_FLOOR, MOST_REFUSALS = 1.03, 3
 ROUNDING = 1e-5  # of the losses, where a plan compiles other parts than the run that keeps everything
 COMPILED, RAGGED, BF16, RANKS = "torch_compile", "dynamic padding", "bf16 + accumulation", "two processes"
 
-IMPOSSIBLE: dict[tuple[str, str], str] = {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -42,11 +40,6 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.trainer}/{self.tuned}/{self.setting}"
-
-    @property
-    def impossible(self) -> str | None:
-        """Why there is no such training without retape either; None if there is."""
-        return IMPOSSIBLE.get((self.trainer, self.tuned))
 
     @property
     def micro_steps(self) -> int:
