@@ -1,4 +1,4 @@
-"""The plugin for axolotl, with a stand-in for axolotl: its base class of plugins, and what its trainer builder calls."""
+"""The plugin for axolotl, with a fake of axolotl: its base class of plugins, and what its trainer builder calls."""
 
 import importlib
 import sys

@@ -1,6 +1,7 @@
 """Losses on what Transformers collects through forward hooks: hidden states, attentions and router logits leave regions by the side."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.models import small_llama
 
 transformers = pytest.importorskip("transformers")
 
+LONG = bool(os.environ.get("RETAPE_LONG"))
 TOKENS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 SIZES = {
@@ -75,7 +77,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-@pytest.mark.parametrize("budget", [0.8, 0.6])
+@pytest.mark.parametrize("budget", [0.8, 0.6] if LONG else [0.6])
 def test_fit(make, step, budget):
     model = make()
     wanted = batch_gradients(model, step)
@@ -86,8 +88,12 @@ def test_fit(make, step, budget):
     fitted.remove()
 
 
-@CASES
-@pytest.mark.parametrize("budget", [0.8, 0.5])
+@(
+    CASES
+    if LONG
+    else pytest.mark.parametrize(("make", "step"), [(eager_llama, on_attentions), (qwen2_moe, on_router_logits)])
+)
+@pytest.mark.parametrize("budget", [0.8, 0.5] if LONG else [0.5])
 def test_fit_with_parts_in_tiles(make, step, budget):
     """Tiles are measured on regions by themselves; Transformers must not collect what those runs return."""
     model = make()

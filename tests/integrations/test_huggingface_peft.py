@@ -1,5 +1,6 @@
 """PEFT's models: they hand attributes of the model inside on, and what is set on them stays outside."""
 
+import os
 import re
 
 import pytest
@@ -14,6 +15,7 @@ from support.comparing import assert_equal, hook_count, loss_and_gradients
 from support.models import small_llama
 
 peft = pytest.importorskip("peft")
+LONG = bool(os.environ.get("RETAPE_LONG"))
 
 TOKENS = torch.randint(0, 1024, (2, 64), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
@@ -24,7 +26,7 @@ def adapted_llama(**lora):
     return peft.get_peft_model(small_llama(vocab_size=1024, num_hidden_layers=2, use_cache=False), settings).train()
 
 
-@pytest.fixture(params=[None, "CAUSAL_LM"])
+@pytest.fixture(params=[None, "CAUSAL_LM"] if LONG else ["CAUSAL_LM"])
 def model(request):
     """PEFT has a class for each task, and one for none."""
     return adapted_llama(task_type=request.param)
@@ -145,10 +147,10 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("options", [retape.EXACT, retape.ALL])
+@pytest.mark.parametrize("options", [retape.EXACT, retape.ALL] if LONG else [retape.EXACT])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_every_kind_of_adapter(adapter, options):
-    base = small_llama(vocab_size=1024, num_hidden_layers=3, use_cache=False)
+    base = small_llama(vocab_size=1024, num_hidden_layers=3 if LONG else 2, use_cache=False)
     model = peft.get_peft_model(base, ADAPTERS[adapter]()).train()
     wanted = adapter_gradients(model)
     try:

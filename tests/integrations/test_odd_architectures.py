@@ -39,7 +39,7 @@ CASES = {
     "WhisperForConditionalGeneration": (STATES, ATTENTIONS),
     "BertForMaskedLM": (STATES, ATTENTIONS),
 }
-SAMPLE = ("OlmoeForCausalLM", "GptOssForCausalLM", "Gemma4ForCausalLM", "WhisperForConditionalGeneration")
+SAMPLE = ("OlmoeForCausalLM", "Gemma4ForCausalLM", "WhisperForConditionalGeneration")
 SIZES = {"layers": 4, "ffn_dim": 96}
 WHISPER = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
 WHISPER |= {"vocab_size": 128, "d_model": 60, "num_mel_bins": 8, "max_source_positions": 32, "max_target_positions": 64}

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from benchmarks.trainer_cells import COMPILED, RANKS, Cell
+from benchmarks.trainer_cells import RANKS, Cell
 from benchmarks.trainers import cells, run_apart
 
-SAMPLE = [Cell(trainer="trainer", tuned="full", setting=RANKS, steps=3)]
+SAMPLE = [Cell(trainer="trainer", tuned="full", setting=RANKS, steps=2)]
 CHOSEN = cells() if os.environ.get("RETAPE_LONG") else SAMPLE
 
 
@@ -18,5 +18,5 @@ CHOSEN = cells() if os.environ.get("RETAPE_LONG") else SAMPLE
 @pytest.mark.parametrize("cell", CHOSEN, ids=lambda cell: cell.name)
 def test_losses_weights_logs_peaks_and_state(cell):
     result = run_apart(cell)
-    assert result.outcome == "right"
-    assert cell.setting == COMPILED or result.highest_peak_bytes > 0
+    assert result.outcome.startswith("right")
+    assert result.highest_peak_bytes > 0

@@ -8,13 +8,13 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 import datasets
-from benchmarks.trainer_cells import BF16, RAGGED, Cell, run_cell, train
+from benchmarks.trainer_cells import RAGGED, Cell, run_cell, train
 
 from retape.errors import InvalidInput
 
 # Warnings of TRL, PEFT and Transformers about their own settings.
 pytestmark = pytest.mark.filterwarnings("ignore")
-STEPS = 4
+STEPS = 3
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,18 +24,15 @@ def no_progress_bars():
     datasets.enable_progress_bars()
 
 
-# Every trainer, way of tuning and setting at least once.
-SAMPLE = [
-    ("sft", "full", "defaults"),
-    ("sft", "lora", RAGGED),
-    ("sft", "prefix", "defaults"),
-    ("dpo", "lora", "defaults"),
-    ("grpo", "full", "defaults"),
-    ("reward", "full", BF16),
-]
-
-
-@pytest.mark.parametrize(("trainer", "tuned", "setting"), SAMPLE)
+@pytest.mark.parametrize(
+    ("trainer", "tuned", "setting"),
+    [
+        ("sft", "prefix", "defaults"),
+        ("dpo", "full", "defaults"),
+        ("grpo", "full", "defaults"),
+        ("reward", "lora", RAGGED),
+    ],
+)
 def test_losses_weights_logs_peaks_and_state(trainer, tuned, setting):
     result = run_cell(Cell(trainer=trainer, tuned=tuned, setting=setting, steps=STEPS))
     assert result.outcome == "right"
