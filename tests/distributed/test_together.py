@@ -36,6 +36,8 @@ SAMPLE = {
 }
 OTHERS = SAMPLE | {
     "group of two",
+    "stages of pairs",
+    "two dimensions",
     "other options",
     "other budgets",
     "same plans",
@@ -158,6 +160,15 @@ def test_sequence_parallel(ends):
 
 def test_a_group_among_others(ends):
     assert returned_by_all(ends("group of two")) == [[], [1, 3], [], [1, 3]]
+
+
+def test_the_ranks_are_those_that_share_the_model(ends):
+    assert returned_by_all(ends("stages of pairs")) == [[[0, 1], 5], [[0, 1], 5], [[2, 3], 6], [[2, 3], 6]]
+
+
+def test_groups_of_which_none_contains_the_others(ends):
+    found = returned_by_all(ends("two dimensions"))
+    assert found == [[[0, 1], [0, 2], 4], [[0, 1], [1, 3], 4], [[2, 3], [0, 2], 4], [[2, 3], [1, 3], 4]]
 
 
 def test_a_group_without_this_rank(ends):
