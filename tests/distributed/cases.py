@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import retape
+from retape.torch.distributed.members import members_of
 from retape.torch.planning.step_trials import StepTrials
 from support.blocks import MlpBlock, Stack, mean_square
 from support.forked import Case, note_fault, serve
@@ -234,6 +235,36 @@ def group_of_two(rank):
     return [each.rank for each in fitted.record.rank_budgets]
 
 
+def stages_of_pairs(rank):
+    """Two stages of a pipeline, each on two ranks with DDP over a group of its own: each pair fits its own stage."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage = model(blocks=5 + rank // 2, parallel=False)
+    own = DistributedDataParallel(stage, process_group=pairs[rank // 2])
+    fitted = retape.fit(own, torch.randn(128, 16), budget=0.6, progress=False)
+    return [each.rank for each in fitted.record.rank_budgets], len(fitted.record.assignment.choices)
+
+
+def two_dimensions(rank):
+    """Tensor parallelism inside data parallelism: neither group contains the other, so all ranks fit together."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    own = model(parallel=False)
+    for block in own.blocks:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return (
+        members_of(own),
+        members_of(DistributedDataParallel(model(parallel=False), process_group=mesh["data"].get_group())),
+        len(members_of(Both(own, model(parallel=False), mesh["data"].get_group()))),
+    )
+
+
+class Both(nn.Module):
+    """A model of which a part is divided over one group, and another copied over the other."""
+
+    def __init__(self, divided, copied, group):
+        super().__init__()
+        self.divided, self.copied = divided, DistributedDataParallel(copied, process_group=group)
+
+
 def not_a_member(rank):
     retape.fit(model(parallel=False), torch.randn(128, 16), budget=0.6, group=dist.new_group([0]), progress=False)
 
@@ -279,6 +310,8 @@ CASES = FIT_CASES | {
     "sequence parallel": Case(run=sequence_fitted),
     "unequal rows": Case(run=unequal_rows),
     "group of two": Case(run=group_of_two, ranks=4),
+    "stages of pairs": Case(run=stages_of_pairs, ranks=4),
+    "two dimensions": Case(run=two_dimensions, ranks=4),
     "not a member": Case(run=not_a_member),
     **{f"{kind} in a planned step": Case(run=planned_step(kind)) for kind in KINDS},
     **{f"{kind} in a live step": Case(run=live_step(kind)) for kind in KINDS},

@@ -2,6 +2,7 @@
 
 import ast
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
 )
 SCRIPT = Path(__file__).with_name("cases.py")
+BATCH = 10
 SECONDS = 10  # within which every rank has ended after a fault
 PHASES = next(
     [each.value for each in node.value.elts]
@@ -36,6 +38,8 @@ SAMPLE = {
 }
 OTHERS = SAMPLE | {
     "group of two",
+    "stages of pairs",
+    "two dimensions",
     "other options",
     "other budgets",
     "same plans",
@@ -48,33 +52,33 @@ OTHERS = SAMPLE | {
 NAMES = sorted({*IN_FIT.values(), *IN_STEPS, *OTHERS} if os.environ.get("RETAPE_LONG") else SAMPLE)
 
 
-@pytest.fixture(scope="module")
-def every():
-    return run_script(SCRIPT, NAMES)
+@cache
+def batch(number):
+    """Cases that are run together: an import of torch serves all of them, and none takes longer than a test may."""
+    return run_script(SCRIPT, NAMES[number * BATCH : (number + 1) * BATCH])
 
 
-@pytest.fixture
-def ends(every):
-    """How each rank of a case ended, by name; cases that are not in the sample are skipped."""
-    return lambda name: every[name] if name in every else pytest.skip("RETAPE_LONG=1 runs it")
+def ends(name):
+    """How each rank of a case ended; cases that are not in the sample are skipped."""
+    return batch(NAMES.index(name) // BATCH)[name] if name in NAMES else pytest.skip("RETAPE_LONG=1 runs it")
 
 
-def raised_by_all(ends, kind):
+def raised_by_all(found, kind):
     """The text of the error that every rank has raised, the same on each, except one that was killed."""
-    left = [end for end in ends if end.kind != "killed"]
-    assert {end.kind for end in left} == {kind}, ends
-    assert len({end.text for end in left}) == 1, ends
-    assert all(end.seconds < SECONDS for end in left), ends
+    left = [end for end in found if end.kind != "killed"]
+    assert {end.kind for end in left} == {kind}, found
+    assert len({end.text for end in left}) == 1, found
+    assert all(end.seconds < SECONDS for end in left), found
     return left[0].text
 
 
-def returned_by_all(ends):
-    assert {end.kind for end in ends} == {"returned"}, ends
-    return [end.value for end in ends]
+def returned_by_all(found):
+    assert {end.kind for end in found} == {"returned"}, found
+    return [end.value for end in found]
 
 
 @pytest.mark.parametrize(("kind", "phase"), list(IN_FIT), ids=list(IN_FIT.values()))
-def test_a_fault_in_fit(ends, kind, phase):
+def test_a_fault_in_fit(kind, phase):
     found = ends(IN_FIT[kind, phase])
     text = raised_by_all(found, "RankFailed")
     assert text.startswith("Rank 1 ")
@@ -84,7 +88,7 @@ def test_a_fault_in_fit(ends, kind, phase):
 
 
 @pytest.mark.parametrize("name", IN_STEPS)
-def test_a_fault_in_a_training_step_ends_every_rank(ends, name):
+def test_a_fault_in_a_training_step_ends_every_rank(name):
     """Outside a fit nothing watches: the rank raises what it did, and the others what PyTorch says of the closed connection."""
     first, faulty = ends(name)
     assert first.kind == "RuntimeError"
@@ -93,35 +97,35 @@ def test_a_fault_in_a_training_step_ends_every_rank(ends, name):
     assert faulty.kind == {"e": "KeyError", "o": out_of_memory, "k": "killed"}[name[0]]
 
 
-def test_other_models(ends):
+def test_other_models():
     text = raised_by_all(ends("other model"), "InvalidInput")
     assert "they have different regions: rank 0 5 (" in text
     assert "group=False" in text
 
 
-def test_other_options(ends):
+def test_other_options():
     assert "options=ALL" in raised_by_all(ends("other options"), "InvalidInput")
 
 
-def test_apply_compares_plans(ends):
+def test_apply_compares_plans():
     assert "they apply different plans: rank 0 " in raised_by_all(ends("other plans"), "InvalidInput")
 
 
-def test_apply_of_one_plan(ends):
+def test_apply_of_one_plan():
     assert len(set(returned_by_all(ends("same plans")))) == 1
 
 
-def test_only_one_rank_fits(ends):
+def test_only_one_rank_fits():
     first, only = ends("one fits")
     assert (first.kind, only.kind) == ("returned", "InvalidInput")
     assert "Rank 1 called fit(), which is for 2 ranks together, and waited 20 s for rank 0" in only.text
 
 
-def test_each_rank_alone(ends):
+def test_each_rank_alone():
     assert returned_by_all(ends("alone")) == [5, 6]
 
 
-def test_a_budget_for_each_rank(ends):
+def test_a_budget_for_each_rank():
     found = returned_by_all(ends("other budgets"))
     assert len({each["hash"] for each in found}) == 1
     for each in found:
@@ -130,35 +134,44 @@ def test_a_budget_for_each_rank(ends):
         assert "ranks" in each["explained"]
 
 
-def test_a_budget_that_is_too_small_on_one_rank(ends):
+def test_a_budget_that_is_too_small_on_one_rank():
     assert raised_by_all(ends("too small on one"), "BudgetTooSmall").startswith("On rank 1, which has the least room: ")
 
 
-def test_the_largest_rank_decides(ends):
+def test_the_largest_rank_decides():
     found = returned_by_all(ends("unequal rows"))
     assert found[0] == found[1]
     _, peaks, budget = found[0]
     assert peaks[0] < peaks[1] <= budget
 
 
-def test_all_ranks_go_on_with_less(ends):
+def test_all_ranks_go_on_with_less():
     assert len(set(returned_by_all(ends("out of memory without collectives")))) == 1
 
 
-def test_the_state_of_a_communication_hook(ends):
+def test_the_state_of_a_communication_hook():
     assert returned_by_all(ends("power sgd")) == [True, True]
 
 
-def test_sequence_parallel(ends):
+def test_sequence_parallel():
     first, second = returned_by_all(ends("sequence parallel"))
     assert first == second
     assert first[0] > 0
     assert first[1], "gradients are those of the parallel run without a plan"
 
 
-def test_a_group_among_others(ends):
+def test_a_group_among_others():
     assert returned_by_all(ends("group of two")) == [[], [1, 3], [], [1, 3]]
 
 
-def test_a_group_without_this_rank(ends):
+def test_the_ranks_are_those_that_share_the_model():
+    assert returned_by_all(ends("stages of pairs")) == [[[0, 1], 5], [[0, 1], 5], [[2, 3], 6], [[2, 3], 6]]
+
+
+def test_groups_of_which_none_contains_the_others():
+    found = returned_by_all(ends("two dimensions"))
+    assert found == [[[0, 1], [0, 2], 4], [[0, 1], [1, 3], 4], [[2, 3], [0, 2], 4], [[2, 3], [1, 3], 4]]
+
+
+def test_a_group_without_this_rank():
     assert "does not contain this rank, 1" in ends("not a member")[1].text

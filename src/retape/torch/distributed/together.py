@@ -7,6 +7,7 @@ for all ranks; the others find that while they wait for an answer, or are pulled
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -105,12 +106,12 @@ class Together(Ranks):
             raise OthersFailed
 
     def _decided(self, reports: list[_Report], decide: Callable[[list[Any]], Any]) -> _Answer:
-        ended = [report.outcome is not None for report in reports]
-        if any(ended) and not all(ended):
+        ended = [report.outcome for report in reports if report.outcome is not None]
+        if ended and len(ended) < len(reports) and any(outcome != _WENT_WELL for outcome in ended):
             return _Answer(interrupted=True)
-        asked = [(each.phase, each.question) for each in reports]
+        asked = [each.question if ended else (each.phase, each.question) for each in reports]
         other = next((place for place, each in enumerate(asked) if each != asked[0]), None)
-        if other is not None and not any(ended):
+        if other is not None:
             return _Answer(refusal=self._apart(other, reports))
         try:
             return _Answer(value=decide([report.outcome or report.value for report in reports]))
@@ -166,6 +167,8 @@ class Together(Ranks):
             except TimeoutError:
                 assert failure is not None
                 raise _Alone(failure) from None
+            if answer.refusal is not None:
+                raise answer.refusal
             if not answer.interrupted:
                 return answer.value  # type: ignore[no-any-return]
 
@@ -233,7 +236,8 @@ def working_together(
 ) -> Iterator[Ranks]:
     """Yield the ranks once all of them are here; an exception of one ends the work of all, with the same error."""
     number = members.index(rank)
-    channel = meet(Channel(store, "-".join(map(str, members)), tuning), members, number, what, tuning)
+    named = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+    channel = meet(Channel(store, named, tuning), members, number, what, tuning)
     ranks = Together(channel, members, number, tuning)
     watcher = Watcher(
         channel.clone(),
@@ -275,6 +279,7 @@ def meet(
             channel.put(f"session/{name}", own)
     if not channel.wait([f"session/{own}"], seconds=end - time.monotonic()):
         missing = [rank for rank, key in zip(members, here, strict=True) if channel.peek(key) is None]
+        time.sleep(2 * tuning.beat_seconds)  # others that have waited as long do not miss this one
         channel.drop(here[number])
         named = ", ".join(map(str, missing or members[:1]))
         raise InvalidInput(

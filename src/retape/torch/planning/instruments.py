@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.core.problem import Tier
 from retape.torch.capture.call import capture_call
-from retape.torch.distributed.ranks import Ranks
+from retape.torch.distributed.ranks import ALONE, Ranks
 from retape.torch.engine.host.copy_streams import host_tier
 from retape.torch.engine.policy import DROP, HOLD, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
@@ -232,13 +232,18 @@ class OutOfMemory:
 # --- steps and plans --------------------------------------------------------------------------------------------------
 
 
-def is_long(seconds: float, tuning: PlanningTuning, ranks: Ranks) -> bool:
+def is_long(seconds: float, tuning: PlanningTuning, ranks: Ranks = ALONE) -> bool:
     """True if a step of this length is run as rarely as possible; the same on every rank."""
     return ranks.any(seconds >= tuning.long_step_seconds)
 
 
 def repeated(
-    run: Callable[[], float], times: int, tuning: PlanningTuning, ranks: Ranks, taken: Sequence[float] = ()
+    run: Callable[[], float],
+    times: int,
+    tuning: PlanningTuning,
+    taken: Sequence[float] = (),
+    *,
+    ranks: Ranks = ALONE,
 ) -> list[float]:
     """Return the seconds of more runs, up to `times` with those `taken`; fewer if they are long. Every rank runs equally often."""
     found = list(taken) or [run()]
@@ -254,7 +259,7 @@ def timed_steps_for(calls: int, kinds: int, tuning: PlanningTuning) -> int:
     return tuning.timed_steps if calls >= tuning.few_calls_per_kind * kinds else 2 * tuning.timed_steps
 
 
-def turns_within(seconds: float, tuning: PlanningTuning, ranks: Ranks) -> int:
+def turns_within(seconds: float, tuning: PlanningTuning, ranks: Ranks = ALONE) -> int:
     """Return how often two plans with steps of this length are run in turns; 0 if there is no time for enough turns."""
     milliseconds = max(1, ranks.largest(int(1e3 * seconds)))
     turns = min(tuning.most_turns, int(tuning.compared_seconds * 1e3) // (2 * milliseconds))

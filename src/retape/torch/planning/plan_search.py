@@ -500,7 +500,7 @@ class _SetupSearch:
         # The first step of a plan that copies allocates host memory, which takes longer than the step.
         known = [best.seconds] if best.seconds and not best.assignment.moves_something else []
         taken = self._trials.attempted(
-            partial(repeated, run, self._tuning.timed_steps, self._tuning, self._ranks, known)
+            partial(repeated, run, self._tuning.timed_steps, self._tuning, known, ranks=self._ranks)
         )
         if isinstance(taken, OutOfMemory):  # it fitted once, which is no guarantee on this device
             raise self._ran_out(best.plan, taken)

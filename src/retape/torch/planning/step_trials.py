@@ -355,7 +355,9 @@ class StepTrials:
             seconds: list[dict[int, RegionSeconds]] = []
             steps, taken = self._tracked(session, seconds)
             times = self.ranks.largest(timed_steps_for(len(profile.calls), len(profile.traces), self.tuning))
-            taken += repeated(partial(self._timed_regions, session, seconds), times, self.tuning, self.ranks, taken)
+            taken += repeated(
+                partial(self._timed_regions, session, seconds), times, self.tuning, taken, ranks=self.ranks
+            )
             self.is_long = is_long(min(taken), self.tuning, self.ranks)
         others = steps if self.is_spread else {}
         found = Profiled(profile=profile, step=steps[self.devices[0]], seconds=seconds, others=others)
