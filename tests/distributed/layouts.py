@@ -168,9 +168,7 @@ def by_apply(model, ids, wanted):
 
 
 def by_adaptive(model, ids, wanted):
-    fit = fitted(model, ids, 0.5)
-    budget = fit.budget_bytes
-    fit.remove()
+    budget = int(0.95 * retape.measure(partial(gradients, model, ids)).peak_bytes)
     with retape.adaptive(model, budget=budget):
         for _ in range(2):
             assert_equal(gradients(model, ids), wanted)
@@ -292,11 +290,11 @@ def selects_inside_hooks(rank):
     torch.manual_seed(rank)
     batches = [torch.randint(0, WORDS, (32, 32)) for _ in range(3)]
     with op_clock() as instruments:
+        fit = partial(fit_with, model, batches[0], step=loss, instruments=instruments, tuning=NO_TURNS)
         try:
-            fit_with(model, batches[0], step=loss, budget=1, instruments=instruments, tuning=NO_TURNS)
+            fit(budget=1)
         except BudgetTooSmall as error:
-            budget = int(1.4 * error.floor_bytes)
-        fit = fit_with(model, batches[0], step=loss, budget=budget, instruments=instruments, tuning=NO_TURNS)
+            fit = fit(budget=int(1.6 * error.floor_bytes))
     chosen = {choice.option.value for choice in fit.record.assignment.choices}
 
     def step(synchronised):
