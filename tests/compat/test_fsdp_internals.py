@@ -30,7 +30,7 @@ def test_what_is_sharded(sharded):
     assert [fsdp_internals.is_sharded(module) for module in (sharded, *sharded)] == [True, True, False]
     assert len(list(fsdp_internals.parameters())) >= 4
     assert not fsdp_internals.is_sharded(nn.Linear(2, 2))
-    assert not fsdp_internals.has_first_version(sharded.modules())
+    assert not fsdp_internals.wraps_first_version(sharded)
 
 
 def test_gradients_that_are_not_reduced(sharded):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from retape.core.errors import UnsupportedTransform
 from retape.torch.capture.containers import (
     ABSENT,
     ATOMS,
@@ -573,8 +574,10 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         arguments = (*function.args, *arguments)
         keywords = {**function.keywords, **keywords}
         function = function.func
-    fsdp = fsdp_internals.STATE_MODULE in _IMPORTED and fsdp_internals.in_use()
     called = whose_call(function) if type(function) is types.MethodType else function
+    fsdp = fsdp_internals.STATE_MODULE in _IMPORTED and fsdp_internals.in_use()
+    if fsdp_internals.wraps_first_version(called):
+        raise _around_fsdp1(called)
     call = Call()
     call.fsdp = fsdp
     call.arguments = tuple([call.take(value) for value in arguments])
@@ -597,6 +600,13 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
     call.function = frozen_copy(function) if type(function) is types.FunctionType else function
     call.find_shared()
     return call
+
+
+def _around_fsdp1(called: Any) -> UnsupportedTransform:
+    return UnsupportedTransform(
+        f"A region around {type(called).__name__} contains FullyShardedDataParallel (FSDP1), which exchanges its weights unseen by "
+        "autograd. Put the region inside the wrapped module, or use fully_shard (FSDP2)."
+    )
 
 
 def whose_call(method: types.MethodType) -> Any:

@@ -6,7 +6,7 @@ Nothing here imports FSDP: a process that has sharded no module has not loaded i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,10 +53,12 @@ def _groups_in(root: nn.Module) -> list[Any]:
     return [group for state in states.values() for group in _groups_of(state)]
 
 
-def has_first_version(modules: Iterable[nn.Module]) -> bool:
-    """True if one of these modules is a wrapper of FSDP1 (`FullyShardedDataParallel`)."""
+def wraps_first_version(root: Any) -> bool:
+    """True if a module of a model is wrapped in FSDP1 (`FullyShardedDataParallel`)."""
     first = getattr(sys.modules.get(_FIRST_VERSION), "FullyShardedDataParallel", None)
-    return first is not None and any(isinstance(module, first) for module in modules)
+    if first is None or not isinstance(root, nn.Module):
+        return False
+    return any(isinstance(module, first) for module in root.modules())
 
 
 # --- gradients before they are reduced --------------------------------------------------------------------------------

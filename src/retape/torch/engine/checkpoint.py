@@ -19,7 +19,7 @@ from retape.core.errors import InvalidInput
 from retape.torch.capture.call import capture_call
 from retape.torch.compat import internals
 from retape.torch.engine.context import PROCESS, THREAD, is_plain, recomputing
-from retape.torch.engine.messages import OpLog, refuse_cached_parametrizations, refuse_fsdp1, refuse_transforms
+from retape.torch.engine.messages import OpLog, refuse_cached_parametrizations, refuse_transforms
 from retape.torch.engine.policy import DROP, DROP_IN, Check, Inputs, Policy
 from retape.torch.engine.region import Region
 from retape.torch.engine.rerun import Contexts
@@ -65,7 +65,6 @@ def _run_call(  # noqa: PLR0917 - by position: passing keywords twice is a part 
     call = capture_call(function, arguments, keywords)
     if odd:
         refuse_cached_parametrizations(call)
-    refuse_fsdp1(call)
     if not call.only_parameters and call.is_lazy:
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
     runner = THREAD.runner

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from retape.core.errors import RecomputeMismatch, RegionError, StateChanged, UnsupportedTransform
 from retape.torch.capture.call import Call, name_of
-from retape.torch.compat import fsdp_internals, internals
+from retape.torch.compat import internals
 
 _REMEDY = (
     "The function does not do the same thing twice: look for randomness from another library, for Python state that it changes, "
@@ -109,15 +109,6 @@ def refuse_cached_parametrizations(call: Call) -> None:
         raise UnsupportedTransform(
             f"Region {call.name} runs inside torch.nn.utils.parametrize.cached(), whose cache a re-run would not find. "
             "Leave cached() out around regions."
-        )
-
-
-def refuse_fsdp1(call: Call) -> None:
-    """Raise if a region contains a wrapper of FSDP1, which exchanges weights unseen by autograd."""
-    if fsdp_internals.has_first_version(call.modules):
-        raise UnsupportedTransform(
-            f"Region {call.name} contains FullyShardedDataParallel (FSDP1), which exchanges its weights unseen by autograd. Put the region "
-            "inside the wrapped module, or use fully_shard (FSDP2)."
         )
 
 
