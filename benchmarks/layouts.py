@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks.records import record
@@ -18,13 +19,15 @@ TESTS = Path(__file__).parents[1] / "tests"
 SEED = 0
 
 
-def ended(name: str) -> str:
-    """Run a case; return how its ranks ended, which is one way if all is well."""
+def ended(names: list[str]) -> dict[str, str]:
+    """Run cases in processes forked from one; return how the ranks of each ended, which is one way if all is well."""
     from support.forked import run_script
 
-    ends = run_script(TESTS / "distributed/layouts.py", [name], timeout_s=600)[name]
-    ways = dict.fromkeys(str(end.value) if end.kind == "returned" else f"{end.kind}: {end.text}" for end in ends)
-    return "; ".join(ways)
+    found = {}
+    for name, ends in run_script(TESTS / "distributed/layouts.py", names, timeout_s=900).items():
+        ways = dict.fromkeys(str(end.value) if end.kind == "returned" else f"{end.kind}: {end.text}" for end in ends)
+        found[name] = "; ".join(ways)
+    return found
 
 
 def names() -> list[str]:
@@ -39,11 +42,12 @@ def main() -> None:
     parser.add_argument("--out")
     given = parser.parse_args()
     sys.path.insert(0, str(TESTS))
-    results = {}
-    for name in names():
-        if not given.only or any(name.startswith(part) for part in given.only):
-            results[name] = ended(name)
-            print(f"{name}: {results[name]}", flush=True)
+    wanted = [name for name in names() if not given.only or any(name.startswith(part) for part in given.only)]
+    results: dict[str, str] = {}
+    for _, group in groupby(wanted, key=lambda name: name.partition(":")[0]):
+        results |= (found := ended(list(group)))
+        for name, way in found.items():
+            print(f"{name}: {way}", flush=True)
     if given.out or not given.only:
         print(record("layouts", SEED, results, given.out))
 
