@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from retape.torch.compat import fsdp_internals
+from retape.torch.compat import fsdp_internals, internals
 
 
 @pytest.fixture
@@ -58,3 +58,9 @@ def test_synchronised(sharded):
     with fsdp_internals.synchronised(sharded):
         assert not fsdp_internals.keeps_unsharded_gradients(sharded)
     assert fsdp_internals.keeps_unsharded_gradients(sharded)
+
+
+def test_reading_memory_leaves_a_storage_resizable():
+    octets = torch.arange(8, dtype=torch.uint8)
+    assert bytes(internals.memory_of(octets)) == bytes(range(8))
+    octets.untyped_storage().resize_(0)

@@ -3,6 +3,7 @@
 `CASES` has a case for each pair, named "LAYOUT: WAY". A rank returns "right", or "refused: " and the message of a RetapeError.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -39,8 +41,8 @@ def sharded(model, **options):
     return fully_shard(model, **{key: value for key, value in options.items() if key != "reshard_after_forward"})
 
 
-def in_columns_and_rows(model, mesh, *, sequence=False):
-    """Tensor parallelism as PyTorch's tutorial has it, with or without the sequence sharded between the blocks."""
+def in_columns_and_rows(model, mesh, *, sequence=False, words=False):
+    """Tensor parallelism as PyTorch's tutorial has it, with or without the sequence sharded between the blocks, and the logits."""
     plan = {f"attn.{name}": ColwiseParallel() for name in "qkv"} | {"mlp.up": ColwiseParallel()}
     whole = {"output_layouts": Shard(1)} if sequence else {}
     plan |= {"attn.o": RowwiseParallel(**whole), "mlp.down": RowwiseParallel(**whole)}
@@ -53,6 +55,8 @@ def in_columns_and_rows(model, mesh, *, sequence=False):
             "norm": SequenceParallel(),
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
+        if words:
+            ends["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
         parallelize_module(model, mesh, ends)
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
@@ -87,11 +91,12 @@ LAYOUTS = {
     "fsdp1": (2, lambda: FullyShardedDataParallel(made(), use_orig_params=True, device_id=torch.device("cpu"))),
     "tensor parallel": (2, lambda: in_columns_and_rows(made(), _mesh(2))),
     "tensor and sequence parallel": (2, lambda: in_columns_and_rows(made(), _mesh(2), sequence=True)),
+    "loss parallel": (2, lambda: in_columns_and_rows(made(), _mesh(2), sequence=True, words=True)),
     "fsdp2 and tensor parallel": (4, fsdp_and_tensor_parallel),
     "ring attention": (2, lambda: DistributedDataParallel(made(attention=RingAttention))),
     "experts": (2, with_experts),
 }
-ONE_BATCH = ("tensor parallel", "tensor and sequence parallel")  # for all ranks
+ONE_BATCH = ("tensor parallel", "tensor and sequence parallel", "loss parallel")  # for all ranks
 
 
 # --- one layout, one way ----------------------------------------------------------------------------------------------
@@ -163,9 +168,7 @@ def by_apply(model, ids, wanted):
 
 
 def by_adaptive(model, ids, wanted):
-    fit = fitted(model, ids, 0.5)
-    budget = fit.budget_bytes
-    fit.remove()
+    budget = int(0.95 * retape.measure(partial(gradients, model, ids)).peak_bytes)
     with retape.adaptive(model, budget=budget):
         for _ in range(2):
             assert_equal(gradients(model, ids), wanted)
@@ -183,11 +186,12 @@ WAYS = {
 def outcome(layout, way, rank):
     """Run one way in one layout on this rank."""
     model, ids = LAYOUTS[layout][1](), batch_of(layout)
-    wanted = gradients(model, ids)
-    try:
-        WAYS[way](model, ids, wanted)
-    except RetapeError as error:
-        return f"refused: {error}"
+    with loss_parallel() if layout == "loss parallel" else nullcontext():
+        wanted = gradients(model, ids)
+        try:
+            WAYS[way](model, ids, wanted)
+        except RetapeError as error:
+            return f"refused: {error}"
     return "right"
 
 
@@ -286,11 +290,11 @@ def selects_inside_hooks(rank):
     torch.manual_seed(rank)
     batches = [torch.randint(0, WORDS, (32, 32)) for _ in range(3)]
     with op_clock() as instruments:
+        fit = partial(fit_with, model, batches[0], step=loss, instruments=instruments, tuning=NO_TURNS)
         try:
-            fit_with(model, batches[0], step=loss, budget=1, instruments=instruments, tuning=NO_TURNS)
+            fit(budget=1)
         except BudgetTooSmall as error:
-            budget = int(1.4 * error.floor_bytes)
-        fit = fit_with(model, batches[0], step=loss, budget=budget, instruments=instruments, tuning=NO_TURNS)
+            fit = fit(budget=int(1.6 * error.floor_bytes))
     chosen = {choice.option.value for choice in fit.record.assignment.choices}
 
     def step(synchronised):

@@ -22,6 +22,7 @@ LAYOUTS = (
     "fsdp1",
     "tensor parallel",
     "tensor and sequence parallel",
+    "loss parallel",
     "fsdp2 and tensor parallel",
     "ring attention",
     "experts",

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import retape
 from retape.core.problem import OptionKind
+from retape.core.solve import held_bytes
 from retape.errors import BudgetTooSmall, InvalidInput, PlanFormatError, PlanMismatch
 from retape.torch.planning.instruments import FitInstruments
 from support import models
@@ -295,12 +296,17 @@ def test_kinds_of_budget(gpt2):
         half.record.budget_bytes,
         retape.Budget.activations(room),
         {"cpu": half.record.budget_bytes},
-        retape.Budget.activations(2 * room, in_flight=2),
     ):
         made = fit(model, batch, budget=budget)
         made.remove()
         assert made.record.budget_bytes == pytest.approx(half.record.budget_bytes, rel=0.02)
         assert made.measured.peak_bytes <= made.record.budget_bytes
+    shared = fit(model, batch, budget=retape.Budget.activations(2 * room, in_flight=2))
+    shared.remove()
+    others = held_bytes(shared.record.chain, shared.plan)
+    assert half.record.budget_bytes <= shared.record.budget_bytes  # the other one holds less than one that runs
+    assert shared.record.budget_bytes - shared.frontier.fixed_bytes + others == pytest.approx(2 * room, rel=0.02)
+    assert shared.measured.peak_bytes <= shared.record.budget_bytes
 
 
 def test_what_the_first_step_leaves_behind_is_fixed(gpt2):

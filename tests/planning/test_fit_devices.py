@@ -15,7 +15,7 @@ import retape
 from retape.core.fit_record import FitRecord
 from retape.core.machine import simulate
 from retape.core.problem import Budget, OptionKind
-from retape.core.solve import solve
+from retape.core.solve import held_bytes, solve
 from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch.measure import memory_meter as meter
 from retape.torch.measure.baseline_memory import devices_of, fixed_bytes
@@ -234,7 +234,9 @@ def test_more_microbatches_in_flight_leave_less_for_each():
     two.remove()
     for alone, shared in zip(one.record.devices, two.record.devices, strict=True):
         fixed = alone.measured.base_bytes
-        assert 2 * (shared.budget_bytes - fixed) == pytest.approx(alone.budget_bytes - fixed, rel=0.02)
+        others = held_bytes(shared.chain, shared.plan)  # one runs, the other holds what its forward left
+        assert shared.budget_bytes + others == pytest.approx(alone.budget_bytes, rel=0.02)
+        assert alone.budget_bytes - fixed <= 2 * (shared.budget_bytes - fixed)
 
 
 def test_what_the_first_step_leaves_behind_is_fixed():

@@ -74,8 +74,11 @@ def keeps_unsharded_gradients(root: nn.Module) -> bool:
 
 
 def has_unsharded_gradients(root: nn.Module) -> bool:
-    """True if micro-steps without gradient synchronisation have left gradients."""
-    return any(_unsharded_gradient(p) is not None for group in _groups_in(root) for p in group.fsdp_params)
+    """True if micro-steps without gradient synchronisation have left gradients, or sums that HSDP has not reduced over replicas."""
+    groups = _groups_in(root)
+    if any(group._partial_reduce_output is not None for group in groups):
+        return True
+    return any(_unsharded_gradient(p) is not None for group in groups for p in group.fsdp_params)
 
 
 def _unsharded_gradient(parameter: Any) -> Tensor | None:

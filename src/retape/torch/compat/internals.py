@@ -131,10 +131,12 @@ def untyped_storages(tensors: list[torch.Tensor]) -> list[Any]:
 
 
 def memory_of(octets: torch.Tensor) -> memoryview:
-    """Return the memory of a CPU tensor of bytes, unseen by torch-function modes."""
+    """Return the memory of a CPU tensor of bytes, which the caller keeps, unseen by torch-function modes.
+
+    Not by `.numpy()`: PyTorch then refuses to resize the storage, and FSDP frees gathered weights by that.
+    """
     with torch._C.DisableTorchFunction():
-        view: memoryview = octets.numpy().data
-        return view
+        return memoryview((ctypes.c_char * octets.numel()).from_address(octets.data_ptr()))
 
 
 def waiting_frame(thread: int | None) -> Any:

@@ -351,8 +351,8 @@ def refuse_replicas(model: nn.Module) -> None:
         raise replicated(type(unwrapped(model)).__name__)
     if fsdp_internals.wraps_first_version(model):
         raise InvalidInput(
-            f"{type(unwrapped(model)).__name__} is wrapped in FullyShardedDataParallel (FSDP1), which keeps all weights of a block in one "
-            "flat tensor, so that the bytes of a plan cannot be measured. Use fully_shard (FSDP2), or wrap the blocks in retape.checkpoint."
+            "The model is wrapped in FullyShardedDataParallel (FSDP1), which keeps all weights of a block in one flat tensor, so that the "
+            "bytes of a plan cannot be measured. Use fully_shard (FSDP2), or wrap the blocks in retape.checkpoint."
         )
 
 
