@@ -311,6 +311,7 @@ class MeasuredRegion:
     tuning: PlanningTuning
     saved_share: float | None = None
     tiles: int = 1
+    tiled: tuple[str, ...] = ()
     gradient_bytes: int = 0
 
     # Bytes that were measured and that no op of the trace shows, and the share of a forward that a whole re-run does.
@@ -359,7 +360,13 @@ class MeasuredRegion:
         held, moved = (frozenset[int](), frozenset[int]()) if rerun is None else (rerun.held, rerun.moved)
         slots = None if self.trace is None else len(self.trace.slots)
         return RegionOption(
-            cost=cost, held=held, moved=moved, saved_share=self.saved_share, tiles=self.tiles, slots=slots
+            cost=cost,
+            held=held,
+            moved=moved,
+            saved_share=self.saved_share,
+            tiles=self.tiles,
+            tiled=self.tiled,
+            slots=slots,
         )
 
     def keep(self) -> RegionOption:
@@ -380,7 +387,8 @@ class MeasuredRegion:
 
     @property
     def _in_tiles(self) -> str:
-        return f", in {self.tiles} tiles" if self.tiles > 1 else ""
+        some = f"{len(self.tiled)} parts " if len(self.tiled) > 1 else ""
+        return f", {some}in {self.tiles} tiles" if self.tiles > 1 else ""
 
     def _kept_seconds(self) -> tuple[float, float]:
         """Return forward and backward seconds without the engine."""
@@ -430,6 +438,7 @@ class MeasuredRegion:
             self,
             trace=run.trace,
             tiles=run.tiles,
+            tiled=run.parts,
             forward_bytes=self.forward_bytes - max(0, whole.forward_bytes - run.forward_bytes),
             rerun_bytes=back,
             backward_bytes=back,
