@@ -1084,3 +1084,19 @@ def test_note_step(recwarn):
     hook_internals.note_step(optimizer)
     schedule.step()
     assert not recwarn.list
+
+
+def test_factor_places():
+    weight, rows = torch.ones(3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    first, second = internals.factor_places((weight * rows).grad_fn)
+    assert first[0].variable is weight
+    assert second[0].variable is rows
+    assert internals.factor_places((2 * rows).grad_fn)[1] is None
+    assert internals.factor_places(rows.exp().grad_fn) is None
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_other_factor(index):
+    factors = [torch.ones(3, requires_grad=True), torch.full((2, 3), 2.0, requires_grad=True)]
+    node = (factors[0] * factors[1]).grad_fn
+    assert torch.equal(internals.other_factor(node, index), factors[1 - index])

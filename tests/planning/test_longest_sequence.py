@@ -33,7 +33,7 @@ def test_a_fit_of_that_length_is_inside_the_budget_with_little_room_left():
     assert longest > 160
     again = fit_by_ops(model, batch_of(longest), budget=budget)
     assert again.measured.peak_bytes <= budget
-    assert again.frontier.floor_bytes == pytest.approx(budget, rel=0.06)
+    assert again.frontier.floor_bytes == pytest.approx(budget, rel=0.1)
     again.remove()
 
 

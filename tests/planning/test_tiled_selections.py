@@ -48,7 +48,7 @@ def gradients_of(profiled, options):
     assignment = Assignment(choices=tuple(stage.choice.taking(option) for stage, option in pairs))
     executor = Executor(assignment, {id(module): name for name, module in regions.items()}, check=Check.VALUES)
     for choice, call in zip(assignment.choices, found.profile.calls, strict=True):
-        executor.learn(choice, call.inputs, found.profile.trace_of(call, choice.tiles))
+        executor.learn(choice, call.inputs, found.profile.trace_of(call, choice.tiles, choice.tiled))
     put_on(model, regions, executor)
     try:
         for _ in range(2):  # the first step proves the recipes
@@ -76,7 +76,7 @@ def with_attention(profiled, *, moved):
     options = recomputed_in_tiles(profiled)
     found = []
     for option, call in zip(options, profiled[2].profile.calls, strict=True):
-        trace = profiled[2].profile.trace_of(call, TILES)
+        trace = profiled[2].profile.trace_of(call, TILES, option.tiled)
         made = next(op.makes for op in trace.ops if "scaled_dot_product" in str(op.op))
         storages = frozenset(made) & tape_storages(trace).keys()
         rerun = partial_rerun(trace, frozenset(), storages) if moved else partial_rerun(trace, storages)

@@ -1,5 +1,6 @@
 """Tiles: a row-wise function in slices gives the gradients of the same function in a loop over slices, and holds a slice at a time."""
 
+import copy
 import functools
 import gc
 import weakref
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import retape
 from retape.errors import InvalidInput, RegionError, StateChanged, UnsupportedTransform
@@ -811,3 +813,25 @@ def test_a_weight_of_a_linear_layer_beside_what_was_computed_from_it(make):
     found, wanted = case(lambda f, r: retape.tile(f, r, tiles=2)), case(lambda f, r: f(r))
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tiles", [2, 4])
+def test_the_weight_of_a_norm_in_16_bits_is_as_precise_as_in_one_piece(tiles):
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(64).bfloat16()
+    rows, upstream = torch.randn(2, 1, 2048, 64).bfloat16()
+    rows = rows.requires_grad_()
+
+    def gradient(module, call, x, g):
+        return torch.autograd.grad(call(x), module.weight, g)[0].double()
+
+    exact = copy.deepcopy(norm).double()
+    truth = gradient(
+        exact,
+        lambda x: exact.weight * (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()),
+        rows.double(),
+        upstream.double(),
+    )
+    mine = gradient(norm, lambda x: retape.tile(norm, x, tiles=tiles, dim=1), rows, upstream)
+    other = gradient(norm, norm, rows, upstream)
+    assert float((mine - truth).norm()) <= 1.1 * float((other - truth).norm())

@@ -90,7 +90,9 @@ class Choice:
     shapes: tuple[tuple[int, ...], ...] = ()
     hold_collectives: int = 0
 
-    __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(required=("option", "passing"), omitted=("hold_collectives",))
+    __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
+        required=("option", "passing"), omitted=("hold_collectives",)
+    )
 
     def __post_init__(self) -> None:
         codec.check_fields(self)

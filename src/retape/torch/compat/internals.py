@@ -82,6 +82,20 @@ def linear_rows(node: Any) -> torch.Tensor:
     return saved
 
 
+def factor_places(node: Any) -> tuple[Any, Any] | None:
+    """Return the edges of both factors of a product's node, element by element (None for one without gradient); None for other nodes."""
+    if node.name() != "MulBackward0":
+        return None
+    first, second = node.next_functions
+    return (first if first[0] is not None else None), (second if second[0] is not None else None)
+
+
+def other_factor(node: Any, index: int) -> torch.Tensor:
+    """Return the factor that a product's node has saved beside the one with this number."""
+    saved: torch.Tensor = node._saved_other if index == 0 else node._saved_self
+    return saved
+
+
 def next_sequence_number() -> int:
     """Return the number that the next autograd node of this thread will get."""
     return int(torch._C._autograd._get_sequence_nr())

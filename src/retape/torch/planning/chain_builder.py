@@ -21,6 +21,7 @@ from retape.core.plan import Plan
 from retape.core.problem import Chain, OptionKind, Stage, Tier
 from retape.core.solve import host_parts
 from retape.torch.capture.arguments import Signature, elements, shapes
+from retape.torch.engine.trace import RegionTrace
 from retape.torch.planning.instruments import Overheads
 from retape.torch.planning.profile_intervals import (
     Profile,
@@ -308,7 +309,9 @@ class _Builder:
         if self._others:
             options = undominated(options)
         parts = (self._eager or self._main).parts_in_tiles(call.stage)
-        options = [replace(option, tiled=parts) if option.tiles > 1 else option for option in options]
+        options = [
+            replace(option, tiled=parts) if option.tiles > 1 and not option.tiled else option for option in options
+        ]
         stage, all_options = region.stage(options, state_bytes=state_bytes)
         self._add(stage, RegionStage(choice=self._choice(call), options=all_options))
 
@@ -415,14 +418,18 @@ class _VariantProfile:
     def _selections_in_tiles(
         self, kind: Signature, regions: Sequence[MeasuredRegion]
     ) -> list[tuple[PartialRerun, ...]]:
-        """Return selections of few bytes for each number of tiles: the same slots, because only the parts in tiles differ."""
+        """Return selections of few bytes for each number of tiles; with the same parts in tiles it is the same slots."""
         if kind not in self._tiled_selections:
-            tuning, traces = self._tuning, [region.trace for region in regions]
-            first = select_reruns(
-                traces[0] if traces else None, most_ops=tuning.most_graph_ops, groups=tuning.graph_groups, few=True
-            )
-            self._tiled_selections[kind] = [same_selections(trace, traces[0], first) for trace in traces]
+            firsts = {region.tiled: region.trace for region in reversed(regions)}
+            solved = {parts: self._few_selections(trace) for parts, trace in firsts.items()}
+            self._tiled_selections[kind] = [
+                same_selections(region.trace, firsts[region.tiled], solved[region.tiled]) for region in regions
+            ]
         return self._tiled_selections[kind]
+
+    def _few_selections(self, trace: RegionTrace | None) -> tuple[PartialRerun, ...]:
+        tuning = self._tuning
+        return select_reruns(trace, most_ops=tuning.most_graph_ops, groups=tuning.graph_groups, few=True)
 
     def options_in_tiles(self, stage: int, linked: bool, input_bytes: int | None) -> list[RegionOption]:
         """Return the options of a call that run parts in tiles; none of them holds a slot."""

@@ -105,7 +105,7 @@ class Executor:
     def learn(self, choice: Choice, inputs: Signature, trace: RegionTrace | None) -> None:
         """Take the recipe for the slots that a choice holds and moves from a trace of the profile: the region is not traced again."""
         there = slots_there(choice)
-        key = (choice.kind, there, (*inputs, choice.tiles))
+        key = (choice.kind, there, (*inputs, choice.tiles, choice.tiled))
         if there and trace is not None and key not in self._recipes:
             self._recipes[key] = plan_recipe(trace, frozenset(there))
 
@@ -203,7 +203,7 @@ class Executor:
         if not held or is_variant(plain_call):
             policy = policy_of(number, choice, None, None)
             return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check)
-        selection, done = self._selection(number, choice, (choice.kind, held, (*inputs, choice.tiles)))
+        selection, done = self._selection(number, choice, (choice.kind, held, (*inputs, choice.tiles, choice.tiled)))
         proof = None if selection.recipe is None and done is None else selection.proof
         policy = policy_of(number, choice, selection.recipe, proof)
         return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check, done=done)

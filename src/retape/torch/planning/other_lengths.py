@@ -116,7 +116,11 @@ def _trace(one: RegionTrace | None, two: RegionTrace | None, lengths: Lengths, n
 def _tiling(one: Tiling, two: Tiling, lengths: Lengths, name: str) -> Tiling:
     """Return the effect of tiles, for the numbers of tiles that were run with both batches."""
     runs = []
-    for mine, its in zip(one.runs, two.runs, strict=False):
+    known = {(run.tiles, run.parts): run for run in one.runs}
+    for its in two.runs:
+        mine = known.get((its.tiles, its.parts))
+        if mine is None:
+            continue
         runs.append(
             replace(
                 its,

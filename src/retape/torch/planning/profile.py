@@ -35,6 +35,7 @@ from retape.torch.planning.region_variants import (
     VariantCache,
     call_part,
     is_variant,
+    norms_of,
     parts_of,
 )
 
@@ -107,7 +108,7 @@ class ProfileSession:
 
     def parts_of(self, name: str, module: nn.Module) -> list[nn.Module]:
         """Return the parts of a region that might be run in tiles."""
-        return list(parts_of(module).values()) if self._probe is not None else []
+        return [*parts_of(module).values(), *norms_of(module).values()] if self._probe is not None else []
 
     def call_part(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Answer the call of a part of a region; its rows are noted in the step that traces."""

@@ -77,11 +77,11 @@ class Profile:
     traces: dict[Signature, RegionTrace | None] = field(default_factory=dict)
     tilings: dict[Signature, Tiling] = field(default_factory=dict)
 
-    def trace_of(self, call: RegionCall, tiles: int) -> RegionTrace | None:
-        """Return the trace of a call with its parts in this many tiles."""
+    def trace_of(self, call: RegionCall, tiles: int, parts: tuple[str, ...]) -> RegionTrace | None:
+        """Return the trace of a call with these parts in this many tiles."""
         if tiles == call.tiles:
             return self.traces[call.kind]
-        return self.tilings[call.kind].trace_in(tiles) if call.kind in self.tilings else None
+        return self.tilings[call.kind].trace_in(tiles, parts) if call.kind in self.tilings else None
 
 
 class Part(Enum):

@@ -322,6 +322,7 @@ class MeasuredRegion:
     tuning: PlanningTuning
     saved_share: float | None = None
     tiles: int = 1
+    tiled: tuple[str, ...] = ()
     gradient_bytes: int = 0
 
     # Bytes that were measured and that no op of the trace shows, and the share of a forward that a whole re-run does.
@@ -368,7 +369,7 @@ class MeasuredRegion:
     def _asking(self, cost: Option, rerun: PartialRerun | None = None) -> RegionOption:
         """Return an option of this region in the variant that it was measured in."""
         slots = None if self.trace is None else len(self.trace.slots)
-        option = RegionOption(cost=cost, saved_share=self.saved_share, tiles=self.tiles, slots=slots)
+        option = RegionOption(cost=cost, saved_share=self.saved_share, tiles=self.tiles, tiled=self.tiled, slots=slots)
         if rerun is None:
             return option
         return replace(option, held=rerun.held, moved=rerun.moved, hold_collectives=rerun.hold_collectives)
@@ -391,7 +392,8 @@ class MeasuredRegion:
 
     @property
     def _in_tiles(self) -> str:
-        return f", in {self.tiles} tiles" if self.tiles > 1 else ""
+        some = f"{len(self.tiled)} parts " if len(self.tiled) > 1 else ""
+        return f", {some}in {self.tiles} tiles" if self.tiles > 1 else ""
 
     def _kept_seconds(self) -> tuple[float, float]:
         """Return forward and backward seconds without the engine."""
@@ -441,6 +443,7 @@ class MeasuredRegion:
             self,
             trace=run.trace,
             tiles=run.tiles,
+            tiled=run.parts,
             forward_bytes=self.forward_bytes - max(0, whole.forward_bytes - run.forward_bytes),
             rerun_bytes=back,
             backward_bytes=back,

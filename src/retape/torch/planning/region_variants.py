@@ -248,18 +248,22 @@ class TiledRun:
     backward_bytes: int
     seconds: float
     trace: RegionTrace | None = None
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """Effect of tiles on a kind of region: the names of its parts, and its runs, of which the first has one tile."""
+    """Effect of tiles on a kind of region: the names of its MLPs, and its runs, of which the first has one tile.
+
+    The last runs may have norms in tiles too: each run has the names of its own `parts`.
+    """
 
     parts: tuple[str, ...]
     runs: tuple[TiledRun, ...]
 
-    def trace_in(self, tiles: int) -> RegionTrace | None:
-        """Return the trace of a run in this many tiles; None if there is none."""
-        return next((run.trace for run in self.runs if run.tiles == tiles), None)
+    def trace_in(self, tiles: int, parts: tuple[str, ...]) -> RegionTrace | None:
+        """Return the trace of a run with these parts in this many tiles; None if there is none."""
+        return next((run.trace for run in self.runs if (run.tiles, run.parts) == (tiles, parts)), None)
 
 
 def parts_of(region: nn.Module) -> dict[str, nn.Module]:
@@ -275,10 +279,31 @@ def parts_of(region: nn.Module) -> dict[str, nn.Module]:
     return dict(sorted(found.items()))
 
 
+def norms_of(region: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a region outside those parts that look like norms: vectors as their only state."""
+    inside = {id(module) for part in parts_of(region).values() for module in part.modules()}
+    return {
+        name: module
+        for name, module in region.named_modules()
+        if id(module) not in inside and name and _looks_like_norm(module)
+    }
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    alone = next(module.children(), None) is None and not any(True for _ in module.buffers())
+    return alone and bool(parameters) and all(p.dim() == 1 for p in parameters) and not _has_hooks(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """True if a hook on a module or inside it would see slices of results."""
+    return any(hooks for part in module.modules() for hooks in (getattr(part, name) for name in _HOOKS))
+
+
 def _looks_rowwise(module: nn.Module) -> bool:
     parameters = list(module.parameters())
-    if any(hooks for part in module.modules() for hooks in (getattr(part, name) for name in _HOOKS)):
-        return False  # a hook on its modules must not see slices of their results
+    if _has_hooks(module):
+        return False
     if any(True for _ in module.buffers()) or any(parameter.dim() > 2 for parameter in parameters):
         return False
     leaves = [part for part in module.modules() if next(part.children(), None) is None]
@@ -350,13 +375,18 @@ def measured_tiles(
     tuning: PlanningTuning,
     clock: Callable[[], float] = time.perf_counter,
     op_timer: Callable[[torch.device], OpStopwatch] | None = None,
+    before: tuple[TiledRun, ...] = (),
 ) -> tuple[TiledRun, ...]:
-    """Run one region by itself with 1, 2, 4 tiles and so on while more of them lower its peak; empty if it cannot be sliced."""
+    """Run one region by itself with 1, 2, 4 tiles and so on while more of them lower its peak; empty if it cannot be sliced.
+
+    With runs `before` of fewer parts, return runs in at least as many tiles as the last of them that lower its peak.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained and not _fresh((args, keywords))[1]:  # frozen, and so is all that it is given
         return ()
-    found: list[TiledRun] = []
-    for tiles in (1, *tuning.tiles):
+    found = list(before)
+    least = before[-1].tiles if before else 1
+    for tiles in (each for each in (1, *tuning.tiles) if each >= least):
         try:
             run = _measured(call, (args, keywords), trained, tiles, device, clock)
             if len(found) > 1 and run.backward_bytes > tuning.tile_gain * found[-1].backward_bytes:
@@ -366,7 +396,8 @@ def measured_tiles(
         except (RetapeError, torch.OutOfMemoryError):
             break
         found.append(run)
-    return tuple(found) if len(found) > 1 else ()
+    found = found[len(before) :]
+    return tuple(found) if len(found) > 1 or before else ()
 
 
 def _measured(  # noqa: PLR0917 - one user
@@ -440,15 +471,12 @@ class TileProbe:
         """Return what tiles save of a region that has just been called; nothing if it fills a cache, which one run more would change."""
         if any(LIBRARIES.is_filled_by_calls(type(value)) for value in (*args, *keywords.values())):
             return Tiling(parts=(), runs=())
-        parts = {
-            name: part
-            for name, part in parts_of(region).items()
-            if id(part) in self._rows and treats_rows_independently(part.forward, self._rows[id(part)])
-        }
+        parts = self._independent(parts_of(region))
         self._rowwise |= set(map(id, parts.values()))
         if not parts:
             return Tiling(parts=(), runs=())
-        runs = measured_tiles(
+        run = partial(
+            measured_tiles,
             plain_call,
             args,
             keywords,
@@ -458,4 +486,17 @@ class TileProbe:
             clock=self._clock,
             op_timer=self._op_timer,
         )
+        runs = tuple(replace(each, parts=tuple(parts)) for each in run())
+        norms = self._independent(norms_of(region)) if runs else {}
+        if norms:
+            self._rowwise |= set(map(id, norms.values()))
+            runs += tuple(replace(each, parts=(*parts, *norms)) for each in run(before=runs))
         return Tiling(parts=tuple(parts), runs=runs)
+
+    def _independent(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """Return the modules that treat their rows independently, by the rows that they were called with."""
+        return {
+            name: module
+            for name, module in modules.items()
+            if id(module) in self._rows and treats_rows_independently(module.forward, self._rows[id(module)])
+        }

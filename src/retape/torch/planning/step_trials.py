@@ -432,7 +432,7 @@ class StepTrials:
             tuning=self.tuning,
         )
         for choice, call in zip(assignment.choices, profile.calls, strict=True):
-            executor.learn(choice, call.inputs, profile.trace_of(call, choice.tiles))
+            executor.learn(choice, call.inputs, profile.trace_of(call, choice.tiles, choice.tiled))
         return executor
 
     def measured(self, regions: Regions, executor: Executor | None) -> list[Record]:

@@ -5,7 +5,7 @@ weight.T`, the gradient of rows, and `add_product`, by which gradients of weight
 
 In every slice autograd makes the whole gradient of a linear layer's weight, and rounds it to 16 bits for 16-bit weights. The operands
 of that gradient are at the layer's node, so they are multiplied onto the sum instead (`Linear.watch`): one pass less over the weight's
-gradient, and for 16-bit weights a sum in float32.
+gradient, and for 16-bit weights a sum in float32. The same for 16-bit vectors that rows are multiplied with, as in norms (`Scale`).
 """
 
 from __future__ import annotations
@@ -173,6 +173,30 @@ class Linear:
         return self.node.register_prehook(passing)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """A product of rows with a 16-bit vector, element by element, of which the vector is factor number `index`."""
+
+    node: Node
+    weight: Tensor
+    index: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.weight]
+
+    def watch(self, total_of: Callable[[Tensor], Tensor]) -> Any:
+        """Add the gradient of the vector to its total in the backward pass; return the hook's handle."""
+
+        def passing(gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[0]
+            if gradient is not None:
+                product = gradient.float() * internals.other_factor(self.node, self.index)
+                add_sum(total_of(self.weight), product.reshape(-1, product.shape[-1]))
+
+        return self.node.register_prehook(passing)
+
+
 class SliceGraph:
     """The autograd nodes of one slice, found from its outputs; raises if they lead to an unknown tensor that needs a gradient."""
 
@@ -213,10 +237,22 @@ class SliceGraph:
         """The tensors from outside that need gradients of this slice."""
         return list(self._found.values())
 
-    def linears(self) -> list[Linear]:
-        """Return linear layers that gradients of the rows pass through, whose weight is used once in the slice."""
+    def linears(self) -> list[Linear | Scale]:
+        """Return linear layers and scales that gradients of the rows pass through, whose weight is used once in the slice."""
         passed = self._leading_to_entries()
-        return [found for node in self._nodes if node in passed for found in self._linear(node)]
+        found: list[Linear | Scale] = []
+        for node in self._nodes:
+            if node in passed:
+                found += self._linear(node)
+                found += self._scale(node)
+        return found
+
+    def _scale(self, node: Node) -> list[Scale]:
+        for index, place in enumerate(internals.factor_places(node) or ()):
+            weight = self._sole_leaf(place)
+            if weight is not None and weight.dtype in HALVES and weight.dim() == 1 and len(weight) > 1:
+                return [Scale(node=node, weight=weight, index=index)]
+        return []
 
     def _leading_to_entries(self) -> set[Node]:
         users: dict[Node, list[Node]] = {}

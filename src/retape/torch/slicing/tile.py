@@ -27,7 +27,7 @@ from retape.torch.engine.graph_ancestry import computed_from_another
 from retape.torch.engine.messages import refuse_transforms
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.region import Region
-from retape.torch.slicing.linear_layers import Linear, SliceGraph, wide
+from retape.torch.slicing.linear_layers import Linear, Scale, SliceGraph, wide
 from retape.torch.slicing.rowwise import Arguments, SavedPart, SavedRows, Slicing, assert_rowwise, read_settings
 
 _SLICE = Policy(linkable=False)
@@ -237,7 +237,7 @@ class _Slice:
         entered = [value for value, needed in zip(self._given, needs_grad, strict=True) if needed]
         self.entries = [get_gradient_edge(value) for value in _each_once(entered)]
         self.edges: list[GradientEdge | None] = []
-        self.linears: list[Linear] = []
+        self.linears: list[Linear | Scale] = []
         self.apart: frozenset[int] = frozenset()  # the ids of the tensors of these, whose gradients are not autograd's
         call = capture_call(fn, tuple(self._given), {})
         self._tensors = list(call.tensors)
