@@ -47,7 +47,7 @@ from retape.torch.engine.messages import (
 from retape.torch.engine.policy import DROP, Check, Inputs, Policy, Proof
 from retape.torch.engine.recipe_mode import Diverged, Recipe, RecipeMode
 from retape.torch.engine.rerun import RERUN, Contexts, RegionRerun, is_compiled
-from retape.torch.engine.slots import Slot, checked, release
+from retape.torch.engine.slots import Slot, checked, release, unpack, unpack_moved, unpack_observed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -260,11 +260,11 @@ class Region:
 
     def _hooks(self) -> tuple[Any, Any]:
         """Return the pack and unpack hooks of a region whose slots are moved or observed."""
-        pack, unpack_ = (self.save, unpack) if self._transfers is None else (self._save_moved, _unpack_moved)
+        pack, unpack_ = (self.save, unpack) if self._transfers is None else (self._save_moved, unpack_moved)
         if self.observer is None or not self.observer.sees_slots:
             return pack, unpack_
         self.costly_slots = []
-        return self._save_observed, _unpack_observed
+        return self._save_observed, unpack_observed
 
     def save(self, tensor: Tensor) -> Slot:
         """Return the slot of a tensor that autograd saves; it holds the tensor if the policy says so."""
@@ -623,36 +623,3 @@ class Region:
 def _under(mode: AbstractContextManager[Any], function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Any:
     with mode:
         return function(*args, **keywords)
-
-
-# The unpack hooks. Autograd keeps a hook longer than the slot, so these functions refer to no region.
-
-
-@compiler_internals.left_alone
-def unpack(slot: Slot) -> Tensor:
-    value = slot.value
-    region = slot.region
-    if region.is_running:
-        region.backward_inside = True
-    if value is None:
-        value = region.refill(slot)
-    if slot.version != (value._version if type(value) is Tensor else version_of(value)):
-        checked(slot, value)
-    slot.consumed = True
-    return value
-
-
-@compiler_internals.left_alone
-def _unpack_moved(slot: Slot) -> Tensor:
-    slot.region.start_return()
-    return unpack(slot)
-
-
-@compiler_internals.left_alone
-def _unpack_observed(slot: Slot) -> Tensor:
-    region = slot.region
-    observer = region.observer
-    if observer.active_task != internals.graph_task() and not region.is_running:
-        observer.on_backward(region)
-    region.start_return()
-    return unpack(slot)

@@ -1,4 +1,4 @@
-"""Slots: the tensors that autograd saved inside a region. What fills them again is in `rerun.py`."""
+"""Slots: the tensors that autograd saved inside a region, and the hooks that return them. What fills them again is in `rerun.py`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from retape.core.errors import StateChanged
 from retape.torch.capture.mutation import version_of
+from retape.torch.compat import compiler_internals, internals
 
 if TYPE_CHECKING:
     from retape.torch.capture.snapshot import Snapshot
@@ -80,3 +81,36 @@ def changed_in_place(slot: Slot, shape: Any) -> StateChanged:
         "modified by an inplace operation after it was saved, so its gradients would be wrong. Change a copy of it (.clone()), "
         "or change it after backward."
     )
+
+
+# The unpack hooks. Autograd keeps a hook longer than the slot, so these functions refer to no region.
+
+
+@compiler_internals.left_alone
+def unpack(slot: Slot) -> Tensor:
+    value = slot.value
+    region = slot.region
+    if region.is_running:
+        region.backward_inside = True
+    if value is None:
+        value = region.refill(slot)
+    if slot.version != (value._version if type(value) is Tensor else version_of(value)):
+        checked(slot, value)
+    slot.consumed = True
+    return value
+
+
+@compiler_internals.left_alone
+def unpack_moved(slot: Slot) -> Tensor:
+    slot.region.start_return()
+    return unpack(slot)
+
+
+@compiler_internals.left_alone
+def unpack_observed(slot: Slot) -> Tensor:
+    region = slot.region
+    observer = region.observer
+    if observer.active_task != internals.graph_task() and not region.is_running:
+        observer.on_backward(region)
+    region.start_return()
+    return unpack(slot)
