@@ -88,11 +88,7 @@ def test_fit(make, step, budget):
     fitted.remove()
 
 
-@(
-    CASES
-    if LONG
-    else pytest.mark.parametrize(("make", "step"), [(eager_llama, on_attentions), (qwen2_moe, on_router_logits)])
-)
+@(CASES if LONG else pytest.mark.parametrize(("make", "step"), [(qwen2_moe, on_router_logits)]))
 @pytest.mark.parametrize("budget", [0.8, 0.5] if LONG else [0.5])
 def test_fit_with_parts_in_tiles(make, step, budget):
     """Tiles are measured on regions by themselves; Transformers must not collect what those runs return."""

@@ -7,7 +7,7 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 import lightning.pytorch as lightning
-from benchmarks.trainer_cells import BF16, RAGGED, Cell, run_cell, state_of
+from benchmarks.trainer_cells import BF16, Cell, run_cell, state_of
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
@@ -19,7 +19,7 @@ from support.models import small_gpt2
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize(("tuned", "setting"), [("full", BF16), ("full", RAGGED)])
+@pytest.mark.parametrize(("tuned", "setting"), [("full", BF16)])
 def test_losses_weights_peaks_and_state(tuned, setting):
     assert run_cell(Cell(trainer="lightning", tuned=tuned, setting=setting, steps=4)).outcome == "right"
 

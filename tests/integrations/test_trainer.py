@@ -1,6 +1,7 @@
 """Hugging Face's Trainer with `FitCallback`: the run of a plain Trainer, bit for bit, inside a budget."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.models import small_gpt2
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+LONG = pytest.mark.skipif(not os.environ.get("RETAPE_LONG"), reason="takes seconds; RETAPE_LONG=1 runs it")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
@@ -244,6 +246,7 @@ def test_the_log_has_budget_peak_slowdown_and_reruns(tmp_path):
     assert not any("retape/budget_bytes" in each for each in trainer.state.log_history if "loss" not in each)
 
 
+@LONG
 def test_a_budget_that_is_too_small_lets_the_trainer_find_a_smaller_batch(tmp_path):
     plain = FitCallback(0.99, progress=False)
     train(tmp_path, plain, steps=1)

@@ -28,7 +28,6 @@ def no_progress_bars():
     ("trainer", "tuned", "setting"),
     [
         ("sft", "prefix", "defaults"),
-        ("dpo", "full", "defaults"),
         ("grpo", "full", "defaults"),
         ("reward", "lora", RAGGED),
     ],
