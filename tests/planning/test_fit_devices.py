@@ -17,7 +17,6 @@ from retape.core.machine import simulate
 from retape.core.problem import Budget, OptionKind
 from retape.core.solve import held_bytes, solve
 from retape.errors import BudgetTooSmall, InvalidInput
-from retape.torch.measure import memory_meter as meter
 from retape.torch.measure.baseline_memory import devices_of, fixed_bytes
 from retape.torch.measure.memory_meter import MemoryReading, track_memory
 from retape.torch.planning import plan_search
@@ -269,12 +268,27 @@ def test_too_small_names_the_device():
     assert [type(module) for module in model.modules()] == classes
 
 
-def test_a_peak_above_the_budget_is_an_error(monkeypatch):
+def measuring(change):
+    """Trials whose measured peaks are changed."""
+
+    class Trials(StepTrials):
+        def measured(self, regions, executor):
+            return [replace(each, peak_bytes=change(each.peak_bytes)) for each in super().measured(regions, executor)]
+
+    return Trials
+
+
+def test_a_peak_above_the_budget_is_an_error():
     """A device that always shows more than it promised."""
     model, batch = make()
-    monkeypatch.setattr(meter, "largest", lambda peak: 10**9)
     with pytest.raises(BudgetTooSmall, match=r"No plan was measured to stay inside .* on cpu: the last one peaked at"):
-        fit(model, batch, budget={"cpu": "20MiB", "meta": "2GiB"}, tuning={"most_corrections": 1})
+        fit(
+            model,
+            batch,
+            budget={"cpu": "20MiB", "meta": "2GiB"},
+            tuning={"most_corrections": 1},
+            trials=measuring(lambda _: 10**9),
+        )
 
 
 def test_the_same_plans_with_a_better_promise_are_taken(monkeypatch):
@@ -282,21 +296,10 @@ def test_the_same_plans_with_a_better_promise_are_taken(monkeypatch):
     model, batch = make()
     without_select = lambda *a, **k: build_chain(*a, **k).without(OptionKind.SELECT)  # noqa: E731
     monkeypatch.setattr(plan_search, "build_chain", without_select)
-    monkeypatch.setattr(meter, "largest", lambda peak: int(1.1 * peak))
-    made = fit(model, batch, budget=0.6)
+    made = fit(model, batch, budget=0.6, trials=measuring(lambda peak: int(1.1 * peak)))
     first = made.record.devices[0]
     assert first.plan.promised_peak_bytes == pytest.approx(first.measured.peak_bytes, rel=0.02)
     made.remove()
-
-
-def test_of_all_ranks_the_fullest_counts_with_what_is_fixed_there(monkeypatch):
-    """Fixed bytes differ between ranks too: the largest peak is one of all bytes, not of those of the step alone."""
-    asked = []
-    monkeypatch.setattr(meter, "largest", lambda peak: asked.append(peak) or peak + 1000)
-    model, batch = make()
-    made = fit(model, batch, budget=1.0)
-    assert all(each.measured.peak_bytes - 1000 in asked for each in made.record.devices)
-    assert made.measured.base_bytes > 0
 
 
 def test_a_region_on_a_device_without_a_budget():
