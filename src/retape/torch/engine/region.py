@@ -188,8 +188,8 @@ class Region:
         if call.writes_unseen:
             function = self._watched(function)
         if self.policy.hold_collectives and not is_compiled(call):
-            self._held_collectives = HeldCollectives(self.name, self.policy.hold_collectives)
-            function = partial(_under, HoldingCollectives(self._held_collectives), function)
+            self._held_collectives = held = HeldCollectives(self.name, self.policy.hold_collectives)
+            function = partial(_under, HoldingCollectives(held), function)
         if transfers is None and self.observer is None:  # hooks first: they may be forbidden
             _push_hooks(self.save, unpack)
         else:
@@ -328,8 +328,9 @@ class Region:
             task = internals.graph_task()
             # Outside a backward pass the other slots are not about to be consumed, so they are not filled.
             targets = self.missing() if task >= 0 else {wanted.index: wanted}
-            # A pass that leaves the weights to a later one, as in a zero-bubble pipeline, needs the same slots there.
-            kept = task >= 0 and internals.leaves_out(self._call.state)
+            kept = task >= 0 and internals.leaves_out(
+                self._call.state
+            )  # a later pass for the weights needs the slots too
             handed_over = len(targets) == 1 and not kept
             if not kept and (not handed_over or _REFILLED.any_in(task)):
                 _REFILLED.begin_refill(self, task)
