@@ -9,8 +9,7 @@ Rules (cited as "Rule n"; the design has the whole list)
  2. The stop is not an Exception that user code could swallow.
  3. Holding means the tensor without its history, and its version: a later write to it is an error, not a wrong gradient.
  4. Slots are matched by order and metadata; with `check="values"` by a checksum too.
- 5. A refilled slot lives until it is consumed; the region can be run again after that. In a pass that keeps the graph and leaves the
-    weights to a later one (zero-bubble pipelines) it lives until that one.
+ 5. A refilled slot lives until it is consumed, also by a later pass for the weights; the region can be run again after that.
  6. Select: see `select.py`.
  7. A nested region saves its inputs through an autograd node, so that the hooks of the outer one see them.
  8. A region that keeps everything for good costs nothing: it is not run through here at all.
@@ -200,8 +199,8 @@ class Region:
         if call.writes_unseen:
             function = self._watched(function)
         if self.policy.hold_collectives and not is_compiled(call):
-            self._held_collectives = HeldCollectives(self.name, self.policy.hold_collectives)
-            function = partial(_under, HoldingCollectives(self._held_collectives), function)
+            self._held_collectives = held = HeldCollectives(self.name, self.policy.hold_collectives)
+            function = partial(_under, HoldingCollectives(held), function)
         if transfers is None and self.observer is None:  # hooks first: they may be forbidden
             _push_hooks(self.save, unpack)
         else:
@@ -344,12 +343,12 @@ class Region:
             task = internals.graph_task()
             # Outside a backward pass the other slots are not about to be consumed, so they are not filled.
             targets = self.missing() if task >= 0 else {wanted.index: wanted}
-            if task >= 0 and self._waits_for_weights():
-                handed_over = False
-            else:
-                handed_over = len(targets) == 1
-                if not handed_over or _REFILLED.any_in(task):
-                    _REFILLED.begin_refill(self, task)
+            kept = task >= 0 and internals.leaves_out(
+                self._call.state
+            )  # a later pass for the weights needs the slots too
+            handed_over = len(targets) == 1 and not kept
+            if not kept and (not handed_over or _REFILLED.any_in(task)):
+                _REFILLED.begin_refill(self, task)
             self._rerun(targets, self.early_stop)
             value = wanted.value
             if value is None:
@@ -358,10 +357,6 @@ class Region:
             if handed_over:  # the caller consumes the only refilled slot now: nothing is left to release later
                 wanted.value = None
             return value
-
-    def _waits_for_weights(self) -> bool:
-        """True if a later pass computes the gradients of its weights, as in a zero-bubble pipeline: it reads the same slots."""
-        return internals.graph_is_kept() and internals.leaves_out({id(w) for w in self._call.state if w.requires_grad})
 
     def refill_missing(self) -> None:
         """Run again and refill every missing slot."""
@@ -423,9 +418,8 @@ class Region:
 
     def collectives_again(self) -> RepeatedCollectives | None:
         """Return the mode for the collectives of a re-run; None if its first run started none."""
-        if not self._communicates or is_compiled(self._call):
-            return None
-        return RepeatedCollectives(self._held_collectives)
+        there = self._communicates and not is_compiled(self._call)
+        return RepeatedCollectives(self._held_collectives) if there else None
 
     def _run_again(self, rerun: RegionRerun, held: list[Tensor]) -> Any:
         self.reruns += 1
