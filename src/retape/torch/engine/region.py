@@ -343,9 +343,7 @@ class Region:
             task = internals.graph_task()
             # Outside a backward pass the other slots are not about to be consumed, so they are not filled.
             targets = self.missing() if task >= 0 else {wanted.index: wanted}
-            kept = task >= 0 and internals.leaves_out(
-                self._call.state
-            )  # a later pass for the weights needs the slots too
+            kept = task >= 0 and internals.leaves_out(self._call.state)  # for a pass that comes later
             handed_over = len(targets) == 1 and not kept
             if not kept and (not handed_over or _REFILLED.any_in(task)):
                 _REFILLED.begin_refill(self, task)
@@ -418,8 +416,7 @@ class Region:
 
     def collectives_again(self) -> RepeatedCollectives | None:
         """Return the mode for the collectives of a re-run; None if its first run started none."""
-        there = self._communicates and not is_compiled(self._call)
-        return RepeatedCollectives(self._held_collectives) if there else None
+        return RepeatedCollectives(self._held_collectives) if self._communicates and not self.is_compiled else None
 
     def _run_again(self, rerun: RegionRerun, held: list[Tensor]) -> Any:
         self.reruns += 1

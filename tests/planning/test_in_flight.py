@@ -1,0 +1,64 @@
+"""Several microbatches in flight, as in a pipeline: real steps against the floor and the budget that a fit promised for all of them."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import retape
+from retape.errors import BudgetTooSmall
+from support.blocks import MlpBlock
+
+IN_FLIGHT, WIDTH = 8, 32
+
+
+class PipelineStage(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.call = nn.ModuleList(MlpBlock(WIDTH, 4) for _ in range(4)), call
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+def plainly(block, x):
+    return block(x)
+
+
+def by_hand(block, x):
+    return retape.checkpoint(block, x, use_reentrant=False)
+
+
+def loss(model, x):
+    return model(x).square().mean()
+
+
+def run_all(model, batches):
+    """Every forward before the first backward."""
+    for each in [loss(model, batch) for batch in batches]:
+        each.backward()
+
+
+def peak_of(model):
+    """Return the peak of all microbatches, without the batches of all but one of them, and with gradients throughout."""
+    batches = [torch.randn(64, WIDTH) for _ in range(IN_FLIGHT)]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    peak = retape.measure(partial(run_all, model, batches)).peak_bytes
+    return peak - sum(batch.nbytes for batch in batches[1:])
+
+
+@pytest.mark.parametrize("share", [1.02, 1.5])
+def test_floor_and_budget_with_eight_in_flight(share):
+    fit = partial(retape.fit, model := PipelineStage(plainly), torch.randn(64, WIDTH), step=loss, progress=False)
+    with pytest.raises(BudgetTooSmall, match="with 8 microbatches in flight") as error:
+        fit(budget=retape.Budget.of(1, in_flight=IN_FLIGHT))
+    floor = error.value.floor_bytes
+    assert floor <= 1.05 * peak_of(PipelineStage(by_hand))
+    fitted = fit(budget=retape.Budget.of(int(share * floor), in_flight=IN_FLIGHT))
+    assert peak_of(model) <= share * floor
+    fitted.remove()
