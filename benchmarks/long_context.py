@@ -29,7 +29,7 @@ import torch
 from benchmarks.longest import EIGHT_BILLION, TINY, batch_of, build, labels_of, pretend_host, say
 from benchmarks.records import record
 from benchmarks.tiers import HOST
-from benchmarks.training_loop import Offloaded, allocated, device
+from benchmarks.training_loop import allocated, by_hand, device
 from torch.optim.adamw import adamw
 
 import retape
@@ -45,8 +45,8 @@ TOKENS = {"short": 98304, "long": 196608, "wide": 196608, "plain": 131072, "adam
 TINY_TOKENS = dict.fromkeys(TOKENS, 256)
 PROFILED = (8192, 16384)  # tokens of the batches that are profiled
 COMPARED = 16384  # tokens at which gradients are compared
-PINNED_SHARE = 0.95  # of that, pinned before a fit: the rest is for small tensors
 HOST_SHARE = 0.9  # of the host's memory that is free: nothing else runs beside this
+PINNED_SHARE = 0.95  # of that, pinned before a fit: the rest is for small tensors
 
 
 class Float32AdamW(torch.optim.AdamW):
@@ -127,23 +127,6 @@ class InTiles:
     def __exit__(self, *error: object) -> None:
         for mlp in self._mlps:
             del mlp.forward
-
-
-def by_hand(model, batch) -> torch.Tensor:
-    """The loss with layer inputs offloaded, and the head and the loss in slices."""
-    ids = batch["input_ids"]
-    hidden = model.model.embed_tokens(ids)
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    rotary = model.model.rotary_emb(hidden, positions)
-    for layer in model.model.layers:
-
-        def run(x, layer=layer):
-            out = layer(x, position_ids=positions, position_embeddings=rotary)
-            return out if torch.is_tensor(out) else out[0]
-
-        hidden = Offloaded.apply(run, hidden)
-    hidden = model.model.norm(hidden)
-    return retape.linear_cross_entropy(hidden[0, :-1], model.lm_head.weight, ids[0, 1:])
 
 
 class Finite:
