@@ -1100,3 +1100,18 @@ def test_other_factor(index):
     factors = [torch.ones(3, requires_grad=True), torch.full((2, 3), 2.0, requires_grad=True)]
     node = (factors[0] * factors[1]).grad_fn
     assert torch.equal(internals.other_factor(node, index), factors[1 - index])
+
+
+def test_leaves_out():
+    weight, x = torch.nn.Parameter(torch.ones(2, 3)), torch.ones(4, 3, requires_grad=True)
+    found = []
+    out = torch.nn.functional.linear(x, weight).sin()
+
+    def ask(_):
+        found.append(internals.leaves_out([weight]))
+
+    out.register_hook(ask)
+    torch.autograd.grad(out.sum(), [x], retain_graph=True)
+    torch.autograd.grad(out.sum(), [x, weight], retain_graph=True)
+    out.sum().backward()
+    assert found == [True, False, False]
