@@ -82,20 +82,23 @@ def _ended(case: Case, folder: Path) -> list[End]:
     folder.mkdir()
     _FAULT_TIME[:8] = struct.pack("d", 0.0)
     processes = [_fork(case, rank, folder) for rank in range(case.ranks)]
-    limit, waiting = time.monotonic() + case.timeout_s, set(processes)
-    while waiting and time.monotonic() < limit:
-        waiting -= {process for process in waiting if os.waitpid(process, os.WNOHANG)[0]}
+    limit, codes = time.monotonic() + case.timeout_s, dict[int, int]()
+    while len(codes) < len(processes) and time.monotonic() < limit:
+        for process in set(processes) - codes.keys():
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                codes[process] = os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
-    for process in waiting:
+    for process in set(processes) - codes.keys():
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-    return [_read(folder / f"end{rank}", process in waiting) for rank, process in enumerate(processes)]
+    return [_read(folder / f"end{rank}", codes.get(process)) for rank, process in enumerate(processes)]
 
 
-def _read(path: Path, hangs: bool) -> End:
+def _read(path: Path, code: int | None) -> End:
     if path.exists():
         return End(**json.loads(path.read_text()))
-    return End(kind="hangs" if hangs else "killed", text="")
+    return End(kind="hangs", text="") if code is None else End(kind="killed", text=f"exit code {code}")
 
 
 def _fork(case: Case, rank: int, folder: Path) -> int:
