@@ -3,14 +3,16 @@
 `capture` reads them, `RestoredAmbient` puts them back for a re-run, with the random streams (`rng.py`). What a function reads through
 its arguments, closure and modules is in `call.py`.
 
-Backward may run in another thread, where no context variable is bound, or after one was reset: plain values, tensors and objects are
-bound again for a re-run. Containers are not. Transformers binds a dict of lists during a model's forward, in which hooks of its layers
-collect hidden states, attentions and router logits: a region that held it until backward would keep every collected tensor, and close
-a cycle through the graph. Tensors that a re-run adds to a bound container are removed again afterwards.
+Backward may run in another thread, where no context variable is bound, or after one was reset: plain values, tensors, tuples of them
+and objects are bound again for a re-run; plain fields of objects are those of the forward. A list or dict of plain values is bound as a
+copy. Other containers are not bound: Transformers binds a dict of lists during a model's forward, in which hooks of its layers collect
+hidden states, attentions and router logits; a region that held it until backward would keep every collected tensor, and close a
+cycle through the graph. Tensors that a re-run adds to a bound container are removed again afterwards.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections import deque
@@ -18,13 +20,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from retape.core.errors import StateChanged
 from retape.torch.capture import rng
-from retape.torch.capture.containers import ATOMS, DictHolder, ListHolder, tracked
+from retape.torch.capture.containers import ATOMS, DictHolder, ListHolder, tracked_item
 from retape.torch.capture.host_access import TransparentMode
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import compiler_internals, internals
@@ -46,7 +51,8 @@ class _ValueKind(Enum):
     PLAIN = "bound again"
     TENSOR = "bound again, without its history"
     CONTAINER = "looked into"
-    OBJECT = "bound again as long as it lives, and looked into"
+    TUPLE = "bound again, its tensors without their history, and looked into"
+    OBJECT = "bound again, as long as it lives if it may refer to tensors, and looked into"
 
 
 class _ValueKinds(dict[type, _ValueKind]):
@@ -58,14 +64,20 @@ class _ValueKinds(dict[type, _ValueKind]):
 
 
 def _kind_of(kind: type) -> _ValueKind:
-    if kind in ATOMS:
+    if kind in ATOMS or issubclass(kind, _NUMBERS):
         return _ValueKind.PLAIN
     if issubclass(kind, Tensor):
         return _ValueKind.TENSOR
-    if issubclass(kind, (dict, list, deque, tuple)):
+    if issubclass(kind, (tuple, frozenset)):
+        return _ValueKind.TUPLE
+    if issubclass(kind, (dict, list, deque)):
         return _ValueKind.CONTAINER
-    others = issubclass(kind, type) or kind.__module__.partition(".")[0] in _OTHERS
-    return _ValueKind.NOTHING if others or not kind.__weakrefoffset__ else _ValueKind.OBJECT
+    others = issubclass(kind, (type, set)) or kind.__module__.partition(".")[0] in _OTHERS
+    of_c = kind.__module__ == "builtins" and not kind.__weakrefoffset__  # such as the capsule that numpy binds
+    return _ValueKind.NOTHING if others or of_c else _ValueKind.OBJECT
+
+
+_NUMBERS = (Number, Enum, np.generic)
 
 
 _KINDS = _ValueKinds()
@@ -75,33 +87,35 @@ _KINDS = _ValueKinds()
 
 
 class _BoundValue:
-    """The value of a variable: held if it refers to no graph, else referred to weakly."""
+    """The value of a variable: held if it refers to no graph, else referred to weakly. `fields` are an object's, if all are plain."""
 
-    __slots__ = ("_get",)
+    __slots__ = ("_get", "fields", "name_of_needed")
 
-    def __init__(self, get: Callable[[], Any]) -> None:
-        self._get = get
+    def __init__(self, get: Callable[[], Any], fields: dict[str, Any] | None = None, name_of_needed: str = "") -> None:
+        """`name_of_needed` is the class of an object that a re-run could read numbers or tensors of; a collector has none."""
+        self._get, self.fields, self.name_of_needed = get, fields, name_of_needed
 
     def value(self) -> Any:
         """Return the object, or `_ABSENT` if it is gone."""
         return self._get()
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is _BoundValue and other._get() is self._get()  # by identity: a user's class may define ==
+        # By identity: a user's class may define ==. An object whose fields may have changed is bound anew.
+        return type(other) is _BoundValue and other._get() is self._get() and self.fields is None
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _bindings(context: Context) -> tuple[Binding, ...]:
     """Return what variables are bound to: plain values, tensors without history, other objects weakly."""
-    return tuple(
-        (variable, _held(value))
-        for variable, value in context.items()
-        if _KINDS[type(value)] not in _UNBOUND or (type(value) is tuple and ATOMS.issuperset(map(type, value)))
-    )
+    return tuple((variable, _held(value)) for variable, value in context.items() if _can_be_bound(value))
 
 
-_UNBOUND = (_ValueKind.NOTHING, _ValueKind.CONTAINER)
+def _can_be_bound(value: Any) -> bool:
+    kind = _KINDS[type(value)]
+    if kind is _ValueKind.CONTAINER:
+        return _plain_contents(value) is not None
+    return kind is not _ValueKind.NOTHING and (kind is not _ValueKind.TUPLE or _is_frozen(value))
 
 
 class _LastBindings(threading.local):
@@ -113,7 +127,10 @@ class _LastBindings(threading.local):
     """
 
     context: Context | None = None  # with None in place of each of the others
-    others: tuple[tuple[ContextVar[Any], weakref.ref[Any] | None], ...] = ()  # with the object, or None for a container
+    others: tuple[
+        tuple[ContextVar[Any], weakref.ref[Any] | None, Any], ...
+    ] = ()  # the object, or None for a container; fields
+    plain: tuple[tuple[ContextVar[Any], Any], ...] = ()  # values that equal ones of another type would be taken for
     found: Bindings = ((), ())
 
     def look(self, context: Context) -> Bindings:
@@ -122,27 +139,81 @@ class _LastBindings(threading.local):
             return self.found
         others = [(variable, value) for variable, value in context.items() if not _is_harmless(variable, value)]
         found = (_bindings(context), tuple([v for v, value in others if _KINDS[type(value)] in _LOOKED_INTO]))
-        self.context, self.others, self.found = None, (), ((), ())
+        self.context, self.others, self.plain, self.found = None, (), (), ((), ())
         if all(_may_be_left_out(value) for _, value in others):
             self.context, self.found = _without(context, [variable for variable, _ in others]), found
-            self.others = tuple(
-                [(v, None if isinstance(value, _MUTABLE) else weakref.ref(value)) for v, value in others]
+            self.others = tuple([(v, *_known_by(value)) for v, value in others])
+            left_out = {variable for variable, _ in others}
+            self.plain = tuple(
+                [(v, value) for v, value in context.items() if v not in left_out and not _is_compilers(v)]
             )
         return found
 
     def _is_known(self, context: Context) -> bool:
         """True if nothing but the contents of containers and objects can have changed."""
+        if any(context.get(variable, _ABSENT) is not value for variable, value in self.plain):
+            return False
         if not self.others:
             return _is_same(context, self.context)
-        for variable, reference in self.others:
+        for variable, reference, fields in self.others:
             value = context.get(variable)
             if value is None or (not isinstance(value, _MUTABLE) if reference is None else reference() is not value):
                 return False
-        return _is_same(_without(context, [variable for variable, _ in self.others]), self.context)
+            if not _are_same(_plain_contents(value) if reference is None else _plain_fields(value), fields):
+                return False
+        return _is_same(_without(context, [variable for variable, *_ in self.others]), self.context)
 
 
 def _may_be_left_out(value: Any) -> bool:
-    return isinstance(value, _MUTABLE) or _KINDS[type(value)] is _ValueKind.OBJECT
+    if isinstance(value, _MUTABLE):
+        return True
+    return _KINDS[type(value)] is _ValueKind.OBJECT and bool(type(value).__weakrefoffset__)
+
+
+def _known_by(value: Any) -> tuple[weakref.ref[Any] | None, Any]:
+    if isinstance(value, _MUTABLE):
+        return None, _plain_contents(value)
+    return weakref.ref(value), _plain_fields(value)
+
+
+def _plain_contents(value: Any) -> Any:
+    """Return a copy of a list or dict of plain values; None for an empty one, in which something may be collected, and for others."""
+    if type(value) not in (list, dict) or not value:
+        return None
+    items = [*value, *value.values()] if type(value) is dict else value
+    return value.copy() if all(map(_is_plain, items)) else None
+
+
+def _plain_fields(value: Any) -> dict[str, Any] | None:
+    """Return a copy of an object's fields if all of them are plain values, so that it refers to no tensor; else None."""
+    fields = getattr(value, "__dict__", None)
+    if type(fields) is not dict or not all(_is_plain(each) for each in fields.values()):
+        return None
+    return dict(fields)
+
+
+def _is_frozen(value: Iterable[Any]) -> bool:
+    """True if a tuple holds plain values, tensors and tuples of them: no container that collects tensors."""
+    return all(
+        _is_frozen(each) if isinstance(each, (tuple, frozenset)) else _KINDS[type(each)] in _FREE for each in value
+    )
+
+
+_FREE = (_ValueKind.PLAIN, _ValueKind.TENSOR)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_plain, value))
+    return _KINDS[type(value)] is _ValueKind.PLAIN
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """True if two copies of contents hold the same objects."""
+    if one is None or other is None or type(one) is not type(other) or len(one) != len(other):
+        return one is other
+    same = all(map(operator.is_, one, other))
+    return same and (type(one) is not dict or all(map(operator.is_, one.values(), other.values())))
 
 
 _MUTABLE = (dict, list, deque)
@@ -163,8 +234,12 @@ def _is_harmless(variable: ContextVar[Any], value: Any) -> bool:
     """True if keeping a value keeps no tensor alive: plain ones, tuples and sets of them, and settings of PyTorch's compiler."""
     if _KINDS[type(value)] in _HARMLESS:
         return True
-    is_frozen = isinstance(value, (tuple, set, frozenset)) and ATOMS.issuperset(map(type, value))
-    return is_frozen or compiler_internals.is_compiler_setting(variable.name)
+    is_frozen = isinstance(value, (tuple, set, frozenset)) and all(map(_is_plain, value))
+    return is_frozen or _is_compilers(variable)
+
+
+def _is_compilers(variable: ContextVar[Any]) -> bool:
+    return compiler_internals.is_compiler_setting(variable.name)
 
 
 def _is_same(one: Context, other: Context | None) -> bool:
@@ -176,25 +251,41 @@ def _is_same(one: Context, other: Context | None) -> bool:
 
 def _held(value: Any) -> _BoundValue:
     kind = _KINDS[type(value)]
-    if kind is _ValueKind.OBJECT:
-        reference = weakref.ref(value)
-        return _BoundValue(lambda: _ABSENT if (found := reference()) is None else found)
-    kept = tracked(value) if kind is _ValueKind.TENSOR else value
-    return _BoundValue(lambda: kept)
+    if kind is not _ValueKind.OBJECT:
+        kept = _plain_contents(value) if kind is _ValueKind.CONTAINER else tracked_item(value)
+        return _BoundValue(lambda: kept)
+    fields = _plain_fields(value)
+    if fields is not None or not type(value).__weakrefoffset__:
+        return _BoundValue(lambda: value, fields)
+    reference, contents = weakref.ref(value), getattr(value, "__dict__", {}).values()
+    needed = any(each is not None and _KINDS[type(each)] in _FREE for each in contents)
+    name = type(value).__name__ if needed else ""
+    return _BoundValue(lambda: _ABSENT if (found := reference()) is None else found, None, name)
 
 
 def _bind(wanted: tuple[Binding, ...], stack: ExitStack) -> None:
     """Bind variables as they were; `stack` sets them back."""
     for variable, held in wanted:
         value = held.value()
-        if value is not _ABSENT and variable.get(_ABSENT) is not value:
+        if value is _ABSENT and held.name_of_needed:
+            raise StateChanged(
+                f"The context variable {variable.name!r} was bound to a {held.name_of_needed} in the forward, which is gone, so that a "
+                "re-run could compute something else. Keep that object until backward has ended."
+            )
+        if value is _ABSENT:
+            continue
+        if variable.get(_ABSENT) is not value:
             stack.callback(variable.reset, variable.set(value))
+        if held.fields is not None:
+            fields = DictHolder(vars(value), held.fields)
+            fields.enter()
+            stack.callback(fields.leave)
 
 
 # --- containers in context variables ---------------------------------------------------------------------------------------
 
 
-_LOOKED_INTO = (_ValueKind.CONTAINER, _ValueKind.OBJECT)
+_LOOKED_INTO = (_ValueKind.CONTAINER, _ValueKind.TUPLE, _ValueKind.OBJECT)
 
 
 def _enter_collectors() -> Iterable[Holder]:
