@@ -52,6 +52,8 @@ PINNED_SHARE = 0.95  # of that, pinned before a fit: the rest is for small tenso
 class Float32AdamW(torch.optim.AdamW):
     """AdamW whose states are float32 where the weights are not: each update is computed in float32."""
 
+    updates_each_parameter = True
+
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:

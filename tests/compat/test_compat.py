@@ -1102,16 +1102,13 @@ def test_other_factor(index):
     assert torch.equal(internals.other_factor(node, index), factors[1 - index])
 
 
-def test_leaves_out():
+def test_in_input_pass():
+    from torch.distributed.pipelining._backward import stage_backward_input
+
     weight, x = torch.nn.Parameter(torch.ones(2, 3)), torch.ones(4, 3, requires_grad=True)
     found = []
-    out = torch.nn.functional.linear(x, weight).sin()
-
-    def ask(_):
-        found.append(internals.leaves_out([weight]))
-
-    out.register_hook(ask)
-    torch.autograd.grad(out.sum(), [x], retain_graph=True)
-    torch.autograd.grad(out.sum(), [x, weight], retain_graph=True)
-    out.sum().backward()
-    assert found == [True, False, False]
+    hidden = torch.nn.functional.linear(x, weight)
+    hidden.register_hook(lambda _: found.append(process_internals.in_input_pass()))
+    torch.autograd.grad(hidden.sum(), [x], retain_graph=True)
+    stage_backward_input([hidden], [torch.ones_like(hidden)], [x], iter([weight]))
+    assert found == [False, True]

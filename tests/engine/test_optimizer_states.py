@@ -264,14 +264,33 @@ def test_a_step_that_was_taken_before_finds_all_states_on_the_device():
 
 
 class GroupSteps(torch.optim.SGD):
+    updates_each_parameter = True  # which is not so
+
     def step(self, closure=None):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
 
 
+class Clipped(torch.optim.AdamW):
+    """Clips by the norm of all gradients: a part of the parameters alone would get another update."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.01)
+        return super().step(closure)
+
+
+class Renamed(torch.optim.AdamW):
+    pass
+
+
+def test_a_subclass_with_the_step_of_its_parent():
+    HostStates(Renamed(model_of().parameters())).remove()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (Clipped, "Clipped cannot wait on the host: its step is not known.*updates_each_parameter"),
         (torch.optim.LBFGS, "LBFGS cannot wait on the host: its step is not known"),
         (lambda p: torch.optim.AdamW(p, differentiable=True), "differentiable=True"),
     ],

@@ -15,7 +15,7 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -40,29 +40,6 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 # When an autograd node was made, counted in its thread; an AccumulateGrad has the largest number there is.
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
-
-
-def leaves_out(weights: Iterable[torch.Tensor], *, most_nodes: int = 256) -> bool:
-    """True if the running backward pass keeps its graph and computes no gradients of these weights.
-
-    PyTorch tells of inner nodes whether they will be executed, and in `torch.autograd.grad` not of leaves: a node between the one
-    that runs now and a weight is looked for (the transpose of a linear layer). Without one the answer is False.
-    """
-    if not graph_is_kept():
-        return False
-    known_weights = {id(weight) for weight in weights if weight.requires_grad}
-    waiting = [torch._C._current_autograd_node()]
-    known = set(waiting)
-    while waiting and len(known) < most_nodes:
-        node = waiting.pop(0)
-        following = [each for each, _ in node.next_functions if each is not None] if node is not None else []
-        leaves = [id(each.variable) for each in following if hasattr(each, "variable")]
-        if len(leaves) == len(following) and not known_weights.isdisjoint(leaves):
-            return not torch._C._will_engine_execute_node(node)
-        new = [each for each in following if each not in known]
-        known.update(new)
-        waiting += new
-    return False
 
 
 def linear_places(node: Any) -> tuple[Any, Any] | None:

@@ -98,6 +98,26 @@ def _count_of(backend: Any) -> Any:
 _HAS_GROUPS = torch.distributed.is_available()
 
 
+def in_input_pass() -> bool:
+    """True while a pipeline computes gradients of inputs alone, in any thread: a pass for the weights reads the same tensors later.
+
+    Backward may run in a thread of its own, so the frames of all threads are looked through.
+    """
+    passes = sys.modules.get("torch.distributed.pipelining._backward")
+    if passes is None:
+        return False
+    code = passes.stage_backward_input.__code__
+    return any(_is_within(frame, code) for frame in sys._current_frames().values())
+
+
+def _is_within(frame: FrameType | None, code: Any) -> bool:
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def default_store() -> Any:
     """Return the store by which the processes of the world found each other."""
     return torch.distributed.distributed_c10d._get_default_store()

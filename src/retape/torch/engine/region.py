@@ -343,7 +343,7 @@ class Region:
             task = internals.graph_task()
             # Outside a backward pass the other slots are not about to be consumed, so they are not filled.
             targets = self.missing() if task >= 0 else {wanted.index: wanted}
-            kept = task >= 0 and internals.leaves_out(self._call.state)  # for a pass that comes later
+            kept = task >= 0 and process_internals.in_input_pass()  # for the pass that computes gradients of weights
             handed_over = len(targets) == 1 and not kept
             if not kept and (not handed_over or _REFILLED.any_in(task)):
                 _REFILLED.begin_refill(self, task)

@@ -58,9 +58,15 @@ class PartialRerun:
 
 
 def is_steady(trace: RegionTrace | None) -> bool:
-    """True if a region runs the same ops for every batch of one shape, so that a slot's number identifies it."""
+    """True if a region runs the same ops for every batch of one shape, so that a slot's number identifies it.
+
+    A collective whose result is written to in place cannot be held: a region with one is re-run whole.
+    """
     if trace is None or trace.opaque:
         return trace is not None and trace.compiled
+    received = {storage for op in trace.ops if op.collective is not None for storage in op.makes}
+    if received and any(not received.isdisjoint(op.writes) for op in trace.ops):
+        return False
     return not any(tag in op.op.tags for op in trace.ops for tag in _DATA_DEPENDENT)
 
 

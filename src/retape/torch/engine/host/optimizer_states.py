@@ -10,6 +10,7 @@ it found earlier) finds all states on the device, which is right, and needs thei
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,10 +52,12 @@ class _Flight:
 def refuse_unknown(optimizer: Optimizer) -> None:
     """Raise InvalidInput for an optimizer whose step may not be divided by parameters, or whose states cannot leave."""
     kinds = tuple(getattr(torch.optim, name) for name in _KNOWN)
-    if not isinstance(optimizer, kinds):
+    kind = type(optimizer)
+    if not isinstance(optimizer, kinds) or not (_has_step_of(kind, kinds) or getattr(kind, _DECLARED, False)):
         raise InvalidInput(
-            f"The states of {type(optimizer).__name__} cannot wait on the host: its step is not known to update each parameter by itself. "
-            f"Known are {', '.join(_KNOWN)} of torch.optim and their subclasses. Leave OPTIMIZER_ON_HOST out."
+            f"The states of {kind.__name__} cannot wait on the host: its step is not known to update each parameter by itself. "
+            f"Known are {', '.join(_KNOWN)} of torch.optim. A subclass with a step of its own that does so says it with the class "
+            f"attribute {_DECLARED} = True. Leave OPTIMIZER_ON_HOST out."
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -69,6 +72,16 @@ def refuse_unknown(optimizer: Optimizer) -> None:
             f"The optimizer has parameters on {', '.join(devices)}; states wait on the host only for one device. "
             "Make one optimizer for each device, and leave OPTIMIZER_ON_HOST out."
         )
+
+
+def _has_step_of(kind: Any, known: tuple[Any, ...]) -> bool:
+    """True if a class takes its step, and what makes its states, from a class of torch.optim."""
+    # PyTorch wraps `step` anew in each class.
+    steps, starts = {inspect.unwrap(each.step) for each in known}, {each._init_group for each in known}
+    return inspect.unwrap(kind.step) in steps and kind._init_group in starts
+
+
+_DECLARED = "updates_each_parameter"
 
 
 class HostStates:
