@@ -40,4 +40,4 @@ class RetapePlugin(BasePlugin):  # type: ignore[misc]  # of a package without ty
 
         if cfg.retape_budget is None:
             raise InvalidInput("The plugin of retape needs a budget: add `retape_budget: 70GiB` to the configuration.")
-        return [FitCallback(cfg.retape_budget, lengths=cfg.retape_lengths, options=OptionSet(cfg.retape_options))]
+        return [FitCallback(cfg.retape_budget, lengths=cfg.retape_lengths, options=OptionSet.of(cfg.retape_options))]
