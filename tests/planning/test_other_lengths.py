@@ -5,7 +5,7 @@ import torch
 
 import retape
 from retape.errors import InvalidInput
-from retape.torch.planning.other_lengths import Lengths, lengths_of
+from retape.torch.planning.other_lengths import ProfiledLengths, lengths_of
 from support.models import make, token_batch
 from support.trials import WarmTrials, chain_of, fit_by_ops, fit_with_host, host_tier
 
@@ -31,7 +31,7 @@ def counting_by_length(trials):
     ids=["in proportion", "with a constant", "constant", "square", "both", "less"],
 )
 def test_a_figure_at_another_length(figures, expected):
-    assert Lengths(shorter=64, longer=128, wanted=512).at(*figures) == pytest.approx(expected)
+    assert ProfiledLengths(shorter=64, longer=128, wanted=512).at(*figures) == pytest.approx(expected)
 
 
 def test_the_chain_of_a_long_step_is_that_of_its_own_profile():

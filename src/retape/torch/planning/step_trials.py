@@ -28,7 +28,7 @@ from retape.torch.measure.step_function import StepFunction, default_step, refus
 from retape.torch.planning.attach import CheckpointCalls, ModelCaller, put_on, take_off, unreduced, unwrapped
 from retape.torch.planning.executor import Executor
 from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
-from retape.torch.planning.other_lengths import Lengths, extrapolated, lengths_of
+from retape.torch.planning.other_lengths import ProfiledLengths, extrapolated, lengths_of
 from retape.torch.planning.profile import ProfileSession
 from retape.torch.planning.profile_intervals import (
     Instrument,
@@ -118,7 +118,7 @@ class StepTrials:
         """True if the batch is run as rarely as possible: shorter ones are profiled, and a plan is measured and timed in one step."""
         return bool(self._shorter)
 
-    def _lengths_of(self, batch: Any) -> Lengths | None:
+    def _lengths_of(self, batch: Any) -> ProfiledLengths | None:
         if not self._shorter:
             return None
         if self.compiled or self.is_spread:
