@@ -24,7 +24,7 @@ from retape.torch.planning.chain_builder import build_chain
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import FitInstruments, Overheads, Stopwatch, home_of
 from retape.torch.planning.plan_search import budgets_of
-from retape.torch.planning.profile_intervals import StepBytes
+from retape.torch.planning.profiles.intervals import StepBytes
 from retape.torch.planning.step_trials import StepTrials
 from support.blocks import MlpBlock, square
 from support.trials import fit_with

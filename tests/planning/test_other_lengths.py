@@ -5,7 +5,7 @@ import torch
 
 import retape
 from retape.errors import InvalidInput
-from retape.torch.planning.other_lengths import ProfiledLengths, lengths_of
+from retape.torch.planning.profiles.other_lengths import ProfiledLengths, lengths_of
 from support.models import make, token_batch
 from support.trials import WarmTrials, chain_of, fit_by_ops, fit_with_host, host_tier
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput
 from retape.torch.engine.trace import RegionTrace
-from retape.torch.planning.profile_intervals import Profile, Profiled, RegionBytes, RegionSeconds, StepBytes
+from retape.torch.planning.profiles.intervals import Profile, Profiled, RegionBytes, RegionSeconds, StepBytes
 from retape.torch.planning.region_variants import Tiling
 
 _Figures = TypeVar("_Figures", RegionBytes, RegionSeconds)
