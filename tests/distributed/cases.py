@@ -68,7 +68,7 @@ class FaultyTrials(StepTrials):
         super().__init__(*args, tell=told, **keywords)
 
 
-def model(*, blocks=6, parallel=True):
+def seeded_blocks(*, blocks=6, parallel=True):
     torch.manual_seed(0)
     made = Stack((MlpBlock(16, 4) for _ in range(blocks)), loss=mean_square)
     return DistributedDataParallel(made) if parallel else made
@@ -86,7 +86,7 @@ def faulty_fit(kind, phase, *, inside=True, parallel=True, budget=0.6):
             return loss
 
         fitted = fit_by_ops(
-            model(parallel=parallel),
+            seeded_blocks(parallel=parallel),
             torch.randn(128, 16),
             step=step,
             trials=FaultyTrials,
@@ -99,15 +99,15 @@ def faulty_fit(kind, phase, *, inside=True, parallel=True, budget=0.6):
 
 
 def other_model(rank):
-    retape.fit(model(blocks=5 + rank, parallel=False), torch.randn(128, 16), budget=0.6, progress=False)
+    retape.fit(seeded_blocks(blocks=5 + rank, parallel=False), torch.randn(128, 16), budget=0.6, progress=False)
 
 
 def other_options(rank):
-    retape.fit(model(), torch.randn(128, 16), budget=0.6, options="all" if rank else "exact", progress=False)
+    retape.fit(seeded_blocks(), torch.randn(128, 16), budget=0.6, options="all" if rank else "exact", progress=False)
 
 
 def plain_peak():
-    return retape.fit(model(), torch.randn(128, 16), budget=1.0, progress=False).measured.peak_bytes
+    return retape.fit(seeded_blocks(), torch.randn(128, 16), budget=1.0, progress=False).measured.peak_bytes
 
 
 def other_budgets(shares):
@@ -115,7 +115,7 @@ def other_budgets(shares):
 
     def run(rank):
         budget = int(shares[rank] * plain_peak())
-        fitted = retape.fit(model(), torch.randn(128, 16), budget=budget, progress=False)
+        fitted = retape.fit(seeded_blocks(), torch.randn(128, 16), budget=budget, progress=False)
         record = fitted.record
         return {
             "budgets": [each.budget_bytes for each in record.rank_budgets],
@@ -129,14 +129,14 @@ def other_budgets(shares):
 
 
 def other_plans(rank):
-    own = model(parallel=False)
+    own = seeded_blocks(parallel=False)
     fitted = retape.fit(own, torch.randn(128, 16), budget=1.0 if rank else 0.5, group=False, progress=False)
     fitted.remove()
     retape.apply(own, fitted)
 
 
 def same_plans(rank):
-    own = model()
+    own = seeded_blocks()
     fitted = retape.fit(own, torch.randn(128, 16), budget=0.6, progress=False)
     fitted.remove()
     retape.apply(own, fitted)
@@ -146,7 +146,7 @@ def same_plans(rank):
 
 def one_fits(rank):
     if rank:
-        retape.fit(model(parallel=False), torch.randn(128, 16), budget=0.6, progress=False)
+        retape.fit(seeded_blocks(parallel=False), torch.randn(128, 16), budget=0.6, progress=False)
     else:
         time.sleep(23)
 
@@ -154,14 +154,14 @@ def one_fits(rank):
 def alone(rank):
     """Each rank fits a model of its own depth."""
     fitted = retape.fit(
-        model(blocks=5 + rank, parallel=False), torch.randn(128, 16), budget=0.6, group=False, progress=False
+        seeded_blocks(blocks=5 + rank, parallel=False), torch.randn(128, 16), budget=0.6, group=False, progress=False
     )
     return len(fitted.record.assignment.choices)
 
 
 def power_sgd(rank):
     """A communication hook with state of its own is as it was after a fit."""
-    own = model()
+    own = seeded_blocks()
     state = power.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     own.register_comm_hook(state, power.powerSGD_hook)
     for _ in range(3):
@@ -223,7 +223,7 @@ def sequence_fitted(rank):
 
 def unequal_rows(rank):
     """The larger batch of one rank decides for both."""
-    fitted = retape.fit(model(), torch.randn(64 + 64 * rank, 16), budget=0.6, progress=False)
+    fitted = retape.fit(seeded_blocks(), torch.randn(64 + 64 * rank, 16), budget=0.6, progress=False)
     return fitted.record.plan_hash, list(fitted.measured.rank_peaks), fitted.budget_bytes
 
 
@@ -231,14 +231,14 @@ def group_of_two(rank):
     """Two ranks of four fit together, the other two each alone."""
     pair = dist.new_group([1, 3])
     group = pair if rank % 2 else False
-    fitted = retape.fit(model(parallel=False), torch.randn(128, 16), budget=0.6, group=group, progress=False)
+    fitted = retape.fit(seeded_blocks(parallel=False), torch.randn(128, 16), budget=0.6, group=group, progress=False)
     return [each.rank for each in fitted.record.rank_budgets]
 
 
 def stages_of_pairs(rank):
     """Two stages of a pipeline, each on two ranks with DDP over a group of its own: each pair fits its own stage."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    stage = model(blocks=5 + rank // 2, parallel=False)
+    stage = seeded_blocks(blocks=5 + rank // 2, parallel=False)
     own = DistributedDataParallel(stage, process_group=pairs[rank // 2])
     fitted = retape.fit(own, torch.randn(128, 16), budget=0.6, progress=False)
     return [each.rank for each in fitted.record.rank_budgets], len(fitted.record.assignment.choices)
@@ -247,13 +247,13 @@ def stages_of_pairs(rank):
 def two_dimensions(rank):
     """Tensor parallelism inside data parallelism: neither group contains the other, so all ranks fit together."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    own = model(parallel=False)
+    own = seeded_blocks(parallel=False)
     for block in own.blocks:
         parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return (
         members_of(own),
-        members_of(DistributedDataParallel(model(parallel=False), process_group=mesh["data"].get_group())),
-        len(members_of(Both(own, model(parallel=False), mesh["data"].get_group()))),
+        members_of(DistributedDataParallel(seeded_blocks(parallel=False), process_group=mesh["data"].get_group())),
+        len(members_of(Both(own, seeded_blocks(parallel=False), mesh["data"].get_group()))),
     )
 
 
@@ -266,12 +266,14 @@ class Both(nn.Module):
 
 
 def not_a_member(rank):
-    retape.fit(model(parallel=False), torch.randn(128, 16), budget=0.6, group=dist.new_group([0]), progress=False)
+    retape.fit(
+        seeded_blocks(parallel=False), torch.randn(128, 16), budget=0.6, group=dist.new_group([0]), progress=False
+    )
 
 
 def planned_step(kind):
     def run(rank):
-        own, fault = model(), Fault(kind)
+        own, fault = seeded_blocks(), Fault(kind)
         retape.fit(own, torch.randn(128, 16), budget=0.6, progress=False)
         loss = own(torch.randn(128, 16))
         fault.strike()
@@ -282,7 +284,7 @@ def planned_step(kind):
 
 def live_step(kind):
     def run(rank):
-        own, fault = model(), Fault(kind)
+        own, fault = seeded_blocks(), Fault(kind)
         with retape.adaptive(own, budget="1GiB"):
             loss = own(torch.randn(128, 16))
             fault.strike()

@@ -30,7 +30,7 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Runs its body as `call` says: plainly, or as a region."""
 
     def __init__(self, attention=Attention, mlp=Mlp):
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
     def __init__(self, blocks=3, **parts):
         super().__init__()
         self.emb = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(**parts) for _ in range(blocks))
+        self.blocks = nn.ModuleList(TransformerBlock(**parts) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, ids):
@@ -107,7 +107,7 @@ class RingAttention(Attention):
 # --- expert parallelism: one expert on each rank ------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
+class ExpertParallelMlp(nn.Module):
     """Sends each row to the rank of its expert and back, with as many rows for each; routing is a decision."""
 
     def __init__(self):

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from layout_models import WIDTH, WORDS, Block, Experts, RingAttention, Transformer, loss
+from layout_models import WIDTH, WORDS, ExpertParallelMlp, RingAttention, Transformer, TransformerBlock, loss
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -26,19 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import retape
 from retape.errors import BudgetTooSmall, RetapeError
+from support.blocks import square
 from support.forked import Case, serve
+from support.ranks import sharded
 from support.trials import NO_TURNS, fit_with, op_clock
 
 
 def made(**parts):
     torch.manual_seed(0)
     return Transformer(**parts)
-
-
-def sharded(model, **options):
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **{key: value for key, value in options.items() if key != "reshard_after_forward"})
 
 
 def in_columns_and_rows(model, mesh, *, sequence=False, words=False):
@@ -73,7 +69,7 @@ def fsdp_and_tensor_parallel():
 
 
 def with_experts():
-    model = made(mlp=Experts)
+    model = made(mlp=ExpertParallelMlp)
     for name, parameter in model.named_parameters():  # other experts on other ranks
         if "expert" in name:
             torch.manual_seed(dist.get_rank())
@@ -102,7 +98,7 @@ ONE_BATCH = ("tensor parallel", "tensor and sequence parallel", "loss parallel")
 # --- one layout, one way ----------------------------------------------------------------------------------------------
 
 
-def batch_of(layout):
+def ids_of_rank(layout):
     group = dist.get_rank() // 2 if layout == "fsdp2 and tensor parallel" else dist.get_rank()
     torch.manual_seed(0 if layout in ONE_BATCH else group)
     return torch.randint(0, WORDS, (4, 16))
@@ -112,7 +108,7 @@ def whole(tensor):
     return None if tensor is None else (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def gradients(model, ids):
+def gradients_of_two_steps(model, ids):
     """Gradients of a step without gradients before it, and of one that accumulates."""
     model.zero_grad()
     found = []
@@ -132,12 +128,12 @@ def assert_equal(got, wanted):
 
 def by_checkpoint(model, ids, wanted):
     for module in model.modules():
-        if isinstance(module, Block):
+        if isinstance(module, TransformerBlock):
             module.call = retape.checkpoint
-    assert_equal(gradients(model, ids), wanted)
+    assert_equal(gradients_of_two_steps(model, ids), wanted)
 
 
-def fitted(model, ids, share):
+def fit_above_floor(model, ids, share):
     """Fit to a share of the way from the floor to everything."""
     fit = partial(retape.fit, model, ids, step=loss, progress=False)
     everything = fit(budget=1.0)
@@ -150,28 +146,28 @@ def fitted(model, ids, share):
 
 
 def by_fit(share, model, ids, wanted):
-    fit = fitted(model, ids, share)
-    assert_equal(gradients(model, ids), wanted)
+    fit = fit_above_floor(model, ids, share)
+    assert_equal(gradients_of_two_steps(model, ids), wanted)
     assert fit.regions_run or fit.record.assignment.keeps_everything
     assert fit.measured.peak_bytes <= fit.budget_bytes
     fit.remove()
-    assert_equal(gradients(model, ids), wanted)
+    assert_equal(gradients_of_two_steps(model, ids), wanted)
 
 
 def by_apply(model, ids, wanted):
-    fit = fitted(model, ids, 0.3)
+    fit = fit_above_floor(model, ids, 0.3)
     record = fit.record
     fit.remove()
     fit = retape.apply(model, record)
-    assert_equal(gradients(model, ids), wanted)
+    assert_equal(gradients_of_two_steps(model, ids), wanted)
     fit.remove()
 
 
 def by_adaptive(model, ids, wanted):
-    budget = int(0.95 * retape.measure(partial(gradients, model, ids)).peak_bytes)
+    budget = int(0.95 * retape.measure(partial(gradients_of_two_steps, model, ids)).peak_bytes)
     with retape.adaptive(model, budget=budget):
         for _ in range(2):
-            assert_equal(gradients(model, ids), wanted)
+            assert_equal(gradients_of_two_steps(model, ids), wanted)
 
 
 WAYS = {
@@ -185,9 +181,9 @@ WAYS = {
 
 def outcome(layout, way, rank):
     """Run one way in one layout on this rank."""
-    model, ids = LAYOUTS[layout][1](), batch_of(layout)
+    model, ids = LAYOUTS[layout][1](), ids_of_rank(layout)
     with loss_parallel() if layout == "loss parallel" else nullcontext():
-        wanted = gradients(model, ids)
+        wanted = gradients_of_two_steps(model, ids)
         try:
             WAYS[way](model, ids, wanted)
         except RetapeError as error:
@@ -204,7 +200,7 @@ class Chunk(nn.Module):
     def __init__(self, index, call=None):
         super().__init__()
         torch.manual_seed(index)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(TransformerBlock() for _ in range(2))
         for block in self.blocks:
             block.call = call
 
@@ -216,10 +212,6 @@ class Chunk(nn.Module):
 
 def squares(made, wanted):
     return (made - wanted).square().mean()
-
-
-def stage_loss(model, x):
-    return model(x).square().mean()
 
 
 SCHEDULES = {
@@ -261,10 +253,10 @@ def fit_stage(name, chunk, rank):
     x = torch.randn(1, 8, WIDTH, requires_grad=True)
     in_flight = retape.Budget.of(1).schedule(name, stage=0, stages=2, microbatches=MICROBATCHES)
     try:
-        return retape.fit(chunk, x, step=stage_loss, budget=in_flight, progress=False)
+        return retape.fit(chunk, x, step=square, budget=in_flight, progress=False)
     except BudgetTooSmall as error:
         room = retape.Budget.of(int(1.1 * error.floor_bytes), in_flight=in_flight.in_flight)
-        return retape.fit(chunk, x, step=stage_loss, budget=room, progress=False)
+        return retape.fit(chunk, x, step=square, budget=room, progress=False)
 
 
 def pipeline(name, way, rank):
@@ -312,13 +304,13 @@ def partial_reruns_start_no_collective(rank):
     """Tensor parallelism: a region that holds the results of its collectives starts none in backward's re-runs."""
     torch.manual_seed(0)
     model = in_columns_and_rows(Transformer(), _mesh(2), sequence=True)
-    ids = batch_of("tensor and sequence parallel")
+    ids = ids_of_rank("tensor and sequence parallel")
     counts = {}
     for name, call in (("plain", None), ("held", _holding), ("repeated", retape.checkpoint)):
         for block in model.blocks:
             block.call = call
         with _Counting() as counting:
-            gradients(model, ids)
+            gradients_of_two_steps(model, ids)
         counts[name] = counting.count
     return counts
 

@@ -4,16 +4,10 @@ import pytest
 import torch
 
 import retape
+from support.models import small_llama
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
-def llama():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).train()
 
 
 def chunk(model, cache, ids):
@@ -45,7 +39,7 @@ def equal(found, wanted):
 
 @pytest.mark.parametrize("step", [after_a_chunk_without_gradients, through_two_chunks])
 def test_a_cache_that_the_caller_gives_stays(step):
-    model = llama()
+    model = small_llama()
     wanted = cached_gradients(model, step)
     fitted = retape.fit(model, TOKENS, budget=0.8, step=step, progress=False)
     assert not fitted.record.assignment.keeps_everything
@@ -60,7 +54,7 @@ def test_a_cache_that_the_caller_gives_stays(step):
 
 
 def test_a_cache_that_nobody_gave_is_left_out():
-    model = llama()
+    model = small_llama()
     step = lambda model, ids: model(input_ids=ids, labels=ids, use_cache=True).loss  # noqa: E731
     wanted = cached_gradients(model, step)
     fitted = retape.fit(model, TOKENS, budget=0.6, step=step, progress=False)

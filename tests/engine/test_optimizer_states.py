@@ -48,7 +48,7 @@ def groups_of(model):
     ]
 
 
-def trained(kind, settings, *, moved, steps=5, after=lambda model, optimizer: None, loop=None):
+def after_steps(kind, settings, *, moved, steps=5, after=lambda model, optimizer: None, loop=None):
     """A model and its optimizer after some steps, with the states on the host or not."""
     model = model_of()
     optimizer = kind(groups_of(model), lr=0.01, **settings)
@@ -87,7 +87,7 @@ def are_equal(one, other):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_the_same_bit_for_bit(name):
     kind, settings = OPTIMIZERS[name]
-    plain, moved = (trained(kind, settings, moved=way) for way in (False, True))
+    plain, moved = (after_steps(kind, settings, moved=way) for way in (False, True))
     assert are_equal(plain, moved)
     moved[2].remove()
     assert are_equal(plain, moved)
@@ -148,7 +148,7 @@ def test_hooks_run_once_and_see_all_parameters():
                 lambda o, *_: seen.append(("post", sum(len(g["params"]) for g in o.param_groups)))
             )
 
-    trained(torch.optim.AdamW, {}, moved=True, steps=2, after=after)
+    after_steps(torch.optim.AdamW, {}, moved=True, steps=2, after=after)
     assert seen == [("pre", 12), ("post", 12)]
 
 
@@ -165,8 +165,8 @@ def test_a_closure_runs_once():
 
         assert optimizer.step(closure).item() > 0
 
-    plain = trained(torch.optim.AdamW, {}, moved=False, loop=loop)
-    moved = trained(torch.optim.AdamW, {}, moved=True, loop=loop)
+    plain = after_steps(torch.optim.AdamW, {}, moved=False, loop=loop)
+    moved = after_steps(torch.optim.AdamW, {}, moved=True, loop=loop)
     assert len(calls) == 10
     assert are_equal(plain, moved)
 
@@ -215,7 +215,7 @@ def test_gradient_scaling_and_a_skipped_step(settings):
 
 
 def test_states_are_saved_and_loaded_as_before():
-    plain, moved = (trained(torch.optim.AdamW, {}, moved=way) for way in (False, True))
+    plain, moved = (after_steps(torch.optim.AdamW, {}, moved=way) for way in (False, True))
     file = io.BytesIO()
     torch.save(moved[1].state_dict(), file)
     assert file.tell() < 2 * 2 * sum(p.nbytes for p in moved[0].parameters())  # two states, and the headers of the file

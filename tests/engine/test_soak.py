@@ -80,7 +80,7 @@ class Nested(nn.Module):
         return retape.checkpoint(self.second, a, early_stop=False).sin()
 
 
-class Model(nn.Module):
+class NestedModel(nn.Module):
     """Regions nested, and in segments."""
 
     def __init__(self):
@@ -149,7 +149,7 @@ def put_back(model, twin):
 
 def test_a_fuse_blows_in_forward_and_in_backward():
     seed()
-    model, batch = Model(), torch.randn(8, 4)
+    model, batch = NestedModel(), torch.randn(8, 4)
     blown = {attempt(twin_of(model), batch, fuse) for fuse in range(1, 20)}
     assert blown == {"forward", "backward", None}
 
@@ -181,7 +181,7 @@ def soaked(model, twin, batch, fuse):
 def test_soak():
     seed()
     draw = random.Random(1)
-    model, batch = Model(), torch.randn(8, 4)
+    model, batch = NestedModel(), torch.randn(8, 4)
     attempt(model, batch, -1)
     twin = twin_of(model)
     tensors, blown = None, {"forward": 0, "backward": 0, None: 0}
@@ -197,7 +197,7 @@ def test_soak():
 
 def test_what_a_blown_step_leaves_is_freed_by_counting_alone():
     seed()
-    model, batch = Model(), torch.randn(8, 4)
+    model, batch = NestedModel(), torch.randn(8, 4)
     for fuse in (-1, 2, 6):  # first exceptions, and the first mode, import things that hold on to their frames
         with Ledger():
             attempt(model, batch, fuse)

@@ -39,7 +39,7 @@ def network(number):
     return model
 
 
-def trained(number, call, steps=8):
+def training(number, call, steps=8):
     model = network(number)
     x = torch.linspace(-1, 1, 32).reshape(8, 4).requires_grad_()
 
@@ -52,9 +52,9 @@ def trained(number, call, steps=8):
 
 
 def test_models_of_their_own_in_four_threads():
-    wanted = [trained(number, lambda f, *a: f(*a))() for number in range(4)]
+    wanted = [training(number, lambda f, *a: f(*a))() for number in range(4)]
     for way in (as_region, nested):
-        assert_equal(together([trained(number, way) for number in range(4)]), wanted)
+        assert_equal(together([training(number, way) for number in range(4)]), wanted)
 
 
 def test_forward_here_and_backward_in_other_threads():

@@ -22,7 +22,7 @@ from support.blocks import MlpBlock
 GIB = 2**30
 
 
-class Model(nn.Module):
+class MlpModel(nn.Module):
     def __init__(self, width=1024, blocks=8):
         super().__init__()
         self.blocks = nn.ModuleList(MlpBlock(width) for _ in range(blocks))
@@ -37,7 +37,7 @@ class Model(nn.Module):
 @pytest.fixture(scope="module")
 def model():
     with torch.device("meta"):
-        return Model().to(torch.bfloat16)
+        return MlpModel().to(torch.bfloat16)
 
 
 @pytest.fixture(scope="module")

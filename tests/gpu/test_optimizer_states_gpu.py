@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda", 0)
 KERNELS = [{"fused": True}, {"foreach": True}, {"foreach": False}]
 
 
-def blocks(count=8, width=1024, dtype=torch.bfloat16):
+def mlps(count=8, width=1024, dtype=torch.bfloat16):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(count)]
     return nn.Sequential(*layers).to(DEVICE, dtype)
@@ -23,9 +23,9 @@ def loss_of(model, rows):
     return model(rows).float().square().mean()
 
 
-def trained(settings, *, moved, steps=5, kind=torch.optim.AdamW):
+def after_each_step(settings, *, moved, steps=5, kind=torch.optim.AdamW):
     """Weights and states after each step, as the host reads them at once."""
-    model = blocks()
+    model = mlps()
     optimizer = kind(model.parameters(), lr=1e-3, **settings)
     if moved:
         HostStates(optimizer, bucket_bytes=6 * 2**20)
@@ -42,13 +42,13 @@ def trained(settings, *, moved, steps=5, kind=torch.optim.AdamW):
 
 @pytest.mark.parametrize("settings", KERNELS, ids=["fused", "foreach", "for-loop"])
 def test_updates_are_the_same_bit_for_bit(settings):
-    plain, moved = trained(settings, moved=False), trained(settings, moved=True)
+    plain, moved = after_each_step(settings, moved=False), after_each_step(settings, moved=True)
     assert all(map(torch.equal, plain, moved))
 
 
 def test_gradient_scaling():
     def one(moved):
-        model = blocks(4, dtype=torch.float32)
+        model = mlps(4, dtype=torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         if moved:
             HostStates(optimizer, bucket_bytes=2**20)
@@ -65,7 +65,7 @@ def test_gradient_scaling():
 
 
 def test_the_device_has_no_states_between_steps_and_few_buckets_in_a_step():
-    model = blocks(16)
+    model = mlps(16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     states = HostStates(optimizer, bucket_bytes=8 * 2**20)
     rows = torch.randn(64, 1024, device=DEVICE, dtype=torch.bfloat16)
@@ -83,7 +83,7 @@ def test_the_device_has_no_states_between_steps_and_few_buckets_in_a_step():
 
 
 def test_a_fit_plans_with_the_bytes_of_the_states_and_puts_them_back():
-    model = blocks(16)
+    model = mlps(16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     rows = torch.randn(2048, 1024, device=DEVICE, dtype=torch.bfloat16)
     loss_of(model, rows).backward()

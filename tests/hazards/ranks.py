@@ -14,7 +14,7 @@ import retape
 from retape.errors import InvalidInput, StateChanged
 from retape.torch.engine.context import plain
 from support.blocks import MlpBlock, Stack, mean_square
-from support.ranks import run_cases
+from support.ranks import run_cases, sharded
 
 
 class InRegions(Stack):
@@ -64,12 +64,6 @@ def compared(wrap, *, steps=3, **options):
 
 def data_parallel(**options):
     return lambda model: DistributedDataParallel(model, **options)
-
-
-def sharded(model):
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 def sharded_inside(model):

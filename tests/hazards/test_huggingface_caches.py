@@ -6,8 +6,8 @@ import torch
 import retape
 from retape.errors import RegionError
 from retape.integrations.huggingface import disable, enable
-from support.comparing import equal, loss_and_gradients
-from support.models import small_gpt2, small_llama, small_mistral, small_t5
+from support.comparing import equal, step_gradients
+from support.models import own_loss, small_gpt2, small_llama, small_mistral, small_t5
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,36 +24,30 @@ def prefixed(make):
     return model.requires_grad_(True).train()
 
 
-def loss(model, batch):
-    return model(**batch).loss
-
-
 def one_token(model, batch):
     return model(input_ids=batch["input_ids"][:, :1]).logits.square().mean()
 
 
-def step_gradients(model, step):
-    return loss_and_gradients(model, lambda: step(model, BATCH))
-
-
-@pytest.mark.parametrize("step", [loss, one_token])
+@pytest.mark.parametrize("step", [own_loss, one_token])
 @pytest.mark.parametrize("make", [small_llama, small_gpt2])
 def test_a_prefix_that_a_wrapper_makes_is_trained(make, step):
     model = prefixed(make)
-    wanted = step_gradients(model, step)
+    wanted = step_gradients(model, BATCH, step)
     fitted = retape.fit(model, BATCH, budget=0.9, step=step, progress=False)
     assert not fitted.record.assignment.keeps_everything
-    assert equal(step_gradients(model, step), wanted)
+    assert equal(step_gradients(model, BATCH, step), wanted)
     assert retape.verify(model, BATCH, step=step).equal
     fitted.remove()
 
 
 def test_a_prefix_under_a_live_budget():
     model = prefixed(small_llama)
-    wanted = step_gradients(model, loss)
-    live = retape.adaptive(model, budget=int(0.9 * retape.measure(lambda: step_gradients(model, loss)).peak_bytes))
+    wanted = step_gradients(model, BATCH, own_loss)
+    live = retape.adaptive(
+        model, budget=int(0.9 * retape.measure(lambda: step_gradients(model, BATCH, own_loss)).peak_bytes)
+    )
     for _ in range(3):
-        assert equal(step_gradients(model, loss), wanted)
+        assert equal(step_gradients(model, BATCH, own_loss), wanted)
     assert live.stats().reruns
     live.remove()
 
@@ -61,10 +55,10 @@ def test_a_prefix_under_a_live_budget():
 def test_the_prefix_of_a_decoder_beside_an_encoder():
     """Its cache says in a dict of truth values which layers have seen the encoder."""
     model = prefixed(small_t5)
-    wanted = step_gradients(model, loss)
+    wanted = step_gradients(model, BATCH, own_loss)
     fitted = retape.fit(model, BATCH, budget=0.7, progress=False)
     assert not fitted.record.assignment.keeps_everything
-    assert equal(step_gradients(model, loss), wanted)
+    assert equal(step_gradients(model, BATCH, own_loss), wanted)
     fitted.remove()
 
 
@@ -86,11 +80,11 @@ def chunks(model, batch, *, backward):
 def test_a_re_run_does_not_count_twice_what_a_cache_has_seen(budget):
     """A cache with a sliding window keeps its length as a number: later chunks are masked by it."""
     model = small_mistral()
-    wanted = step_gradients(model, lambda model, batch: chunks(model, batch, backward=True))
+    wanted = step_gradients(model, BATCH, lambda model, batch: chunks(model, batch, backward=True))
     fitted = retape.fit(
         model, BATCH, budget=budget, step=lambda model, batch: chunks(model, batch, backward=False), progress=False
     )
-    assert equal(step_gradients(model, lambda model, batch: chunks(model, batch, backward=True)), wanted)
+    assert equal(step_gradients(model, BATCH, lambda model, batch: chunks(model, batch, backward=True)), wanted)
     fitted.remove()
 
 
@@ -100,13 +94,13 @@ def test_a_re_run_does_not_count_twice_what_a_cache_has_seen(budget):
 @pytest.mark.parametrize("make", [small_llama, small_gpt2])
 def test_transformers_switch_would_drop_a_prefix(make):
     model = prefixed(make)
-    wanted = step_gradients(model, loss)
+    wanted = step_gradients(model, BATCH, own_loss)
     enable(model)
     with pytest.raises(RegionError, match=r"was given a DynamicCache that holds.*Use retape\.fit or retape\.adaptive"):
         model(**BATCH)
     assert model.eval()(**BATCH).loss.isfinite()
     disable(model.train())
-    assert equal(step_gradients(model, loss), wanted)
+    assert equal(step_gradients(model, BATCH, own_loss), wanted)
 
 
 def test_transformers_switch_would_leave_a_given_cache_empty():

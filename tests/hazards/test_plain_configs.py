@@ -9,7 +9,7 @@ from torch import nn
 from support.comparing import equals_plain, leaf
 
 
-class Config:
+class PlainConfig:
     def __init__(self):
         self.scale, self.power = 2.0, 1
         self.table = {"a": 0.5, "b": 1.0, 1: 3.0}
@@ -18,10 +18,10 @@ class Config:
         self.calls = []
 
 
-class Block(nn.Module):
+class ConfiguredBlock(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.config = nn.Linear(4, 4), Config()
+        self.linear, self.config = nn.Linear(4, 4), PlainConfig()
 
     def forward(self, x):
         config = self.config
@@ -90,7 +90,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 @equals_plain
 def test_a_changed_configuration(call, change, when):
-    block, x = Block(), leaf(2, 4)
+    block, x = ConfiguredBlock(), leaf(2, 4)
     for _ in range(2):  # a walk, and from then on a comparison
         call(block, x).sum().backward()
     first = call(block, x)
@@ -107,7 +107,7 @@ def test_a_changed_configuration(call, change, when):
 
 @equals_plain
 def test_two_modules_that_share_a_configuration(call):
-    blocks, x = [Block(), Block()], leaf(2, 4)
+    blocks, x = [ConfiguredBlock(), ConfiguredBlock()], leaf(2, 4)
     blocks[1].config = blocks[0].config
     for _ in range(3):
         y = x

@@ -15,8 +15,8 @@ from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import Policy, Proof, ProofState
 from retape.torch.engine.recipe_mode import Recipe, Step
 from retape.torch.engine.select import plan_recipe
-from support.blocks import mean_square
-from support.comparing import equal, loss_and_gradients
+from support.blocks import square
+from support.comparing import equal, step_gradients
 from support.regions import trace_region
 from support.trials import fit_by_ops
 
@@ -141,41 +141,33 @@ def lying_model(depth=4):
     return nn.Sequential(*(Lying() for _ in range(depth)))
 
 
-def mean_square_step(model, batch):
-    return mean_square(model(batch))
-
-
-def step_gradients(model, x):
-    return loss_and_gradients(model, lambda: mean_square(model(x)))
-
-
 def test_fit_and_apply_with_an_op_that_does_not_say_what_it_writes_to(tmp_path):
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
-    wanted = step_gradients(lying_model(), x)
+    wanted = step_gradients(lying_model(), x, square)
     for budget in (0.9, 0.75, 0.6):
         model = lying_model()
-        fitted = fit_by_ops(model, x, budget=budget, step=mean_square_step)
-        assert equal(step_gradients(model, x), wanted), budget
+        fitted = fit_by_ops(model, x, budget=budget, step=square)
+        assert equal(step_gradients(model, x, square), wanted), budget
         fitted.save(tmp_path / "plan.json")
         fitted.remove()
         other = lying_model()
         retape.apply(other, tmp_path / "plan.json")
-        assert equal(step_gradients(other, x), wanted), budget
+        assert equal(step_gradients(other, x, square), wanted), budget
 
 
 def test_a_live_budget_with_an_op_that_does_not_say_what_it_writes_to():
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
-    wanted = step_gradients(lying_model(), x)
+    wanted = step_gradients(lying_model(), x, square)
     model = lying_model()
     live = retape.adaptive(model, budget=retape.Budget.activations("3MiB"))
     refused = 0
     for _ in range(8):
         try:
-            assert equal(step_gradients(model, x), wanted)
+            assert equal(step_gradients(model, x, square), wanted)
         except StateChanged:
             refused += 1
     assert refused <= 4, "each region is refused once at most"
-    assert equal(step_gradients(model, x), wanted)
+    assert equal(step_gradients(model, x, square), wanted)
     live.remove()
 
 
@@ -223,24 +215,24 @@ def formats_model():
 @pytest.mark.parametrize("budget", [0.9, 0.7, 0.55])
 def test_blocks_of_one_class_that_are_laid_out_or_set_differently(make, budget, tmp_path):
     model, x = make()
-    wanted = step_gradients(copy.deepcopy(model), x)
-    fitted = fit_by_ops(model, x, budget=budget, step=mean_square_step)
+    wanted = step_gradients(copy.deepcopy(model), x, square)
+    fitted = fit_by_ops(model, x, budget=budget, step=square)
     for _ in range(2):
-        assert equal(step_gradients(model, x), wanted)
+        assert equal(step_gradients(model, x, square), wanted)
     fitted.save(tmp_path / "plan.json")
     fitted.remove()
     retape.apply(model, tmp_path / "plan.json")
     for _ in range(2):
-        assert equal(step_gradients(model, x), wanted)
+        assert equal(step_gradients(model, x, square), wanted)
 
 
 @pytest.mark.parametrize(("make", "budget"), [(turned_model, "4MiB"), (formats_model, "600KiB")])
 def test_such_blocks_under_a_live_budget(make, budget):
     model, x = make()
-    wanted = step_gradients(copy.deepcopy(model), x)
+    wanted = step_gradients(copy.deepcopy(model), x, square)
     live = retape.adaptive(model, budget=retape.Budget.activations(budget))
     for _ in range(6):
-        assert equal(step_gradients(model, x), wanted)
+        assert equal(step_gradients(model, x, square), wanted)
     assert live.stats().reruns
     live.remove()
 
@@ -249,23 +241,23 @@ def test_a_model_that_is_moved_to_another_memory_format_later():
     torch.manual_seed(1)
     model, x = nn.Sequential(*(ConvBlock() for _ in range(6))), torch.randn(4, 8, 12, 12)
     other = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    fitted = fit_by_ops(model, x, budget=0.6, step=mean_square_step)
-    step_gradients(model, x)
+    fitted = fit_by_ops(model, x, budget=0.6, step=square)
+    step_gradients(model, x, square)
     model.to(memory_format=torch.channels_last)
     for _ in range(3):
-        assert equal(step_gradients(model, x), step_gradients(other, x))
+        assert equal(step_gradients(model, x, square), step_gradients(other, x, square))
     fitted.remove()
 
 
 def test_a_setting_that_changes_after_the_proof():
     model, x = turned_model()
-    fitted = fit_by_ops(model, x, budget=0.6, step=mean_square_step)
+    fitted = fit_by_ops(model, x, budget=0.6, step=square)
     for axes in ((0, 1, 0, 0, 1, 1), (1, 1, 0, 0, 0, 1), (1, 1, 1, 1, 1, 1)):
         plain = turned_model()[0]
         for block, other, axis in zip(model, plain, axes, strict=True):
             block.axis = other.axis = axis
         for _ in range(2):
-            assert equal(step_gradients(model, x), step_gradients(plain, x))
+            assert equal(step_gradients(model, x, square), step_gradients(plain, x, square))
     fitted.remove()
 
 
@@ -301,7 +293,7 @@ def test_the_plan_of_the_test_blocks_selects():
     """At least one of the budgets above is met by a plan that re-runs a part, or the tests above would show nothing."""
     for budget in (0.9, 0.7, 0.55):
         model, x = turned_model()
-        fitted = fit_by_ops(model, x, budget=budget, step=mean_square_step)
+        fitted = fit_by_ops(model, x, budget=budget, step=square)
         if OptionKind.SELECT in {choice.option for choice in fitted.record.assignment.choices}:
             return
     pytest.fail("no budget was met by a plan that re-runs a part of a block")

@@ -13,18 +13,15 @@ from torch import nn
 
 import retape
 from retape.errors import InvalidInput
+from support.blocks import square
 from support.comparing import assign
 
 
-def loss_of(model, batch):
-    return model(batch).square().mean()
-
-
-def in_fit(model, batch, step=loss_of, **options):
+def in_fit(model, batch, step=square, **options):
     retape.fit(model, batch, budget=0.7, step=step, progress=False, **options).remove()
 
 
-def verified(model, batch, step=loss_of):
+def verified(model, batch, step=square):
     assert retape.verify(model, batch, step=step).plain_repeats
 
 
@@ -102,7 +99,7 @@ def test_a_generator_of_the_step(run):
         def noise():
             return torch.rand(16, generator=GLOBAL) + torch.rand(16, generator=own)
 
-        return loss_of(model, batch + noise())
+        return square(model, batch + noise())
 
     run(blocks(), batch_rows(), step)
     assert torch.equal(own.get_state(), state)
@@ -233,7 +230,7 @@ def test_optimizers_in_backward_do_not_run(run):
     run(model, batch_rows())
     assert descent.steps == 0
     assert all(torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True))
-    loss_of(model, batch_rows()).backward()
+    square(model, batch_rows()).backward()
     assert descent.steps == len(before)  # they are back
 
 
@@ -248,7 +245,7 @@ def test_pytorch_s_optimizers_in_backward_do_not_run():
     with pytest.raises(InvalidInput, match=r"No leaf has a gradient after the step.*no hook removes \.grad"):
         verified(model, batch_rows())
     assert all(torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True))
-    loss_of(model, batch_rows()).backward()
+    square(model, batch_rows()).backward()
     assert not torch.equal(model[0].up.weight, before[0])
 
 
@@ -290,10 +287,10 @@ def test_a_step_that_trains_is_refused_by_the_name_of_the_weight(run):
 
     def step(model, batch):
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
+        loss = square(model, batch)
         loss.backward(retain_graph=True)
         optimizer.step()
-        return loss_of(model, batch)
+        return square(model, batch)
 
     with pytest.raises(InvalidInput, match=r"The step changed 0\.0\.weight and 3 more, of which no copy was kept"):
         run(model, batch_rows(), step)
@@ -302,13 +299,13 @@ def test_a_step_that_trains_is_refused_by_the_name_of_the_weight(run):
 def test_an_optimizer_that_was_given_is_as_before():
     model, batch = blocks(), batch_rows()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    loss_of(model, batch).backward()
+    square(model, batch).backward()
     optimizer.step()
     before = repr(optimizer.state_dict())
 
     def step(model, batch):
         optimizer.param_groups[0]["lr"] /= 2  # a schedule
-        return loss_of(model, batch)
+        return square(model, batch)
 
     in_fit(model, batch, step, optimizer=optimizer)
     assert repr(optimizer.state_dict()) == before
@@ -331,7 +328,7 @@ def test_gradients_of_leaves_that_are_no_weights(run, found):
         def scale():
             return inside * OUTSIDE * hidden["leaf"]
 
-        return loss_of(model, batch * scale())
+        return square(model, batch * scale())
 
     run(blocks(), batch, step)
     for leaf, gradient in zip(leaves, before, strict=True):
@@ -348,7 +345,7 @@ def test_a_leaf_that_only_the_graph_leads_to(run):
     class Scaled(torch.autograd.Function):
         leaf = table[0]
 
-    run(model, batch_rows(), lambda model, batch: loss_of(model, batch * Scaled.leaf))
+    run(model, batch_rows(), lambda model, batch: square(model, batch * Scaled.leaf))
     assert table[0].grad is None
 
 
@@ -373,7 +370,7 @@ def test_a_step_that_takes_the_batch_apart(run):
 
     def step(model, batch):
         batch["scale"].mul_(2)
-        return loss_of(model, batch.pop("x") * batch["scale"])
+        return square(model, batch.pop("x") * batch["scale"])
 
     x, scale = batch["x"], batch["scale"]
     run(blocks(), batch, step)
@@ -417,7 +414,7 @@ def test_the_state_of_a_communication_hook(run):
         run(model, batch_rows())
         assert (state.iter, len(state.error_dict), len(state.q_memory_dict)) == (0, 0, 0)
         assert twister(state.rng) == draws
-        loss_of(model, batch_rows()).backward()
+        square(model, batch_rows()).backward()
         assert state.iter == 1
     finally:
         dist.destroy_process_group()

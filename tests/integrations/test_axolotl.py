@@ -45,7 +45,7 @@ def configured(plugin, **given):
     return SimpleNamespace(**merged(**given).model_dump())
 
 
-def trained(plugin, cfg, folder):
+def train_as_axolotl(plugin, cfg, folder):
     """Train as axolotl does: the trainer is made, and gets the callbacks of the plugins after that."""
     quiet = {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
     arguments = transformers.TrainingArguments(str(folder), max_steps=3, per_device_train_batch_size=4, **quiet)
@@ -63,9 +63,9 @@ def trained(plugin, cfg, folder):
 def test_the_trainer_stays_inside_the_budget_with_the_same_weights(axolotl, tmp_path):
     plugin = axolotl.RetapePlugin()
     assert isinstance(plugin, BasePlugin)
-    losses, weights, (callback,) = trained(plugin, configured(plugin, retape_budget=0.7), tmp_path)
+    losses, weights, (callback,) = train_as_axolotl(plugin, configured(plugin, retape_budget=0.7), tmp_path)
     assert callback.fitted.measured.peak_bytes <= callback.fitted.budget_bytes
-    wanted_losses, wanted, _ = trained(None, None, tmp_path)
+    wanted_losses, wanted, _ = train_as_axolotl(None, None, tmp_path)
     assert losses == wanted_losses
     assert all(map(torch.equal, weights, wanted))
 

@@ -17,7 +17,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hid
 
 
 @pytest.fixture
-def model(tmp_path):
+def four_bit_model(tmp_path):
     config = transformers.LlamaConfig(**SIZES, num_attention_heads=2)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     packed = transformers.BitsAndBytesConfig(
@@ -31,11 +31,11 @@ def model(tmp_path):
     return peft.get_peft_model(base, adapter).train()
 
 
-def test_gradients_of_the_adapters_are_those_of_plain_autograd(model):
-    assert any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
-    step = lambda: model(**BATCH).loss  # noqa: E731 - a step in one line
-    wanted = loss_and_gradients(model, step)
-    fitted = fit(model, BATCH, budget=0.6)
+def test_gradients_of_the_adapters_are_those_of_plain_autograd(four_bit_model):
+    assert any(type(parameter).__name__ == "Params4bit" for parameter in four_bit_model.parameters())
+    step = lambda: four_bit_model(**BATCH).loss  # noqa: E731 - a step in one line
+    wanted = loss_and_gradients(four_bit_model, step)
+    fitted = fit(four_bit_model, BATCH, budget=0.6)
     assert not fitted.record.assignment.keeps_everything
-    assert_equal(loss_and_gradients(model, step), wanted)
+    assert_equal(loss_and_gradients(four_bit_model, step), wanted)
     fitted.remove()

@@ -13,8 +13,8 @@ import retape
 from retape.core.problem import OptionKind
 from retape.errors import BudgetTooSmall
 from retape.torch.engine.context import plain
+from support.blocks import square
 from support.comparing import assert_equal, seed
-from support.models import square
 from support.trials import NO_TURNS, fit_with
 
 WIDTH, DEPTH = 16, 4
@@ -127,7 +127,7 @@ def two_forwards(model, batch):
     return (model(batch) * model(batch.flip(0))).mean()
 
 
-def trained(model, step, batch, steps=3):
+def losses_and_gradients(model, step, batch, steps=3):
     """Losses, gradients of accumulating and fresh steps, and buffers."""
     found = []
     seed(3)
@@ -158,12 +158,12 @@ def test_training_is_that_of_plain_autograd(kind, step):
     seed(1)
     start, batch = kind().train(), torch.randn(64, WIDTH)
     with plain():
-        wanted = trained(copy.deepcopy(start), step, batch)
+        wanted = losses_and_gradients(copy.deepcopy(start), step, batch)
     model = copy.deepcopy(start)
     for fitted in fits(model, batch, step):
         kept = fitted.record.assignment.keeps_everything
         assert any(choice.is_checkpoint_call for choice in fitted.record.assignment.choices)
-        assert_equal(trained(model, step, batch), wanted)
+        assert_equal(losses_and_gradients(model, step, batch), wanted)
         fitted.remove()
         model.load_state_dict(start.state_dict())
         model.zero_grad()
@@ -187,10 +187,10 @@ def test_a_saved_plan_is_applied(tmp_path):
 def test_an_adaptive_budget_over_a_plan_runs_the_calls_itself():
     model, batch = Method(), torch.randn(64, WIDTH)
     with plain():
-        wanted = trained(copy.deepcopy(model), square, batch)
+        wanted = losses_and_gradients(copy.deepcopy(model), square, batch)
     fitted = fit_with(model, batch, budget=0.6, step=square, tuning=NO_TURNS)
     managed = retape.adaptive(model, budget="1GiB")
-    assert_equal(trained(model, square, batch), wanted)
+    assert_equal(losses_and_gradients(model, square, batch), wanted)
     assert managed.stats().steps == 3
     managed.remove()
     fitted.remove()

@@ -14,8 +14,7 @@ from retape.torch.planning import instruments
 from retape.torch.planning.instruments import FitInstruments, Overheads, engine_overheads, in_turns, repeated
 from retape.torch.planning.step_trials import StepTrials
 from retape.torch.planning.tuning import TUNING
-from support.blocks import MlpBlock
-from support.models import square
+from support.blocks import MlpBlock, square
 from support.trials import fit_by_ops, fit_with
 
 is_faster = partial(instruments.is_faster, tuning=TUNING)

@@ -70,7 +70,7 @@ def fresh_forms():
         yield forms
 
 
-class Block(nn.Module):
+class NumberedBlock(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.norm, self.number = nn.LayerNorm(width), 0
@@ -84,7 +84,7 @@ class Stack(nn.Module):
     def __init__(self, blocks=BLOCKS, width=WIDTH):
         super().__init__()
         self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(NumberedBlock(width) for _ in range(blocks))
 
     def forward(self, x):
         x = self.first(x)
@@ -98,7 +98,7 @@ def made(rows=ROWS):
     return Stack(), torch.randn(rows, WIDTH)
 
 
-def fitted(model, batch, budget, **about):
+def fit_compiled(model, batch, budget, **about):
     return fit_with(model, (batch,), budget=budget, **{"compile": True, "tuning": FEW, **about})
 
 
@@ -106,7 +106,7 @@ def fitted(model, batch, budget, **about):
 def test_compiled_blocks_inside_a_budget(budget):
     model, batch = made()
     wanted = step_gradients(model, batch)
-    fit = fitted(model, batch, budget)
+    fit = fit_compiled(model, batch, budget)
     assert all(choice.saved_share is not None for choice in fit.record.assignment.choices)
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     for found, plain in zip(step_gradients(model, batch), wanted, strict=True):
@@ -114,7 +114,7 @@ def test_compiled_blocks_inside_a_budget(budget):
     assert retape.verify(model, (batch,)).equal  # with itself, nothing held or dropped by regions
     fit.remove()
     assert_equal(step_gradients(model, batch), wanted)
-    assert all(type(block) is Block for block in model.blocks)
+    assert all(type(block) is NumberedBlock for block in model.blocks)
 
 
 def mlp():
@@ -142,7 +142,7 @@ def wide():
 def floor_bytes(options, **keywords):
     model, batch = wide()
     with pytest.raises(retape.errors.BudgetTooSmall) as caught:
-        fitted(model, batch, Budget.activations(4096), options=options, **keywords)
+        fit_compiled(model, batch, Budget.activations(4096), options=options, **keywords)
     return caught.value.floor_bytes
 
 
@@ -151,7 +151,7 @@ def test_compiled_blocks_that_do_not_fit_are_taken_apart():
     assert in_parts < in_blocks
     model, batch = wide()
     wanted = step_gradients(model, batch)
-    fit = fitted(model, batch, (in_parts + in_blocks) // 2)
+    fit = fit_compiled(model, batch, (in_parts + in_blocks) // 2)
     assert {choice.name for choice in fit.record.assignment.choices} >= {"blocks.0.mix", "blocks.0.mlp"}
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     for found, plain in zip(step_gradients(model, batch), wanted, strict=True):
@@ -167,7 +167,7 @@ def test_compiled_blocks_that_do_not_fit_run_in_tiles(compiles):
     model, batch = wide()
     wanted = step_gradients(model, batch)
     budget = (tiled + whole) // 2
-    fit = fitted(model, batch, budget, options="all", **about)
+    fit = fit_compiled(model, batch, budget, options="all", **about)
     forms = {(choice.tiles, choice.saved_share) for choice in fit.record.assignment.choices}
     assert max(forms)[0] > 1
     # Tiles of an eager block are an option too; which is faster without kernels of its own is a matter of the machine's load.
@@ -204,9 +204,9 @@ def test_parts_that_cannot_run_in_tiles_after_all_are_taken_apart():
         block.mlp = Picky()
     wanted = step_gradients(model, batch)
     with pytest.raises(retape.errors.BudgetTooSmall) as caught:
-        fitted(model, batch, Budget.activations(4096), **about)
+        fit_compiled(model, batch, Budget.activations(4096), **about)
     budget = int(1.02 * caught.value.floor_bytes)
-    fit = fitted(model, batch, budget, **about)
+    fit = fit_compiled(model, batch, budget, **about)
     assert {choice.name for choice in fit.record.assignment.choices} >= {"blocks.0.mix", "blocks.0.mlp"}
     for one, plain in zip(step_gradients(model, batch), wanted, strict=True):
         torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-7)
@@ -236,7 +236,7 @@ def traced(block, batch, share):
 
 def test_a_form_compiles_once_for_all_blocks(fresh_forms):
     model, batch = made()
-    fitted(model, batch, 0.6, tuning={**FEW, "enough_speed": 0.0})
+    fit_compiled(model, batch, 0.6, tuning={**FEW, "enough_speed": 0.0})
     assert [form.compilations for form in fresh_forms.values()] == [1, 1, 1]
 
 
@@ -255,18 +255,18 @@ def test_a_block_that_does_not_compile_stays_eager_and_it_says_so(caplog):
     model, batch = made()
     wanted = step_gradients(model, batch)
     with caplog.at_level(logging.WARNING, logger="retape"), compiling(refusing, {}):
-        fit = fitted(model, batch, 0.6)
+        fit = fit_compiled(model, batch, 0.6)
     said = [record.message for record in caplog.records if "does not compile" in record.message]
-    assert said == ["retape: Block does not compile and stays eager: NotImplementedError: no kernels for this one"], (
-        "once, with the reason, however many variants fail"
-    )
+    assert said == [
+        "retape: NumberedBlock does not compile and stays eager: NotImplementedError: no kernels for this one"
+    ], "once, with the reason, however many variants fail"
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     assert_equal(step_gradients(model, batch), wanted)
 
 
 def test_sequence_lengths_do_not_compile_for_ever():
     model, batch = made()
-    fitted(model, batch, 0.6)
+    fit_compiled(model, batch, 0.6)
     compilations = []
     for rows in (32, 48, 80, 96, 112, 160, 200):
         other = torch.randn(rows, WIDTH)
@@ -280,21 +280,21 @@ def test_sequence_lengths_do_not_compile_for_ever():
 
 def test_a_saved_fit_is_applied_in_its_forms(tmp_path):
     model, batch = made()
-    fit = fitted(model, batch, 0.6)
+    fit = fit_compiled(model, batch, 0.6)
     fit.save(tmp_path / "fit.json")
     wanted = step_gradients(model, batch)
     fit.remove()
     applied = retape.apply(model, tmp_path / "fit.json")
     assert applied.record.assignment == fit.record.assignment
     assert_equal(step_gradients(model, batch), wanted)
-    assert original_class(type(model.blocks[0])) is Block
+    assert original_class(type(model.blocks[0])) is NumberedBlock
 
 
 def test_no_gradient_runs_stay_eager():
     model, batch = made()
     with torch.no_grad():
         wanted = model(batch)
-    fitted(model, batch, 0.6)
+    fit_compiled(model, batch, 0.6)
     before = [form.compilations for form in VARIANTS.variants.values()]
     with torch.no_grad():
         assert torch.equal(model(batch), wanted)
@@ -304,7 +304,7 @@ def test_no_gradient_runs_stay_eager():
 @pytest.mark.parametrize("how", [{"retain_graph": True}, {"create_graph": True}])
 def test_a_kept_graph_is_refused(how):
     model, batch = made()
-    fitted(model, batch, 0.6)
+    fit_compiled(model, batch, 0.6)
     with pytest.raises(retape.errors.UnsupportedTransform, match="compiled blocks reuse the memory"):
         model(batch).backward(**how)
     step_gradients(model, batch)  # the next step is right
@@ -314,7 +314,7 @@ def test_blocks_compiled_with_cuda_graphs_are_refused():
     model, batch = made()
     model.blocks[1].compile(mode="reduce-overhead")
     with pytest.raises(retape.errors.UnsupportedTransform, match=r"blocks.1 is compiled with CUDA graphs"):
-        fitted(model, batch, 0.6)
+        fit_compiled(model, batch, 0.6)
 
 
 def test_a_plan_is_not_applied_to_blocks_compiled_with_cuda_graphs():
@@ -324,7 +324,7 @@ def test_a_plan_is_not_applied_to_blocks_compiled_with_cuda_graphs():
     model.blocks[1].compile(mode="reduce-overhead")
     with pytest.raises(retape.errors.UnsupportedTransform, match=r"blocks.1 is compiled with CUDA graphs"):
         retape.apply(model, fit)
-    assert all(type(block) is Block for block in model.blocks)
+    assert all(type(block) is NumberedBlock for block in model.blocks)
 
 
 def wrapped(model, backend):
@@ -356,7 +356,7 @@ def test_a_model_compiled_as_a_whole_is_taken_with_compiled_blocks(compiled_as):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-7)
     assert not any("tanh" in graph.code for graph in seen)
     fit.remove()
-    assert all(type(block) is Block for block in model.blocks)
+    assert all(type(block) is NumberedBlock for block in model.blocks)
     torch.compiler.reset()
     seen.clear()
     assert_equal(step_gradients(whole, batch), wanted)
@@ -392,7 +392,7 @@ def test_blocks_that_the_user_compiled_are_taken_as_they_are(compile, fresh_form
     for block in model.blocks:
         block.compile(backend="aot_eager")
     wanted = step_gradients(model, batch)
-    fit = fitted(model, batch, 0.6, compile=compile)
+    fit = fit_compiled(model, batch, 0.6, compile=compile)
     assert not fresh_forms
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     assert_equal(step_gradients(model, batch), wanted)
@@ -406,7 +406,7 @@ def test_autocast_compiles_nothing_anew_in_a_rerun(fresh_forms):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(batch)
 
-    fit = fitted(model, batch, 0.5, step=lambda model, batch: step(model, *batch))
+    fit = fit_compiled(model, batch, 0.5, step=lambda model, batch: step(model, *batch))
     assert {form.compilations for form in fresh_forms.values()} == {1}
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
     assert retape.verify(model, (batch,), step=lambda model, batch: step(model, *batch)).equal
@@ -415,7 +415,7 @@ def test_autocast_compiles_nothing_anew_in_a_rerun(fresh_forms):
 @pytest.mark.parametrize(("enough_speed", "variants"), [(float("inf"), 1), (0.0, 3)])
 def test_a_variant_is_compiled_only_while_no_plan_is_fast_enough(fresh_forms, enough_speed, variants):
     model, batch = made()
-    fit = fitted(model, batch, 0.8, tuning={**FEW, "enough_speed": enough_speed})
+    fit = fit_compiled(model, batch, 0.8, tuning={**FEW, "enough_speed": enough_speed})
     assert len(fresh_forms) == variants
     assert fit.measured.peak_bytes <= fit.record.budget_bytes
 
@@ -423,10 +423,10 @@ def test_a_variant_is_compiled_only_while_no_plan_is_fast_enough(fresh_forms, en
 def test_blocks_that_differ_in_a_number_are_all_compiled(fresh_forms):
     """More of them than the compiler would take by itself before it silently goes on eagerly."""
     model, batch = made()
-    model.blocks.extend(Block(WIDTH) for _ in range(2))
+    model.blocks.extend(NumberedBlock(WIDTH) for _ in range(2))
     for number, block in enumerate(model.blocks):
         block.number = number
-    fitted(model, batch, 0.7, tuning={"saved_shares": ()})
+    fit_compiled(model, batch, 0.7, tuning={"saved_shares": ()})
     assert not any(form.failed for form in fresh_forms.values())
     assert [form.compilations for form in fresh_forms.values()] == [len(model.blocks)]
 
@@ -434,7 +434,7 @@ def test_blocks_that_differ_in_a_number_are_all_compiled(fresh_forms):
 def test_where_a_form_does_not_compile_any_more_the_region_is_recomputed(tmp_path, caplog):
     model, batch = made()
     wanted = step_gradients(model, batch)
-    fit = fitted(model, batch, 0.6)
+    fit = fit_compiled(model, batch, 0.6)
     fit.save(tmp_path / "fit.json")
     fit.remove()
     with compiling(refusing, {}):

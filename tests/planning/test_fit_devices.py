@@ -24,17 +24,16 @@ from retape.torch.planning.chain_builder import build_chain
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import FitInstruments, Overheads, Stopwatch, home_of
 from retape.torch.planning.plan_search import budgets_of
-from retape.torch.planning.profile_intervals import StepBytes
+from retape.torch.planning.profiles.intervals import StepBytes
 from retape.torch.planning.step_trials import StepTrials
-from support.blocks import MlpBlock
-from support.models import square
+from support.blocks import MlpBlock, square
 from support.trials import fit_with
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 BLOCKS, BORDER = 6, 3
 
 
-def make():
+def blocks_and_rows():
     torch.manual_seed(0)
     return nn.Sequential(*(MlpBlock() for _ in range(BLOCKS))), torch.randn(128, 32)
 
@@ -82,7 +81,7 @@ fit = partial(fit_with, step=square, instruments=PRETENDED)
 @pytest.fixture(scope="module")
 def profiled():
     """A profile whose calls are said to be on two devices, and a step that was weighed on the CPU."""
-    model, batch = make()
+    model, batch = blocks_and_rows()
     trials = StepTrials(model, batch, Budget.of(0.5), step=square, instruments=PRETENDED)
     with trials.sandboxed():
         profiled = trials.profiled(find_regions(model))
@@ -167,13 +166,13 @@ def test_what_each_device_is_given():
 
 
 def test_devices_of_a_model():
-    model, _ = make()
+    model, _ = blocks_and_rows()
     assert devices_of(model) == (CPU,)
     assert devices_of(model, Budget.of({"cpu": 0.5, "cuda:0": 0.5})) == (CPU,)
 
 
 def test_a_region_lives_on_one_device():
-    model, _ = make()
+    model, _ = blocks_and_rows()
     assert home_of("0", model[0]) == CPU
     model[0].up.to("meta")
     with pytest.raises(InvalidInput, match=r"Region '0' has weights on cpu, meta.*Name its parts in regions="):
@@ -185,7 +184,7 @@ def test_a_region_lives_on_one_device():
 
 
 def test_each_device_has_its_plan(tmp_path):
-    model, batch = make()
+    model, batch = blocks_and_rows()
     made = fit(model, batch, budget=0.5)
     record = made.record
     assert [(each.device, each.regions) for each in record.devices] == [("cpu", (0, 1, 2)), ("meta", (3, 4, 5))]
@@ -219,14 +218,14 @@ def test_each_device_has_its_plan(tmp_path):
 
 
 def test_everything_is_kept_where_all_is_asked_for():
-    model, batch = make()
+    model, batch = blocks_and_rows()
     made = fit(model, batch, budget={"cpu": 1.0, "meta": 1.0})
     assert made.record.assignment.keeps_everything
     assert all(each.measured.peak_bytes <= each.budget_bytes for each in made.record.devices)
 
 
 def test_more_microbatches_in_flight_leave_less_for_each():
-    model, batch = make()
+    model, batch = blocks_and_rows()
     one = fit(model, batch, budget=Budget.of({"cpu": 0.9, "meta": 0.9}))
     one.remove()
     two = fit(model, batch, budget=Budget.of({"cpu": 0.9, "meta": 0.9}, in_flight=2))
@@ -240,7 +239,7 @@ def test_more_microbatches_in_flight_leave_less_for_each():
 
 def test_what_the_first_step_leaves_behind_is_fixed():
     """As the workspaces of a GPU's libraries: they come with the first step, and stay."""
-    model, batch = make()
+    model, batch = blocks_and_rows()
     bare = fit(model, batch, budget=1.0)
     seen = iter([0, 0, 5000, 7000])
     made = fit(model, batch, budget=1.0, instruments=replace(PRETENDED, allocated_bytes=lambda device: next(seen)))
@@ -252,13 +251,13 @@ def test_what_the_first_step_leaves_behind_is_fixed():
 
 
 def test_compiled_blocks_are_for_one_device():
-    model, batch = make()
+    model, batch = blocks_and_rows()
     with pytest.raises(InvalidInput, match=r"compile=True plans for one device.*several \(cpu, meta\)"):
         fit(model, batch, budget=0.5, compile=True)
 
 
 def test_too_small_names_the_device():
-    model, batch = make()
+    model, batch = blocks_and_rows()
     classes = [type(module) for module in model.modules()]
     with pytest.raises(BudgetTooSmall, match=r"On cpu: No plan fits in 97.66 KiB; the smallest budget") as alone:
         fit(model, batch, budget={"cpu": 100_000, "meta": 1.0})
@@ -280,7 +279,7 @@ def measuring(change):
 
 def test_a_peak_above_the_budget_is_an_error():
     """A device that always shows more than it promised."""
-    model, batch = make()
+    model, batch = blocks_and_rows()
     with pytest.raises(BudgetTooSmall, match=r"No plan was measured to stay inside .* on cpu: the last one peaked at"):
         fit(
             model,
@@ -293,7 +292,7 @@ def test_a_peak_above_the_budget_is_an_error():
 
 def test_the_same_plans_with_a_better_promise_are_taken(monkeypatch):
     """A step that weighs more than was promised, and is still inside, for plans are few: the promise is what was learned."""
-    model, batch = make()
+    model, batch = blocks_and_rows()
     without_select = lambda *a, **k: build_chain(*a, **k).without(OptionKind.SELECT)  # noqa: E731
     monkeypatch.setattr(plan_search, "build_chain", without_select)
     made = fit(model, batch, budget=0.6, trials=measuring(lambda peak: int(1.1 * peak)))
@@ -303,7 +302,7 @@ def test_the_same_plans_with_a_better_promise_are_taken(monkeypatch):
 
 
 def test_a_region_on_a_device_without_a_budget():
-    model, batch = make()
+    model, batch = blocks_and_rows()
     elsewhere = replace(PRETENDED, home_of=lambda name, module: torch.device("xpu") if name == "5" else CPU)
     with pytest.raises(
         InvalidInput, match=r"Region '5' lives on xpu, where nothing is trained.*Give it bytes for 'xpu'"

@@ -18,9 +18,8 @@ from retape.errors import PlanFormatError
 from retape.torch.engine.policy import Check
 from retape.torch.planning.executor import Executor, depends_on_mode
 from support import models
-from support.blocks import MlpBlock
+from support.blocks import MlpBlock, square
 from support.comparing import assert_equal, step_gradients
-from support.models import square
 
 fit = partial(retape.fit, progress=False)
 WIDTH = 16

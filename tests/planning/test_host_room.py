@@ -24,14 +24,10 @@ def _pool(monkeypatch):
     return pool
 
 
-def loss_of(model, batch):
-    return model(**batch).loss
-
-
 def training(kind=torch.optim.AdamW, **settings):
     seed()
     model, batch, _ = models.llama()
-    return model.train(), batch, loss_of, kind(model.parameters(), lr=1e-3, **settings)
+    return model.train(), batch, models.own_loss, kind(model.parameters(), lr=1e-3, **settings)
 
 
 def run_steps(model, batch, step, optimizer, count=5):
@@ -46,7 +42,7 @@ def weights_and_states(model, optimizer):
     return [value.detach().clone() for value in (*model.parameters(), *states)]
 
 
-def fitted(parts, tier=None, **about):
+def fit_training(parts, tier=None, **about):
     model, batch, step, optimizer = parts
     tier = tier or host_tier(capacity=2**30)
     return fit_with_host(tier, model, batch, step=step, optimizer=optimizer, **about)
@@ -57,7 +53,7 @@ def test_states_on_the_host_leave_their_bytes_to_the_activations_and_the_updates
     whole = fixed_bytes(plain[0], plain[1], plain[3], CPU)
     run_steps(*plain)
     moved = training()
-    made = fitted(moved, budget=1.0, options=BOTH)
+    made = fit_training(moved, budget=1.0, options=BOTH)
     run_steps(*moved)
     for mine, its in zip(weights_and_states(moved[0], moved[3]), weights_and_states(plain[0], plain[3]), strict=True):
         assert torch.equal(mine, its)
@@ -77,7 +73,7 @@ def test_states_that_exist_are_moved_and_a_fit_that_fails_brings_them_back(pool)
     run_steps(*parts, count=1)
     before = weights_and_states(parts[0], parts[3])
     with pytest.raises(BudgetTooSmall):
-        fitted(parts, budget=retape.Budget.activations(1000), options=BOTH)
+        fit_training(parts, budget=retape.Budget.activations(1000), options=BOTH)
     assert pool.allocated_bytes - pool.free_bytes == 0
     assert "step" not in vars(parts[3])
     assert all(map(torch.equal, before, weights_and_states(parts[0], parts[3])))
@@ -87,7 +83,7 @@ def test_host_memory_that_states_take_is_not_planned_for_slots():
     parts = training()
     states = 2 * sum(p.nbytes for p in parts[0].parameters())
     room = 400_000
-    made = fitted(parts, host_tier(capacity=2**30), budget=0.6, options=BOTH, host_budget=states + room)
+    made = fit_training(parts, host_tier(capacity=2**30), budget=0.6, options=BOTH, host_budget=states + room)
     stages = made.record.chain.stages
     assert sum(max(option.moved_bytes for option in stage.choices) for stage in stages) <= room
     assert made.record.chain.host.capacity_bytes <= room
@@ -123,7 +119,7 @@ def test_buckets_that_do_not_fit_are_named():
     parts = training(foreach=False)
     fixed = fixed_bytes(parts[0], parts[1], None, CPU)
     with pytest.raises(BudgetTooSmall, match=r"optimizer.step\(\) needs"):
-        fitted(parts, budget=fixed + 1000, options=BOTH)
+        fit_training(parts, budget=fixed + 1000, options=BOTH)
 
 
 def test_adaptive_does_not_move_states():

@@ -8,7 +8,8 @@ from torch import nn
 
 import retape
 from retape.errors import BudgetTooSmall
-from support.blocks import MlpBlock
+from support.blocks import MlpBlock, square
+from support.comparing import as_region, plainly
 
 IN_FLIGHT, WIDTH = 8, 32
 
@@ -25,21 +26,9 @@ class PipelineStage(nn.Module):
         return x
 
 
-def plainly(block, x):
-    return block(x)
-
-
-def by_hand(block, x):
-    return retape.checkpoint(block, x, use_reentrant=False)
-
-
-def loss(model, x):
-    return model(x).square().mean()
-
-
 def run_all(model, batches):
     """Every forward before the first backward."""
-    for each in [loss(model, batch) for batch in batches]:
+    for each in [square(model, batch) for batch in batches]:
         each.backward()
 
 
@@ -54,11 +43,11 @@ def peak_of(model):
 
 @pytest.mark.parametrize("share", [1.02, 1.5])
 def test_floor_and_budget_with_eight_in_flight(share):
-    fit = partial(retape.fit, model := PipelineStage(plainly), torch.randn(64, WIDTH), step=loss, progress=False)
+    fit = partial(retape.fit, model := PipelineStage(plainly), torch.randn(64, WIDTH), step=square, progress=False)
     with pytest.raises(BudgetTooSmall, match="with 8 microbatches in flight") as error:
         fit(budget=retape.Budget.of(1, in_flight=IN_FLIGHT))
     floor = error.value.floor_bytes
-    assert floor <= 1.05 * peak_of(PipelineStage(by_hand))
+    assert floor <= 1.05 * peak_of(PipelineStage(as_region))
     fitted = fit(budget=retape.Budget.of(int(share * floor), in_flight=IN_FLIGHT))
     assert peak_of(model) <= share * floor
     fitted.remove()

@@ -10,28 +10,17 @@ import retape
 from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
 from retape.core.solve import frontier, largest_scale, solve
 from retape.errors import InvalidInput
-from support import models
-from support.comparing import seed
+from support.models import make, token_batch
 from support.trials import fit_by_ops
 
 
-def batch_of(length):
-    ids = torch.randint(0, 128, (1, length))
-    return {"input_ids": ids, "labels": ids}
-
-
-def llama():
-    seed()
-    return models.llama()[0].train()
-
-
 def test_a_fit_of_that_length_is_inside_the_budget_with_little_room_left():
-    model = llama()
-    made = fit_by_ops(model, batch_of(128), budget=0.4)
+    model = make("llama")[0]
+    made = fit_by_ops(model, token_batch(128, rows=1), budget=0.4)
     budget, longest = made.budget_bytes, made.longest_sequence()
     made.remove()
     assert longest > 160
-    again = fit_by_ops(model, batch_of(longest), budget=budget)
+    again = fit_by_ops(model, token_batch(longest, rows=1), budget=budget)
     assert again.measured.peak_bytes <= budget
     assert again.frontier.floor_bytes == pytest.approx(budget, rel=0.1)
     again.remove()
@@ -69,7 +58,7 @@ def chain_with(capacity, count=8):
     return Chain(stages=tuple(stage(i == 0) for i in range(count)), fixed_bytes=1000, host=host)
 
 
-def scaled(chain, factor):
+def with_larger_activations(chain, factor):
     """The chain with all activations larger by a factor."""
 
     def larger(part):
@@ -89,7 +78,7 @@ def test_the_factor_is_where_the_floor_meets_the_budget(capacity):
         assert 1 < factor < 6
     else:
         assert factor == pytest.approx(6, rel=0.01)
-        assert solve(scaled(chain, int(factor)), budget).promised_peak_bytes <= budget
+        assert solve(with_larger_activations(chain, int(factor)), budget).promised_peak_bytes <= budget
 
 
 def test_a_budget_at_the_floor_has_no_room():

@@ -5,26 +5,14 @@ import torch
 
 import retape
 from retape.errors import InvalidInput
-from retape.torch.planning.other_lengths import Lengths, lengths_of
-from support import models
-from support.comparing import seed
+from retape.torch.planning.profiles.other_lengths import ProfiledLengths, lengths_of
+from support.models import make, token_batch
 from support.trials import WarmTrials, chain_of, fit_by_ops, fit_with_host, host_tier
 
 LENGTHS = (64, 128, 512)
 
 
-def llama():
-    seed()
-    model, _, _ = models.llama()
-    return model.train()
-
-
-def batch_of(length, rows=2):
-    ids = torch.randint(0, 128, (rows, length))
-    return {"input_ids": ids, "labels": ids}
-
-
-def counted(trials):
+def counting_by_length(trials):
     """Trials that count the steps of each length, and the counts."""
     counts = {}
 
@@ -43,12 +31,12 @@ def counted(trials):
     ids=["in proportion", "with a constant", "constant", "square", "both", "less"],
 )
 def test_a_figure_at_another_length(figures, expected):
-    assert Lengths(shorter=64, longer=128, wanted=512).at(*figures) == pytest.approx(expected)
+    assert ProfiledLengths(shorter=64, longer=128, wanted=512).at(*figures) == pytest.approx(expected)
 
 
 def test_the_chain_of_a_long_step_is_that_of_its_own_profile():
-    model = llama()
-    short, longer, whole = map(batch_of, LENGTHS)
+    model = make("llama")[0]
+    short, longer, whole = (token_batch(length, rows=2) for length in LENGTHS)
     own = chain_of(model, whole, host=host_tier())
     made = chain_of(model, whole, host=host_tier(), profile_batches=(short, longer))
     assert len(made.stages) == len(own.stages)
@@ -61,9 +49,9 @@ def test_the_chain_of_a_long_step_is_that_of_its_own_profile():
 
 @pytest.mark.parametrize("share", [0.7, 0.35])
 def test_a_fit_runs_one_long_step_and_its_budget_holds(share):
-    model = llama()
-    short, longer, whole = map(batch_of, LENGTHS)
-    trials, counts = counted(WarmTrials)
+    model = make("llama")[0]
+    short, longer, whole = (token_batch(length, rows=2) for length in LENGTHS)
+    trials, counts = counting_by_length(WarmTrials)
     made = fit_by_ops(model, whole, budget=share, trials=trials, profile_batches=(short, longer))
     assert counts[512] == 2, "one, which these trials run twice: the first takes host memory"
     assert counts[64] <= 6
@@ -74,8 +62,8 @@ def test_a_fit_runs_one_long_step_and_its_budget_holds(share):
 
 
 def test_slots_and_inputs_may_be_moved_too():
-    model = llama()
-    short, longer, whole = map(batch_of, LENGTHS)
+    model = make("llama")[0]
+    short, longer, whole = (token_batch(length, rows=2) for length in LENGTHS)
     made = fit_with_host(host_tier(), model, whole, budget=0.35, profile_batches=(short, longer))
     assert any(choice.moves for choice in made.record.assignment.choices)
     assert made.measured.peak_bytes <= made.record.budget_bytes
@@ -103,10 +91,10 @@ def test_batches_that_are_refused(batches, message):
 def test_compiled_blocks_are_refused():
     with pytest.raises(InvalidInput, match="profile_batches are not for compiled blocks"):
         retape.fit(
-            llama(),
-            batch_of(64),
+            make("llama")[0],
+            token_batch(64, rows=2),
             budget=0.5,
             compile=True,
-            profile_batches=(batch_of(16), batch_of(32)),
+            profile_batches=(token_batch(16, rows=2), token_batch(32, rows=2)),
             progress=False,
         )

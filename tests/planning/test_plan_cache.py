@@ -8,7 +8,7 @@ import torch
 
 import retape
 from retape.torch.planning.step_trials import StepTrials
-from support.blocks import MlpBlock
+from support.blocks import MlpBlock, square
 from support.comparing import seed
 from support.trials import NO_TURNS, fit_with
 
@@ -16,10 +16,6 @@ from support.trials import NO_TURNS, fit_with
 def blocks_and_rows():
     seed()
     return torch.nn.Sequential(*(MlpBlock(32) for _ in range(5))), torch.randn(96, 32)
-
-
-def loss(model, batch):
-    return model(batch).square().mean()
 
 
 class CountedSteps(StepTrials):
@@ -35,7 +31,7 @@ class CountedSteps(StepTrials):
 def fit_counted(model, batch, cache, **about):
     """A fit with a cache, and the number of steps that it ran."""
     CountedSteps.steps = 0
-    about = {"budget": 0.5, "step": loss, **about}
+    about = {"budget": 0.5, "step": square, **about}
     made = fit_with(model, batch, trials=CountedSteps, cache=cache, tuning=NO_TURNS, **about)
     return made, CountedSteps.steps
 
@@ -57,8 +53,8 @@ def test_the_second_start_costs_a_checking_step_and_a_proof(first, tmp_path):
     assert made.plan == first.plan
     assert made.record.assignment == first.record.assignment
     assert made.measured.peak_bytes <= made.record.budget_bytes
-    loss(model, batch).backward()
-    loss(plain, batch).backward()
+    square(model, batch).backward()
+    square(plain, batch).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
     made.remove()
@@ -74,7 +70,7 @@ def test_the_environment_variable_names_the_folder(tmp_path, monkeypatch):
         made.remove()
 
 
-@pytest.mark.parametrize("about", [{"budget": 0.6}, {"options": retape.ALL}, {"step": lambda m, b: 2 * loss(m, b)}])
+@pytest.mark.parametrize("about", [{"budget": 0.6}, {"options": retape.ALL}, {"step": lambda m, b: 2 * square(m, b)}])
 def test_another_training_is_searched_anew(first, tmp_path, about):
     model, batch = blocks_and_rows()
     made, steps = fit_counted(model, batch, tmp_path, **about)
@@ -83,7 +79,7 @@ def test_another_training_is_searched_anew(first, tmp_path, about):
 
 
 def scaled(scale):
-    return lambda model, batch: scale * loss(model, batch)
+    return lambda model, batch: scale * square(model, batch)
 
 
 def test_another_value_in_the_closure_of_the_step_is_another_training(tmp_path):
@@ -109,7 +105,7 @@ def test_both_kinds_of_steps_are_checked(tmp_path):
         model, batch = blocks_and_rows()
         if not limits:
             fixed = sum(parameter.nbytes for parameter in model.parameters()) + batch.nbytes
-            whole = retape.fit(model, batch, budget="1GiB", step=loss, progress=False)
+            whole = retape.fit(model, batch, budget="1GiB", step=square, progress=False)
             limits.append(fixed + (whole.measured.peak_bytes - fixed) * 8 // 10)
             whole.remove()
         made, steps = fit_counted(model, batch, tmp_path, budget=limits[0])

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retape.torch.measure.memory_meter import MemoryReading
-from retape.torch.planning.profile_intervals import Phase, RegionSeconds, read_bytes, read_seconds, split_engine_time
+from retape.torch.planning.profiles.intervals import Phase, RegionSeconds, read_bytes, read_seconds, split_engine_time
 
 
 def labels(regions):

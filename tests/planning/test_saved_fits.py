@@ -24,7 +24,7 @@ class MlpBlock(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def make():
+def blocks_and_rows():
     torch.manual_seed(0)
     return nn.Sequential(*(MlpBlock(16) for _ in range(6))), torch.randn(64, 16)
 
@@ -34,7 +34,7 @@ def test_a_saved_fit_is_read_and_applied(name):
     path = SAVED / f"{name}.json"
     text = path.read_text(encoding="utf-8")
     assert json.loads(FitRecord.from_json(text).to_json()) == json.loads(text)
-    model, batch = make()
+    model, batch = blocks_and_rows()
     made = retape.apply(model, path)
     assert made.record.assignment.choices[0].slots > 0
     made.record.plan.check(made.record.chain)

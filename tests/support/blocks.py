@@ -63,6 +63,11 @@ def mean_square(x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    """A step: the mean square of the model's output."""
+    return mean_square(model(batch))
+
+
 def seeded_stack(
     block: Callable[[], nn.Module] = MlpBlock, count: int = 4, *, loss: Any = mean_square, number: int = 0
 ) -> Stack:

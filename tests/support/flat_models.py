@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import retape
+from support.blocks import square
 from support.floor_models import FloorCase
-from support.models import square
 
 
 class VGG(nn.Module):

@@ -18,7 +18,8 @@ import transformers as hf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from support.models import UNet, square, tokens
+from support.blocks import square
+from support.models import UNet, tokens
 
 
 @dataclass(frozen=True, kw_only=True)

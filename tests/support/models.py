@@ -7,6 +7,19 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
+from support.blocks import square
+
+
+def token_batch(length=32, *, rows=4, vocabulary=128, device=None):
+    """Random tokens as the input and the labels of a language model."""
+    ids = tokens(vocabulary, rows, length).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def own_loss(model, batch):
+    """A step: the loss that a model of Transformers returns."""
+    return model(**batch).loss
+
 
 def tokens(vocabulary=128, rows=4, length=32):
     return torch.randint(0, vocabulary, (rows, length))
@@ -14,8 +27,7 @@ def tokens(vocabulary=128, rows=4, length=32):
 
 def _language(config_class, model_class, **config):
     model = model_class(config_class(**config))
-    ids = tokens()
-    return model, {"input_ids": ids, "labels": ids}, None
+    return model, token_batch(), None
 
 
 def gpt2():
@@ -179,10 +191,6 @@ class UNet(nn.Module):
         x = self.up2(torch.cat([F.interpolate(middle, scale_factor=2), second], 1))
         x = self.up1(torch.cat([F.interpolate(x, scale_factor=2), first], 1))
         return self.out(x)
-
-
-def square(model, batch):
-    return model(batch).square().mean()
 
 
 def unet():

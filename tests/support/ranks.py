@@ -16,6 +16,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 RANKS = 2
 
@@ -42,6 +46,15 @@ def run_ranks(script: Path, timeout_s: int = 120) -> list[dict[str, str]]:
     for out, err in said:
         assert out, err[-3000:]
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    """FSDP2 around each block of a model, with `options`, and around the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **{key: value for key, value in options.items() if key != "reshard_after_forward"})
 
 
 def run_cases(cases: Mapping[str, Callable[[], None]], prepare: Callable[[], None] = lambda: None) -> None:

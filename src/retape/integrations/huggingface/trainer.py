@@ -7,21 +7,22 @@ The callback finds its trainer when training begins, and puts functions of its o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from retape.api import Fit
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike
+from retape.integrations.batch_size import masks_nothing
 from retape.integrations.first_step import FittedSteps, Lengths, budget_as_out_of_memory
 from retape.integrations.huggingface.fused_loss import is_fused, unfuse_loss
-from retape.integrations.huggingface.longest_batch import longest_batch
 from retape.torch.adaptive.manager import Adaptive
+from retape.torch.capture import rng
 from retape.torch.planning.attach import is_attached, replicated, take_off, unwrapped
 
 _OVERLAID = (
@@ -128,7 +129,7 @@ class FitCallback(TrainerCallback):
     def _loss(self, trainer: Trainer, model: nn.Module, inputs: Any, compute: Callable[[nn.Module, Any], Any]) -> Any:
         keepers = (trainer, trainer.state, trainer.control)
         if self.fitted is None and self._steps.lengths is Lengths.LONGEST:
-            batch = longest_batch(trainer)
+            batch = _longest_batch(trainer)
             self._steps.fit(model, batch, compute, optimizer=self._optimizer, keepers=keepers)
         return self._steps.loss(model, inputs, compute, optimizer=self._optimizer, keepers=keepers)
 
@@ -194,3 +195,51 @@ def _leave_others(model: nn.Module) -> None:
         take_off(model, {"": model})
     if is_fused(model):
         unfuse_loss(model)
+
+
+# --- the longest batch, for a plan that holds for every batch ----------------------------------------------------------
+
+
+def _longest_batch(trainer: Trainer) -> Any:
+    """Collate the longest rows of the training data into one batch, prepared as the Trainer prepares its inputs.
+
+    Every row is read once. Rows are as long as their longest part, then as the sum of their parts.
+    """
+    data = trainer.train_dataset
+    if not (isinstance(data, Sized) and hasattr(data, "__getitem__")):
+        raise InvalidInput(
+            "lengths='longest' reads every row, and the training data has no length. Use lengths='adaptive'."
+        )
+    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+        raise InvalidInput(
+            f"lengths='longest' reads the training data, and {type(trainer).__name__} makes its batches from something else (it has "
+            "its own _prepare_inputs). Use lengths='adaptive'."
+        )
+    draws = rng.capture(())
+    rows = trainer._train_batch_size
+    by_size = sorted(range(len(data)), key=lambda number: _size_of(data[number]))
+
+    def collated(numbers: list[int]) -> Any:
+        return trainer._prepare_inputs(_collator(trainer)([data[number] for number in numbers]))
+
+    batch = collated(by_size[-rows:])
+    if masks_nothing(batch):  # with a short row among them nothing gets shorter, and the model makes a mask
+        batch = collated([by_size[0], *by_size[-rows:][1:]])
+    rng.seek(draws)  # of a collator that masks at random
+    return batch
+
+
+def _collator(trainer: Trainer) -> Any:
+    """Return the collator of the training batches, which may remove columns that the model does not take."""
+    loader = trainer.callback_handler.train_dataloader
+    return getattr(loader, "collate_fn", None) or trainer.data_collator
+
+
+def _size_of(row: Any) -> tuple[int, int]:
+    parts = row.values() if isinstance(row, Mapping) else row
+    sizes = [part.numel() if isinstance(part, Tensor) else len(part) for part in parts if _has_size(part)]
+    return max(sizes, default=0), sum(sizes)
+
+
+def _has_size(part: Any) -> bool:
+    return isinstance(part, Tensor) or (isinstance(part, Sized) and not isinstance(part, (str, bytes)))

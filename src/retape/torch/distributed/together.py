@@ -43,7 +43,7 @@ class _Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """How an attempt ended on one rank: the name of an exception's type and its text, both empty if it went well."""
+    """End of an attempt on one rank: the name of an exception's type and its text, both empty if it went well."""
 
     kind: str = ""
     text: str = ""
@@ -146,7 +146,7 @@ class Together(Ranks):
         if out is not None and all(each.ran_out or each == _WENT_WELL for each in outcomes):
             raise torch.OutOfMemoryError(f"On rank {self.members[out]}: {outcomes[out].text}") from None
         if failure is not None:
-            raise failure if len({each.kind for each in outcomes}) == 1 else _Alone(failure)
+            raise failure if len({each.kind for each in outcomes}) == 1 else _OwnFailure(failure)
         if any(each != _WENT_WELL for each in outcomes):
             self._wait([FAILURE], None)  # of the rank that failed alone
             raise OthersFailed
@@ -166,7 +166,7 @@ class Together(Ranks):
                 answer = self._answered(report, list, seconds=None if failure is None else patience)
             except TimeoutError:
                 assert failure is not None
-                raise _Alone(failure) from None
+                raise _OwnFailure(failure) from None
             if answer.refusal is not None:
                 raise answer.refusal
             if not answer.interrupted:
@@ -219,7 +219,7 @@ class Together(Ranks):
         )
 
 
-class _Alone(BaseException):
+class _OwnFailure(BaseException):
     """An exception that only this rank, or not every rank, has raised in an attempt."""
 
     def __init__(self, error: Exception) -> None:
@@ -252,7 +252,7 @@ def working_together(
         yield ranks
         ranks.of_all(None)  # a rank that fails at the very end fails on all of them
     except BaseException as error:
-        own = error.error if isinstance(error, _Alone) else error
+        own = error.error if isinstance(error, _OwnFailure) else error
         raised = ranks.failure_for(own)
         if raised is error:
             raise

@@ -20,7 +20,7 @@ FAILURE = "failure"  # the key of the first failure, which all ranks raise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What every rank raises, and the rank that does not answer any more, if that is the reason."""
+    """The error that every rank raises, and the rank that does not answer any more, if that is the reason."""
 
     error: RetapeError
     silent_rank: int | None = None

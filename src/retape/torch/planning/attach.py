@@ -2,9 +2,9 @@
 
 `isinstance`, `state_dict`, names and attributes stay as they were. A module that FSDP2 shards is asked for its `forward` instead, inside
 the hooks that gather and free its weights: a region then never gathers, and its re-run finds the weights that backward needs anyway.
-Pickles and deep copies are of the original class: they run
-plainly, with weights of their own. The attached callers are in `profile.py` and `executor.py`. The model inside a wrapper, and the hash
-of its structure that a saved plan is checked against, are here too.
+Pickles and deep copies are of the original class: they run plainly, with weights of their own. The attached callers are in
+`profiles/session.py` and `executor.py`. The model inside a wrapper, and the hash of its structure that a saved plan is checked against,
+are here too.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from retape.core.solve import host_parts
 from retape.torch.capture.arguments import Signature, elements, shapes
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.planning.instruments import Overheads
-from retape.torch.planning.profile_intervals import (
+from retape.torch.planning.profiles.intervals import (
     Profile,
     Profiled,
     RegionBytes,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.core.problem import Tier
 from retape.torch.capture.call import capture_call
+from retape.torch.compat import fsdp_internals
 from retape.torch.distributed.ranks import ALONE, Ranks
 from retape.torch.engine.host.copy_streams import host_tier
 from retape.torch.engine.policy import DROP, HOLD, Policy, Proof, ProofState
@@ -34,6 +35,7 @@ from retape.torch.measure.baseline_memory import (
     gradient_bytes,
     initial_gradients,
     missing_gradient_bytes,
+    pending_optimizer_bytes,
 )
 from retape.torch.measure.memory_meter import MemoryTracker, synchronize, track_memory
 
@@ -216,6 +218,8 @@ class FitInstruments:
     initial_gradients: Callable[..., InitialGradients] = initial_gradients
     missing_gradient_bytes: Callable[[nn.Module, torch.device], int] = missing_gradient_bytes
     gradient_bytes: Callable[..., int] = gradient_bytes
+    unreduced_gradient_bytes: Callable[[nn.Module, torch.device], int] = fsdp_internals.unsharded_gradient_bytes
+    pending_optimizer_bytes: Callable[..., int] = pending_optimizer_bytes
     check_optimizer_step: Callable[..., None] = check_optimizer_step
     allocated_bytes: Callable[[torch.device], int] = allocated_bytes
     devices_of: Callable[..., tuple[torch.device, ...]] = devices_of

@@ -58,7 +58,7 @@ from retape.torch.planning.instruments import (
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment
     from retape.core.record import Record
-    from retape.torch.planning.profile_intervals import Profile, Profiled
+    from retape.torch.planning.profiles.intervals import Profile, Profiled
     from retape.torch.planning.step_trials import StepTrials
 
 _LOG = logging.getLogger("retape")

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, InvalidInput, RetapeError, StateChanged
-from retape.torch.compat import fsdp_internals
 from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
-from retape.torch.measure.baseline_memory import pending_optimizer_bytes
 from retape.torch.measure.host_room import HostRoom
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
@@ -28,9 +26,7 @@ from retape.torch.measure.step_function import StepFunction, default_step, refus
 from retape.torch.planning.attach import CheckpointCalls, ModelCaller, put_on, take_off, unreduced, unwrapped
 from retape.torch.planning.executor import Executor
 from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
-from retape.torch.planning.other_lengths import Lengths, extrapolated, lengths_of
-from retape.torch.planning.profile import ProfileSession
-from retape.torch.planning.profile_intervals import (
+from retape.torch.planning.profiles.intervals import (
     Instrument,
     Phase,
     Profile,
@@ -41,6 +37,8 @@ from retape.torch.planning.profile_intervals import (
     read_bytes,
     read_seconds,
 )
+from retape.torch.planning.profiles.other_lengths import ProfiledLengths, extrapolated, lengths_of
+from retape.torch.planning.profiles.session import ProfileSession
 from retape.torch.planning.region_variants import VARIANTS, CannotCompile, PartsInTiles, VariantCache
 from retape.torch.planning.tuning import TUNING, PlanningTuning
 
@@ -118,7 +116,7 @@ class StepTrials:
         """True if the batch is run as rarely as possible: shorter ones are profiled, and a plan is measured and timed in one step."""
         return bool(self._shorter)
 
-    def _lengths_of(self, batch: Any) -> Lengths | None:
+    def _lengths_of(self, batch: Any) -> ProfiledLengths | None:
         if not self._shorter:
             return None
         if self.compiled or self.is_spread:
@@ -150,7 +148,7 @@ class StepTrials:
             host_budget=host_budget,
             optimizer=optimizer,
             moves_states=moves_states,
-            pending_bytes=pending_optimizer_bytes,
+            pending_bytes=self.instruments.pending_optimizer_bytes,
         )
 
     def host_tier(self, device: torch.device) -> Tier | None:
@@ -179,7 +177,7 @@ class StepTrials:
 
     def unreduced_bytes(self, device: torch.device) -> int:
         """Return how many bytes more than all gradients a step has at its start that accumulates without reducing (FSDP2)."""
-        return fsdp_internals.unsharded_gradient_bytes(self.root, device)
+        return self.instruments.unreduced_gradient_bytes(self.root, device)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from retape.torch.measure.memory_meter import storage_bytes
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import CheckpointCall, original_class, region_name
 from retape.torch.planning.instruments import Clock, OpTimer, quickest
-from retape.torch.planning.profile_intervals import Instrument, Phase, Profile, RegionCall
+from retape.torch.planning.profiles.intervals import Instrument, Phase, Profile, RegionCall
 from retape.torch.planning.region_variants import (
     VARIANTS,
     PartsInTiles,

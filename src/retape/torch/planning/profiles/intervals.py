@@ -1,7 +1,7 @@
 """Data of a profiled step: its region calls, and which interval of the step belongs to which of them.
 
 A step consists of the forward (regions with glue before, between and after them), the loss, and the backward pass in the opposite
-order. Glue is numbered by the region before it; the glue before the first region is number -1. Steps are run in `profile.py`.
+order. Glue is numbered by the region before it; the glue before the first region is number -1. Steps are profiled in `session.py`.
 """
 
 from __future__ import annotations

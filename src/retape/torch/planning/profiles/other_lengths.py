@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput
 from retape.torch.engine.trace import RegionTrace
-from retape.torch.planning.profile_intervals import Profile, Profiled, RegionBytes, RegionSeconds, StepBytes
+from retape.torch.planning.profiles.intervals import Profile, Profiled, RegionBytes, RegionSeconds, StepBytes
 from retape.torch.planning.region_variants import Tiling
 
 _Figures = TypeVar("_Figures", RegionBytes, RegionSeconds)
@@ -25,7 +25,7 @@ _REMEDY = "Give profile_batches that are longer, or leave them out."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class ProfiledLengths:
     """The lengths of two profiled batches, and the one that is wanted."""
 
     shorter: int
@@ -52,7 +52,7 @@ class Lengths:
         return math.ceil(self.at(shorter, longer))
 
 
-def lengths_of(profile_batches: Sequence[Any], batch: Any) -> Lengths:
+def lengths_of(profile_batches: Sequence[Any], batch: Any) -> ProfiledLengths:
     """Return the one length in which two batches and the whole one differ; raise InvalidInput if it is not one."""
     batches = [*profile_batches, batch]
     if len(batches) != 3:
@@ -71,10 +71,10 @@ def lengths_of(profile_batches: Sequence[Any], batch: Any) -> Lengths:
             "differ in one: the same rows, cut to two shorter lengths."
         )
     shorter, longer, wanted = found[0]
-    return Lengths(shorter=shorter, longer=longer, wanted=wanted)
+    return ProfiledLengths(shorter=shorter, longer=longer, wanted=wanted)
 
 
-def extrapolated(one: Profiled, two: Profiled, lengths: Lengths) -> Profiled:
+def extrapolated(one: Profiled, two: Profiled, lengths: ProfiledLengths) -> Profiled:
     """Return the profile of a step of the wanted length from those of two shorter ones, which call the same regions."""
     if not one.calls_like(two):
         raise InvalidInput(f"The two profile_batches call different regions. {_REMEDY}")
@@ -97,7 +97,7 @@ def extrapolated(one: Profiled, two: Profiled, lengths: Lengths) -> Profiled:
     return Profiled(profile=profile, step=_step(one.step, two.step, lengths), seconds=[_seconds(one, two, lengths)])
 
 
-def _trace(one: RegionTrace | None, two: RegionTrace | None, lengths: Lengths, name: str) -> RegionTrace | None:
+def _trace(one: RegionTrace | None, two: RegionTrace | None, lengths: ProfiledLengths, name: str) -> RegionTrace | None:
     if one is None or two is None:
         return None
     if [op.op for op in one.ops] != [op.op for op in two.ops] or (one.slots, one.outputs) != (two.slots, two.outputs):
@@ -113,7 +113,7 @@ def _trace(one: RegionTrace | None, two: RegionTrace | None, lengths: Lengths, n
     )
 
 
-def _tiling(one: Tiling, two: Tiling, lengths: Lengths, name: str) -> Tiling:
+def _tiling(one: Tiling, two: Tiling, lengths: ProfiledLengths, name: str) -> Tiling:
     """Return the effect of tiles, for the numbers of tiles that were run with both batches."""
     runs = []
     known = {(run.tiles, run.parts): run for run in one.runs}
@@ -133,7 +133,7 @@ def _tiling(one: Tiling, two: Tiling, lengths: Lengths, name: str) -> Tiling:
     return replace(two, runs=tuple(runs))
 
 
-def _step(one: StepBytes, two: StepBytes, lengths: Lengths) -> StepBytes:
+def _step(one: StepBytes, two: StepBytes, lengths: ProfiledLengths) -> StepBytes:
     stages = sorted({*one.regions, *two.regions})
     regions = {stage: _figures(one.of(stage), two.of(stage), lengths.bytes_at) for stage in stages}
     return StepBytes(
@@ -141,7 +141,7 @@ def _step(one: StepBytes, two: StepBytes, lengths: Lengths) -> StepBytes:
     )
 
 
-def _seconds(one: Profiled, two: Profiled, lengths: Lengths) -> dict[int, RegionSeconds]:
+def _seconds(one: Profiled, two: Profiled, lengths: ProfiledLengths) -> dict[int, RegionSeconds]:
     """Return the seconds of each region, from the shortest of each profile."""
     mine, its, nothing = _least(one.seconds), _least(two.seconds), RegionSeconds()
     stages = sorted({*mine, *its})
