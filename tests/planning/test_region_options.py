@@ -1,5 +1,6 @@
 """Every partial re-run of a block of many models: gradients bit for bit, and the bytes that were promised."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
+from retape.torch.engine.trace import Collective
 from retape.torch.measure.memory_meter import track_memory
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import attach, detach
@@ -26,6 +28,7 @@ from retape.torch.planning.region_options import (
     tape_storages,
 )
 from support import models
+from support.regions import trace_region
 
 CPU = torch.device("cpu")
 MAKES = ("gpt2", "llama", "bert", "vit", "unet", "widening")
@@ -197,3 +200,15 @@ def test_values_that_decide_shapes_are_not_steady():
 def test_the_host_has_room_for_all_inputs_or_for_those_of_the_first_regions(capacity, inputs, parts):
     assert host_parts(capacity, inputs) == parts
     assert sum(parts) <= capacity
+
+
+def test_a_collective_whose_result_is_written_to_is_not_held():
+    def block(x):
+        return torch.sin(x * 2).cos()
+
+    trace = trace_region(block, torch.ones(3, requires_grad=True))
+    first, *others = trace.ops
+    received = replace(first, collective=Collective(kind="all_reduce", group="0", bytes=12))
+    assert is_steady(replace(trace, ops=(received, *others)))
+    written = replace(others[0], writes=first.makes)
+    assert not is_steady(replace(trace, ops=(received, written, *others[1:])))
