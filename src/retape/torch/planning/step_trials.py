@@ -206,6 +206,7 @@ class StepTrials:
     def sandboxed(self) -> Iterator[None]:
         """Leave the model, its gradients and random streams as they were at the end."""
         model, batch, step, optimizer = self._model, self._batch, self._step, self._optimizer
+        gc.collect()  # garbage that is freed inside a measured step would count as bytes that the step gave back
         with sandboxed(model, batch, step, optimizer, gradients=self.gradients) as self._sandbox:
             yield
         self._sandbox = None
