@@ -3,8 +3,10 @@
     python -m benchmarks.long_context --rows short [--tokens N] [--budget 100GiB] [--host-gib G] [--tiny] [--out FILE] [--seed N]
 
 bf16, random weights, made-up tokens. Each row is a run of its own, with an estimate of its seconds on an H200 printed first:
-short       98,304 tokens, gradients kept: the recipe by hand (checkpoint per layer, inputs offloaded asynchronously, loss in slices,
-            MLP in tiles), then retape ALL with the recipe's peak as its budget
+recipe      98,304 tokens, gradients kept: the recipe by hand (checkpoint per layer, inputs offloaded asynchronously, loss in slices,
+            MLP in tiles)
+short       98,304 tokens, gradients kept: the recipe by hand in a process of its own, so that its pinned memory is returned, then
+            retape ALL with the recipe's peak as its budget
 long        196,608 tokens, the same
 wide        196,608 tokens, retape ALL with nearly all of the device
 plain       131,072 tokens without an optimizer, retape ALL
@@ -20,10 +22,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 import warnings
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from benchmarks.longest import EIGHT_BILLION, TINY, batch_of, build, labels_of, pretend_host, say
@@ -40,8 +48,25 @@ from retape.torch.measure.memory_meter import track_memory
 
 GIB = 2**30
 CUDA = torch.cuda.is_available()
-SECONDS = {"short": 170, "long": 310, "wide": 200, "plain": 160, "adamw": 250, "updates": 90, "longest": 520}
-TOKENS = {"short": 98304, "long": 196608, "wide": 196608, "plain": 131072, "adamw": 131072, "longest": 393216}
+SECONDS = {
+    "recipe": 80,
+    "short": 170,
+    "long": 310,
+    "wide": 200,
+    "plain": 160,
+    "adamw": 250,
+    "updates": 90,
+    "longest": 520,
+}
+TOKENS = {
+    "recipe": 98304,
+    "short": 98304,
+    "long": 196608,
+    "wide": 196608,
+    "plain": 131072,
+    "adamw": 131072,
+    "longest": 393216,
+}
 TINY_TOKENS = dict.fromkeys(TOKENS, 256)
 PROFILED = (8192, 16384)  # tokens of the batches that are profiled
 COMPARED = 16384  # tokens at which gradients are compared
@@ -179,16 +204,27 @@ class Rows:
         self.options = options
         self.tokens = {**(TINY_TOKENS if options.tiny else TOKENS)}
         self.profiled, self.compared = ((32, 64), 64) if options.tiny else (PROFILED, COMPARED)
-        longest = max(self.tokens.values())
-        self.model = build(TINY if options.tiny else EIGHT_BILLION, longest, device(), options.seed)
-        self.host_bytes = self._host_bytes()
-        self.states_bytes = 8 * sum(p.numel() for p in self.model.parameters())
 
-    def _host_bytes(self) -> int | None:
+    @cached_property
+    def model(self):
+        """The model, made when a row first needs it."""
+        made = build(
+            TINY if self.options.tiny else EIGHT_BILLION, max(self.tokens.values()), device(), self.options.seed
+        )
+        say(f"made {allocated() / GIB:.1f} GiB")
+        return made
+
+    @property
+    def states_bytes(self) -> int:
+        return 8 * sum(p.numel() for p in self.model.parameters())
+
+    @cached_property
+    def host_bytes(self) -> int | None:
         if self.options.host_gib:
             return int(self.options.host_gib * GIB)
         free = available_host_bytes()
-        return None if free is None or not CUDA else int(HOST_SHARE * free)
+        gradients = sum(p.nbytes for p in self.model.parameters())  # a fit has copies of them on the host
+        return None if free is None or not CUDA else int(HOST_SHARE * free) - gradients
 
     def batch(self, tokens: int) -> dict:
         return batch_of(self.model.config.vocab_size, tokens, device())
@@ -206,19 +242,26 @@ class Rows:
 
     # --- what rows have in common -----------------------------------------------------------------------------------
 
-    def pin(self, less_bytes: int = 0) -> None:
-        """Allocate pinned host memory, so that the step of the fit finds it."""
+    def pin(self, tokens: int, less_bytes: int = 0) -> None:
+        """Allocate pinned host memory for what a plan of so many tokens may move, so that the step of the fit finds it."""
         if not CUDA or self.host_bytes is None:
             return
         pool, chunk = STREAMS.of(device()).pool, TUNING.largest_chunk_bytes
         pool.limit_bytes = self.host_bytes
-        count = max(0, int(PINNED_SHARE * self.host_bytes) - less_bytes - pool.allocated_bytes) // chunk
+        config = self.model.config
+        largest = (
+            2 * tokens * config.hidden_size * 2 * config.num_hidden_layers
+        )  # inputs and attention's outputs, in bf16
+        wanted = min(int(PINNED_SHARE * self.host_bytes) - less_bytes, int(1.05 * largest))
+        count = max(0, wanted - pool.allocated_bytes) // chunk
         pool.give(pool.take(count * chunk) if count else [])
-        say(f"pinned {pool.allocated_bytes / GIB:.1f} GiB")
+        say(
+            f"pinned {pool.allocated_bytes / GIB:.1f} GiB; {(available_host_bytes() or 0) / GIB:.1f} GiB of the host are left"
+        )
 
     def fit(self, tokens: int, budget, **about):
         """A fit for `tokens` from two shorter lengths, and what it said."""
-        self.pin(self.states_bytes if "optimizer" in about else 0)
+        self.pin(tokens, self.states_bytes if "optimizer" in about else 0)
         start = time.perf_counter()
         made = fit_using(
             HOST.trials,
@@ -247,29 +290,34 @@ class Rows:
             say("    ", line[:150])
         return made, found
 
-    def recipe(self, tokens: int) -> dict:
+    def recipe_elsewhere(self, tokens: int) -> dict:
+        """The recipe by hand, run in a process of its own."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "recipe.json"
+            command = [sys.executable, "-m", "benchmarks.long_context", "--rows", "recipe", "--tokens", str(tokens)]
+            given = ["--seed", str(self.options.seed), "--out", str(out), *(["--tiny"] if self.options.tiny else [])]
+            subprocess.run([*command, *given], check=True)
+            return json.loads(out.read_text())["results"]["recipe"]
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def recipe(self) -> dict:
         """The recipe by hand: one step whose host memory is allocated beforehand."""
-        batch = self.batch(tokens)
-        hidden = self.model.config.hidden_size
-        layers = self.model.config.num_hidden_layers
-        dtype = next(self.model.parameters()).dtype
-        kept = [torch.empty((1, tokens, hidden), dtype=dtype, pin_memory=CUDA) for _ in range(layers)]
+        self.keep_gradients()
+        tokens = self.tokens["recipe"]
+        batch, config = self.batch(tokens), self.model.config
+        shape, dtype = (1, tokens, config.hidden_size), next(self.model.parameters()).dtype
+        kept = [torch.empty(shape, dtype=dtype, pin_memory=CUDA) for _ in range(config.num_hidden_layers)]
         del kept
         with InTiles(self.model):
             by_hand(self.model, self.batch(self.profiled[0])).backward()
             found = measured(lambda: by_hand(self.model, batch).backward())
-        empty = getattr(torch._C, "_host_emptyCache", None)
-        if CUDA and empty is not None:
-            empty()  # its pinned memory goes back before retape takes its own
         return {**found, "tokens_per_second": tokens / found["seconds"]}
-
-    # --- rows -------------------------------------------------------------------------------------------------------
 
     def short(self, name: str = "short") -> dict:
         tokens = self.tokens[name]
+        recipe = self.recipe_elsewhere(tokens)
         self.keep_gradients()
-        recipe = self.recipe(tokens)
-        say("recipe by hand", recipe)
         made, own = self.fit(tokens, self.budget(recipe["peak_gib"]))
         made.remove()
         return {
@@ -421,7 +469,6 @@ def main() -> None:
     rows = Rows(options)
     if options.tokens:
         rows.tokens = dict.fromkeys(rows.tokens, options.tokens)
-    say("made", f"{allocated() / GIB:.1f} GiB; host", f"{(rows.host_bytes or 0) / GIB:.1f} GiB")
     results: dict = {}
     for name in options.rows:
         try:

@@ -125,3 +125,11 @@ def test_buckets_that_do_not_fit_are_named():
 def test_adaptive_does_not_move_states():
     with pytest.raises(InvalidInput, match="does not move optimizer states"):
         retape.adaptive(budget="1GiB", options=OptionSet.OPTIMIZER_ON_HOST)
+
+
+def test_copies_of_gradients_need_host_memory_during_a_fit():
+    model, batch, step, _ = training()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(InvalidInput, match=r"beside copies of gradients \([0-9.]+ KiB\) during a fit"):
+        fit_with_host(host_tier(capacity=2**30), model, batch, step=step, budget=0.8, host_budget="1GiB")

@@ -30,10 +30,15 @@ class HostRoom:
         optimizer: Any = None,
         moves_states: bool = False,
         pending_bytes: Callable[..., int] = lambda optimizer, device: 0,
+        gradient_bytes: int = 0,
     ) -> None:
-        """`pending_bytes` returns the bytes of states that the first step will make."""
+        """`pending_bytes` returns the bytes of states that the first step will make.
+
+        `gradient_bytes` are those of the gradients that there are: a fit has copies of them on the host while it runs.
+        """
         self._device, self._optimizer = device, optimizer
-        self.limit_bytes = None if host_budget is None else _limited(STREAMS.of(device).pool, host_budget)
+        pool = STREAMS.of(device).pool
+        self.limit_bytes = None if host_budget is None else _limited(pool, host_budget, gradient_bytes)
         self.states: HostStates | None = None
         self.states_bytes = 0
         if moves_states:
@@ -75,16 +80,17 @@ class HostRoom:
         return (1.0, 0) if self.states is None else self.states.largest_bucket()
 
 
-def _limited(pool: HostPool, host_budget: str | int) -> int:
+def _limited(pool: HostPool, host_budget: str | int, gradient_bytes: int) -> int:
     """Limit the pool to a budget; raise InvalidInput if the machine does not have it."""
     asked = Budget.of(host_budget)
     if asked.kind is not BudgetKind.TOTAL or asked.limit_bytes is None:
         raise InvalidInput(f"host_budget={host_budget!r} is not a number of bytes; give one such as '64GiB'.")
-    most = pool.possible_bytes
+    most = pool.possible_bytes - gradient_bytes
     if asked.limit_bytes > most:
+        copies = f", beside copies of gradients ({format_bytes(gradient_bytes)}) during a fit" if gradient_bytes else ""
         raise InvalidInput(
             f"host_budget is {format_bytes(asked.limit_bytes)}, and this process can have {format_bytes(most)} of host memory, "
-            "limits of its control groups counted. Give at most that, and leave some for the rest of the process."
+            f"limits of its control groups counted{copies}. Give at most that, and leave some for the rest of the process."
         )
     pool.limit_bytes = asked.limit_bytes
     return asked.limit_bytes

@@ -149,6 +149,7 @@ class StepTrials:
             optimizer=optimizer,
             moves_states=moves_states,
             pending_bytes=self.instruments.pending_optimizer_bytes,
+            gradient_bytes=sum(p.grad.nbytes for p in self._trained if p.grad is not None),
         )
 
     def host_tier(self, device: torch.device) -> Tier | None:
