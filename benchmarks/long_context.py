@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -462,6 +463,8 @@ def main() -> None:
         "PYTORCH_CUDA_ALLOC_CONF",
     ):  # its newer and its older name; before CUDA is started
         os.environ.setdefault(name, "expandable_segments:True")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("retape").setLevel(logging.DEBUG)  # the peak of each plan that a fit measured
     say("about", sum(SECONDS[name] for name in options.rows), "s on an H200")
     warnings.filterwarnings("ignore", message="Region .* was given .* numbers")  # said of shorter batches than planned
     if not CUDA:

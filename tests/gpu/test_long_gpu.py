@@ -29,3 +29,14 @@ def test_a_long_batch_is_planned_from_two_shorter_ones(share):
     model(**whole).loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
     made.remove()
+
+
+def test_blocks_in_tiles_hold_what_attention_made():
+    """Slices inside a region read the state of the GPU's generator, which must not hide their ops from the trace."""
+    model = small_llama(**SIZES, max_position_embeddings=8192, use_cache=False).to(DEVICE, torch.bfloat16)
+    made = retape.fit(
+        model, token_batch(8192, rows=1, vocabulary=4096, device=DEVICE), budget=0.5, options=retape.ALL, progress=False
+    )
+    options = [option for stage in made.record.chain.stages for option in stage.choices]
+    assert any("tiles" in option.label and option.label.startswith(("select", "offload")) for option in options)
+    made.remove()

@@ -24,6 +24,7 @@ from support import models
 from support.blocks import TiledMlpBlock
 from support.comparing import seed
 from support.stages import region_stage
+from support.trials import fit_by_ops
 
 
 @functools.cache
@@ -181,7 +182,7 @@ def wide_llama():
 def tight(tmp_path_factory):
     """A wide MLP in a budget that one block by itself would pass."""
     model, batch = wide_llama()
-    made = retape.fit(model, batch, budget=0.15, options=retape.ALL, progress=False)
+    made = fit_by_ops(model, batch, budget=0.15, options=retape.ALL)
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     made.save(path)
     verified = retape.verify(model, batch)

@@ -6,6 +6,7 @@ import torch
 import retape
 from retape.errors import InvalidInput
 from retape.torch.planning.profiles.other_lengths import ProfiledLengths, lengths_of
+from retape.torch.planning.region_variants import OpPeak
 from support.models import make, token_batch
 from support.trials import WarmTrials, chain_of, fit_by_ops, fit_with_host, host_tier
 
@@ -32,6 +33,43 @@ def counting_by_length(trials):
 )
 def test_a_figure_at_another_length(figures, expected):
     assert ProfiledLengths(shorter=64, longer=128, wanted=512).at(*figures) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [((100, 200), 800), ((1000, 2008), 8032), ((100, 400), 6400), ((150, 250), 850)],
+    ids=["in proportion", "rounded by an allocator", "square", "with a constant"],
+)
+def test_bytes_at_another_length(figures, expected):
+    assert ProfiledLengths(shorter=64, longer=128, wanted=512).bytes_at(*figures) == expected
+
+
+def test_another_op_may_peak_at_another_length():
+    lengths = ProfiledLengths(shorter=64, longer=128, wanted=512)
+    short, longer = [OpPeak("mm", 1000), OpPeak("add", 300)], [OpPeak("mm", 1100), OpPeak("add", 600)]
+    assert lengths.peak_at(short, longer) == 2400
+    assert lengths.peak_at(short, [OpPeak("mm", 1100), OpPeak("mul", 600)]) is None
+    assert lengths.peak_at([], []) is None
+
+
+def test_peaks_of_tiles_are_those_of_the_whole_length():
+    model = make("llama")[0]
+    # The CPU's attention kernel has the same block size, and so the same buffers, at lengths from 192 to 767.
+    short, longer, whole = (token_batch(length, rows=2) for length in (192, 320, 704))
+    own = chain_of(model, whole, slices=True)
+    made = chain_of(model, whole, slices=True, profile_batches=(short, longer))
+    compared = 0
+    for mine, its in zip(made.stages, own.stages, strict=True):
+        known = {option.label: option for option in its.choices if option.label.startswith("recompute, ")}
+        for option in mine.choices:
+            if option.label in known:
+                compared += 1
+                other = known[option.label]
+                for field in ("forward_transient_bytes", "backward_transient_bytes"):
+                    assert 0.99 * getattr(other, field) <= getattr(option, field) <= 1.06 * getattr(other, field)
+        tiles = {option.label for option in mine.choices if option.label.startswith("recompute, ")}
+        assert known.keys() <= tiles, "every number of tiles that helps the long batch is known"
+    assert compared
 
 
 def test_the_chain_of_a_long_step_is_that_of_its_own_profile():

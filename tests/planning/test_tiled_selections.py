@@ -109,3 +109,17 @@ def test_a_plan_is_verified_with_tiles_and_selections(profiled):
     difference = retape.verify(model, batch)
     assert all(each.worst < 1e-5 for each in difference.differences)
     made.remove()
+
+
+def test_an_input_that_moves_with_tiles_takes_the_seconds_of_tiles(profiled):
+    """The label of an option with its input moved is that of the option, and more words."""
+    moved = 0
+    for stage in profiled[3].chain.stages:
+        by_label = {option.label: option for option in stage.choices if "tiles" in option.label}
+        for label, option in by_label.items():
+            plain = by_label.get(label.partition(", input of")[0])
+            if plain is not None and plain is not option:
+                moved += 1
+                busy = [o.backward_seconds - o.backward_stall_seconds for o in (option, plain)]
+                assert busy[0] == pytest.approx(busy[1])
+    assert moved

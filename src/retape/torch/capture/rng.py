@@ -45,7 +45,7 @@ class GeneratorStream:
         last = self._last
         if self._words is None:
             state = self.generator.get_state()  # on the CPU, whatever the generator's device
-            token = ctypes.string_at(state.data_ptr(), state.numel())
+            token = bytes(internals.memory_of(state))
             if token == last[1]:
                 return last[1]
             self._last = (b"", token)

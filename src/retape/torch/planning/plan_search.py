@@ -26,6 +26,7 @@ from retape.core.fit_record import DeviceRecord, RankBudget, plain_seconds
 from retape.core.plan import Plan
 from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
+from retape.core.units import format_bytes
 from retape.torch.distributed.limits import RankLimit, RankLimits
 from retape.torch.distributed.ranks import OTHER_MODELS
 from retape.torch.measure.budgets import add_suggestions, resolved
@@ -578,6 +579,9 @@ class _SetupSearch:
         assignment = self._assignment(problems, plans)
         executor = self._trials.executor(self._profile, assignment, self._setup.regions)
         records = self._trials.measured(self._setup.regions, executor)
+        for plan, record in zip(plans, records, strict=True):
+            promised, peak = format_bytes(plan.promised_peak_bytes), format_bytes(record.peak_bytes)
+            _LOG.debug("retape: a plan of %s promised peaked at %s on %s", promised, peak, record.device)
         parts = self._parts(problems, plans, records)
         return Candidate(parts=parts, assignment=assignment, executor=executor, regions=self._setup.regions)
 

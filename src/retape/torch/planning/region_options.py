@@ -500,8 +500,11 @@ class MeasuredRegion:
         cost = option.cost
         moved = cost.moved_bytes + size
         less = min(size, cost.held_bytes)
+        # Without the waits for the slots of the option alone: its copies and that of the input share the copy streams.
+        forward = cost.forward_seconds - cost.forward_stall_seconds
+        backward = cost.backward_seconds - cost.backward_stall_seconds
         out = max(0.0, host.write_seconds(moved) - self.lane_seconds)
-        back = max(0.0, host.read_seconds(moved) - self.backward_seconds - cost.rerun_seconds)
+        back = max(0.0, host.read_seconds(moved) - backward - cost.rerun_seconds)
         changed = replace(
             cost,
             kind=OptionKind.OFFLOAD,
@@ -509,9 +512,9 @@ class MeasuredRegion:
             held_bytes=cost.held_bytes - less,
             moved_bytes=moved,
             input_bytes=size,
-            forward_seconds=self.forward_seconds + out,
+            forward_seconds=forward + out,
             forward_stall_seconds=out,
-            backward_seconds=self.backward_seconds + back,
+            backward_seconds=backward + back,
             backward_stall_seconds=back,
             forward_transient_bytes=cost.forward_transient_bytes + less + size,
             forward_flight_bytes=cost.forward_flight_bytes + size,

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import FunctionType
@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import RetapeError, UnsupportedTransform
 from retape.torch.capture.arguments import Signature, tensors_of, weights_signature
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("retape")
 _ROWS_DIM = -2
+_FORWARD = "forward"  # the mark between forward and backward
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Parts = tuple[str, ...]  # names of modules inside a block
@@ -241,7 +243,10 @@ def _sliced_class(kind: type[nn.Module], tiles: int) -> type[nn.Module]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledRun:
-    """One region by itself, recomputed, with its parts in tiles: peaks of its forward and backward, seconds of both, and its trace."""
+    """One region by itself, recomputed, with its parts in tiles: peaks of its forward and backward, seconds of both, and its trace.
+
+    `forward_peaks` and `backward_peaks` have the ops of both with the peak during each, if they were asked for.
+    """
 
     tiles: int
     forward_bytes: int
@@ -249,6 +254,15 @@ class TiledRun:
     seconds: float
     trace: RegionTrace | None = None
     parts: tuple[str, ...] = ()
+    forward_peaks: tuple[OpPeak, ...] = ()
+    backward_peaks: tuple[OpPeak, ...] = ()
+
+
+class OpPeak(NamedTuple):
+    """The name of an op, and the most bytes since the op before it."""
+
+    op: str
+    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,20 +390,23 @@ def measured_tiles(
     clock: Callable[[], float] = time.perf_counter,
     op_timer: Callable[[torch.device], OpStopwatch] | None = None,
     before: tuple[TiledRun, ...] = (),
+    every: bool = False,
 ) -> tuple[TiledRun, ...]:
     """Run one region by itself with 1, 2, 4 tiles and so on while more of them lower its peak; empty if it cannot be sliced.
 
-    With runs `before` of fewer parts, return runs in at least as many tiles as the last of them that lower its peak.
+    With runs `before` of fewer parts, return runs in at least as many tiles as the last of them that lower its peak. With `every`,
+    each number of tiles is run: those that help a longer batch may not lower the peak of this one.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained and not _fresh((args, keywords))[1]:  # frozen, and so is all that it is given
         return ()
     found = list(before)
-    least = before[-1].tiles if before else 1
+    least = 1 if not before else tuning.tiles[0] if every else before[-1].tiles
     for tiles in (each for each in (1, *tuning.tiles) if each >= least):
         try:
-            run = _measured(call, (args, keywords), trained, tiles, device, clock)
-            if len(found) > 1 and run.backward_bytes > tuning.tile_gain * found[-1].backward_bytes:
+            times = tuning.traces if every else 1  # what a longer batch takes follows from them
+            run = _measured(call, (args, keywords), trained, tiles, device, clock, each_op=every, times=times)
+            if len(found) > 1 and not every and run.backward_bytes > tuning.tile_gain * found[-1].backward_bytes:
                 break
             if op_timer is not None and tiles > 1:
                 run = replace(run, trace=_traced(call, (args, keywords), tiles, op_timer(device)))
@@ -400,6 +417,19 @@ def measured_tiles(
     return tuple(found) if len(found) > 1 or before else ()
 
 
+class _EachOp(TorchDispatchMode):
+    """Calls `mark` with the name of each op after it has run, in forward and backward."""
+
+    def __init__(self, mark: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._mark = mark
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._mark(str(func))
+        return out
+
+
 def _measured(  # noqa: PLR0917 - one user
     call: Callable[..., Any],
     given: Any,
@@ -407,26 +437,39 @@ def _measured(  # noqa: PLR0917 - one user
     tiles: int,
     device: torch.device,
     clock: Callable[[], float],
+    *,
+    each_op: bool = False,
+    times: int = 1,
 ) -> TiledRun:
+    """Return the peaks of a region's forward and backward, with `each_op` also during each op, and the shortest of some times."""
+
     def run(mark: Callable[[Any], None]) -> None:
         (args, keywords), leaves = _fresh(given)
         outputs = run_region(call, *args, keywords=keywords, policy=Policy(tiles=tiles))
-        mark("forward")
+        mark(_FORWARD)
         made = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
         torch.autograd.grad(made, [*leaves, *trained], [torch.ones_like(t) for t in made], allow_unused=True)
 
     run(lambda label: None)
-    with track_memory(device) as tracker:
+    with track_memory(device) as tracker, _EachOp(tracker.mark) if each_op else nullcontext():
         run(tracker.mark)
-    start = clock()
-    run(lambda label: None)
-    synchronize(device)
-    _, forward, backward = tracker.readings
+    taken = []
+    for _ in range(times):
+        synchronize(device)
+        start = clock()
+        run(lambda label: None)
+        synchronize(device)
+        taken.append(clock() - start)
+    peaks = [OpPeak(str(reading.label), reading.peak_bytes) for reading in tracker.readings]
+    end = next(number for number, each in enumerate(peaks) if each.op == _FORWARD) + 1
+    forward, backward = tuple(peaks[1:end]), tuple(peaks[end:])
     return TiledRun(
         tiles=tiles,
-        forward_bytes=forward.peak_bytes,
-        backward_bytes=backward.peak_bytes,
-        seconds=clock() - start,
+        forward_bytes=max(each.peak_bytes for each in forward),
+        backward_bytes=max(each.peak_bytes for each in backward),
+        seconds=min(taken),
+        forward_peaks=forward if each_op else (),
+        backward_peaks=backward if each_op else (),
     )
 
 
@@ -454,8 +497,12 @@ class TileProbe:
         tuning: PlanningTuning,
         clock: Callable[[], float],
         op_timer: Callable[[torch.device], OpStopwatch],
+        *,
+        every: bool = False,
     ) -> None:
+        """With `every`, each number of tiles is measured, also those that do not lower the peak of this batch."""
         self._device, self._tuning, self._clock, self._op_timer = device, tuning, clock, op_timer
+        self._every = every
         self._rows: dict[int, Tensor] = {}  # a few of the rows that each part was called with
         self._rowwise: set[int] = set()  # parts that treat them independently
 
@@ -485,6 +532,7 @@ class TileProbe:
             tuning=self._tuning,
             clock=self._clock,
             op_timer=self._op_timer,
+            every=self._every,
         )
         runs = tuple(replace(each, parts=tuple(parts)) for each in run())
         norms = self._independent(norms_of(region)) if runs else {}

@@ -335,6 +335,7 @@ class StepTrials:
             saved_share,
             tuning=self.tuning,
             tiles=self._slices and not self.is_spread,
+            every_tiles=self.runs_one_step,
             tiled=tiled,
             homes=homes,
             variants=self._variants,

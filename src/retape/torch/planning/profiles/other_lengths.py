@@ -2,7 +2,8 @@
 
 Two lengths tell how a figure grows. One that grows faster than the lengths (the seconds of attention) has a part in proportion to the
 length and a part in proportion to its square; any other has a constant part and one in proportion to the length (bytes, linear work).
-What grows more slowly than that is overestimated. A real step of the whole length measures the plan that follows (`plan_search.py`).
+What grows more slowly than that is overestimated. The op at which a region in tiles peaks may be another one at another length, so
+that peaks of tiles are extrapolated op by op. A real step of the whole length measures the plan that follows (`plan_search.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import InvalidInput
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.planning.profiles.intervals import Profile, Profiled, RegionBytes, RegionSeconds, StepBytes
-from retape.torch.planning.region_variants import Tiling
+from retape.torch.planning.region_variants import OpPeak, TiledRun, Tiling
 
 _Figures = TypeVar("_Figures", RegionBytes, RegionSeconds)
+_ROUNDED = (
+    1.01  # times the bytes in proportion to the lengths: allocators round each block up, by less than that together
+)
 _REMEDY = "Give profile_batches that are longer, or leave them out."
 
 
@@ -49,7 +53,17 @@ class ProfiledLengths:
         return longer + (longer - shorter) / (self.longer - self.shorter) * (self.wanted - self.longer)
 
     def bytes_at(self, shorter: int, longer: int) -> int:
+        """Return bytes at the wanted length; those that grow a little faster than the lengths were rounded by an allocator."""
+        if shorter * self.longer < longer * self.shorter <= _ROUNDED * shorter * self.longer:
+            return math.ceil(longer * self.wanted / self.longer)
         return math.ceil(self.at(shorter, longer))
+
+    def peak_at(self, shorter: Sequence[OpPeak], longer: Sequence[OpPeak]) -> int | None:
+        """Return the peak of ops at the wanted length from their peaks at the other two; None if they are not the same ops."""
+        if not shorter or [each.op for each in shorter] != [each.op for each in longer]:
+            return None
+        pairs = zip(shorter, longer, strict=True)
+        return max(self.bytes_at(max(0, mine.peak_bytes), max(0, its.peak_bytes)) for mine, its in pairs)
 
 
 def lengths_of(profile_batches: Sequence[Any], batch: Any) -> ProfiledLengths:
@@ -114,23 +128,35 @@ def _trace(one: RegionTrace | None, two: RegionTrace | None, lengths: ProfiledLe
 
 
 def _tiling(one: Tiling, two: Tiling, lengths: ProfiledLengths, name: str) -> Tiling:
-    """Return the effect of tiles, for the numbers of tiles that were run with both batches."""
-    runs = []
+    """Return the effect of tiles, for the numbers of tiles that were run with both batches.
+
+    Parts in tiles treat rows independently: the seconds that tiles add are in proportion to the length, and the longer run tells them.
+    """
+    runs: list[TiledRun] = []
     known = {(run.tiles, run.parts): run for run in one.runs}
     for its in two.runs:
         mine = known.get((its.tiles, its.parts))
         if mine is None:
             continue
+        forward = lengths.peak_at(mine.forward_peaks, its.forward_peaks)
+        backward = lengths.peak_at(mine.backward_peaks, its.backward_peaks)
         runs.append(
             replace(
                 its,
-                forward_bytes=lengths.bytes_at(mine.forward_bytes, its.forward_bytes),
-                backward_bytes=lengths.bytes_at(mine.backward_bytes, its.backward_bytes),
-                seconds=lengths.at(mine.seconds, its.seconds),
+                forward_bytes=forward or lengths.bytes_at(mine.forward_bytes, its.forward_bytes),
+                backward_bytes=backward or lengths.bytes_at(mine.backward_bytes, its.backward_bytes),
+                seconds=_tile_seconds(runs[0], two.runs[0], its, lengths)
+                if runs
+                else lengths.at(mine.seconds, its.seconds),
                 trace=_trace(mine.trace, its.trace, lengths, name),
             )
         )
     return replace(two, runs=tuple(runs))
+
+
+def _tile_seconds(whole: TiledRun, its_whole: TiledRun, its: TiledRun, lengths: ProfiledLengths) -> float:
+    more = (its.seconds - its_whole.seconds) * lengths.wanted / lengths.longer
+    return max(0.0, whole.seconds + more)
 
 
 def _step(one: StepBytes, two: StepBytes, lengths: ProfiledLengths) -> StepBytes:

@@ -58,6 +58,7 @@ class ProfileSession:
         *,
         tuning: PlanningTuning,
         tiles: bool = False,
+        every_tiles: bool = False,
         tiled: PartsInTiles | None = None,
         homes: Mapping[int, torch.device] | None = None,
         variants: VariantCache = VARIANTS,
@@ -68,6 +69,7 @@ class ProfileSession:
     ) -> None:
         """`homes` has the device of each region, by the id of its module, if there are several devices.
 
+        With `tiles`, what parts in tiles save is measured; with `every_tiles` for each number of tiles.
         Kinds of regions that `known` has are not traced again; new ones are added to it. All `ranks` run every
         region equally often, because it may contain collectives.
         """
@@ -77,7 +79,8 @@ class ProfileSession:
         self._saved_share = saved_share
         self._variants, self._op_timer, self._clock, self._tuning = variants, op_timer, clock, tuning
         # Parts of a compiled variant that may run in tiles are found without the compiler.
-        self._probe = TileProbe(device, tuning, clock, op_timer) if tiles and saved_share is None else None
+        is_probed = tiles and saved_share is None
+        self._probe = TileProbe(device, tuning, clock, op_timer, every=every_tiles) if is_probed else None
         self._tiled = tiled or PartsInTiles(1, {})
         self._policy, self._ranks = policy, ranks
         self._spare_seconds = tuning.extra_trace_seconds
