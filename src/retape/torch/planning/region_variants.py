@@ -395,14 +395,15 @@ def measured_tiles(
     """Run one region by itself with 1, 2, 4 tiles and so on while more of them lower its peak; empty if it cannot be sliced.
 
     With runs `before` of fewer parts, return runs in at least as many tiles as the last of them that lower its peak. With `every`,
-    each number of tiles is run: those that help a longer batch may not lower the peak of this one.
+    the numbers of tiles for a longer batch are run: those that help it may not lower the peak of this one.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained and not _fresh((args, keywords))[1]:  # frozen, and so is all that it is given
         return ()
     found = list(before)
-    least = 1 if not before else tuning.tiles[0] if every else before[-1].tiles
-    for tiles in (each for each in (1, *tuning.tiles) if each >= least):
+    numbers = tuning.tiles_for_longer if every else tuning.tiles
+    least = 1 if not before else numbers[0] if every else before[-1].tiles
+    for tiles in (each for each in (1, *numbers) if each >= least):
         try:
             times = tuning.traces if every else 1  # what a longer batch takes follows from them
             run = _measured(call, (args, keywords), trained, tiles, device, clock, each_op=every, times=times)

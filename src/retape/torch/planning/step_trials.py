@@ -273,7 +273,7 @@ class StepTrials:
             return self._profiled(regions, self._variants.WHOLE if self.compiled else None, smallest=smallest)
         one, two = (self._profiled_shorter(batch, regions, smallest) for batch in self._shorter)
         self.is_long = True
-        return extrapolated(one, two, self._lengths)
+        return extrapolated(one, two, self._lengths, tile_gain=self.tuning.tile_gain)
 
     def _profiled_shorter(self, batch: Any, regions: Regions, smallest: bool) -> Profiled:
         with self._running(batch):

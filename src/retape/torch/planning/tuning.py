@@ -67,6 +67,11 @@ class PlanningTuning:
     tiled_shares: tuple[float, ...] = (0.15,)  # of those, the ones that are tried with parts in tiles too
     variant_tiles: tuple[int, ...] = (2, 4)  # slices of a part inside a compiled variant
     tiles: tuple[int, ...] = (2, 4, 8, 16, 32)  # slices of a part of an eager region
+    tiles_for_longer: tuple[int, ...] = (
+        2,
+        4,
+        8,
+    )  # measured at lengths from which a longer batch is planned: its tiles grow with it
     tile_gain: float = 0.96  # of the peak with half as many slices: twice as many must be below it
     probed_rows: int = 32  # rows on which a part is asked whether it treats rows independently
 

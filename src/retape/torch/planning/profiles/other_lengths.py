@@ -88,8 +88,11 @@ def lengths_of(profile_batches: Sequence[Any], batch: Any) -> ProfiledLengths:
     return ProfiledLengths(shorter=shorter, longer=longer, wanted=wanted)
 
 
-def extrapolated(one: Profiled, two: Profiled, lengths: ProfiledLengths) -> Profiled:
-    """Return the profile of a step of the wanted length from those of two shorter ones, which call the same regions."""
+def extrapolated(one: Profiled, two: Profiled, lengths: ProfiledLengths, *, tile_gain: float = 1.0) -> Profiled:
+    """Return the profile of a step of the wanted length from those of two shorter ones, which call the same regions.
+
+    Of the numbers of tiles, those stay that lower the peak to this share of that of the number before.
+    """
     if not one.calls_like(two):
         raise InvalidInput(f"The two profile_batches call different regions. {_REMEDY}")
     calls = list(zip(one.profile.calls, two.profile.calls, strict=True))
@@ -107,7 +110,8 @@ def extrapolated(one: Profiled, two: Profiled, lengths: ProfiledLengths) -> Prof
             )
             tilings = one.profile.tilings.get(mine.kind), two.profile.tilings.get(its.kind)
             if tilings[0] is not None and tilings[1] is not None:
-                profile.tilings[its.kind] = _tiling(tilings[0], tilings[1], lengths, its.name)
+                found = _tiling(tilings[0], tilings[1], lengths, its.name)
+                profile.tilings[its.kind] = replace(found, runs=_useful(found.runs, tile_gain))
     return Profiled(profile=profile, step=_step(one.step, two.step, lengths), seconds=[_seconds(one, two, lengths)])
 
 
@@ -152,6 +156,16 @@ def _tiling(one: Tiling, two: Tiling, lengths: ProfiledLengths, name: str) -> Ti
             )
         )
     return replace(two, runs=tuple(runs))
+
+
+def _useful(runs: Sequence[TiledRun], gain: float) -> tuple[TiledRun, ...]:
+    """Return the runs whose peak is at most this share of the last one that is kept with the same parts in tiles."""
+    kept: list[TiledRun] = []
+    for run in runs:
+        before = [each.backward_bytes for each in kept if each.parts == run.parts]
+        if not before or run.backward_bytes <= gain * before[-1]:
+            kept.append(run)
+    return tuple(kept)
 
 
 def _tile_seconds(whole: TiledRun, its_whole: TiledRun, its: TiledRun, lengths: ProfiledLengths) -> float:
