@@ -212,6 +212,7 @@ def as_before_pins(problem):
     """What a digest was made of before a stage could be pinned, and before options said what they allow for copies."""
     fields = asdict(problem)
     assert fields.pop("host", None) is None
+    assert not fields.pop("left_bytes", 0)
     for one in fields.get("stages", ()):
         assert one.pop("pinned") is False
         assert one.pop("untaped_transient_bytes") == 0

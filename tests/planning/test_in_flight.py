@@ -1,6 +1,5 @@
 """Several microbatches in flight, as in a pipeline: real steps against the floor and the budget that a fit promised for all of them."""
 
-import os
 from functools import partial
 
 import pytest
@@ -16,10 +15,10 @@ IN_FLIGHT, WIDTH = 8, 32
 
 
 class PipelineStage(nn.Module):
-    def __init__(self, call):
+    def __init__(self, call, block=MlpBlock):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks, self.call = nn.ModuleList(MlpBlock(WIDTH, 4) for _ in range(4)), call
+        self.blocks, self.call = nn.ModuleList(block(WIDTH, 4) for _ in range(4)), call
 
     def forward(self, x):
         for block in self.blocks:
@@ -42,15 +41,27 @@ def peak_of(model):
     return peak - sum(batch.nbytes for batch in batches[1:])
 
 
-# Just above the floor the real peak was 9 % over the budget in a process that had run many other tests, for a reason that is not
-# known; in a process of its own it is inside. Run by RETAPE_LONG=1 until that is found.
-@pytest.mark.parametrize("share", [1.02, 1.5] if os.environ.get("RETAPE_LONG") else [1.5])
-def test_floor_and_budget_with_eight_in_flight(share):
-    fit = partial(retape.fit, model := PipelineStage(plainly), torch.randn(64, WIDTH), step=square, progress=False)
+class AveragingBlock(MlpBlock):
+    """Updates a buffer in each forward: a region keeps a copy of it until its backward."""
+
+    def __init__(self, width, wider):
+        super().__init__(width, wider)
+        self.register_buffer("average", torch.zeros(2048))
+
+    def forward(self, x):
+        self.average.mul_(0.9).add_(x.detach().mean())
+        return super().forward(x) * (1 + 0 * self.average[0])
+
+
+@pytest.mark.parametrize("block", [MlpBlock, AveragingBlock])
+@pytest.mark.parametrize("share", [1.02, 1.5])
+def test_floor_and_budget_with_eight_in_flight(share, block):
+    model = PipelineStage(plainly, block)
+    fit = partial(retape.fit, model, torch.randn(64, WIDTH), step=square, progress=False)
     with pytest.raises(BudgetTooSmall, match="with 8 microbatches in flight") as error:
         fit(budget=retape.Budget.of(1, in_flight=IN_FLIGHT))
     floor = error.value.floor_bytes
-    assert floor <= 1.05 * peak_of(PipelineStage(as_region))
+    assert floor <= 1.05 * peak_of(PipelineStage(as_region, block))
     fitted = fit(budget=retape.Budget.of(int(share * floor), in_flight=IN_FLIGHT))
     assert peak_of(model) <= share * floor
     fitted.remove()

@@ -178,6 +178,8 @@ class Tier:
 class Chain:
     """Stages in a row, each with the output of the one before as input; `fixed_bytes` (weights, gradients, glue) are always held.
 
+    `left_bytes` of them belong to one microbatch: its regions leave them until their backward whatever a plan does (copies of
+    buffers), and so does each other microbatch in flight.
     `host` is the tier to which options move bytes. With it the abstract machine plays their copies one by one; without it, it
     uses the options' estimates.
     """
@@ -186,8 +188,9 @@ class Chain:
     fixed_bytes: int = 0
     name: str = ""
     host: Tier | None = None
+    left_bytes: int = 0
 
-    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("host",))
+    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("host", "left_bytes"))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -477,6 +480,7 @@ def _plain(value: object) -> object:
 _ADDED_LATER = frozenset(
     {
         "pinned",
+        "left_bytes",
         "gradient_bytes",
         "host",
         "untaped_transient_bytes",

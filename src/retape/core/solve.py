@@ -84,7 +84,7 @@ def limit_bytes(problem: Problem, budget: BudgetLike) -> int:
 
 
 def held_bytes(problem: Problem, plan: Plan) -> int:
-    """Return what a plan holds above the fixed bytes when its forward is done: what each other microbatch in flight holds."""
+    """Return what each other microbatch in flight holds: what the plan holds when a forward is done, and what regions leave."""
     if not isinstance(problem, Chain):
         return max(0, plan.promised_peak_bytes - planner_of(problem).fixed_bytes)
     machine = Machine(problem)
@@ -92,7 +92,7 @@ def held_bytes(problem: Problem, plan: Plan) -> int:
         if isinstance(action, Backward):
             break
         machine.run(action)
-    return max(0, machine.device_bytes - problem.fixed_bytes)
+    return max(0, machine.device_bytes - problem.fixed_bytes) + problem.left_bytes
 
 
 def peak_in_flight(problem: Problem, plan: Plan, in_flight: float) -> int:

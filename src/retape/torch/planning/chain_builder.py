@@ -278,7 +278,8 @@ class _Builder:
         slack = self._tuning.ignored_glue_bytes + int(
             self._tuning.slack_share * sum(stage.tape_bytes for stage in self._stages)
         )
-        chain = Chain(stages=tuple(self._stages), fixed_bytes=fixed_bytes + left + slack, host=self._host)
+        fixed = fixed_bytes + left + slack
+        chain = Chain(stages=tuple(self._stages), fixed_bytes=fixed, host=self._host, left_bytes=left)
         return RegionChain(chain=chain, stages=tuple(self._regions), slack_bytes=slack)
 
     def _feeds(self, call: RegionCall, following: RegionCall) -> bool:
