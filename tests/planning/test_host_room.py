@@ -133,3 +133,15 @@ def test_copies_of_gradients_need_host_memory_during_a_fit():
         parameter.grad = torch.zeros_like(parameter)
     with pytest.raises(InvalidInput, match=r"beside copies of gradients \([0-9.]+ KiB\) during a fit"):
         fit_with_host(host_tier(capacity=2**30), model, batch, step=step, budget=0.8, host_budget="1GiB")
+
+
+def test_without_a_host_budget_a_plan_leaves_room_for_the_copies_of_gradients():
+    model, batch, step, _ = training()
+    capacities = []
+    for _ in range(2):
+        made = fit_with_host(host_tier(capacity=2**20), model, batch, step=step, budget=0.8)
+        capacities.append(made.record.chain.host.capacity_bytes)
+        made.remove()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    assert capacities == [2**20, 2**20 - sum(p.nbytes for p in model.parameters())]

@@ -36,7 +36,7 @@ class HostRoom:
 
         `gradient_bytes` are those of the gradients that there are: a fit has copies of them on the host while it runs.
         """
-        self._device, self._optimizer = device, optimizer
+        self._device, self._optimizer, self._gradient_bytes = device, optimizer, gradient_bytes
         pool = STREAMS.of(device).pool
         self.limit_bytes = None if host_budget is None else _limited(pool, host_budget, gradient_bytes)
         self.states: HostStates | None = None
@@ -70,10 +70,14 @@ class HostRoom:
 
     def left_of(self, tier: Tier | None) -> Tier | None:
         """Return the host as a tier that has room for slots and inputs beside the states; None if there is no host."""
-        if tier is None or (self.limit_bytes is None and not self.states_bytes):
-            return tier
+        if tier is None:
+            return None
         limits = [each for each in (tier.capacity_bytes, self.limit_bytes) if each is not None]
-        return replace(tier, capacity_bytes=max(0, min(limits) - self.states_bytes)) if limits else tier
+        if not limits:
+            return tier
+        # A budget of the user's own was checked to leave room for the copies of gradients.
+        copies = self._gradient_bytes if self.limit_bytes is None else 0
+        return replace(tier, capacity_bytes=max(0, min(limits) - copies - self.states_bytes))
 
     def step_buckets(self) -> tuple[float, int]:
         """Return the share of the states that a step updates at once, and the bytes of states that it has on the device for that."""
