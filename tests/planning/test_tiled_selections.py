@@ -39,14 +39,20 @@ def _profiled():
     return model, batch, profiled, chain
 
 
-def gradients_of(profiled, options):
-    """The gradients of a step in which each region takes its option, and the ops of the step."""
-    model, batch, found, chain = profiled
-    regions = find_regions(model)
-    stages = [stage for stage in chain.stages if stage.choice is not None]
+def executor_of(profiled, options, **about):
+    """An executor of the plan in which each region takes its option."""
+    regions = find_regions(profiled[0])
+    stages = [stage for stage in profiled[3].stages if stage.choice is not None]
     pairs = zip(stages, options, strict=True)
     assignment = Assignment(choices=tuple(stage.choice.taking(option) for stage, option in pairs))
-    executor = Executor(assignment, {id(module): name for name, module in regions.items()}, check=Check.VALUES)
+    names = {id(module): name for name, module in regions.items()}
+    return Executor(assignment, names, check=Check.VALUES, **about), assignment, regions
+
+
+def gradients_of(profiled, options):
+    """The gradients of a step in which each region takes its option, and the ops of the step."""
+    model, batch, found, _ = profiled
+    executor, assignment, regions = executor_of(profiled, options)
     for choice, call in zip(assignment.choices, found.profile.calls, strict=True):
         executor.learn(choice, call.inputs, found.profile.trace_of(call, choice.tiles, choice.tiled))
     put_on(model, regions, executor)
@@ -71,15 +77,16 @@ def recomputed_in_tiles(profiled):
     return [next(o for o in options if o.tiles == TILES and not o.held and not o.moved) for options in regions]
 
 
-def with_attention(profiled, *, moved):
-    """The same options, with what attention made held or moved."""
+def with_attention(profiled, *, moved, more=0):
+    """The same options, with what attention made held or moved, and so many other storages held."""
     options = recomputed_in_tiles(profiled)
     found = []
     for option, call in zip(options, profiled[2].profile.calls, strict=True):
         trace = profiled[2].profile.trace_of(call, TILES, option.tiled)
         made = next(op.makes for op in trace.ops if "scaled_dot_product" in str(op.op))
         storages = frozenset(made) & tape_storages(trace).keys()
-        rerun = partial_rerun(trace, frozenset(), storages) if moved else partial_rerun(trace, storages)
+        others = frozenset(sorted(tape_storages(trace).keys() - storages)[:more])
+        rerun = partial_rerun(trace, others, storages) if moved else partial_rerun(trace, storages | others)
         found.append(replace(option, held=rerun.held, moved=rerun.moved))
     return found
 
@@ -92,6 +99,24 @@ def test_what_attention_made_is_there_and_the_rest_is_recomputed_in_tiles(profil
     found, log = gradients_of(profiled, with_attention(profiled, moved=moved))
     assert attention_calls(log) == layers
     assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def test_one_region_of_a_kind_is_traced_whichever_slots_the_others_hold(profiled):
+    """For a batch of another length, whose ops the profile has not seen."""
+    model, layers = profiled[0], len(profiled[0].model.layers)
+    both = with_attention(profiled, moved=False), with_attention(profiled, moved=False, more=2)
+    options = [pair[number % 2] for number, pair in enumerate(zip(*both, strict=True))]
+    executor, _, regions = executor_of(profiled, options, trial=True)
+    put_on(model, regions, executor)
+    calls = []
+    try:
+        for _ in range(2):
+            with OpLog() as log:
+                model(**{name: ids[:, :96] for name, ids in profiled[1].items()}).loss.backward()
+            calls.append(attention_calls(log))
+    finally:
+        take_off(model, regions)
+    assert calls == [layers + 1, layers]
 
 
 def test_few_of_the_slots_may_be_held_or_moved_for_each_number_of_tiles(profiled):

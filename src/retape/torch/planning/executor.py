@@ -91,6 +91,9 @@ class Executor:
         self._choices = {(c.name, c.root_call, c.call): (number, c) for number, c in enumerate(assignment.choices)}
         self._recipes: OrderedDict[_Key, Recipe | None] = OrderedDict()  # by kind
         self._selections: OrderedDict[_Key, _Selection] = OrderedDict()  # by region
+        self._traces: OrderedDict[tuple[Any, Any], RegionTrace] = (
+            OrderedDict()
+        )  # by kind, of shapes that the profile does not have
         self._root_call = -1
         self._counts: dict[str, int] = {}
         self._warned: set[str] = set()
@@ -230,6 +233,8 @@ class Executor:
         if found is not None and found.is_final(self._tuning.most_region_traces):
             self._selections.move_to_end(own)
             return found, None
+        if found is None and key not in self._recipes and (key[0], key[2]) in self._traces:
+            self._add_recipe(choice, key, self._traces[key[0], key[2]])
         if found is None and key in self._recipes:
             self._recipes.move_to_end(key)
             return self._remember(own, _Selection(recipe=self._recipes[key], proof=self._new_proof())), None
@@ -249,15 +254,24 @@ class Executor:
         return selection
 
     def _trace_recipe(self, selection: _Selection, choice: Choice, key: _Key, region: Region) -> None:
-        """Trace the region to find the ops that a re-run may skip."""
+        """Trace the region to find the ops that a re-run may skip; regions of its kind that hold other slots need no trace."""
         trace = region.trace()
-        fits = len(trace.slots) == choice.slots
-        selection.recipe = plan_recipe(trace, frozenset(key[1])) if fits else None
+        selection.recipe = self._recipe(choice, key, trace)
         if key not in self._recipes:
-            self._recipes[key] = selection.recipe
-            if len(self._recipes) > self._tuning.most_shapes:
-                self._recipes.popitem(last=False)
+            self._add_recipe(choice, key, trace)
+            self._traces[key[0], key[2]] = trace
+            if len(self._traces) > self._tuning.most_shapes:
+                self._traces.popitem(last=False)
         region.policy = policy_of(region.policy.stage, choice, selection.recipe, selection.proof)
+
+    def _add_recipe(self, choice: Choice, key: _Key, trace: RegionTrace) -> None:
+        self._recipes[key] = self._recipe(choice, key, trace)
+        if len(self._recipes) > self._tuning.most_shapes:
+            self._recipes.popitem(last=False)
+
+    @staticmethod
+    def _recipe(choice: Choice, key: _Key, trace: RegionTrace) -> Recipe | None:
+        return plan_recipe(trace, frozenset(key[1])) if len(trace.slots) == choice.slots else None
 
     def end_trial(self) -> None:
         """Prove every recipe before it is used from now on."""
