@@ -41,7 +41,7 @@ from retape.torch.engine.context import current_runs, is_plain
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.region import Region
 from retape.torch.engine.trace import OpStopwatch, RegionTrace
-from retape.torch.measure.memory_meter import synchronize, track_memory
+from retape.torch.measure.memory_meter import synchronize, track_memory, without_collection
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.slicing.tile import call_in_tiles
 
@@ -452,7 +452,8 @@ def _measured(  # noqa: PLR0917 - one user
         torch.autograd.grad(made, [*leaves, *trained], [torch.ones_like(t) for t in made], allow_unused=True)
 
     run(lambda label: None)
-    with track_memory(device) as tracker, _EachOp(tracker.mark) if each_op else nullcontext():
+    marked = _EachOp if each_op else nullcontext
+    with without_collection(), track_memory(device) as tracker, marked(tracker.mark):
         run(tracker.mark)
     taken = []
     for _ in range(times):

@@ -19,7 +19,7 @@ from retape.core.errors import BudgetTooSmall, InvalidInput, RetapeError, StateC
 from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.measure.host_room import HostRoom
-from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
+from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize, without_collection
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
@@ -207,7 +207,7 @@ class StepTrials:
     def sandboxed(self) -> Iterator[None]:
         """Leave the model, its gradients and random streams as they were at the end."""
         model, batch, step, optimizer = self._model, self._batch, self._step, self._optimizer
-        gc.collect()  # garbage that is freed inside a measured step would count as bytes that the step gave back
+        gc.collect()
         with sandboxed(model, batch, step, optimizer, gradients=self.gradients) as self._sandbox:
             yield
         self._sandbox = None
@@ -416,6 +416,7 @@ class StepTrials:
     @contextmanager
     def _trackers(self) -> Iterator[dict[torch.device, MemoryTracker]]:
         with ExitStack() as stack:
+            stack.enter_context(without_collection())
             yield {device: stack.enter_context(self.instruments.track_memory(device)) for device in self.devices}
 
     # --- measure ------------------------------------------------------------------------------------------------------
