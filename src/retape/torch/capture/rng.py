@@ -23,53 +23,48 @@ _CUDA_BUILT = internals.CUDA_BUILT
 
 
 class Stream(Protocol):
-    """One source of random numbers: `peek` returns its position, `seek` puts it there."""
+    """One source of random numbers: `peek` returns its position, `is_at` compares it, `seek` puts it there."""
 
     def peek(self) -> Token: ...
+    def is_at(self, token: Token) -> bool: ...
     def seek(self, token: Token) -> None: ...
 
 
 class GeneratorStream:
-    """A torch.Generator of the CPU or of a device. Its token is the raw state, or `get_state` where that cannot be read."""
+    """A torch.Generator of the CPU or of a device. Its token is the state as bytes."""
 
-    __slots__ = ("_last", "_words", "generator", "views")
+    __slots__ = ("_last", "generator", "views")
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self._words = words = internals.generator_words(generator)
+        words = internals.generator_words(generator)
+        # Of the CPU's memory, where that can be read: they differ once it has moved.
         self.views: tuple[memoryview, ...] = () if words is None else (_part(words[0], 0), memoryview(words[1]))
         # The bytes of the views when the state was last read, and that state.
         self._last: tuple[bytes, bytes] = (b"", b"")
 
     def peek(self) -> Token:
-        last = self._last
-        if self._words is None:
-            state = self.generator.get_state()  # on the CPU, whatever the generator's device
-            token = ctypes.string_at(state.data_ptr(), state.numel())
-            if token == last[1]:
-                return last[1]
-            self._last = (b"", token)
-            return token
-        if last[0] == _join(self.views):  # regions that draw nothing share one copy
+        last, seen = self._last, _join(self.views)
+        if seen and last[0] == seen:  # regions that draw nothing share one copy
             return last[1]
-        spare = bytes(self.views[1])
-        token = internals.read_generator(self._words)
-        self._last = (token[:_GLIMPSE_BYTES] + spare, token)
+        state = self.generator.get_state()  # on the CPU, whatever the generator's device
+        token = ctypes.string_at(state.data_ptr(), state.numel())
+        if token == last[1]:
+            token = last[1]
+        self._last = (seen, token)
         return token
 
     def is_at(self, token: Token) -> bool:
-        """True if it has not moved since the last read, and that read was `token`; reads no state."""
-        last = self._last
-        return last[1] is token and last[0] == _join(self.views) != b""
+        last, seen = self._last, _join(self.views)
+        if seen and last[1] is token:
+            return last[0] == seen
+        return bool(self.peek() == token)
 
     def seek(self, token: Token) -> None:
-        if self._words is not None:
-            self.generator.set_state(internals.generator_state(token))
-        else:
-            self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
+        self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
 
 
-# The first words of a Mersenne twister and its index tell its position; all of its 2,500 bytes are copied only when it has moved.
+# The first words of a Mersenne twister and its index tell its position; its whole state is copied only when it has moved.
 _GLIMPSE_BYTES = 96
 
 
@@ -100,6 +95,9 @@ class ObjectStream:
     def peek(self) -> Token:
         return self._get()
 
+    def is_at(self, token: Token) -> bool:
+        return bool(self.peek() == token)
+
     def seek(self, token: Token) -> None:
         self._put(token)
 
@@ -124,6 +122,9 @@ class PythonStream:
             return last
         self._last = last = (self._words.raw, spare)
         return last
+
+    def is_at(self, token: Token) -> bool:
+        return bool(self.peek() == token)
 
     def seek(self, token: Token) -> None:
         if self._words is not None:
@@ -168,6 +169,9 @@ class NumpyStream:
         self._last = last = (self._words.raw, bytes(spare))
         return last
 
+    def is_at(self, token: Token) -> bool:
+        return bool(self.peek() == token)
+
     def seek(self, token: Token) -> None:
         numpy_random = sys.modules["numpy.random"]
         if isinstance(token, _OtherState):
@@ -204,7 +208,7 @@ NONE_DRAWN: Draws = ((), [])
 
 def moved(draws: Draws) -> bool:
     """True if one of the streams is not where it was."""
-    return any(stream.peek() != token for stream, token in zip(*draws, strict=True))
+    return not all(stream.is_at(token) for stream, token in zip(*draws, strict=True))
 
 
 def drawn_by_python(draws: Draws) -> bool:
@@ -213,21 +217,18 @@ def drawn_by_python(draws: Draws) -> bool:
 
 
 def seek(draws: Draws) -> None:
-    """Put streams at these positions."""
+    """Put streams at these positions, if they have moved."""
     with internals.unobserved():
         for stream, token in zip(*draws, strict=True):
-            stream.seek(token)
+            if not stream.is_at(token):
+                stream.seek(token)
 
 
 def rewind(draws: Draws) -> Draws:
     """Put streams at these positions; return the positions they had, for another `rewind`."""
-    found, tokens = draws
-    if found is _ONLY_CPU and _CPU.is_at(tokens[0]):
-        return draws
-    now = peek(found)
-    if now != tokens:
-        seek(draws)
-    return found, now
+    before = draws[0], peek(draws[0])
+    seek(draws)
+    return before
 
 
 def peek(found: tuple[Stream, ...]) -> list[Token]:
