@@ -72,6 +72,32 @@ def test_torch_checkpoint():
     assert internals.TORCH_CHECKPOINT.__module__ == "torch.utils.checkpoint"
 
 
+def test_addresses():
+    items = (object(), "text", None, 2.5)
+    found = process_internals.addresses(items)
+    assert found == struct.pack("4P", *map(id, items))
+    assert found == process_internals.addresses((*items,))
+    assert found != process_internals.addresses((*items[:3], float("2.5")))
+    assert process_internals.addresses(()) == b""
+
+
+def test_leaf_node():
+    leaf = torch.zeros(2, requires_grad=True)
+    (node, _), *_ = (2 * leaf).grad_fn.next_functions
+    assert type(node) is internals.LEAF_NODE
+    assert node.variable is leaf
+
+
+def test_computed_from_another():
+    leaf = torch.zeros(2, requires_grad=True)
+    made = leaf.exp()
+    later = made.sin().cos()
+    assert internals.computed_from_another([later]) is None
+    assert internals.computed_from_another([leaf.sin(), leaf.cos()]) is None
+    assert internals.computed_from_another([made, later]) == "a result of ExpBackward0"
+    assert internals.computed_from_another([leaf, later]) == "a parameter of shape (2,)"
+
+
 def test_top_hooks():
     assert internals.top_hooks(True) is None
     with saved_tensors_hooks(identity, identity):

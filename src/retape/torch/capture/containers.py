@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from retape.torch.compat import process_internals
+
 # Immutable values through which nothing can be reached.
 ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
 OWN_FIELDS = frozenset(nn.Module().__dict__)
-_flat = itertools.chain.from_iterable
-_values_of = operator.methodcaller("values")
 ABSENT = object()  # in place of a name that has no value
 LEFT = object()  # in place of an object that is not held and not put back
 
@@ -206,7 +206,7 @@ class PlainObjects:
     As long as none of them holds anything else, which is found by comparing all at once, they need not be walked again.
     """
 
-    __slots__ = ("_dict_keys", "_dict_values", "_dicts", "_holders", "_lengths", "_list_items", "_lists", "_roots")
+    __slots__ = ("_addresses", "_dicts", "_holders", "_lengths", "_lists", "_roots")
 
     def __init__(self, roots: Sequence[Any], holders: Sequence[DictHolder | ListHolder]) -> None:
         self._roots, self._holders = list(roots), list(holders)
@@ -214,9 +214,7 @@ class PlainObjects:
         lists = [holder for holder in holders if isinstance(holder, ListHolder)]
         self._dicts, self._lists = [h.container for h in dicts], [h.container for h in lists]
         self._lengths = [*[len(h.saved) for h in dicts], *[len(h.saved) for h in lists]]
-        self._dict_keys = list(_flat(h.saved for h in dicts))
-        self._dict_values = list(_flat(h.saved.values() for h in dicts))
-        self._list_items = list(_flat(h.saved for h in lists))
+        self._addresses = _addresses_in([h.saved for h in dicts], [h.saved for h in lists])
 
     def are_found_from(self, roots: Sequence[Any]) -> bool:
         """True if a walk from these roots would find the same objects with the same contents."""
@@ -224,13 +222,9 @@ class PlainObjects:
 
     def are_unchanged(self) -> bool:
         """True if every dict and list holds the same objects, in the same order and under the same keys."""
-        dicts, lists, same = self._dicts, self._lists, operator.is_
-        return (
-            [*map(len, dicts), *map(len, lists)] == self._lengths
-            and all(map(same, _flat(map(_values_of, dicts)), self._dict_values))
-            and all(map(same, _flat(dicts), self._dict_keys))
-            and all(map(same, _flat(lists), self._list_items))
-        )
+        dicts, lists = self._dicts, self._lists
+        is_as_long = [*map(len, dicts), *map(len, lists)] == self._lengths
+        return is_as_long and _addresses_in(dicts, lists) == self._addresses
 
     def separately_entered(self) -> list[DictHolder | ListHolder]:
         """Return these holders as if entered while nothing had changed."""
@@ -242,6 +236,17 @@ class PlainObjects:
     def separately(self) -> list[DictHolder | ListHolder]:
         """Return a new holder of each container, with the contents of the walk."""
         return [type(holder)(holder.container, holder.saved) for holder in self._holders]  # type: ignore[arg-type]
+
+
+def _addresses_in(dicts: Iterable[dict[Any, Any]], lists: Iterable[Any]) -> bytes:
+    """Return the addresses of all keys, values and items; a configuration may have thousands of labels."""
+    items: list[Any] = []
+    for each in dicts:
+        items += each
+        items += each.values()
+    for each in lists:
+        items += each
+    return process_internals.addresses(tuple(items))
 
 
 class PlainObjectsHolder:

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.containers import SWAPS
-from retape.torch.capture.host_access import DataAccess, Observer
+from retape.torch.capture.host_access import DataAccess, ReadGuard
 from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import fsdp_internals, internals
@@ -319,7 +318,7 @@ class Snapshot:
         for tensor in suspects:
             if self._fsdp or type(tensor) not in PLAIN_TENSORS or self._index_of(tensor) < first:
                 raise self.has_changed(self._index_of(suspects[0]))
-        return ReadGuard(self, suspects)
+        return ReadGuard(suspects, self.suspect_has_changed)
 
     def restored(self, held: list[Tensor], *, same_arguments: bool = True) -> RestoredState:
         """Put the state of before the call back, until the result is left; `held` are the tensor arguments, or others."""
@@ -566,29 +565,6 @@ def _any_hooks(tensors: Sequence[Tensor]) -> bool:
 
 def _hook_counts(tensors: Sequence[Tensor]) -> list[HookCounts]:
     return [(len(t._backward_hooks or ()), len(_accumulate_hooks(t) or ())) for t in tensors]
-
-
-class ReadGuard(Observer):
-    """A mode that raises where a re-run reads a tensor that was changed since the forward."""
-
-    def __init__(self, snapshot: Snapshot, suspects: list[Tensor]) -> None:
-        super().__init__()
-        self._snapshot = snapshot
-        self._suspects = {tensor.untyped_storage()._cdata: tensor for tensor in suspects}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self.saw_slot(leaf)
-        return func(*args, **(kwargs or {}))
-
-    def exposed(self, tensor: Tensor) -> None:
-        self.saw_slot(tensor)
-
-    def saw_slot(self, tensor: Tensor) -> None:
-        suspect = self._suspects.get(internals.untyped_storage(tensor)._cdata)
-        if suspect is not None:
-            raise self._snapshot.suspect_has_changed(suspect)
 
 
 def _user_modes() -> tuple[Any, ...]:

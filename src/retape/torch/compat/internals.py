@@ -15,7 +15,7 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -77,6 +77,43 @@ def other_factor(node: Any, index: int) -> torch.Tensor:
 def next_sequence_number() -> int:
     """Return the number that the next autograd node of this thread will get."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def _leaf_node() -> type:
+    """Return the type of the nodes of leaves, in whatever mode this module is first imported."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = torch.zeros(1, requires_grad=True).view(1).grad_fn
+        return type(node.next_functions[0][0])
+
+
+LEAF_NODE: Any = _leaf_node()
+
+
+def computed_from_another(tensors: Iterable[torch.Tensor]) -> str | None:
+    """Describe a tensor among these from which another one of them was computed; None if there is none.
+
+    Where gradients are taken at all tensors of a set, autograd adds the gradient of the one to that of the other it was computed from.
+    Code that passes both on would count it twice.
+    """
+    every = list(tensors)
+    if len(every) < 2:
+        return None
+    leaves = {id(tensor) for tensor in every if tensor.grad_fn is None}
+    made: set[tuple[Any, int]] = {(tensor.grad_fn, tensor.output_nr) for tensor in every if tensor.grad_fn is not None}
+    stack = [edge for node, _ in made for edge in node.next_functions]
+    seen: set[Any] = set()
+    while stack:
+        edge = stack.pop()
+        node = edge[0]
+        if node is None or edge in seen:
+            continue
+        seen.add(edge)
+        if edge in made:
+            return f"a result of {node.name()}"
+        if type(node) is LEAF_NODE and id(node.variable) in leaves:
+            return f"a parameter of shape {tuple(node.variable.shape)}"
+        stack.extend(node.next_functions)
+    return None
 
 
 # Call back when the backward pass that runs in this thread is done.

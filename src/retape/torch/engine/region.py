@@ -33,7 +33,6 @@ from retape.torch.capture.mutation import Digest, checksum, digest, hold, same_d
 from retape.torch.capture.snapshot import Snapshot
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine import inputs as sources
-from retape.torch.engine.collectives import HeldCollectives, HoldingCollectives, RepeatedCollectives
 from retape.torch.engine.context import THREAD, Running, record
 from retape.torch.engine.host.offload import MovedInputs, MovedSlot, RegionTransfers
 from retape.torch.engine.messages import (
@@ -45,7 +44,15 @@ from retape.torch.engine.messages import (
 )
 from retape.torch.engine.policy import DROP, Check, Inputs, Policy, Proof
 from retape.torch.engine.recipe_mode import Diverged, Recipe, RecipeMode
-from retape.torch.engine.rerun import RERUN, Contexts, RegionRerun, is_compiled
+from retape.torch.engine.rerun import (
+    RERUN,
+    Contexts,
+    HeldCollectives,
+    HoldingCollectives,
+    RegionRerun,
+    RepeatedCollectives,
+    is_compiled,
+)
 from retape.torch.engine.slots import Slot, checked, release, unpack, unpack_moved, unpack_observed
 
 if TYPE_CHECKING:
