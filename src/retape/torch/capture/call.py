@@ -197,13 +197,13 @@ class Call:
         self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
         self.decides = self.decides or may_decide(names)
         self.writes_unseen = self.writes_unseen or may_write_unseen(names)
-        self._named += self._hold_places(places_of_function(function))
+        places = places_of_function(function)
+        if places:
+            self._named += self._hold_places(places)
         self._meet_all(_behind_function(function))
 
     def _hold_places(self, places: tuple[Place, ...]) -> list[Any]:
         """Hold globals and class attributes; return those of their values through which more is reached."""
-        if not places:
-            return []
         values = values_at(places)
         self.holders.append(PlaceHolder(places, values))
         return [value for value in values if type(value) not in ATOMS and value is not ABSENT]
@@ -219,7 +219,9 @@ class Call:
 
     def _visit_object(self, value: Any) -> None:
         kind: Any = type(value)
-        self._named += self._hold_places(places_of_object(kind))
+        places = places_of_object(kind)
+        if places:
+            self._named += self._hold_places(places)
         try:
             if type(getattr(value, "__dict__", None)) is dict:
                 if fields_are_restored(kind):
@@ -278,7 +280,7 @@ class Call:
         if not last or not layout.only_parameters:
             seen.update(map(id, tree.state))
         others, tree.others = tree.others, ()
-        named = self._hold_places(layout.places)
+        named = self._hold_places(layout.places) if layout.places else []
         if last and not others and not named:
             return
         known = layout.plain_objects if alone else None

@@ -70,6 +70,7 @@ class TreeLayout:
         "_weak",
         "all_tensors",
         "decides",
+        "dict_numbers",
         "field_lengths",
         "field_names",
         "field_places",
@@ -118,9 +119,8 @@ class TreeLayout:
         held = list(_flat(map(_values, content)))
         self.held_places = list(_owned(content))  # the number of the dict, and the key
         # Most of the dicts are empty, and one look tells that they still are.
-        dicts = [number for number, (_, key) in enumerate(self.field_places) if key in _HELD]
-        self._pick_filled = _picker([number for number in dicts if now[number]])
-        self._pick_empty = _picker([number for number in dicts if not now[number]])
+        self._pick_filled = _picker([number for number in self.dict_numbers if now[number]])
+        self._pick_empty = _picker([number for number in self.dict_numbers if not now[number]])
         self._filled_lengths = [len(part) for part in content if part]
         self._names_filled = list(_flat(content))
         self._held_types = list(map(type, held))
@@ -164,7 +164,8 @@ class TreeLayout:
         now = self.look(fields)
         assert now is not None
         numbered = list(enumerate(self.field_places))
-        self.pick_content = itemgetter(*[number for number, (_, key) in numbered if key in _HELD])
+        self.dict_numbers = [number for number, (_, key) in numbered if key in _HELD]
+        self.pick_content = itemgetter(*self.dict_numbers)
         self.pick_hooks = itemgetter(*[number for number, (_, key) in numbered if key in _HOOKS])
         self.setting_numbers = settings = [n for n, (_, key) in numbered if key not in _HELD and key not in _HOOKS]
         self._field_types = list(map(type, now))
@@ -219,11 +220,6 @@ class TreeLayout:
             return None
         return objects if list(map(type, objects)) == self._object_types else None
 
-    def sort_dicts(self, now: list[Any]) -> tuple[Dicts, Dicts]:
-        """Return the dicts of buffers, children and parameters that held something when the tree was walked, and those that did not."""
-        filled, empty = self._pick_filled, self._pick_empty
-        return (filled(now) if filled is not None else ()), (empty(now) if empty is not None else ())
-
     def held_in(self, filled: Dicts, empty: Dicts) -> list[Any] | None:
         """Return the entries of the dicts of buffers, children and parameters, or None if they have other names."""
         if any(empty) or list(map(len, filled)) != self._filled_lengths or list(_flat(filled)) != self._names_filled:
@@ -243,7 +239,8 @@ class TreeLayout:
         objects = self.objects_in(fields) if self.object_places else []
         if objects is None or not self._are_plain(now):
             return None
-        filled, empty = self.sort_dicts(now)
+        filled = self._pick_filled(now) if self._pick_filled is not None else ()
+        empty = self._pick_empty(now) if self._pick_empty is not None else ()
         held = self.held_in(filled, empty)
         if held is None or list(map(type, held)) != self._held_types:
             return None
@@ -368,7 +365,7 @@ class ModuleTree:
         held = len(layout.tensor_numbers)
         if number < held:
             part, key = layout.held_places[layout.tensor_numbers[number]]
-            return self._content[part], key
+            return self._saved[layout.dict_numbers[part]], key
         owner, key = layout.field_places[layout.tensor_fields[number - held]]
         return self.fields[owner], key
 

@@ -12,7 +12,7 @@ import random
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,15 +22,22 @@ Token = Any
 _CUDA_BUILT = internals.CUDA_BUILT
 
 
-class Stream(Protocol):
+class Stream:
     """One source of random numbers: `peek` returns its position, `is_at` compares it, `seek` puts it there."""
 
-    def peek(self) -> Token: ...
-    def is_at(self, token: Token) -> bool: ...
-    def seek(self, token: Token) -> None: ...
+    __slots__ = ()
+
+    def peek(self) -> Token:
+        raise NotImplementedError
+
+    def is_at(self, token: Token) -> bool:
+        return bool(self.peek() == token)
+
+    def seek(self, token: Token) -> None:
+        raise NotImplementedError
 
 
-class GeneratorStream:
+class GeneratorStream(Stream):
     """A torch.Generator of the CPU or of a device. Its token is the state as bytes."""
 
     __slots__ = ("_last", "generator", "views")
@@ -56,9 +63,7 @@ class GeneratorStream:
 
     def is_at(self, token: Token) -> bool:
         last, seen = self._last, _join(self.views)
-        if seen and last[1] is token:
-            return last[0] == seen
-        return bool(self.peek() == token)
+        return last[0] == seen if seen and last[1] is token else super().is_at(token)
 
     def seek(self, token: Token) -> None:
         self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
@@ -76,7 +81,7 @@ def _part(words: Any, start: int, size: int = _GLIMPSE_BYTES) -> memoryview:
     return memoryview((ctypes.c_char * size).from_buffer(words, start))
 
 
-class ObjectStream:
+class ObjectStream(Stream):
     """A random.Random, or one of numpy's generator objects."""
 
     __slots__ = ("_get", "_put")
@@ -95,14 +100,11 @@ class ObjectStream:
     def peek(self) -> Token:
         return self._get()
 
-    def is_at(self, token: Token) -> bool:
-        return bool(self.peek() == token)
-
     def seek(self, token: Token) -> None:
         self._put(token)
 
 
-class PythonStream:
+class PythonStream(Stream):
     """Python's `random`. Its token is the raw state words and the spare normal number, or `getstate()` where those cannot be read."""
 
     __slots__ = ("_last", "_words", "instance", "views")
@@ -123,9 +125,6 @@ class PythonStream:
         self._last = last = (self._words.raw, spare)
         return last
 
-    def is_at(self, token: Token) -> bool:
-        return bool(self.peek() == token)
-
     def seek(self, token: Token) -> None:
         if self._words is not None:
             index, *words = struct.unpack("=625I", token[0])
@@ -133,7 +132,7 @@ class PythonStream:
         random.setstate(token)
 
 
-class NumpyStream:
+class NumpyStream(Stream):
     """numpy's global generator: its state words, and the spare number of its legacy normal generator."""
 
     __slots__ = ("_generator", "_last", "_words", "current", "views")
@@ -168,9 +167,6 @@ class NumpyStream:
             return last
         self._last = last = (self._words.raw, bytes(spare))
         return last
-
-    def is_at(self, token: Token) -> bool:
-        return bool(self.peek() == token)
 
     def seek(self, token: Token) -> None:
         numpy_random = sys.modules["numpy.random"]
@@ -218,15 +214,18 @@ def drawn_by_python(draws: Draws) -> bool:
 
 def seek(draws: Draws) -> None:
     """Put streams at these positions, if they have moved."""
-    with internals.unobserved():
-        for stream, token in zip(*draws, strict=True):
-            if not stream.is_at(token):
+    for stream, token in zip(*draws, strict=True):
+        if not stream.is_at(token):
+            with internals.unobserved():
                 stream.seek(token)
 
 
 def rewind(draws: Draws) -> Draws:
     """Put streams at these positions; return the positions they had, for another `rewind`."""
-    before = draws[0], peek(draws[0])
+    found, tokens = draws
+    if found is _ONLY_CPU and _CPU.is_at(tokens[0]):
+        return draws
+    before = found, peek(found)
     seek(draws)
     return before
 
