@@ -304,7 +304,8 @@ class Call:
         # Each object that was met has a holder, and nothing else was found.
         plain = len(self._seen) - seen == len(met) and all(type(holder) in (DictHolder, ListHolder) for holder in met)
         if alone:
-            layout.plain_objects = PlainObjects(values, met) if plain and others == self._found_besides() else None
+            is_all = plain and others == self._found_besides()
+            layout.plain_objects = PlainObjects(values, met, TUNING.long_items) if is_all else None
 
     def separate_holders(self) -> None:
         """Give each plain object a holder of its own."""

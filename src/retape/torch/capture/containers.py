@@ -29,6 +29,8 @@ ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
 OWN_FIELDS = frozenset(nn.Module().__dict__)
+_flat = itertools.chain.from_iterable
+_values_of = operator.methodcaller("values")
 ABSENT = object()  # in place of a name that has no value
 LEFT = object()  # in place of an object that is not held and not put back
 
@@ -206,15 +208,20 @@ class PlainObjects:
     As long as none of them holds anything else, which is found by comparing all at once, they need not be walked again.
     """
 
-    __slots__ = ("_addresses", "_dicts", "_holders", "_lengths", "_lists", "_roots")
+    __slots__ = ("_dicts", "_found", "_holders", "_lengths", "_lists", "_long", "_long_addresses", "_roots")
 
-    def __init__(self, roots: Sequence[Any], holders: Sequence[DictHolder | ListHolder]) -> None:
+    def __init__(self, roots: Sequence[Any], holders: Sequence[DictHolder | ListHolder], long_items: int) -> None:
+        """Those with more than `long_items` are compared by addresses, which pays only there."""
         self._roots, self._holders = list(roots), list(holders)
-        dicts = [holder for holder in holders if isinstance(holder, DictHolder)]
-        lists = [holder for holder in holders if isinstance(holder, ListHolder)]
+        long = [holder for holder in holders if len(holder.saved) > long_items]
+        short = [holder for holder in holders if len(holder.saved) <= long_items]
+        dicts = [holder for holder in short if isinstance(holder, DictHolder)]
+        lists = [holder for holder in short if isinstance(holder, ListHolder)]
         self._dicts, self._lists = [h.container for h in dicts], [h.container for h in lists]
-        self._lengths = [*[len(h.saved) for h in dicts], *[len(h.saved) for h in lists]]
-        self._addresses = _addresses_in([h.saved for h in dicts], [h.saved for h in lists])
+        self._long = [holder.container for holder in long]
+        self._lengths = [len(holder.saved) for holder in (*dicts, *lists, *long)]
+        self._found = list(_contents_of([h.saved for h in dicts], [h.saved for h in lists]))
+        self._long_addresses = [_addresses_in(holder.saved) for holder in long]
 
     def are_found_from(self, roots: Sequence[Any]) -> bool:
         """True if a walk from these roots would find the same objects with the same contents."""
@@ -222,9 +229,11 @@ class PlainObjects:
 
     def are_unchanged(self) -> bool:
         """True if every dict and list holds the same objects, in the same order and under the same keys."""
-        dicts, lists = self._dicts, self._lists
-        is_as_long = [*map(len, dicts), *map(len, lists)] == self._lengths
-        return is_as_long and _addresses_in(dicts, lists) == self._addresses
+        return (
+            [*map(len, self._dicts), *map(len, self._lists), *map(len, self._long)] == self._lengths
+            and all(map(operator.is_, _contents_of(self._dicts, self._lists), self._found))
+            and (not self._long or list(map(_addresses_in, self._long)) == self._long_addresses)
+        )
 
     def separately_entered(self) -> list[DictHolder | ListHolder]:
         """Return these holders as if entered while nothing had changed."""
@@ -238,15 +247,15 @@ class PlainObjects:
         return [type(holder)(holder.container, holder.saved) for holder in self._holders]  # type: ignore[arg-type]
 
 
-def _addresses_in(dicts: Iterable[dict[Any, Any]], lists: Iterable[Any]) -> bytes:
-    """Return the addresses of all keys, values and items; a configuration may have thousands of labels."""
-    items: list[Any] = []
-    for each in dicts:
-        items += each
-        items += each.values()
-    for each in lists:
-        items += each
-    return process_internals.addresses(tuple(items))
+def _contents_of(dicts: Sequence[dict[Any, Any]], lists: Sequence[Any]) -> Iterable[Any]:
+    """Return the values and keys of dicts, and the items of lists."""
+    return _flat((*map(_values_of, dicts), *dicts, *lists))
+
+
+def _addresses_in(container: Any) -> list[bytes]:
+    """Return the addresses of the items, or of the keys and the values: a configuration may have thousands of labels."""
+    parts = (container, container.values()) if isinstance(container, dict) else (container,)
+    return [process_internals.addresses(tuple(part)) for part in parts]
 
 
 class PlainObjectsHolder:
