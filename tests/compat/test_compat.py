@@ -72,6 +72,32 @@ def test_torch_checkpoint():
     assert internals.TORCH_CHECKPOINT.__module__ == "torch.utils.checkpoint"
 
 
+def test_addresses():
+    items = (object(), "text", None, 2.5)
+    found = process_internals.addresses(items)
+    assert found == struct.pack("4P", *map(id, items))
+    assert found == process_internals.addresses((*items,))
+    assert found != process_internals.addresses((*items[:3], float("2.5")))
+    assert process_internals.addresses(()) == b""
+
+
+def test_leaf_node():
+    leaf = torch.zeros(2, requires_grad=True)
+    (node, _), *_ = (2 * leaf).grad_fn.next_functions
+    assert type(node) is internals.LEAF_NODE
+    assert node.variable is leaf
+
+
+def test_computed_from_another():
+    leaf = torch.zeros(2, requires_grad=True)
+    made = leaf.exp()
+    later = made.sin().cos()
+    assert internals.computed_from_another([later]) is None
+    assert internals.computed_from_another([leaf.sin(), leaf.cos()]) is None
+    assert internals.computed_from_another([made, later]) == "a result of ExpBackward0"
+    assert internals.computed_from_another([leaf, later]) == "a parameter of shape (2,)"
+
+
 def test_top_hooks():
     assert internals.top_hooks(True) is None
     with saved_tensors_hooks(identity, identity):
@@ -501,28 +527,14 @@ DRAWS = {
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1])
-def test_read_generator(draw, seed):
+def test_generator_words(draw, seed):
     generator = torch.Generator().manual_seed(seed)
     words = internals.generator_words(generator)
     for _ in range(3):
+        before, state = [each.raw for each in words], generator.get_state()
         draw(generator)
-        token = internals.read_generator(words)
-        assert torch.equal(internals.generator_state(token), generator.get_state())
-
-
-def test_generator_words():
-    generator = torch.Generator().manual_seed(1)
-    words = internals.generator_words(generator)
-    before = internals.read_generator(words)
-    torch.rand(1, generator=generator)
-    assert internals.read_generator(words) != before
-
-
-def test_generator_state():
-    generator, other = torch.Generator().manual_seed(1), torch.Generator()
-    torch.randn(3, generator=generator)
-    other.set_state(internals.generator_state(internals.read_generator(internals.generator_words(generator))))
-    assert torch.equal(torch.randn(5, generator=other), torch.randn(5, generator=generator))
+        has_moved = not torch.equal(state, generator.get_state())
+        assert has_moved == (before != [each.raw for each in words])
 
 
 def test_python_random_words():

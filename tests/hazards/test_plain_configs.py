@@ -86,11 +86,14 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize("labels", [0, 100], ids=["short", "long"])
 @pytest.mark.parametrize("when", ["before backward", "between forwards"])
 @pytest.mark.parametrize("change", CHANGES)
 @equals_plain
-def test_a_changed_configuration(call, change, when):
+def test_a_changed_configuration(call, change, when, labels):
     block, x = ConfiguredBlock(), leaf(2, 4)
+    block.config.table.update({f"label {number}": 1.0 for number in range(labels)})
+    block.config.names += ["a"] * labels
     for _ in range(2):  # a walk, and from then on a comparison
         call(block, x).sum().backward()
     first = call(block, x)

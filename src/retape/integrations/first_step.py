@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from retape.api import Fit, fit
 from retape.core.errors import BatchTooLarge, BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetLike
-from retape.integrations.batch_size import TensorSize, is_within, sizes_of
-from retape.integrations.trainer_state import OwnCheckpointing, plain_state_restored
+from retape.integrations.trainer_state import OwnCheckpointing, TensorSize, is_within, plain_state_restored, sizes_of
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning
 from retape.torch.planning.attach import unwrapped

@@ -18,9 +18,9 @@ from transformers import Trainer, TrainerCallback
 from retape.api import Fit
 from retape.core.errors import InvalidInput
 from retape.core.problem import BudgetLike
-from retape.integrations.batch_size import masks_nothing
 from retape.integrations.first_step import FittedSteps, Lengths, budget_as_out_of_memory
 from retape.integrations.huggingface.fused_loss import is_fused, unfuse_loss
+from retape.integrations.trainer_state import masks_nothing
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.capture import rng
 from retape.torch.planning.attach import is_attached, replicated, take_off, unwrapped

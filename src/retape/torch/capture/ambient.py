@@ -322,7 +322,7 @@ _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, internals.set_grad_
 _count_function_modes = internals.count_function_modes
 _CUDA_BUILT = internals.CUDA_BUILT
 _LAST = _LastBindings()
-_rewind = rng.rewind
+_rewind, _seek = rng.rewind, rng.seek
 
 
 # PyTorch's settings; autocast on or off, and its dtype, for each device; torch-function modes; the current CUDA device; bindings of
@@ -399,7 +399,7 @@ class RestoredAmbient:
     def leave(self) -> None:
         """Leave everything as it was found."""
         _set_grad_enabled(self._grad)
-        _rewind(self._streams)
+        _seek(self._streams)
         for holder in self._collectors:
             holder.leave()
         if self._context is not None:

@@ -107,10 +107,16 @@ class Call:
     @property
     def places(self) -> list[tuple[Any, Any]]:
         """The container and the key of each tensor of `state`."""
-        found: list[tuple[Any, Any]] = []
-        for place in self._placed:
-            found += place.places() if isinstance(place, ModuleTree) else [place]
-        return found
+        return list(map(self.place, range(len(self.state))))
+
+    def place(self, number: int) -> tuple[Any, Any]:
+        """Return the container and the key of tensor `number` of `state`."""
+        for placed in self._placed:
+            size = len(placed.state) if type(placed) is ModuleTree else 1
+            if number < size:
+                return placed.place(number) if type(placed) is ModuleTree else placed
+            number -= size
+        raise IndexError(number)
 
     @property
     def is_lazy(self) -> bool:
@@ -191,13 +197,13 @@ class Call:
         self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
         self.decides = self.decides or may_decide(names)
         self.writes_unseen = self.writes_unseen or may_write_unseen(names)
-        self._named += self._hold_places(places_of_function(function))
+        places = places_of_function(function)
+        if places:
+            self._named += self._hold_places(places)
         self._meet_all(_behind_function(function))
 
     def _hold_places(self, places: tuple[Place, ...]) -> list[Any]:
         """Hold globals and class attributes; return those of their values through which more is reached."""
-        if not places:
-            return []
         values = values_at(places)
         self.holders.append(PlaceHolder(places, values))
         return [value for value in values if type(value) not in ATOMS and value is not ABSENT]
@@ -213,7 +219,9 @@ class Call:
 
     def _visit_object(self, value: Any) -> None:
         kind: Any = type(value)
-        self._named += self._hold_places(places_of_object(kind))
+        places = places_of_object(kind)
+        if places:
+            self._named += self._hold_places(places)
         try:
             if type(getattr(value, "__dict__", None)) is dict:
                 if fields_are_restored(kind):
@@ -252,6 +260,8 @@ class Call:
         if tree is None:
             return
         layout = tree.layout
+        if layout.wraps_fsdp1 and last:
+            raise _around_fsdp1(root)
         if len(self.roots) == 1:
             self.kinds = layout.kinds
         self.modules = self.modules + tree.modules if self.modules else tree.modules
@@ -266,25 +276,27 @@ class Call:
             self.writes_unseen = self.writes_unseen or layout.writes_unseen
             self.statistics |= tree.statistics or _NOTHING
             self.renormalised |= tree.renormalised or _NOTHING
-        elif last and not tree.others and not layout.places:
+        # Parameters in arguments are passed on as they are, so that `find_shared` need not know of them.
+        if not last or not layout.only_parameters:
+            seen.update(map(id, tree.state))
+        others, tree.others = tree.others, ()
+        named = self._hold_places(layout.places) if layout.places else []
+        if last and not others and not named:
+            return
+        known = layout.plain_objects if alone else None
+        if known is not None and known.are_found_from([*others, *named]):
+            self.holders.append(PlainObjectsHolder(known))  # plain, and the same as in the call before: no walk
             return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
-        others, tree.others = tree.others, ()
-        named = self._hold_places(layout.places)
-        if others or named:
-            self._meet_behind(layout, others, named, alone=alone)
+        self._meet_behind(layout, others, named, alone=alone)
 
     def _meet_behind(self, layout: TreeLayout, fields: Sequence[Any], named: list[Any], *, alone: bool) -> None:
-        """Add what is reached through fields of modules; without a walk where that is plain and the same as in the call before.
+        """Add what is reached through fields of modules and names of their code.
 
         `alone`: nothing was met before the modules, so that the walk finds everything.
         """
         values = [*fields, *named]
-        known = layout.plain_objects if alone else None
-        if known is not None and known.are_found_from(values):
-            self.holders.append(PlainObjectsHolder(known))
-            return
         seen, holders, others = len(self._seen), len(self.holders), self._found_besides()
         self._named += named
         self._meet_all(fields)
@@ -292,7 +304,8 @@ class Call:
         # Each object that was met has a holder, and nothing else was found.
         plain = len(self._seen) - seen == len(met) and all(type(holder) in (DictHolder, ListHolder) for holder in met)
         if alone:
-            layout.plain_objects = PlainObjects(values, met) if plain and others == self._found_besides() else None
+            is_all = plain and others == self._found_besides()
+            layout.plain_objects = PlainObjects(values, met, TUNING.long_items) if is_all else None
 
     def separate_holders(self) -> None:
         """Give each plain object a holder of its own."""
@@ -465,8 +478,6 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         function = function.func
     called = whose_call(function) if type(function) is types.MethodType else function
     fsdp = fsdp_internals.STATE_MODULE in _IMPORTED and fsdp_internals.in_use()
-    if fsdp_internals.wraps_first_version(called):
-        raise _around_fsdp1(called)
     call = Call()
     call.fsdp = fsdp
     others: list[Any] = []

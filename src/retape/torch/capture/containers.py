@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from retape.torch.compat import process_internals
+
 # Immutable values through which nothing can be reached.
 ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
@@ -206,17 +208,20 @@ class PlainObjects:
     As long as none of them holds anything else, which is found by comparing all at once, they need not be walked again.
     """
 
-    __slots__ = ("_dict_keys", "_dict_values", "_dicts", "_holders", "_lengths", "_list_items", "_lists", "_roots")
+    __slots__ = ("_dicts", "_found", "_holders", "_lengths", "_lists", "_long", "_long_addresses", "_roots")
 
-    def __init__(self, roots: Sequence[Any], holders: Sequence[DictHolder | ListHolder]) -> None:
+    def __init__(self, roots: Sequence[Any], holders: Sequence[DictHolder | ListHolder], long_items: int) -> None:
+        """Those with more than `long_items` are compared by addresses, which pays only there."""
         self._roots, self._holders = list(roots), list(holders)
-        dicts = [holder for holder in holders if isinstance(holder, DictHolder)]
-        lists = [holder for holder in holders if isinstance(holder, ListHolder)]
+        long = [holder for holder in holders if len(holder.saved) > long_items]
+        short = [holder for holder in holders if len(holder.saved) <= long_items]
+        dicts = [holder for holder in short if isinstance(holder, DictHolder)]
+        lists = [holder for holder in short if isinstance(holder, ListHolder)]
         self._dicts, self._lists = [h.container for h in dicts], [h.container for h in lists]
-        self._lengths = [*[len(h.saved) for h in dicts], *[len(h.saved) for h in lists]]
-        self._dict_keys = list(_flat(h.saved for h in dicts))
-        self._dict_values = list(_flat(h.saved.values() for h in dicts))
-        self._list_items = list(_flat(h.saved for h in lists))
+        self._long = [holder.container for holder in long]
+        self._lengths = [len(holder.saved) for holder in (*dicts, *lists, *long)]
+        self._found = list(_contents_of([h.saved for h in dicts], [h.saved for h in lists]))
+        self._long_addresses = [_addresses_in(holder.saved) for holder in long]
 
     def are_found_from(self, roots: Sequence[Any]) -> bool:
         """True if a walk from these roots would find the same objects with the same contents."""
@@ -224,12 +229,10 @@ class PlainObjects:
 
     def are_unchanged(self) -> bool:
         """True if every dict and list holds the same objects, in the same order and under the same keys."""
-        dicts, lists, same = self._dicts, self._lists, operator.is_
         return (
-            [*map(len, dicts), *map(len, lists)] == self._lengths
-            and all(map(same, _flat(map(_values_of, dicts)), self._dict_values))
-            and all(map(same, _flat(dicts), self._dict_keys))
-            and all(map(same, _flat(lists), self._list_items))
+            [*map(len, self._dicts), *map(len, self._lists), *map(len, self._long)] == self._lengths
+            and all(map(operator.is_, _contents_of(self._dicts, self._lists), self._found))
+            and (not self._long or list(map(_addresses_in, self._long)) == self._long_addresses)
         )
 
     def separately_entered(self) -> list[DictHolder | ListHolder]:
@@ -242,6 +245,17 @@ class PlainObjects:
     def separately(self) -> list[DictHolder | ListHolder]:
         """Return a new holder of each container, with the contents of the walk."""
         return [type(holder)(holder.container, holder.saved) for holder in self._holders]  # type: ignore[arg-type]
+
+
+def _contents_of(dicts: Sequence[dict[Any, Any]], lists: Sequence[Any]) -> Iterable[Any]:
+    """Return the values and keys of dicts, and the items of lists."""
+    return _flat((*map(_values_of, dicts), *dicts, *lists))
+
+
+def _addresses_in(container: Any) -> list[bytes]:
+    """Return the addresses of the items, or of the keys and the values: a configuration may have thousands of labels."""
+    parts = (container, container.values()) if isinstance(container, dict) else (container,)
+    return [process_internals.addresses(tuple(part)) for part in parts]
 
 
 class PlainObjectsHolder:

@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from retape.torch.compat import internals
 
 _EXPOSING = frozenset(
     {
@@ -77,3 +80,26 @@ class Observer(TorchDispatchMode):
         exposure, self._exposure = self._exposure, None  # it refers to this object, so keeping it would be a cycle
         if exposure is not None:
             exposure.__exit__(*error)
+
+
+class ReadGuard(Observer):
+    """A mode that raises `error_of` a tensor, among some that were changed since the forward, where a re-run reads it."""
+
+    def __init__(self, suspects: list[Tensor], error_of: Callable[[Tensor], Exception]) -> None:
+        super().__init__()
+        self._error_of = error_of
+        self._suspects = {tensor.untyped_storage()._cdata: tensor for tensor in suspects}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.saw_slot(leaf)
+        return func(*args, **(kwargs or {}))
+
+    def exposed(self, tensor: Tensor) -> None:
+        self.saw_slot(tensor)
+
+    def saw_slot(self, tensor: Tensor) -> None:
+        suspect = self._suspects.get(internals.untyped_storage(tensor)._cdata)
+        if suspect is not None:
+            raise self._error_of(suspect)

@@ -31,7 +31,7 @@ from retape.torch.capture.containers import (
     without_history,
 )
 from retape.torch.capture.functions import RRELU, may_decide, may_write_unseen, names_of_class, places_of_classes
-from retape.torch.compat import internals, process_internals
+from retape.torch.compat import fsdp_internals, internals, process_internals
 
 _PARAMETER = frozenset({nn.Parameter})
 _HELD = ("_buffers", "_modules", "_parameters")
@@ -43,7 +43,6 @@ _flat = chain.from_iterable
 _values = dict.values
 _keys = dict.keys
 _vars: Callable[[Any], dict[str, Any]] = vars
-_pick: Callable[[Any, Any], tuple[Any, ...]] = itemgetter.__call__
 
 
 class TreeLayout:
@@ -57,11 +56,13 @@ class TreeLayout:
         "_children",
         "_expected",
         "_field_types",
-        "_filled",
+        "_filled_lengths",
         "_held_types",
         "_names_filled",
         "_object_types",
         "_pick_by_owner",
+        "_pick_empty",
+        "_pick_filled",
         "_pick_functions",
         "_pick_tuples",
         "_root_type",
@@ -69,11 +70,11 @@ class TreeLayout:
         "_weak",
         "all_tensors",
         "decides",
+        "dict_numbers",
         "field_lengths",
         "field_names",
         "field_places",
         "fills_what_it_saved",
-        "held_lengths",
         "held_places",
         "is_simple",
         "kinds",
@@ -92,6 +93,7 @@ class TreeLayout:
         "tensor_numbers",
         "tensors",
         "with_parameters",
+        "wraps_fsdp1",
         "writes_unseen",
     )
 
@@ -100,6 +102,7 @@ class TreeLayout:
         self.with_parameters = with_parameters
         # Tensors that calls of the root are known to change (`snapshot.py`), by kind of call; set once the layout is kept.
         self.kinds: dict[Any, frozenset[int]] | None = None
+        self.wraps_fsdp1 = any(map(fsdp_internals.is_first_version, modules))
         self._root_type = type(modules[0])
         self._weak = [weakref.ref(module) for module in modules[1:]]
         names = frozenset[str]().union(*map(names_of_class, dict.fromkeys(map(type, modules))))
@@ -114,10 +117,11 @@ class TreeLayout:
         now = self._sort_fields(fields)
         content = self.pick_content(now)
         held = list(_flat(map(_values, content)))
-        self.held_lengths = list(map(len, content))
         self.held_places = list(_owned(content))  # the number of the dict, and the key
-        # Most of the dicts are empty.
-        self._filled = _picker([number for number, length in enumerate(self.held_lengths) if length])
+        # Most of the dicts are empty, and one look tells that they still are.
+        self._pick_filled = _picker([number for number in self.dict_numbers if now[number]])
+        self._pick_empty = _picker([number for number in self.dict_numbers if not now[number]])
+        self._filled_lengths = [len(part) for part in content if part]
         self._names_filled = list(_flat(content))
         self._held_types = list(map(type, held))
         self._sort_held(modules, held)
@@ -160,7 +164,8 @@ class TreeLayout:
         now = self.look(fields)
         assert now is not None
         numbered = list(enumerate(self.field_places))
-        self.pick_content = itemgetter(*[number for number, (_, key) in numbered if key in _HELD])
+        self.dict_numbers = [number for number, (_, key) in numbered if key in _HELD]
+        self.pick_content = itemgetter(*self.dict_numbers)
         self.pick_hooks = itemgetter(*[number for number, (_, key) in numbered if key in _HOOKS])
         self.setting_numbers = settings = [n for n, (_, key) in numbered if key not in _HELD and key not in _HOOKS]
         self._field_types = list(map(type, now))
@@ -203,7 +208,7 @@ class TreeLayout:
         if list(map(len, fields)) != self.field_lengths:
             return None
         try:
-            return list(_flat(map(_pick, self._pick_by_owner, fields)))
+            return list(_flat([pick(part) for pick, part in zip(self._pick_by_owner, fields, strict=True)]))
         except KeyError:
             return None
 
@@ -215,12 +220,9 @@ class TreeLayout:
             return None
         return objects if list(map(type, objects)) == self._object_types else None
 
-    def held_in(self, content: tuple[dict[Any, Any], ...]) -> list[Any] | None:
+    def held_in(self, filled: Dicts, empty: Dicts) -> list[Any] | None:
         """Return the entries of the dicts of buffers, children and parameters, or None if they have other names."""
-        if list(map(len, content)) != self.held_lengths:
-            return None
-        filled = self._filled(content) if self._filled is not None else ()
-        if list(_flat(filled)) != self._names_filled:
+        if any(empty) or list(map(len, filled)) != self._filled_lengths or list(_flat(filled)) != self._names_filled:
             return None
         return list(_flat(map(_values, filled)))
 
@@ -237,15 +239,16 @@ class TreeLayout:
         objects = self.objects_in(fields) if self.object_places else []
         if objects is None or not self._are_plain(now):
             return None
-        content = self.pick_content(now)
-        held = self.held_in(content)
+        filled = self._pick_filled(now) if self._pick_filled is not None else ()
+        empty = self._pick_empty(now) if self._pick_empty is not None else ()
+        held = self.held_in(filled, empty)
         if held is None or list(map(type, held)) != self._held_types:
             return None
         children, expected = self._children, self._expected
         if children is not None and expected is not None and not all(map(is_, children(held), expected(modules))):
             return None
         tree = ModuleTree(self, modules, fields, now, held)
-        tree.content = content
+        tree.filled, tree.empty = filled, empty
         if objects:
             tree.others = objects
             tree.saved_objects = list(map(without_history, objects[: self.restored_count]))
@@ -262,6 +265,7 @@ class TreeLayout:
 
 
 Pick = Callable[[Any], Sequence[Any]]
+Dicts = Sequence[dict[Any, Any]]
 
 
 def _is_plain_tuple(value: Any) -> bool:
@@ -303,11 +307,12 @@ class ModuleTree:
     saved_objects: Sequence[Any] = ()  # containers and objects of users' classes in fields, which may be rebound
     statistics: set[int] | None = None
     renormalised: set[int] | None = None
-    content: tuple[dict[Any, Any], ...]  # the dicts of buffers, children and parameters
+    # The dicts of buffers, children and parameters, by whether the walk of the tree found something in them.
+    filled: Dicts
+    empty: Dicts
     _hook_copies: list[dict[Any, Any]] | None = None
     _objects: list[Any] | None = None  # in fields when it was entered
     _entered: list[ModuleHolder] | None = None
-    _fields_are_unchanged = True
 
     def __init__(
         self,
@@ -349,15 +354,20 @@ class ModuleTree:
                 if items[number].grad_fn is not None:
                     items[number] = tracked(items[number])
 
-    def places(self) -> list[tuple[Any, Any]]:
-        """Return the dict and the key of each tensor of `state`."""
-        layout, content = self.layout, self.content
-        held = [layout.held_places[number] for number in layout.tensor_numbers]
-        owned = [layout.field_places[number] for number in layout.tensor_fields]
-        return [
-            *[(content[part], key) for part, key in held],
-            *[(self.fields[owner], key) for owner, key in owned],
-        ]
+    @property
+    def _content(self) -> tuple[dict[Any, Any], ...]:
+        """The dicts of buffers, children and parameters of each module in turn."""
+        return self.layout.pick_content(self._saved)  # type: ignore[no-any-return]
+
+    def place(self, number: int) -> tuple[dict[Any, Any], str]:
+        """Return the dict and the key of tensor `number` of `state`."""
+        layout = self.layout
+        held = len(layout.tensor_numbers)
+        if number < held:
+            part, key = layout.held_places[layout.tensor_numbers[number]]
+            return self._saved[layout.dict_numbers[part]], key
+        owner, key = layout.field_places[layout.tensor_fields[number - held]]
+        return self.fields[owner], key
 
     # --- around a re-run -------------------------------------------------------------------------------------------
 
@@ -377,9 +387,6 @@ class ModuleTree:
             self._objects = None
             if unchanged:
                 return
-            if self._fields_are_unchanged and self._hooks_are_unchanged():
-                self._put_held_back()
-                return
             holders, layout = self._one_by_one(), self.layout
             places, values = [*layout.field_places, *layout.object_places], [*self._saved, *(objects or ())]
             for holder, each in zip(holders, self._by_owner(places, values), strict=True):
@@ -396,26 +403,10 @@ class ModuleTree:
         if unchanged and layout.object_places:
             self._objects = objects = layout.objects_in(fields)
             unchanged = objects is not None and all(map(is_, self.saved_objects, objects))
-        self._fields_are_unchanged = unchanged
         if not unchanged:
             return False
-        held = layout.held_in(self.content)
+        held = layout.held_in(self.filled, self.empty)
         return held is not None and all(map(is_, held, self._held)) and self._hooks_are_unchanged()
-
-    def _put_held_back(self) -> None:
-        """Put back entries of buffers, children and parameters: usually a re-run has replaced buffers by copies."""
-        layout, content = self.layout, self.content
-        now = layout.held_in(content)
-        if now is not None:
-            for number, (present, saved) in enumerate(zip(now, self._held, strict=True)):
-                if present is not saved:
-                    part, key = layout.held_places[number]
-                    content[part][key] = saved
-            return
-        for each, entries in zip(content, self._held_by_dict(), strict=True):
-            if list(each) != list(entries) or not all(map(is_, _values(each), entries.values())):
-                each.clear()
-                each.update(entries)
 
     def _hooks_are_unchanged(self) -> bool:
         copies = self._hook_copies
@@ -428,7 +419,7 @@ class ModuleTree:
 
     def _one_by_one(self) -> list[ModuleHolder]:
         """Return a holder for each module, of what it held in the first run."""
-        layout, content, hooks = self.layout, self.content, self._hooks
+        layout, content, hooks = self.layout, self._content, self._hooks
         numbers = layout.setting_numbers
         places = [*[layout.field_places[n] for n in numbers], *layout.object_places[: layout.restored_count]]
         settings = self._by_owner(places, [*[self._saved[n] for n in numbers], *self.saved_objects])
@@ -444,7 +435,7 @@ class ModuleTree:
 
     def _held_by_dict(self) -> list[dict[Any, Any]]:
         """Return the entries of each dict of buffers, children and parameters, as they were in the first run."""
-        found: list[dict[Any, Any]] = [{} for _ in self.layout.held_lengths]
+        found: list[dict[Any, Any]] = [{} for _ in self._content]
         for (part, key), value in zip(self.layout.held_places, self._held, strict=True):
             found[part][key] = value
         return found

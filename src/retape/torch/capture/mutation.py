@@ -342,14 +342,14 @@ class Copies:
         """Return the indices whose tensors have other bits now, of those that are not in `skip`."""
         return {n for group in self._groups for n in group.numbers if n not in skip and group.differs(n, watched[n])}
 
-    def rebuild(self, needs_grad: dict[int, bool]) -> dict[int, Tensor]:
+    def rebuild(self, needs_grad: Set[int] = frozenset()) -> dict[int, Tensor]:
         """Return new tensors with the copied values, which alias as the originals did; call it with grad enabled.
 
         None of them is a leaf that requires gradients, because autograd refuses to change such a one in place.
         """
         made: dict[int, Tensor] = {}
         for group in self._groups:
-            group.rebuild(made, needs_grad=any(needs_grad.get(number, False) for number in group.numbers))
+            group.rebuild(made, needs_grad=not needs_grad.isdisjoint(group.numbers))
         return made
 
     def sharing_with(self, indices: range) -> set[int]:

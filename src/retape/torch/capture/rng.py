@@ -12,7 +12,7 @@ import random
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,54 +22,54 @@ Token = Any
 _CUDA_BUILT = internals.CUDA_BUILT
 
 
-class Stream(Protocol):
-    """One source of random numbers: `peek` returns its position, `seek` puts it there."""
+class Stream:
+    """One source of random numbers: `peek` returns its position, `is_at` compares it, `seek` puts it there."""
 
-    def peek(self) -> Token: ...
-    def seek(self, token: Token) -> None: ...
+    __slots__ = ()
+
+    def peek(self) -> Token:
+        raise NotImplementedError
+
+    def is_at(self, token: Token) -> bool:
+        return bool(self.peek() == token)
+
+    def seek(self, token: Token) -> None:
+        raise NotImplementedError
 
 
-class GeneratorStream:
-    """A torch.Generator of the CPU or of a device. Its token is the raw state, or `get_state` where that cannot be read."""
+class GeneratorStream(Stream):
+    """A torch.Generator of the CPU or of a device. Its token is the state as bytes."""
 
-    __slots__ = ("_last", "_words", "generator", "views")
+    __slots__ = ("_last", "generator", "views")
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self._words = words = internals.generator_words(generator)
+        words = internals.generator_words(generator)
+        # Of the CPU's memory, where that can be read: they differ once it has moved.
         self.views: tuple[memoryview, ...] = () if words is None else (_part(words[0], 0), memoryview(words[1]))
         # The bytes of the views when the state was last read, and that state.
         self._last: tuple[bytes, bytes] = (b"", b"")
 
     def peek(self) -> Token:
-        last = self._last
-        if self._words is None:
-            state = self.generator.get_state()  # on the CPU, whatever the generator's device
-            token = bytes(internals.memory_of(state))
-            if token == last[1]:
-                return last[1]
-            self._last = (b"", token)
-            return token
-        if last[0] == _join(self.views):  # regions that draw nothing share one copy
+        last, seen = self._last, _join(self.views)
+        if seen and last[0] == seen:  # regions that draw nothing share one copy
             return last[1]
-        spare = bytes(self.views[1])
-        token = internals.read_generator(self._words)
-        self._last = (token[:_GLIMPSE_BYTES] + spare, token)
+        state = self.generator.get_state()  # on the CPU, whatever the generator's device
+        token = bytes(internals.memory_of(state))
+        if token == last[1]:
+            token = last[1]
+        self._last = (seen, token)
         return token
 
     def is_at(self, token: Token) -> bool:
-        """True if it has not moved since the last read, and that read was `token`; reads no state."""
-        last = self._last
-        return last[1] is token and last[0] == _join(self.views) != b""
+        last, seen = self._last, _join(self.views)
+        return last[0] == seen if seen and last[1] is token else super().is_at(token)
 
     def seek(self, token: Token) -> None:
-        if self._words is not None:
-            self.generator.set_state(internals.generator_state(token))
-        else:
-            self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
+        self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
 
 
-# The first words of a Mersenne twister and its index tell its position; all of its 2,500 bytes are copied only when it has moved.
+# The first words of a Mersenne twister and its index tell its position; its whole state is copied only when it has moved.
 _GLIMPSE_BYTES = 96
 
 
@@ -81,7 +81,7 @@ def _part(words: Any, start: int, size: int = _GLIMPSE_BYTES) -> memoryview:
     return memoryview((ctypes.c_char * size).from_buffer(words, start))
 
 
-class ObjectStream:
+class ObjectStream(Stream):
     """A random.Random, or one of numpy's generator objects."""
 
     __slots__ = ("_get", "_put")
@@ -104,7 +104,7 @@ class ObjectStream:
         self._put(token)
 
 
-class PythonStream:
+class PythonStream(Stream):
     """Python's `random`. Its token is the raw state words and the spare normal number, or `getstate()` where those cannot be read."""
 
     __slots__ = ("_last", "_words", "instance", "views")
@@ -132,7 +132,7 @@ class PythonStream:
         random.setstate(token)
 
 
-class NumpyStream:
+class NumpyStream(Stream):
     """numpy's global generator: its state words, and the spare number of its legacy normal generator."""
 
     __slots__ = ("_generator", "_last", "_words", "current", "views")
@@ -204,7 +204,7 @@ NONE_DRAWN: Draws = ((), [])
 
 def moved(draws: Draws) -> bool:
     """True if one of the streams is not where it was."""
-    return any(stream.peek() != token for stream, token in zip(*draws, strict=True))
+    return not all(stream.is_at(token) for stream, token in zip(*draws, strict=True))
 
 
 def drawn_by_python(draws: Draws) -> bool:
@@ -213,10 +213,11 @@ def drawn_by_python(draws: Draws) -> bool:
 
 
 def seek(draws: Draws) -> None:
-    """Put streams at these positions."""
-    with internals.unobserved():
-        for stream, token in zip(*draws, strict=True):
-            stream.seek(token)
+    """Put streams at these positions, if they have moved."""
+    for stream, token in zip(*draws, strict=True):
+        if not stream.is_at(token):
+            with internals.unobserved():
+                stream.seek(token)
 
 
 def rewind(draws: Draws) -> Draws:
@@ -224,10 +225,9 @@ def rewind(draws: Draws) -> Draws:
     found, tokens = draws
     if found is _ONLY_CPU and _CPU.is_at(tokens[0]):
         return draws
-    now = peek(found)
-    if now != tokens:
-        seek(draws)
-    return found, now
+    before = found, peek(found)
+    seek(draws)
+    return before
 
 
 def peek(found: tuple[Stream, ...]) -> list[Token]:

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.containers import SWAPS
-from retape.torch.capture.host_access import DataAccess, Observer
+from retape.torch.capture.host_access import DataAccess, ReadGuard
 from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import fsdp_internals, internals
@@ -125,14 +124,19 @@ class Snapshot:
         if only_arguments:
             self._rest = state
         else:
-            self._leaves = [tensor.grad_fn is None for tensor in state]
-            reached = enumerate((*call.extras, *state))
-            self._originals = {n: weakref.ref(tensor) for n, tensor in reached if tensor.grad_fn is not None}
-            call.state = [hold(tensor) for tensor in state]
-            call.extras = [hold(tensor) for tensor in call.extras]
-            self._rest = call.extras + call.state
+            self._rest = reached = call.extras + state
+            if any(tensor.grad_fn is not None for tensor in reached):
+                self._drop_histories(call)
         self._ambient = _capture_ambient()
         self.draws = _capture_streams(call.generators)
+
+    def _drop_histories(self, call: Call) -> None:
+        """Hold tensors of closures and modules without their history, which could close a cycle through the graph."""
+        self._leaves = [tensor.grad_fn is None for tensor in call.state]
+        self._originals = {n: weakref.ref(t) for n, t in enumerate(self._rest) if t.grad_fn is not None}
+        call.state = list(map(hold, call.state))
+        call.extras = list(map(hold, call.extras))
+        self._rest = call.extras + call.state
 
     def _versions(self, tensors: list[Tensor]) -> list[Any]:
         if self._plain:
@@ -222,7 +226,8 @@ class Snapshot:
 
     def _keep_changed(self, watched: list[Tensor], changed: set[int], copies: Copies | None) -> None:
         self._refuse_swapped(changed)
-        self._refuse_history(changed)
+        if self._originals:
+            self._refuse_history(changed)
         lost = {i for i in (changed - copies.indices if copies else changed) if not internals.is_fake(watched[i])}
         if lost:
             raise StateChanged(
@@ -248,8 +253,7 @@ class Snapshot:
         if SWAPS.none_since(self._swaps_seen):
             return
         first = self._first_state
-        places = self._call.places
-        mine = frozenset(id(places[index - first][0]) for index in changed if index >= first)
+        mine = frozenset(id(self._call.place(index - first)[0]) for index in changed if index >= first)
         if SWAPS.by_others_since(self._swaps_seen, mine):
             raise StateChanged(
                 f"Region {self.name} ran while a re-run in another thread had replaced its buffers for a while, so that its update of "
@@ -275,7 +279,7 @@ class Snapshot:
             )
         if copies is not None:
             with internals.unobserved(), torch.no_grad():
-                rebuilt = copies.rebuild({})
+                rebuilt = copies.rebuild()
                 for index in copies.different(watched):
                     internals.write_unseen(watched[index], rebuilt[index])
 
@@ -314,7 +318,7 @@ class Snapshot:
         for tensor in suspects:
             if self._fsdp or type(tensor) not in PLAIN_TENSORS or self._index_of(tensor) < first:
                 raise self.has_changed(self._index_of(suspects[0]))
-        return ReadGuard(self, suspects)
+        return ReadGuard(suspects, self.suspect_has_changed)
 
     def restored(self, held: list[Tensor], *, same_arguments: bool = True) -> RestoredState:
         """Put the state of before the call back, until the result is left; `held` are the tensor arguments, or others."""
@@ -370,7 +374,7 @@ class Snapshot:
             return f"tensor {index} of its arguments"
         if index < arguments + extras:
             return f"tensor {index - arguments} of its closure"
-        return _place_name(self._call, *self._call.places[index - arguments - extras])
+        return _place_name(self._call, *self._call.place(index - arguments - extras))
 
 
 class RestoredState:
@@ -382,6 +386,7 @@ class RestoredState:
     # Defaults of fields that most re-runs never set.
     _copies: dict[int, Tensor] = _NO_COPIES
     _overwritten: Sequence[tuple[Tensor, Tensor]] = ()
+    _replaced: list[tuple[Any, Any, Tensor, Tensor]]  # container, key, tensor there before, copy in its place
     _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # tensors set differently for the re-run, and their setting before
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
     _hook_counts: list[HookCounts] | None = None
@@ -435,15 +440,15 @@ class RestoredState:
 
     def _restore_copies(self, call: Call, copies: Copies, held: list[Tensor]) -> None:
         snapshot = self._snapshot
-        self._overwritten = overwritten = []
+        self._overwritten, self._replaced = overwritten, replaced = [], []
         first = snapshot._first_state
         extras = first - len(call.extras)
-        needs_grad = dict(enumerate(snapshot._arguments_need_grad))
-        needs_grad.update({first + i: needed for i, needed in enumerate(snapshot._needs_grad)})
+        needed = snapshot._arguments_need_grad + [False] * len(call.extras) + snapshot._needs_grad
+        needs_grad = {index for index in copies.indices if needed[index]}
         self._copies = copies.rebuild(needs_grad)
         in_place = copies.sharing_with(range(extras, first))
-        places = call.places
-        self._swap = SWAPS.begin(frozenset(id(places[index - first][0]) for index in self._copies if index >= first))
+        places = {index: call.place(index - first) for index in self._copies if index >= first}
+        self._swap = SWAPS.begin(frozenset([id(container) for container, _ in places.values()]))
         for index, copy in list(self._copies.items()):
             if index in in_place:
                 # The holders of a closure's tensor are unknown, so the copy is written into its own memory.
@@ -451,9 +456,10 @@ class RestoredState:
                 overwritten.append((tensor, tensor.detach().clone()))
                 internals.write_unseen(tensor, copy)
                 if index < extras:  # a view of that memory
-                    self._copies[index] = alias(tensor, needs_grad=needs_grad[index])
+                    self._copies[index] = alias(tensor, needs_grad=needed[index])
             elif index >= first:
-                container, key = places[index - first]
+                container, key = places[index]
+                replaced.append((container, key, container[key], copy))
                 container[key] = copy
 
     def _arguments(self, held: list[Tensor]) -> list[Tensor]:
@@ -480,7 +486,7 @@ class RestoredState:
         """Return the tensor that a closure, a container or a module holds now under a number; None if it is gone."""
         call, original = self._snapshot._call, self._snapshot._originals.get(number)
         if number >= len(call.extras):
-            container, key = call.places[number - len(call.extras)]
+            container, key = call.place(number - len(call.extras))
             return container[key]  # type: ignore[no-any-return]
         return call.extras[number] if original is None else original()
 
@@ -505,12 +511,20 @@ class RestoredState:
                 self._undo_writes()
             if _any_hooks(self._leaves):
                 drop_hooks(self._leaves, self._hook_counts or [_NO_HOOKS] * len(self._leaves))
+            if self._swap is not None:
+                self._put_back_replaced()
             for holder in reversed(self._snapshot._call.holders):
                 holder.leave()
             if self._swap is not None:
                 SWAPS.end(self._swap)
         finally:
             self._ambient.leave()
+
+    def _put_back_replaced(self) -> None:
+        """Put back the buffers that copies stood in for; what else the re-run has put there is left to the holders."""
+        for container, key, tensor, copy in self._replaced:
+            if isinstance(container, dict) and container.get(key) is copy:
+                container[key] = tensor
 
     def _undo_writes(self) -> None:
         for tensor, value in reversed(self._overwritten):
@@ -551,29 +565,6 @@ def _any_hooks(tensors: Sequence[Tensor]) -> bool:
 
 def _hook_counts(tensors: Sequence[Tensor]) -> list[HookCounts]:
     return [(len(t._backward_hooks or ()), len(_accumulate_hooks(t) or ())) for t in tensors]
-
-
-class ReadGuard(Observer):
-    """A mode that raises where a re-run reads a tensor that was changed since the forward."""
-
-    def __init__(self, snapshot: Snapshot, suspects: list[Tensor]) -> None:
-        super().__init__()
-        self._snapshot = snapshot
-        self._suspects = {tensor.untyped_storage()._cdata: tensor for tensor in suspects}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self.saw_slot(leaf)
-        return func(*args, **(kwargs or {}))
-
-    def exposed(self, tensor: Tensor) -> None:
-        self.saw_slot(tensor)
-
-    def saw_slot(self, tensor: Tensor) -> None:
-        suspect = self._suspects.get(internals.untyped_storage(tensor)._cdata)
-        if suspect is not None:
-            raise self._snapshot.suspect_has_changed(suspect)
 
 
 def _user_modes() -> tuple[Any, ...]:

@@ -53,12 +53,15 @@ def _groups_in(root: nn.Module) -> list[Any]:
     return [group for state in states.values() for group in _groups_of(state)]
 
 
-def wraps_first_version(root: Any) -> bool:
-    """True if a module of a model is wrapped in FSDP1 (`FullyShardedDataParallel`)."""
+def is_first_version(module: nn.Module) -> bool:
+    """True if a module is a wrapper of FSDP1 (`FullyShardedDataParallel`)."""
     first = getattr(sys.modules.get(_FIRST_VERSION), "FullyShardedDataParallel", None)
-    if first is None or not isinstance(root, nn.Module):
-        return False
-    return any(isinstance(module, first) for module in root.modules())
+    return first is not None and isinstance(module, first)
+
+
+def wraps_first_version(root: nn.Module) -> bool:
+    """True if a module of a model is wrapped in FSDP1."""
+    return any(map(is_first_version, root.modules()))
 
 
 # --- gradients before they are reduced --------------------------------------------------------------------------------

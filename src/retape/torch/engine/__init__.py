@@ -7,7 +7,6 @@ Not here: which of them to choose (`planning`, `adaptive`), and what a call read
 __all__ = [
     "checkpoint",
     "context",
-    "graph_ancestry",
     "host",
     "inputs",
     "messages",

@@ -29,11 +29,10 @@ from torch.utils import _pytree as pytree
 
 from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.decisions import Decisions, Recording
-from retape.torch.capture.mutation import Digest, checksum, digest, hold, same_digests, version_of
+from retape.torch.capture.mutation import PLAIN_TENSORS, Digest, checksum, digest, hold, same_digests, version_of
 from retape.torch.capture.snapshot import Snapshot
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine import inputs as sources
-from retape.torch.engine.collectives import HeldCollectives, HoldingCollectives, RepeatedCollectives
 from retape.torch.engine.context import THREAD, Running, record
 from retape.torch.engine.host.offload import MovedInputs, MovedSlot, RegionTransfers
 from retape.torch.engine.messages import (
@@ -45,7 +44,15 @@ from retape.torch.engine.messages import (
 )
 from retape.torch.engine.policy import DROP, Check, Inputs, Policy, Proof
 from retape.torch.engine.recipe_mode import Diverged, Recipe, RecipeMode
-from retape.torch.engine.rerun import RERUN, Contexts, RegionRerun, is_compiled
+from retape.torch.engine.rerun import (
+    RERUN,
+    Contexts,
+    HeldCollectives,
+    HoldingCollectives,
+    RegionRerun,
+    RepeatedCollectives,
+    is_compiled,
+)
 from retape.torch.engine.slots import Slot, checked, release, unpack, unpack_moved, unpack_observed
 
 if TYPE_CHECKING:
@@ -55,7 +62,7 @@ if TYPE_CHECKING:
     from retape.torch.engine.trace import OpStopwatch, RegionTrace
 
 # Looked up with every region or every saved tensor: a global of this module is found fastest.
-_weak, _new = weakref.ref, object.__new__
+_weak, _new, _PLAIN = weakref.ref, object.__new__, PLAIN_TENSORS
 _dereference: Callable[[weakref.ref[Slot]], Slot | None] = weakref.ref.__call__
 _OFF, _VALUES, _HOLD = Check.OFF, Check.VALUES, Inputs.HOLD
 _push_hooks, _pop_hooks, _top_hooks = internals.push_hooks, internals.pop_hooks, internals.top_hooks
@@ -280,14 +287,14 @@ class Region:
             held = self.policy.reuse_inputs and self._inputs.holds_here
         elif base.is_leaf and base.requires_grad:  # a parameter, or a view of one that a Function may have made
             slot.value, slot.metadata = tensor if tensor.is_leaf else tensor.detach(), None
-            slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
+            slot.version = tensor._version if type(tensor) in _PLAIN else version_of(tensor)
             return slot
         else:
             held = id(base) in (self._own if self._own_ids is None else self._own_ids)
         slot.metadata = (tensor.shape, tensor.dtype, tensor.device) if self._compares else None
         if held or (self._may_hold and (self.policy.hold_all or index in self.policy.held)):
             slot.value = tensor if tensor.grad_fn is None else tensor.detach()
-            slot.version = tensor._version if type(tensor) is Tensor else version_of(tensor)  # Rule 3
+            slot.version = tensor._version if type(tensor) in _PLAIN else version_of(tensor)  # Rule 3
             return slot
         slot.value = None
         if self._examines_dropped:

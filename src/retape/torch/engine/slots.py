@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from retape.core.errors import StateChanged
-from retape.torch.capture.mutation import version_of
+from retape.torch.capture.mutation import PLAIN_TENSORS, version_of
 from retape.torch.compat import compiler_internals, internals
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def unpack(slot: Slot) -> Tensor:
         region.backward_inside = True
     if value is None:
         value = region.refill(slot)
-    if slot.version != (value._version if type(value) is Tensor else version_of(value)):
+    if slot.version != (value._version if type(value) in PLAIN_TENSORS else version_of(value)):
         checked(slot, value)
     slot.consumed = True
     return value

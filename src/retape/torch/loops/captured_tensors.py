@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput, RegionError
 from retape.torch.compat import internals
-from retape.torch.engine.graph_ancestry import LEAF_NODE, computed_from_another
 
 if TYPE_CHECKING:
     from retape.torch.loops.step import TapedSteps
@@ -66,7 +65,7 @@ class CapturedTensors:
 
     def _walk_nodes(self, nodes: list[Any], own: set[int], since: int) -> None:
         """Walk where no candidate has a history, so that the output by which a node is reached makes no difference."""
-        accumulate, made_at, known = LEAF_NODE, internals.sequence_number, self._walked_leaves
+        accumulate, made_at, known = internals.LEAF_NODE, internals.sequence_number, self._walked_leaves
         seen = {None, *nodes}  # None: an edge that leads nowhere
         for node in nodes:  # grows during the walk
             if made_at(node) < since and not _made_elsewhere(node, own):
@@ -88,7 +87,7 @@ class CapturedTensors:
             node = edge[0]
             if node in seen or node is None:
                 continue
-            if type(node) is LEAF_NODE:
+            if type(node) is internals.LEAF_NODE:
                 if id(node.variable) not in own:
                     self._record(node.variable)
             elif edge in edges:
@@ -107,7 +106,7 @@ class CapturedTensors:
     def _check_histories(self) -> None:
         """Raise RegionError if one tensor was computed from another."""
         self._checked = len(self.tensors)
-        related = computed_from_another(self.tensors)
+        related = internals.computed_from_another(self.tensors)
         if related is not None:
             also = ", or could (with resume= all that it reaches counts)," if self._closed else ""
             raise RegionError(
@@ -147,7 +146,7 @@ def _made_elsewhere(node: Any, own: set[int]) -> bool:
             if following is None or following in seen:
                 continue
             seen.add(following)
-            if type(following) is LEAF_NODE:
+            if type(following) is internals.LEAF_NODE:
                 leaves.append(following.variable)
             stack.append(following)
     return any(id(leaf) in own for leaf in leaves) or (torch.cuda.is_initialized() and bool(leaves))

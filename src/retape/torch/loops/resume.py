@@ -168,7 +168,7 @@ class Journal:
         except OSError as error:
             raise cannot_write(self._run_file, error) from error
 
-    def _open(self, about: RunTexts, version: str = "retape loop 2") -> None:
+    def _open(self, about: RunTexts, version: str = "retape loop 3") -> None:
         if not self._run_file.exists():
             self._begin({"format": version, "run": about, "created": self._created})
             return

@@ -415,7 +415,7 @@ class SideState:
 
     def rewind(self) -> None:
         """Undo the one step that has run, after it was measured."""
-        copies: dict[int, Any] = dict(self._initial.rebuild({}))
+        copies: dict[int, Any] = dict(self._initial.rebuild())
         for index in sorted(self.changed, reverse=True):
             start = self._start[index]
             if isinstance(start, Tensor) and index in copies:
@@ -441,7 +441,7 @@ class SideState:
         made = _rebuilt(saved)
         rest = self.changed - made.keys() - saved.values.keys()
         # A place that only later steps change held its initial value at this snapshot.
-        early: dict[int, Any] = dict(self._initial.only(rest).rebuild({})) if rest else {}
+        early: dict[int, Any] = dict(self._initial.only(rest).rebuild()) if rest else {}
         for index in sorted(self.changed, reverse=True):  # whole lists before their entries
             value = self._start[index]
             for known in (early, saved.values, made):
@@ -519,4 +519,4 @@ class SideState:
 
 
 def _rebuilt(saved: SavedSideState) -> dict[int, Any]:
-    return dict(saved.tensors.rebuild({})) if saved.tensors is not None else {}
+    return dict(saved.tensors.rebuild()) if saved.tensors is not None else {}

@@ -213,10 +213,13 @@ class Executor:
 
     def _warn_of_size(self, choice: Choice, inputs: Signature) -> None:
         """Warn once of inputs with more elements, or a longer side, than the profiled ones: memory can grow with its square."""
+        given = shapes(inputs)
+        if given == choice.shapes:
+            return
         if _sized(inputs) > choice.elements:
             what = f"{_sized(inputs)} numbers, and {choice.elements}"
         else:
-            longer = _longer(shapes(inputs), choice.shapes)
+            longer = _longer(given, choice.shapes)
             if longer is None:
                 return
             what = f"a tensor of shape {longer[0]}, and one of shape {longer[1]}"

@@ -23,7 +23,6 @@ from retape.core.errors import InvalidInput, RegionError, UnsupportedTransform
 from retape.torch.capture.call import Call, capture_call, name_of
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.engine.context import is_plain
-from retape.torch.engine.graph_ancestry import computed_from_another
 from retape.torch.engine.messages import refuse_transforms
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.region import Region
@@ -194,7 +193,7 @@ class _Forward:
         if not any(differentiable):
             return self._outputs
         inputs = _each_once([row for row in self._rows if self._needs_grad(row)])
-        related = computed_from_another(tiled.taken)
+        related = internals.computed_from_another(tiled.taken)
         if related is not None:
             raise RegionError(
                 f"{tiled.name} uses a tensor of its closure that was computed elsewhere, and also one that it was computed from "
