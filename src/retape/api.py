@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from retape.core.errors import InvalidInput, PlanMismatch
 from retape.core.fit_record import AccumulatingStep, FitRecord, RankBudget
 from retape.core.plan import Frontier, Plan
-from retape.core.problem import ALL, EXACT, OPTIMIZER_ON_HOST, Budget, BudgetLike, OptionSet
+from retape.core.problem import ALL, EXACT, OPTIMIZER_IN_BACKWARD, OPTIMIZER_ON_HOST, Budget, BudgetLike, OptionSet
 from retape.core.record import Record
 from retape.core.solve import largest_scale
 from retape.core.units import format_bytes, format_seconds
@@ -35,6 +35,7 @@ from retape.torch.measure.baseline_memory import extend_segments, release_cached
 from retape.torch.measure.host_room import HostRoom
 from retape.torch.measure.sequential_slices import region_named
 from retape.torch.measure.step_function import StepFunction, length_of, refuse_fake_tensors, rows_of
+from retape.torch.measure.updates_in_backward import UpdatesInBackward
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import (
     CheckpointCalls,
@@ -54,7 +55,7 @@ from retape.torch.planning.plan_search import PlanSearch
 from retape.torch.planning.step_trials import Regions, StepTrials
 from retape.torch.planning.tuning import TUNING
 
-__all__ = ["ALL", "EXACT", "OPTIMIZER_ON_HOST", "Fit", "Promise", "apply", "fit"]
+__all__ = ["ALL", "EXACT", "OPTIMIZER_IN_BACKWARD", "OPTIMIZER_ON_HOST", "Fit", "Promise", "apply", "fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class Fit:
         self._model, self._regions, self._caller = model, regions, caller
         self._optimizer_hook: RemovableHandle | None = None
         self._host_room: HostRoom | None = None
+        self._updates: UpdatesInBackward | None = None
         self.record = record
 
     @property
@@ -162,6 +164,8 @@ class Fit:
         """Restore the model as it was before the fit."""
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
+        if self._updates is not None:
+            self._updates.remove()
         if self._host_room is not None:
             self._host_room.remove()
         if self._caller is not None:
@@ -172,7 +176,8 @@ class Fit:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the executor: a copied or pickled model is a plain one."""
-        return {**self.__dict__, "_caller": None, "_regions": {}, "_optimizer_hook": None, "_host_room": None}
+        held = ("_caller", "_optimizer_hook", "_host_room", "_updates")
+        return {**self.__dict__, **dict.fromkeys(held), "_regions": {}}
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
@@ -250,7 +255,8 @@ def fit(
 
     With `options=EXACT | OPTIMIZER_ON_HOST` (or `ALL | ...`) the optimizer's states wait on the host during forward and backward, and
     pass through the device in buckets inside `optimizer.step()`. `host_budget` limits the bytes of host memory, by default 80 % of
-    what the process can still have.
+    what the process can still have. With `| OPTIMIZER_IN_BACKWARD` each weight is updated in backward, as soon as its gradient is
+    complete, which is freed then; the loop still calls `optimizer.step()`, and must not clip, scale or accumulate gradients.
 
     For steps of minutes, give two shorter batches as `profile_batches`: they are profiled, what they take is extrapolated to the
     length of `batch`, and one step of `batch` measures the plan.
@@ -313,6 +319,7 @@ def fit_using(
             compiled=compile or is_compiled(unwrapped(model)),
             host_budget=host_budget,
             moves_states=OptionSet.OPTIMIZER_ON_HOST in allowed,
+            steps_in_backward=OptionSet.OPTIMIZER_IN_BACKWARD in allowed,
             profile_batches=profile_batches,
             check=Check.of(check),
             tell=ranks.telling(tell),
@@ -326,6 +333,8 @@ def fit_using(
         on_error.pop_all()
     made._host_room = steps.host_room
     made._optimizer_hook = release_cached_blocks(optimizer)
+    made._updates = steps.updates
+    steps.updates.attach()
     if progress:
         _print_result(made)
     return made

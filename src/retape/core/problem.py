@@ -33,18 +33,22 @@ class OptionSet(Flag):
 
     EXACT: keep, select, recompute, offload; gradients bit for bit. ALL adds tiles and the fused loss, which sum in another order.
     OPTIMIZER_ON_HOST: the optimizer's states wait on the host during forward and backward; its updates are the same bit for bit.
+    OPTIMIZER_IN_BACKWARD: each weight is updated in backward, as soon as its gradient is complete, which is freed then. The loop must not
+    clip, scale or accumulate gradients.
     """
 
     EXACT = 0
     ALL = auto()
     OPTIMIZER_ON_HOST = auto()
+    OPTIMIZER_IN_BACKWARD = auto()
 
     @classmethod
     def of(cls, value: OptionSet | str) -> OptionSet:
         named = {"exact": cls.EXACT, "all": cls.ALL}.get(value) if isinstance(value, str) else value
         if not isinstance(named, cls):
             raise InvalidInput(
-                f"options={value!r} is unknown; give retape.EXACT or retape.ALL, optionally with | retape.OPTIMIZER_ON_HOST."
+                f"options={value!r} is unknown; give retape.EXACT or retape.ALL, optionally with | "
+                "retape.OPTIMIZER_ON_HOST or | retape.OPTIMIZER_IN_BACKWARD."
             )
         return named
 
@@ -57,6 +61,7 @@ class OptionSet(Flag):
 EXACT = OptionSet.EXACT
 ALL = OptionSet.ALL
 OPTIMIZER_ON_HOST = OptionSet.OPTIMIZER_ON_HOST
+OPTIMIZER_IN_BACKWARD = OptionSet.OPTIMIZER_IN_BACKWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

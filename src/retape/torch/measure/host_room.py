@@ -16,7 +16,7 @@ from retape.core.errors import InvalidInput
 from retape.core.problem import Budget, BudgetKind, Tier
 from retape.core.units import format_bytes
 from retape.torch.engine.host.copy_streams import STREAMS, HostPool
-from retape.torch.engine.host.optimizer_states import HostStates, refuse_unknown
+from retape.torch.engine.host.optimizer_states import HostStates, refuse_moving
 
 
 class HostRoom:
@@ -42,7 +42,7 @@ class HostRoom:
     def _move_states(self, pending_bytes: Callable[..., int]) -> None:
         if self._optimizer is None:
             raise InvalidInput("options=OPTIMIZER_ON_HOST needs the optimizer: give fit(..., optimizer=...).")
-        refuse_unknown(self._optimizer)
+        refuse_moving(self._optimizer)
         needed = _present_bytes(self._optimizer) + pending_bytes(self._optimizer, self._device)
         pool = STREAMS.of(self._device).pool
         limit = pool.limit_bytes if self.limit_bytes is None else self.limit_bytes

@@ -35,6 +35,7 @@ from retape.torch.measure.baseline_memory import (
     gradient_bytes,
     initial_gradients,
     missing_gradient_bytes,
+    optimizer_step_bytes,
     pending_optimizer_bytes,
 )
 from retape.torch.measure.memory_meter import MemoryTracker, synchronize, track_memory
@@ -220,6 +221,7 @@ class FitInstruments:
     gradient_bytes: Callable[..., int] = gradient_bytes
     unreduced_gradient_bytes: Callable[[nn.Module, torch.device], int] = fsdp_internals.unsharded_gradient_bytes
     pending_optimizer_bytes: Callable[..., int] = pending_optimizer_bytes
+    optimizer_step_bytes: Callable[..., int] = optimizer_step_bytes
     check_optimizer_step: Callable[..., None] = check_optimizer_step
     allocated_bytes: Callable[[torch.device], int] = allocated_bytes
     devices_of: Callable[..., tuple[torch.device, ...]] = devices_of

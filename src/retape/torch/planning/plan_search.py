@@ -127,6 +127,7 @@ class PlanSearch:
             if isinstance(found, Candidate) and not self._is_exact(found):
                 found = self._without_select(found)
             if isinstance(found, Candidate):
+                self._trials.prove_updates(found.regions, found.executor)
                 found = replace(found, accumulating=self._accumulating(found))
         if isinstance(found, BudgetTooSmall):
             budget, can_fuse = self._budgets[self._trials.devices[0]], LIBRARIES.can_fuse_loss(self._trials.root)
