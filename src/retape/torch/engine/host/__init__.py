@@ -4,4 +4,4 @@ Start from `offload.RegionTransfers`, `offload.MovedInputs`, `offload.HostCopy`,
 `copy_streams.STREAMS` and `copy_streams.host_tier`.
 """
 
-__all__ = ["copy_streams", "offload", "optimizer_states"]
+__all__ = ["copy_streams", "offload", "optimizer_states", "tensor_files"]
