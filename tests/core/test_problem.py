@@ -205,6 +205,7 @@ CAME_LATER = (
     "backward_stall_seconds",
     "forward_flight_bytes",
     "backward_flight_bytes",
+    "on_disk",
 )
 
 
@@ -212,6 +213,7 @@ def as_before_pins(problem):
     """What a digest was made of before a stage could be pinned, and before options said what they allow for copies."""
     fields = asdict(problem)
     assert fields.pop("host", None) is None
+    assert fields.pop("disk", None) is None
     for one in fields.get("stages", ()):
         assert one.pop("pinned") is False
         assert one.pop("untaped_transient_bytes") == 0

@@ -65,6 +65,8 @@ def add_parser(commands: _Commands) -> None:
         help="update each weight in backward, when its gradient is complete",
     )
     parser.add_argument("--host-budget", metavar="B", help="bytes of host memory to use, such as 64GiB")
+    parser.add_argument("--disk", metavar="FOLDER", help="where slots go that the host has no memory for")
+    parser.add_argument("--disk-budget", metavar="B", help="bytes of the disk to use, such as 500GiB")
     parser.add_argument("--compile", action="store_true", help="compile the regions in several variants")
     parser.add_argument(
         "--longest", action="store_true", help="also print the longest sequence that fits in the budget"
@@ -125,6 +127,8 @@ def _fitted(training: Training, budget: Budget, options: argparse.Namespace) -> 
             optimizer=training.optimizer,
             options=OptionSet.of(options.options) | more,
             host_budget=options.host_budget,
+            disk=options.disk,
+            disk_budget=options.disk_budget,
             compile=options.compile,
             cache=options.cache,
         )

@@ -69,9 +69,10 @@ class Option:
     """One treatment of a stage: the bytes that it holds from its forward to its backward, and the cost of both.
 
     `held_bytes` contains the stage's output, as a tape does; `moved_bytes` are on the host tier between forward and backward,
-    `input_bytes` of them being the stage's input. `rerun_seconds` refill in backward what was not held. Bytes and seconds estimate
-    the host copies as if every stage were alike: `*_flight_bytes` of the transient bytes are those of neighbouring stages,
-    `*_stall_seconds` are waiting. For a chain with a `host` the abstract machine replaces them by what it finds.
+    `input_bytes` of them being the stage's input; with `on_disk` they are on the disk instead. `rerun_seconds` refill in backward what
+    was not held. Bytes and seconds estimate the host copies as if every stage were alike: `*_flight_bytes` of the transient bytes are
+    those of neighbouring stages, `*_stall_seconds` are waiting. For a chain with a `host` the abstract machine replaces them by what it
+    finds.
     """
 
     kind: OptionKind
@@ -88,6 +89,9 @@ class Option:
     backward_stall_seconds: float = 0.0
     forward_flight_bytes: int = 0
     backward_flight_bytes: int = 0
+    on_disk: bool = False
+
+    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("on_disk",))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -172,6 +176,10 @@ class Tier:
                     f"Tier {self.name!r} has {field} = {shown(speed)}; give a positive number, or math.inf for a free copy."
                 )
 
+    @property
+    def is_disk(self) -> bool:
+        return self.name == "disk"
+
     def write_seconds(self, count: int) -> float:
         return count / self.write_bytes_per_second
 
@@ -183,16 +191,17 @@ class Tier:
 class Chain:
     """Stages in a row, each with the output of the one before as input; `fixed_bytes` (weights, gradients, glue) are always held.
 
-    `host` is the tier to which options move bytes. With it the abstract machine plays their copies one by one; without it, it
-    uses the options' estimates.
+    `host` is the tier to which options move bytes, and `disk` that of options `on_disk`. With a host the abstract machine plays their
+    copies one by one; without it, it uses the options' estimates.
     """
 
     stages: tuple[Stage, ...]
     fixed_bytes: int = 0
     name: str = ""
     host: Tier | None = None
+    disk: Tier | None = None
 
-    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("host",))
+    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("host", "disk"))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -484,6 +493,8 @@ _ADDED_LATER = frozenset(
         "pinned",
         "gradient_bytes",
         "host",
+        "disk",
+        "on_disk",
         "untaped_transient_bytes",
         "input_bytes",
         "forward_stall_seconds",

@@ -23,6 +23,7 @@ from retape.torch.capture.call import capture_call
 from retape.torch.compat import fsdp_internals
 from retape.torch.distributed.ranks import ALONE, Ranks
 from retape.torch.engine.host.copy_streams import host_tier
+from retape.torch.engine.host.spill import SpillFolder
 from retape.torch.engine.policy import DROP, HOLD, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
@@ -213,6 +214,7 @@ class FitInstruments:
     op_timer: Callable[[torch.device], OpTimer] = OpTimer
     overheads: Callable[[torch.device], Overheads] = engine_overheads
     host_tier: Callable[[torch.device], Tier | None] = host_tier
+    disk_tier: Callable[[SpillFolder], Tier] = SpillFolder.tier
     track_memory: Callable[[torch.device], AbstractContextManager[MemoryTracker]] = track_memory
     tracks_freely: Callable[[torch.device], bool] = overlaps_host_work  # tracking takes no time of the device
     fixed_bytes: Callable[..., int] = fixed_bytes

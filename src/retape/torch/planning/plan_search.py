@@ -305,6 +305,8 @@ class PlanSearch:
             fixed_bytes=0,
             overheads=instruments.overheads(device),
             host=host,
+            disk=None if host is None else self._trials.host_room.disk,
+            disk_part_bytes=self._trials.host_room.disk_part_bytes,
             others=others,
             eager=eager,
             device=device if self._trials.is_spread else None,

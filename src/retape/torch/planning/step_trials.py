@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from retape.core.errors import BudgetTooSmall, InvalidInput, StateChanged
 from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
-from retape.torch.measure.host_room import HostRoom
+from retape.torch.measure.host_room import DiskRequest, HostRoom
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
@@ -45,6 +45,8 @@ from retape.torch.planning.region_variants import VARIANTS, CannotCompile, Parts
 from retape.torch.planning.tuning import TUNING, PlanningTuning
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from retape.core.assignment import Assignment
     from retape.core.problem import Budget, Tier
     from retape.core.record import Record
@@ -71,6 +73,8 @@ class StepTrials:
         slices: bool = False,
         compiled: bool = False,
         host_budget: str | int | None = None,
+        disk: str | Path | None = None,
+        disk_budget: str | int | None = None,
         moves_states: bool = False,
         steps_in_backward: bool = False,
         profile_batches: Sequence[Any] = (),
@@ -98,7 +102,7 @@ class StepTrials:
         self.is_long = self.runs_one_step  # are the steps: then few of them are run
         self._trained = [p for p in self.root.parameters() if p.requires_grad]
         self.margins = dict.fromkeys(self.devices, 0)
-        self.host_room = self._room(host_budget, optimizer, moves_states)
+        self.host_room = self._room(host_budget, (disk, disk_budget), optimizer, moves_states)
         self.updates = self._updates(model, optimizer, budget) if steps_in_backward else UpdatesInBackward()
         self.gradients = self._initial_gradients(budget)
         there = self.host_room.counted_optimizer
@@ -161,15 +165,18 @@ class StepTrials:
         """Run steps of the longer of the shorter batches meanwhile, if there are any."""
         return self._running(self._shorter[-1] if self._shorter else self._batch)
 
-    def _room(self, host_budget: str | int | None, optimizer: Any, moves_states: bool) -> HostRoom:
-        first = self.devices[0]
-        if (host_budget is not None or moves_states) and self.instruments.host_tier(first) is None:
+    def _room(self, host_budget: str | int | None, disk: DiskRequest, optimizer: Any, moves_states: bool) -> HostRoom:
+        first, asked = self.devices[0], (host_budget, *disk, moves_states or None)
+        if any(each is not None for each in asked) and self.instruments.host_tier(first) is None:
             raise InvalidInput(
-                f"The model trains on {first}, whose memory is the host's: host_budget and OPTIMIZER_ON_HOST are for a GPU. Leave them out."
+                f"The model trains on {first}, whose memory is the host's: host_budget, disk and OPTIMIZER_ON_HOST are for a GPU. "
+                "Leave them out."
             )
         return HostRoom(
             first,
             host_budget=host_budget,
+            disk=disk,
+            disk_tier=self.instruments.disk_tier,
             optimizer=optimizer,
             moves_states=moves_states,
             pending_bytes=self.instruments.pending_optimizer_bytes,
