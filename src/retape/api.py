@@ -315,7 +315,7 @@ def fit_using(
     extend_segments()
     with _fitting(model, group) as (ranks, on_error), _progress_bar(progress) as tell:
         asked, allowed = Budget.of(budget), OptionSet.of(options)
-        ranks.require_equal("have different options", _settings(allowed, compile, check), _SAME_SETTINGS)
+        ranks.require_equal("have different options", _settings(allowed, compile, check, disk), _SAME_SETTINGS)
         steps = trials(
             model,
             batch,
@@ -394,11 +394,12 @@ def _inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _settings(options: OptionSet, compile: bool, check: str) -> tuple[str, ...]:
-    return (f"options={options.name}", f"compile={compile}", f"check={check!r}")
+def _settings(options: OptionSet, compile: bool, check: str, disk: str | Path | None) -> tuple[str, ...]:
+    shown = (f"options={options.name}", f"compile={compile}", f"check={check!r}")
+    return shown if disk is None else (*shown, "a disk")
 
 
-_SAME_SETTINGS = "Call fit() with the same options, compile and check on every rank."
+_SAME_SETTINGS = "Call fit() with the same options, compile and check, and with a disk or without, on every rank."
 
 
 def _from_search(model: nn.Module, batch: Any, search: PlanSearch, check: Check) -> Fit:

@@ -9,6 +9,7 @@ from torch import nn
 import retape
 from planning.test_gradient_lifetimes import WideChain, weight_bytes
 from retape.errors import BudgetTooSmall, InvalidInput
+from retape.integrations.first_step import FittedSteps
 from retape.torch.engine.host.copy_streams import STREAMS, BlockingCopies, HostPool
 from retape.torch.measure.memory_meter import track_memory
 from retape.torch.measure.updates_in_backward import updates_in_backward
@@ -230,6 +231,8 @@ def test_several_processes_are_refused():
         updates_in_backward(model, optimizer, retape.Budget.of("1GiB"), alone=False, **about)
 
 
-def test_adaptive_refuses_it():
+def test_adaptive_and_trainers_refuse_it():
     with pytest.raises(InvalidInput, match="step in backward"):
         retape.adaptive(budget="1GiB", options=IN_BACKWARD)
+    with pytest.raises(InvalidInput, match="for a loop of your own: trainers clip"):
+        FittedSteps("1GiB", options=IN_BACKWARD)

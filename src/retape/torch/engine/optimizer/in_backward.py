@@ -43,7 +43,7 @@ def refuse_in_backward(optimizer: Optimizer) -> None:
 class CompleteGradients:
     """Hands over parameters in buckets, once their gradients are complete and no live region reads them.
 
-    A bucket has gradients of at least `bucket_bytes` together; `take_rest` returns those that were not handed over.
+    A bucket has weights of at least `bucket_bytes` together; `take_rest` returns those that were not handed over.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class CompleteGradients:
         self._readers = {id(parameter): 0 for parameter in parameters}  # live regions that read it
         self._regions: dict[weakref.ref[Region], list[int]] = {}
         self._complete: dict[int, Tensor] = {}
+        self._complete_bytes = 0
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
@@ -65,13 +66,17 @@ class CompleteGradients:
         for handle in self._handles:
             handle.remove()
         PROCESS.region_listeners = tuple(each for each in PROCESS.region_listeners if each != self._on_region)
-        self._complete.clear()
+        self._forget_all()
 
     def take_rest(self) -> list[Tensor]:
         """Return all parameters whose gradients were not handed over, whoever reads them: backward is over."""
         rest = [parameter for parameter in self._complete.values() if parameter.grad is not None]
-        self._complete.clear()
+        self._forget_all()
         return rest
+
+    def _forget_all(self) -> None:
+        self._complete.clear()
+        self._complete_bytes = 0
 
     def _on_region(self, region: Region) -> None:
         """Count a region as a reader of its parameters while it lives, which is until autograd has freed its last slot."""
@@ -88,12 +93,14 @@ class CompleteGradients:
     @compiler_internals.left_alone
     def _on_gradient(self, parameter: Tensor) -> None:
         self._complete[id(parameter)] = parameter
-        ready, size = [], 0
-        for number, each in self._complete.items():
-            if not self._readers[number] and each.grad is not None:
-                ready.append(each)
-                size += each.grad.nbytes
-        if size >= self._bucket_bytes:
+        self._complete_bytes += parameter.nbytes
+        if self._complete_bytes < self._bucket_bytes:
+            return
+        found = self._complete.items()
+        ready = [each for number, each in found if not self._readers[number] and each.grad is not None]
+        size = sum(each.nbytes for each in ready)
+        if ready and size >= self._bucket_bytes:
+            self._complete_bytes -= size
             for each in ready:
                 del self._complete[id(each)]
             self._hand_over(ready)
