@@ -201,6 +201,18 @@ def zero_in_place(model, optimizer):
     optimizer.zero_grad(set_to_none=False)
 
 
+def zero_too_early(model, optimizer):
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def step_twice(model, optimizer):
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    optimizer.step()
+
+
 def change_the_rate(model, optimizer):
     model(torch.ones(2, 16)).sum().backward()
     optimizer.param_groups[0]["lr"] = 0.5
@@ -229,6 +241,8 @@ READS = r"reads a gradient .* that was used for an update in backward .*continue
         (accumulate, READS),
         (forget_to_zero, READS),
         (zero_in_place, READS),
+        (step_twice, READS),
+        (zero_too_early, r"Gradients were removed \(zero_grad\) between backward and optimizer.step"),
         (skip_a_step, r"was updated in an earlier backward .* optimizer.step\(\) was not called"),
         (change_the_rate, r"Settings of the optimizer .* were changed between backward and optimizer.step"),
         (add_a_hook, r"A hook of optimizer.step\(\) was registered after the fit"),

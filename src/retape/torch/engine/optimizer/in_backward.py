@@ -244,6 +244,11 @@ class StepInBackward:
                 f"Settings of the optimizer (a learning rate) were changed between backward and optimizer.step(), and most weights were "
                 f"updated in backward ({_FLAG}). Change them before backward; continue from the last saved state."
             )
+        if any(parameter.grad is None for parameter in self._consumed.values()):
+            raise InvalidInput(
+                f"Gradients were removed (zero_grad) between backward and optimizer.step(), and weights were updated by then ({_FLAG}). "
+                "Remove them before backward, or after the step; continue from the last saved state."
+            )
         rest = self._gradients.take_rest()
         if rest:
             self._update(rest)
