@@ -78,7 +78,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("EXACT", "ALL", "OPTIMIZER_ON_HOST"):  # values for fit(options=...), not public names of their own
+    # Values for fit(options=...), not public names of their own.
+    if name in ("EXACT", "ALL", "OPTIMIZER_ON_HOST", "OPTIMIZER_IN_BACKWARD"):
         return getattr(importlib.import_module("retape.core.problem"), name)
     if name not in _LAZY:
         raise AttributeError(f"module 'retape' has no attribute {name!r}")

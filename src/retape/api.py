@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from retape.core.errors import InvalidInput, PlanMismatch
 from retape.core.fit_record import AccumulatingStep, FitRecord, RankBudget
 from retape.core.plan import Frontier, Plan
-from retape.core.problem import ALL, EXACT, OPTIMIZER_ON_HOST, Budget, BudgetLike, OptionSet
+from retape.core.problem import ALL, EXACT, OPTIMIZER_IN_BACKWARD, OPTIMIZER_ON_HOST, Budget, BudgetLike, OptionSet
 from retape.core.record import Record
 from retape.core.solve import largest_scale
 from retape.core.units import format_bytes, format_seconds
@@ -32,9 +32,10 @@ from retape.torch.distributed.members import Group, ranks_of
 from retape.torch.distributed.ranks import Ranks
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
-from retape.torch.measure.host_room import HostRoom
+from retape.torch.measure.host_room import HostRoom, spill_folder
 from retape.torch.measure.sequential_slices import region_named
 from retape.torch.measure.step_function import StepFunction, length_of, refuse_fake_tensors, rows_of
+from retape.torch.measure.updates_in_backward import UpdatesInBackward
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import (
     CheckpointCalls,
@@ -54,7 +55,7 @@ from retape.torch.planning.plan_search import PlanSearch
 from retape.torch.planning.step_trials import Regions, StepTrials
 from retape.torch.planning.tuning import TUNING
 
-__all__ = ["ALL", "EXACT", "OPTIMIZER_ON_HOST", "Fit", "Promise", "apply", "fit"]
+__all__ = ["ALL", "EXACT", "OPTIMIZER_IN_BACKWARD", "OPTIMIZER_ON_HOST", "Fit", "Promise", "apply", "fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class Fit:
         self._model, self._regions, self._caller = model, regions, caller
         self._optimizer_hook: RemovableHandle | None = None
         self._host_room: HostRoom | None = None
+        self._updates: UpdatesInBackward | None = None
         self.record = record
 
     @property
@@ -162,6 +164,8 @@ class Fit:
         """Restore the model as it was before the fit."""
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
+        if self._updates is not None:
+            self._updates.remove()
         if self._host_room is not None:
             self._host_room.remove()
         if self._caller is not None:
@@ -170,9 +174,15 @@ class Fit:
         if self.record.fused_loss:
             LIBRARIES.unfuse_loss(unwrapped(self._model))
 
+    def _take_over(self, room: HostRoom, updates: UpdatesInBackward, hook: RemovableHandle | None) -> None:
+        """Hold what `remove` undoes beside the plan, and let updates in backward begin."""
+        self._host_room, self._updates, self._optimizer_hook = room, updates, hook
+        updates.attach()
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the executor: a copied or pickled model is a plain one."""
-        return {**self.__dict__, "_caller": None, "_regions": {}, "_optimizer_hook": None, "_host_room": None}
+        held = ("_caller", "_optimizer_hook", "_host_room", "_updates")
+        return {**self.__dict__, **dict.fromkeys(held), "_regions": {}}
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
@@ -234,23 +244,22 @@ def fit(
     host_budget: str | int | None = None,
     profile_batches: Sequence[Any] = (),
     group: Group = None,
+    disk: str | Path | None = None,
+    disk_budget: str | int | None = None,
 ) -> Fit:
     """Make a model train inside `budget` bytes, as fast as they allow, with the gradients of plain autograd bit for bit.
-
-    With `options=ALL` the loss of a Hugging Face causal language model may be computed in slices, without whole logits: its
-    gradients are then summed in another order, and the output has no `.logits` in training.
 
     Runs a few real steps of `batch` to measure (never the optimizer), solves, attaches the plan to the model and measures it.
     A dict is passed as keyword arguments, a tuple as positional ones; `step(model, batch)` returns the scalar loss if the
     model does not. Weights, buffers, gradients and random streams are restored afterwards.
 
-    A budget that counts everything on the device ("24GiB", "auto") is planned for two kinds of steps, if the model has no gradients
-    yet: those that begin without (after `zero_grad()`), and those that accumulate. With a folder as `cache`, or in the environment
-    variable RETAPE_CACHE, the plan is kept there, and the next fit of the same training only checks it.
+    `options` are those of `OptionSet`: with ALL the loss of a Hugging Face causal language model may be computed in slices, and its output
+    has no `.logits` in training; with OPTIMIZER_ON_HOST or OPTIMIZER_IN_BACKWARD the optimizer needs less of the device.
 
-    With `options=EXACT | OPTIMIZER_ON_HOST` (or `ALL | ...`) the optimizer's states wait on the host during forward and backward, and
-    pass through the device in buckets inside `optimizer.step()`. `host_budget` limits the bytes of host memory, by default 80 % of
-    what the process can still have.
+    A budget that counts everything on the device ("24GiB", "auto") is planned for two kinds of steps, if the model has no gradients
+    yet: those that begin without (after `zero_grad()`), and those that accumulate. `host_budget` limits the bytes of host memory, and
+    with a folder as `disk` slots that do not fit there go to the disk, at most `disk_budget` bytes; by default 80 % of what is free. With
+    a folder as `cache`, or in RETAPE_CACHE, the plan is kept there, and the next fit of the same training only checks it.
 
     For steps of minutes, give two shorter batches as `profile_batches`: they are profiled, what they take is extrapolated to the
     length of `batch`, and one step of `batch` measures the plan.
@@ -275,6 +284,8 @@ def fit(
         host_budget=host_budget,
         profile_batches=profile_batches,
         group=group,
+        disk=disk,
+        disk_budget=disk_budget,
     )
 
 
@@ -295,6 +306,8 @@ def fit_using(
     host_budget: str | int | None = None,
     profile_batches: Sequence[Any] = (),
     group: Group = None,
+    disk: str | Path | None = None,
+    disk_budget: str | int | None = None,
 ) -> Fit:
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
     optimizer = _inner_optimizer(optimizer)
@@ -302,7 +315,7 @@ def fit_using(
     extend_segments()
     with _fitting(model, group) as (ranks, on_error), _progress_bar(progress) as tell:
         asked, allowed = Budget.of(budget), OptionSet.of(options)
-        ranks.require_equal("have different options", _settings(allowed, compile, check), _SAME_SETTINGS)
+        ranks.require_equal("have different options", _settings(allowed, compile, check, disk), _SAME_SETTINGS)
         steps = trials(
             model,
             batch,
@@ -312,7 +325,10 @@ def fit_using(
             slices=allowed.slices,
             compiled=compile or is_compiled(unwrapped(model)),
             host_budget=host_budget,
+            disk=disk,
+            disk_budget=disk_budget,
             moves_states=OptionSet.OPTIMIZER_ON_HOST in allowed,
+            steps_in_backward=OptionSet.OPTIMIZER_IN_BACKWARD in allowed,
             profile_batches=profile_batches,
             check=Check.of(check),
             tell=ranks.telling(tell),
@@ -321,11 +337,13 @@ def fit_using(
         on_error.callback(steps.host_room.remove)
         steps.check_optimizer(asked)
         search = PlanSearch(steps, asked, regions=regions, options=allowed)
-        about = (model, batch, step, optimizer), (asked, regions, allowed, host_budget)
+        about = (
+            (model, batch, step, optimizer),
+            (asked, regions, allowed, (host_budget, disk and str(disk), disk_budget)),
+        )
         made = _cached_or_searched(search, steps, *about, PlanCache.at(cache) if ranks.is_alone else None)
         on_error.pop_all()
-    made._host_room = steps.host_room
-    made._optimizer_hook = release_cached_blocks(optimizer)
+    made._take_over(steps.host_room, steps.updates, release_cached_blocks(optimizer))
     if progress:
         _print_result(made)
     return made
@@ -376,11 +394,12 @@ def _inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _settings(options: OptionSet, compile: bool, check: str) -> tuple[str, ...]:
-    return (f"options={options.name}", f"compile={compile}", f"check={check!r}")
+def _settings(options: OptionSet, compile: bool, check: str, disk: str | Path | None) -> tuple[str, ...]:
+    shown = (f"options={options.name}", f"compile={compile}", f"check={check!r}")
+    return shown if disk is None else (*shown, "a disk")
 
 
-_SAME_SETTINGS = "Call fit() with the same options, compile and check on every rank."
+_SAME_SETTINGS = "Call fit() with the same options, compile and check, and with a disk or without, on every rank."
 
 
 def _from_search(model: nn.Module, batch: Any, search: PlanSearch, check: Check) -> Fit:
@@ -487,14 +506,36 @@ def _no_accumulation(record: FitRecord, later: AccumulatingStep) -> str:
     )
 
 
-def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = "metadata", group: Group = None) -> Fit:
+def apply(
+    model: nn.Module,
+    plan: Fit | FitRecord | str | Path,
+    *,
+    check: str = "metadata",
+    group: Group = None,
+    disk: str | Path | None = None,
+    disk_budget: str | int | None = None,
+) -> Fit:
     """Attach a saved fit to a model without profiling; raise PlanMismatch if the structure of the model differs.
 
-    With several processes, all ranks that share the model call this together, and must have the same plan. `group` as in `fit`.
+    With several processes, all ranks that share the model call this together, and must have the same plan. `group`, `disk` and
+    `disk_budget` are as in `fit`: a plan that moves slots to a disk needs a folder.
     """
     with ranks_of(model, group, what="apply()") as ranks:
         ranks.phase = "applying a plan"
-        return _applied(model, _record_of(plan), check, ranks)
+        record = _record_of(plan)
+        _give_disk(record, disk, disk_budget)
+        return _applied(model, record, check, ranks)
+
+
+def _give_disk(record: FitRecord, disk: str | Path | None, disk_budget: str | int | None) -> None:
+    """Make the folder of a plan that moves slots to a disk; raise InvalidInput if none was given."""
+    later = record.accumulating
+    choices = (*record.assignment.choices, *(() if later is None else later.assignment.choices))
+    folder = spill_folder(torch.device(record.measured.device), (disk, disk_budget))
+    if folder is None and any(choice.on_disk for choice in choices):
+        raise InvalidInput(
+            "This plan moves slots to a disk: give apply() a folder as `disk`, or fit again without one."
+        )
 
 
 def _applied(model: nn.Module, record: FitRecord, check: str, ranks: Ranks) -> Fit:

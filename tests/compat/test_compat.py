@@ -238,6 +238,16 @@ def test_write_unseen():
     assert tensor._version == version
 
 
+def test_versions_kept():
+    tensors = [torch.zeros(3), torch.zeros(2)]
+    versions = [tensor._version for tensor in tensors]
+    with internals.versions_kept(tensors):
+        for tensor in tensors:
+            tensor.add_(1)
+            assert tensor._version not in versions
+    assert [tensor._version for tensor in tensors] == versions
+
+
 def test_detach_unseen():
     seen = []
 
@@ -1096,6 +1106,30 @@ def test_note_step(recwarn):
     hook_internals.note_step(optimizer)
     schedule.step()
     assert not recwarn.list
+
+
+def test_step_pre_hooks():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    hooks = [lambda *_: None, lambda *_: None]
+    for hook in hooks:
+        optimizer.register_step_pre_hook(hook)
+    assert hook_internals.step_pre_hooks(optimizer) == hooks
+
+
+class NoMemory(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise KeyError(str(func))
+
+
+def test_tensor_without_memory():
+    parameter = torch.nn.Parameter(torch.ones(3, 2).t())
+    parameter.grad = made = hook_internals.tensor_without_memory(NoMemory, parameter)
+    assert (made.shape, made.stride(), made.dtype) == (parameter.shape, parameter.stride(), parameter.dtype)
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        made.untyped_storage().data_ptr()
+    with pytest.raises(KeyError, match="add"):
+        (parameter * 2).sum().backward()
 
 
 def test_factor_places():

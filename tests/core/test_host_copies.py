@@ -1,6 +1,7 @@
 """Copies that options ask for, played on two lanes beside the computation: hand-made cases whose every moment is known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from retape.core.errors import BudgetTooSmall
 from retape.core.machine import simulate
 from retape.core.plan import Status
 from retape.core.problem import Chain, Option, OptionKind, Stage, Tier
-from retape.core.solve import frontier, solve
+from retape.core.solve import frontier, host_parts, solve
 from support import chains
 
 FORWARD, BACKWARD, RERUN, MOVED = 1.0, 2.0, 0.5, 10
@@ -196,3 +197,25 @@ def test_the_host_of_a_chain_is_saved_and_is_part_of_its_digest():
     assert chain.digest() != moved.digest()
     assert "host" not in codec.to_data(chain)
     assert codec.from_data(Chain, codec.to_data(moved)) == moved
+
+
+def test_copies_to_a_disk_have_streams_of_their_own_and_its_speed():
+    """Stage 0 goes to a disk of 2.5 bytes a second, 4 s each way; stages 1 and 2 to a host that takes no time."""
+    first = moving()
+    on_disk = replace(first, options=tuple(replace(option, on_disk=True) for option in first.options))
+    stages, choices = [on_disk, moving(), moving(), moving()], (1, 1, 1, 0)
+    backward = [Backward(step) for step in reversed(range(4))]
+    actions = [each for step, c in enumerate(choices) for each in (Tape(step, option=c), Save(step, 0, Item.TAPE))]
+    disk = Tier(name="disk", write_bytes_per_second=2.5, read_bytes_per_second=2.5)
+    chain = Chain(stages=tuple(stages), host=host(math.inf), disk=disk)
+    outcome = simulate(chain, [*actions, *backward])
+    # Out: from 1 to 5, waited for when stage 1 ends at 2. Back: from the backward of stage 1, which takes 2 s of the 4.
+    assert outcome.stall_seconds == 3.0 + 2.0
+    assert outcome.seconds == 4 * (FORWARD + BACKWARD) + 3.0 + 2.0
+    assert codec.from_json(Chain, codec.to_json(chain)) == chain
+
+
+def test_which_regions_have_the_host_and_which_the_disk():
+    assert host_parts(25, [10, 10, 10]) == [10, 10, 0]
+    assert host_parts(25, [10, 10, 10], last=True) == [0, 10, 10]
+    assert host_parts(36, [10, 10, 10], last=True) == host_parts(36, [10, 10, 10]) == [12, 12, 12]

@@ -205,6 +205,7 @@ CAME_LATER = (
     "backward_stall_seconds",
     "forward_flight_bytes",
     "backward_flight_bytes",
+    "on_disk",
 )
 
 
@@ -213,6 +214,7 @@ def as_before_pins(problem):
     fields = asdict(problem)
     assert fields.pop("host", None) is None
     assert not fields.pop("left_bytes", 0)
+    assert fields.pop("disk", None) is None
     for one in fields.get("stages", ()):
         assert one.pop("pinned") is False
         assert one.pop("untaped_transient_bytes") == 0

@@ -290,8 +290,8 @@ def test_a_subclass_with_the_step_of_its_parent():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Clipped, "Clipped cannot wait on the host: its step is not known.*updates_each_parameter"),
-        (torch.optim.LBFGS, "LBFGS cannot wait on the host: its step is not known"),
+        (Clipped, "Clipped cannot wait on the host: the step of Clipped is not known.*updates_each_parameter"),
+        (torch.optim.LBFGS, "LBFGS cannot wait on the host: the step of LBFGS is not known"),
         (lambda p: torch.optim.AdamW(p, differentiable=True), "differentiable=True"),
     ],
 )

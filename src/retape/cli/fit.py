@@ -59,7 +59,14 @@ def add_parser(commands: _Commands) -> None:
     parser.add_argument(
         "--optimizer-on-host", action="store_true", help="optimizer states wait on the host during forward and backward"
     )
+    parser.add_argument(
+        "--optimizer-in-backward",
+        action="store_true",
+        help="update each weight in backward, when its gradient is complete",
+    )
     parser.add_argument("--host-budget", metavar="B", help="bytes of host memory to use, such as 64GiB")
+    parser.add_argument("--disk", metavar="FOLDER", help="where slots go that the host has no memory for")
+    parser.add_argument("--disk-budget", metavar="B", help="bytes of the disk to use, such as 500GiB")
     parser.add_argument("--compile", action="store_true", help="compile the regions in several variants")
     parser.add_argument(
         "--longest", action="store_true", help="also print the longest sequence that fits in the budget"
@@ -110,6 +117,7 @@ def _fitted(training: Training, budget: Budget, options: argparse.Namespace) -> 
     from retape.api import fit
 
     more = OptionSet.OPTIMIZER_ON_HOST if options.optimizer_on_host else OptionSet.EXACT
+    more |= OptionSet.OPTIMIZER_IN_BACKWARD if options.optimizer_in_backward else OptionSet.EXACT
     try:
         return fit(
             training.model,
@@ -119,6 +127,8 @@ def _fitted(training: Training, budget: Budget, options: argparse.Namespace) -> 
             optimizer=training.optimizer,
             options=OptionSet.of(options.options) | more,
             host_budget=options.host_budget,
+            disk=options.disk,
+            disk_budget=options.disk_budget,
             compile=options.compile,
             cache=options.cache,
         )

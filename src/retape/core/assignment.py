@@ -68,7 +68,7 @@ class Choice:
     region before is dropped, and `passing` recomputes it; `moved_inputs` are the numbers of the argument tensors to
     offload. Submodules named in `tiled` run in `tiles` slices. `elements` and `shapes` describe the inputs of the profiled
     call. `saved_share` identifies the compiled form to run; None is eager. `training` is the mode of the profile; None is unknown.
-    A re-run gets what the first `hold_collectives` collectives of the forward returned.
+    A re-run gets what the first `hold_collectives` collectives of the forward returned. With `on_disk` what is moved goes to the disk.
     """
 
     name: str
@@ -89,9 +89,10 @@ class Choice:
     training: bool | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     hold_collectives: int = 0
+    on_disk: bool = False
 
     __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
-        required=("option", "passing"), omitted=("hold_collectives",)
+        required=("option", "passing"), omitted=("hold_collectives", "on_disk")
     )
 
     def __post_init__(self) -> None:
@@ -116,6 +117,7 @@ class Choice:
             moved_inputs=tuple(sorted(option.moved_inputs)),
             saved_share=option.saved_share,
             hold_collectives=option.hold_collectives,
+            on_disk=option.cost.on_disk,
             slots=self.slots if option.slots is None else option.slots,
         ).sliced_as(option)
 

@@ -93,8 +93,9 @@ class Machine:
         if not isinstance(tiers, tuple) or not tiers or not all(isinstance(tier, Tier) for tier in tiers):
             raise InvalidInput(f"tiers = {shown(tiers)}; give a tuple of Tier values, the device first.")
         self._ledger = _ledger_of(problem)
-        host = problem.host if isinstance(problem, Chain) else None
-        self._copies = OptionCopies(host) if host is not None else None
+        self._copies: OptionCopies | None = None
+        if isinstance(problem, Chain) and problem.host is not None:
+            self._copies = OptionCopies(problem.host, problem.disk)
         self._tiers = tiers
         self._stored: list[dict[_Key, float]] = [{} for _ in tiers]  # key -> seconds at which the copy is done
         self._stored_bytes = [0] * len(tiers)
@@ -430,8 +431,27 @@ class _CopyOut:
     done_seconds: float
 
 
+class _Lane:
+    """The two copy streams of a tier, and the seconds at which each is free."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier, self._out_free, self._back_free = tier, 0.0, 0.0
+
+    def out(self, count: int, start: float) -> float:
+        """Return when a copy to the tier is done that can start then."""
+        self._out_free = max(start, self._out_free) + self._tier.write_seconds(count)
+        return self._out_free
+
+    def back(self, count: int, start: float) -> float:
+        """Return when a copy from the tier is done that can start then."""
+        self._back_free = max(start, self._back_free) + self._tier.read_seconds(count)
+        return self._back_free
+
+
 class OptionCopies:
     """The copies of options that move bytes to the host, on one stream per direction, by the rules of the engine.
+
+    Those to a disk have streams of their own.
 
     Out: the copy of an input starts with its stage's forward, that of slots at its end. Copied bytes leave the device when the next
     stage begins after the copy is done; the end of a stage waits for the copies of the stages before it. Back: when backward reaches
@@ -440,9 +460,9 @@ class OptionCopies:
     `device_bytes` are the bytes of other stages' copies; those of the running stage are in its option's transient bytes.
     """
 
-    def __init__(self, host: Tier) -> None:
-        self._host = host
-        self._out_free = self._back_free = 0.0  # seconds at which each stream is free
+    def __init__(self, host: Tier, disk: Tier | None = None) -> None:
+        self._lanes = (_Lane(host), _Lane(host if disk is None else disk))
+        self._lane_of: dict[int, _Lane] = {}  # of moved stages
         self._leaving: list[_CopyOut] = []
         self._moved: dict[int, int] = {}  # bytes of stages that are not yet reversed, in their order
         self._arrival: dict[int, float] = {}  # copies back that have started: when each is done
@@ -460,11 +480,11 @@ class OptionCopies:
         """Start the copies of a stage whose forward began at `begin`; return when the next stage may begin."""
         ready = max([now, *(copy.done_seconds for copy in self._leaving)])
         self._leaving.clear()
-        slots = option.moved_bytes - option.input_bytes
+        slots, lane = option.moved_bytes - option.input_bytes, self._lanes[option.on_disk]
+        self._lane_of[step] = lane
         for size, start in ((option.input_bytes, begin), (slots, now)):
             if size:
-                self._out_free = max(start, self._out_free) + self._host.write_seconds(size)
-                self._leaving.append(_CopyOut(step, size, self._out_free))
+                self._leaving.append(_CopyOut(step, size, lane.out(size, start)))
         if option.moved_bytes:
             self._moved[step] = option.moved_bytes
         elif self._moved and max(self._moved) not in self._prefetch_at.values():
@@ -498,8 +518,7 @@ class OptionCopies:
         missing = self._moved[step] - never_left
         self._arrival[step] = now
         if missing:
-            self._back_free = max(now, self._back_free) + self._host.read_seconds(missing)
-            self._arrival[step] = self._back_free
+            self._arrival[step] = self._lane_of[step].back(missing, now)
 
 
 def _well_formed(action: Action) -> bool:

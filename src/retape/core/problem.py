@@ -33,18 +33,22 @@ class OptionSet(Flag):
 
     EXACT: keep, select, recompute, offload; gradients bit for bit. ALL adds tiles and the fused loss, which sum in another order.
     OPTIMIZER_ON_HOST: the optimizer's states wait on the host during forward and backward; its updates are the same bit for bit.
+    OPTIMIZER_IN_BACKWARD: each weight is updated in backward, as soon as its gradient is complete, which is freed then. The loop must not
+    clip, scale or accumulate gradients.
     """
 
     EXACT = 0
     ALL = auto()
     OPTIMIZER_ON_HOST = auto()
+    OPTIMIZER_IN_BACKWARD = auto()
 
     @classmethod
     def of(cls, value: OptionSet | str) -> OptionSet:
         named = {"exact": cls.EXACT, "all": cls.ALL}.get(value) if isinstance(value, str) else value
         if not isinstance(named, cls):
             raise InvalidInput(
-                f"options={value!r} is unknown; give retape.EXACT or retape.ALL, optionally with | retape.OPTIMIZER_ON_HOST."
+                f"options={value!r} is unknown; give retape.EXACT or retape.ALL, optionally with | "
+                "retape.OPTIMIZER_ON_HOST or | retape.OPTIMIZER_IN_BACKWARD."
             )
         return named
 
@@ -57,6 +61,7 @@ class OptionSet(Flag):
 EXACT = OptionSet.EXACT
 ALL = OptionSet.ALL
 OPTIMIZER_ON_HOST = OptionSet.OPTIMIZER_ON_HOST
+OPTIMIZER_IN_BACKWARD = OptionSet.OPTIMIZER_IN_BACKWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +69,10 @@ class Option:
     """One treatment of a stage: the bytes that it holds from its forward to its backward, and the cost of both.
 
     `held_bytes` contains the stage's output, as a tape does; `moved_bytes` are on the host tier between forward and backward,
-    `input_bytes` of them being the stage's input. `rerun_seconds` refill in backward what was not held. Bytes and seconds estimate
-    the host copies as if every stage were alike: `*_flight_bytes` of the transient bytes are those of neighbouring stages,
-    `*_stall_seconds` are waiting. For a chain with a `host` the abstract machine replaces them by what it finds.
+    `input_bytes` of them being the stage's input; with `on_disk` they are on the disk instead. `rerun_seconds` refill in backward what
+    was not held. Bytes and seconds estimate the host copies as if every stage were alike: `*_flight_bytes` of the transient bytes are
+    those of neighbouring stages, `*_stall_seconds` are waiting. For a chain with a `host` the abstract machine replaces them by what it
+    finds.
     """
 
     kind: OptionKind
@@ -83,6 +89,9 @@ class Option:
     backward_stall_seconds: float = 0.0
     forward_flight_bytes: int = 0
     backward_flight_bytes: int = 0
+    on_disk: bool = False
+
+    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("on_disk",))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -167,6 +176,10 @@ class Tier:
                     f"Tier {self.name!r} has {field} = {shown(speed)}; give a positive number, or math.inf for a free copy."
                 )
 
+    @property
+    def is_disk(self) -> bool:
+        return self.name == "disk"
+
     def write_seconds(self, count: int) -> float:
         return count / self.write_bytes_per_second
 
@@ -180,8 +193,8 @@ class Chain:
 
     `left_bytes` of them belong to one microbatch: its regions leave them until their backward whatever a plan does (copies of
     buffers), and so does each other microbatch in flight.
-    `host` is the tier to which options move bytes. With it the abstract machine plays their copies one by one; without it, it
-    uses the options' estimates.
+    `host` is the tier to which options move bytes, and `disk` that of options `on_disk`. With a host the abstract machine plays their
+    copies one by one; without it, it uses the options' estimates.
     """
 
     stages: tuple[Stage, ...]
@@ -189,8 +202,9 @@ class Chain:
     name: str = ""
     host: Tier | None = None
     left_bytes: int = 0
+    disk: Tier | None = None
 
-    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("host", "left_bytes"))
+    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("host", "left_bytes", "disk"))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -483,6 +497,8 @@ _ADDED_LATER = frozenset(
         "left_bytes",
         "gradient_bytes",
         "host",
+        "disk",
+        "on_disk",
         "untaped_transient_bytes",
         "input_bytes",
         "forward_stall_seconds",

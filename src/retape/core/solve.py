@@ -206,11 +206,14 @@ def frontier(problem: Problem) -> Frontier:
 # --- host memory, and larger problems ---------------------------------------------------------------------------------
 
 
-def host_parts(capacity_bytes: int, input_bytes: Sequence[int]) -> list[int]:
+def host_parts(capacity_bytes: int, input_bytes: Sequence[int], *, last: bool = False) -> list[int]:
     """Return the bytes of the host that each region may use: its input, and an equal part of what is left.
 
-    If the host has no room for all inputs, the first regions have room for theirs, which wait longest, and the others have none.
+    If the host has no room for all inputs, the first regions have room for theirs, which wait longest, and the others have none; with
+    `last` the last regions, because a disk takes those of the first.
     """
+    if last:
+        return host_parts(capacity_bytes, input_bytes[::-1])[::-1]
     left = capacity_bytes - sum(input_bytes)
     if left >= 0:
         return [size + left // len(input_bytes) for size in input_bytes]
@@ -250,8 +253,11 @@ def _with_host_of(chain: Chain, scale: float) -> Chain:
     assert chain.host.capacity_bytes is not None
     capacity = int(chain.host.capacity_bytes / scale)
     inputs = [max(option.input_bytes for option in stage.choices) for stage in chain.stages]
+    in_memory = host_parts(capacity, inputs, last=chain.disk is not None)
+    room = 0 if chain.disk is None else chain.disk.capacity_bytes or 0
+    on_disk = host_parts(int(room / scale), inputs)
     stages = tuple(
-        replace(stage, options=tuple(option for option in stage.options if option.moved_bytes <= part))
-        for stage, part in zip(chain.stages, host_parts(capacity, inputs), strict=True)
+        replace(stage, options=tuple(each for each in stage.options if each.moved_bytes <= parts[each.on_disk]))
+        for stage, parts in zip(chain.stages, zip(in_memory, on_disk, strict=True), strict=True)
     )
     return replace(chain, stages=stages, host=replace(chain.host, capacity_bytes=capacity))

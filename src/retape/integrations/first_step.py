@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from retape.api import Fit, fit
 from retape.core.errors import BatchTooLarge, BudgetTooSmall, InvalidInput
-from retape.core.problem import Budget, BudgetLike
+from retape.core.problem import EXACT, Budget, BudgetLike, OptionSet
 from retape.integrations.trainer_state import OwnCheckpointing, TensorSize, is_within, plain_state_restored, sizes_of
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning
@@ -50,6 +50,11 @@ class FittedSteps:
     """
 
     def __init__(self, budget: BudgetLike, *, lengths: Lengths | str = Lengths.ADAPTIVE, **options: Any) -> None:
+        if OptionSet.OPTIMIZER_IN_BACKWARD in OptionSet.of(options.get("options", EXACT)):
+            raise InvalidInput(
+                "OPTIMIZER_IN_BACKWARD is for a loop of your own: trainers clip, scale or accumulate gradients. Leave it out, or call "
+                "retape.fit before such a loop."
+            )
         self._budget, self._options = Budget.of(budget), options
         self.lengths = Lengths.of(lengths)
         self.fitted: Fit | None = None

@@ -132,7 +132,8 @@ def why(row: RegionRow, *, everything: bool) -> str:
         case OptionKind.OFFLOAD:
             also = f"; dropped {dropped}, {format_seconds(row.rerun_seconds)} to run again" if row.dropped_bytes else ""
             what = ", its input too" if row.input_moved else ""
-            return f"moved {format_bytes(row.moved_bytes)} to the host until backward{what}{also}{_tiles(row)}"
+            where = "disk" if row.on_disk else "host"
+            return f"moved {format_bytes(row.moved_bytes)} to the {where} until backward{what}{also}{_tiles(row)}"
 
 
 def _tiles(row: RegionRow) -> str:

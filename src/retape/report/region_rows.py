@@ -34,7 +34,7 @@ class RegionRow:
     """Regions of one kind that are treated alike. Bytes and seconds are per region; seconds are the mean.
 
     `rerun_seconds` refill the dropped slots, `spared_seconds` are saved by the held ones compared to recomputing all.
-    `moved_bytes` are on the host between forward and backward, a moved input included. `start` is the first region of
+    `moved_bytes` are on the host, or `on_disk`, between forward and backward, a moved input included. `start` is the first region of
     a segment whose regions drop their inputs as well. `saved_share` identifies the compiled form; None is eager.
     """
 
@@ -49,6 +49,7 @@ class RegionRow:
     spared_seconds: float
     moved_bytes: int = 0
     input_moved: bool = False
+    on_disk: bool = False
     tiles: int = 1
     start: str = ""
     saved_share: float | None = None
@@ -149,7 +150,8 @@ def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
     stages = [number for number, stage in enumerate(record.chain.stages) if not stage.pinned]
     starts = _segment_starts(record.assignment.choices)
     for place, (choice, stage) in enumerate(zip(record.assignment.choices, stages, strict=True)):
-        treated = (choice.option, choice.held, choice.moved, choice.moved_inputs, choice.tiles, choice.saved_share)
+        moved = (choice.moved, choice.moved_inputs, choice.on_disk)
+        treated = (choice.option, choice.held, *moved, choice.tiles, choice.saved_share)
         key = (choice.kind, *treated, starts[place])
         found.setdefault(key, []).append((choice, stage))
     uses = stage_uses(record.chain, record.plan.actions())
@@ -184,6 +186,7 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
         spared_seconds=whole if keeps else max(0.0, whole - chosen.rerun_seconds),
         moved_bytes=0 if start else chosen.moved_bytes,
         input_moved=bool(choice.moved_inputs),
+        on_disk=choice.on_disk,
         tiles=choice.tiles,
         start=start,
         saved_share=choice.saved_share,

@@ -52,8 +52,10 @@ def adaptive(
     recompute are copied to the host while its lane is free; None means: if the device has memory of its own.
     """
     allowed = OptionSet.of(options)
-    if OptionSet.OPTIMIZER_ON_HOST in allowed:
-        raise InvalidInput("adaptive() does not move optimizer states; give OPTIMIZER_ON_HOST to retape.fit.")
+    if allowed & (OptionSet.OPTIMIZER_ON_HOST | OptionSet.OPTIMIZER_IN_BACKWARD):
+        raise InvalidInput(
+            "adaptive() does not move optimizer states or step in backward; give OPTIMIZER_ON_HOST and OPTIMIZER_IN_BACKWARD to retape.fit."
+        )
     fuse = allowed.slices
     if model is not None and not isinstance(model, nn.Module):
         raise InvalidInput(

@@ -97,6 +97,18 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the hooks that run before a step of an optimizer, in their order."""
+    return list(optimizer._optimizer_step_pre_hooks.values())
+
+
+def tensor_without_memory(kind: Any, like: torch.Tensor) -> Any:
+    """Return a tensor of a subclass, with the shape, strides, dtype and device of another, and without memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+
+
 def weak_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """Return a reference that does not keep a tensor alive."""
     reference = weakref.ref(tensor)

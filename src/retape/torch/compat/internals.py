@@ -15,7 +15,7 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -211,6 +211,11 @@ def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Write to a tensor without changing its version: for values that are put back before other code reads them."""
     with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
         tensor.detach().copy_(value)
+
+
+def versions_kept(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Give tensors the versions back, at the end, that they have now: for values that are put back inside."""
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def in_odd_surroundings() -> bool:

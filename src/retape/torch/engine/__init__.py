@@ -1,7 +1,8 @@
 """Regions: calls whose saved tensors are held, dropped and recomputed, or moved to the host.
 
 Not here: which of them to choose (`planning`, `adaptive`), and what a call reads (`capture`). Start from `checkpoint.run_region`,
-`region.Region` with `region.RegionObserver`, `policy.Policy`, `inputs.InputSource` and `select.plan_recipe`. `host` has the offload.
+`region.Region` with `region.RegionObserver`, `policy.Policy`, `inputs.InputSource` and `select.plan_recipe`. `host` has the offload,
+`optimizer` steps in parts.
 """
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "host",
     "inputs",
     "messages",
+    "optimizer",
     "policy",
     "recipe_mode",
     "region",

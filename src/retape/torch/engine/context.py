@@ -126,6 +126,7 @@ class _ProcessContext:
     """Settings of every thread."""
 
     plain = 0
+    region_listeners: tuple[Callable[[Any], None], ...] = ()  # called with each region when its first run is over
 
 
 THREAD = _ThreadContext()

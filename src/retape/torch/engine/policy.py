@@ -56,6 +56,7 @@ class Policy:
     Inputs: `inputs` says whether those that another region made are dropped; only outputs of a `linkable` region can be. `stage` is
     the region's number in a plan, and `passing` the treatment of the regions, by their numbers, that are run again to make this one's
     dropped input; without it `inputs` decides. Held inputs with the numbers `moved_inputs` among the call's tensors go to the host.
+    With `on_disk` what is moved goes on to a disk.
 
     Re-runs: a `recipe` says which ops a re-run need not run; `proof` is whether that has been shown to give the same bits for this
     region, and without one each execution proves it for itself. Parts that treat rows independently are run in `tiles` slices. The
@@ -69,6 +70,7 @@ class Policy:
     reuse_inputs: bool = True
     inputs: Inputs = Inputs.HOLD
     moved_inputs: frozenset[int] = frozenset()
+    on_disk: bool = False
     linkable: bool = True
     stage: int = -1
     passing: tuple[Passing, ...] = ()

@@ -33,7 +33,7 @@ from retape.torch.capture.mutation import PLAIN_TENSORS, Digest, checksum, diges
 from retape.torch.capture.snapshot import Snapshot
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine import inputs as sources
-from retape.torch.engine.context import THREAD, Running, record
+from retape.torch.engine.context import PROCESS, THREAD, Running, record
 from retape.torch.engine.host.offload import MovedInputs, MovedSlot, RegionTransfers
 from retape.torch.engine.messages import (
     fewer_tensors,
@@ -162,7 +162,7 @@ class Region:
         if observer is not None:
             self.observer = observer
         if policy.moved or policy.moved_inputs:
-            self._transfers = RegionTransfers()
+            self._transfers = RegionTransfers(on_disk=policy.on_disk)
         self._inputs = self._hold_inputs() if inputs is None else inputs
 
     @property
@@ -247,6 +247,8 @@ class Region:
             _OUTPUTS.register(self, outputs)
         if self.backward_inside and THREAD.runs:
             THREAD.runs[-1].region.backward_inside = True  # its re-run must keep what this region may load there
+        for listener in PROCESS.region_listeners:
+            listener(self)
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function under a mode that copies parameters whose `.data` it asks for, where it may write to them."""
@@ -575,6 +577,11 @@ class Region:
     def modules(self) -> Sequence[nn.Module]:
         """The modules whose state it reads."""
         return self._call.modules
+
+    def reads(self) -> list[Tensor]:
+        """Return the tensors that a re-run reads, as far as they are held: arguments, and those of closures and modules."""
+        arguments = [tensor for tensor in self._inputs.present() if tensor is not None]
+        return [*arguments, *self._call.extras, *self._call.state]
 
     @property
     def is_compiled(self) -> bool:

@@ -3,19 +3,13 @@
 A tiered schedule chooses the tier of each snapshot. With other schedules a new snapshot takes the fastest tier, and the oldest one
 there, which is needed last, moves to the next tier.
 
-A file is a magic line, the length of a header, the header (JSON: a description, and dtype and shape of each tensor), a checksum of
-all of it, and the tensors' bytes. Reading executes nothing. A file appears under its name only when it is complete, and one that
-does not match its checksum is treated as lost.
+Files are written and read by `engine/host/tensor_files.py`; a damaged one is treated as lost.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
-import os
 import shutil
-import struct
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
@@ -27,19 +21,13 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput, RegionError
 from retape.core.units import format_bytes
-from retape.torch.loops.state import State, byte_view
+from retape.torch.engine.host import tensor_files
+from retape.torch.loops.state import State
 
 if TYPE_CHECKING:
     from retape.torch.loops.side_state import SavedSideState
 
 # --- files of tensors ----------------------------------------------------------------------------------------------
-
-_MAGIC = b"retape tensors 1\n"
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
-}
 
 
 class SnapshotLost(Exception):
@@ -48,77 +36,24 @@ class SnapshotLost(Exception):
 
 def write_file(path: Path, about: dict[str, Any], tensors: Sequence[Tensor], *, durable: bool) -> None:
     """Write tensors to a file that appears only when it is complete; `durable` waits for the disk itself."""
-    parts = [_bytes_of(tensor) for tensor in tensors]
-    kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
-    header = json.dumps({"about": about, "tensors": kinds}).encode()
-    front = _MAGIC + struct.pack("<Q", len(header)) + header
-    digest = _digest()
-    for part in (front, *parts):
-        digest.update(part)
-    draft = path.with_suffix(".part")
+    odd = next((tensor for tensor in tensors if not tensor_files.can_be_stored(tensor)), None)
+    if odd is not None:
+        raise InvalidInput(
+            f"A carry holds a tensor of layout {odd.layout} and dtype {odd.dtype}, which cannot be stored in a file. "
+            "Keep its snapshots on the device, or carry a plain tensor."
+        )
     try:
-        with draft.open("wb") as file:
-            for part in (front, digest.digest(), *parts):
-                file.write(part)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        draft.replace(path)
-        if durable:
-            _sync_folder(path.parent)
+        tensor_files.write_tensors(path, about, tensors, durable=durable)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
     """Return a file's description and its tensors, on the CPU; SnapshotLost if it is missing or damaged."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise SnapshotLost(f"{path.name} cannot be read: {error.strerror}") from error
-    start = len(_MAGIC) + 8
-    if data[: len(_MAGIC)] != _MAGIC or len(data) < start:
-        raise SnapshotLost(f"{path.name} is not a file of tensors, or is truncated")
-    digest = _digest()
-    end = start + struct.unpack("<Q", data[len(_MAGIC) : start])[0]
-    body = end + digest.digest_size
-    digest.update(data[:end])
-    digest.update(memoryview(data)[body:])
-    if len(data) < body or digest.digest() != data[end:body]:
-        raise SnapshotLost(f"{path.name} does not match its checksum")
-    header = json.loads(data[start:end])
-    tensors = []
-    for name, shape in header["tensors"]:
-        tensor = torch.empty(shape, dtype=_DTYPES[name])
-        size = tensor.numel() * tensor.element_size()
-        if size:
-            byte_view(tensor).copy_(torch.frombuffer(bytearray(data[body : body + size]), dtype=torch.uint8))
-        tensors.append(tensor)
-        body += size
-    return header["about"], tensors
-
-
-def _digest() -> Any:
-    return hashlib.blake2b(digest_size=16)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    if tensor.layout is not torch.strided or tensor.is_quantized or str(tensor.dtype)[6:] not in _DTYPES:
-        raise InvalidInput(
-            f"A carry holds a tensor of layout {tensor.layout} and dtype {tensor.dtype}, which cannot be stored in a file. "
-            "Keep its snapshots on the device, or carry a plain tensor."
-        )
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return byte_view(plain).numpy().tobytes()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return tensor_files.read_tensors(path)
+    except tensor_files.FileDamaged as error:
+        raise SnapshotLost(str(error)) from error
 
 
 def cannot_write(path: Path, error: OSError) -> RegionError:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from retape.core.errors import InvalidInput, StateChanged
 from retape.torch.capture.containers import ATOMS
 from retape.torch.capture.mutation import versions_of
+from retape.torch.engine.host.tensor_files import byte_view
 
 
 class _Dataclass(NamedTuple):
@@ -175,13 +176,6 @@ def checksum_of(leaves: Sequence[Any]) -> int | None:
         if plain.numel():
             total = zlib.crc32(byte_view(plain).numpy().data, total)
     return total
-
-
-def byte_view(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor as uint8, sharing its memory."""
-    count = tensor.numel() * tensor.element_size()
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (count,), (1,))
 
 
 def check_same_kind(name: str, step: int, before: State, leaves: Sequence[Any], spec: Spec) -> None:

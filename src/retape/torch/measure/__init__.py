@@ -16,5 +16,6 @@ __all__ = [
     "sequential_slices",
     "step_function",
     "tuning",
+    "updates_in_backward",
     "verify",
 ]

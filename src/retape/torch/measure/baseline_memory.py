@@ -129,8 +129,12 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf.device.type == "meta")
 
 
-def optimizer_step_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+def optimizer_step_bytes(
+    optimizer: torch.optim.Optimizer | None, device: torch.device, only: nn.Parameter | None = None
+) -> int:
     """Peak of the temporary tensors of an optimizer's step, found on meta tensors; 0 if it cannot be run there.
+
+    With `only`, of a step for that parameter alone.
 
     An implementation of the kind "foreach", PyTorch's default on CUDA, needs several times the bytes of the weights; a fused one
     needs none.
@@ -138,7 +142,8 @@ def optimizer_step_bytes(optimizer: torch.optim.Optimizer | None, device: torch.
     if optimizer is None or all(group.get("fused") for group in optimizer.param_groups):
         return 0
     try:
-        trial = _meta_optimizer(optimizer, lambda p: p.device == device, foreach=device.type == "cuda")
+        wanted = (lambda p: p.device == device) if only is None else (lambda p: p is only)
+        trial = _meta_optimizer(optimizer, wanted, foreach=device.type == "cuda")
         if trial is None:
             return 0
         with torch.random.fork_rng(devices=[]):

@@ -25,6 +25,8 @@ class MeasureTuning:
     compared_bytes: int = 1 << 20
     # Tensors and arrays in fields above this size are not copied: they are data sets rather than state.
     largest_copy_bytes: int = 256 << 20
+    # Norms of a gradient in two runs that count as equal, as a share: kernels that sum in another order each time differ by less.
+    equal_norms: float = 1e-3
 
 
 TUNING = MeasureTuning()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,14 @@ from retape.torch.planning.region_options import (
 from retape.torch.planning.tuning import TUNING, PlanningTuning
 
 _FIGURES = RegionSeconds.__slots__
+
+
+class Tiers(NamedTuple):
+    """The host and the disk that slots may be moved to, and the most bytes of one region that may go to the disk."""
+
+    host: Tier | None
+    disk: Tier | None = None
+    disk_part_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +100,8 @@ def build_chain(
     fixed_bytes: int,
     overheads: Overheads,
     host: Tier | None = None,
+    disk: Tier | None = None,
+    disk_part_bytes: int | None = None,
     others: Sequence[Profiled] = (),
     eager: Profiled | None = None,
     device: torch.device | None = None,
@@ -98,11 +109,18 @@ def build_chain(
 ) -> RegionChain:
     """Return the chain of a profiled step.
 
-    Slots may be moved to `host`. Regions may run in the compiled variants that were profiled as `others`, and in the tiles of an
-    `eager` step. With `device` it is the chain of that device of several: regions of other devices are pinned, with what they leave
-    on this one.
+    Slots may be moved to `host`, and those of the first regions to `disk`, `disk_part_bytes` of each at most. Regions may run in the
+    compiled variants that were profiled as `others`, and in the tiles of an `eager` step. With `device` it is the chain of that device
+    of several: regions of other devices are pinned, with what they leave on this one.
     """
-    builder = _Builder(profiled, overheads=overheads, host=host, others=others, eager=eager, tuning=tuning)
+    builder = _Builder(
+        profiled,
+        overheads=overheads,
+        tiers=Tiers(host, disk, disk_part_bytes),
+        others=others,
+        eager=eager,
+        tuning=tuning,
+    )
     builder.build(device)
     return builder.finished(fixed_bytes)
 
@@ -230,16 +248,16 @@ class _Builder:
         profiled: Profiled,
         *,
         overheads: Overheads,
-        host: Tier | None,
+        tiers: Tiers,
         others: Sequence[Profiled],
         eager: Profiled | None,
         tuning: PlanningTuning,
     ) -> None:
-        self._profiled, self._tuning, self._host = profiled, tuning, host
+        self._profiled, self._tuning, self._tiers = profiled, tuning, tiers
         self._calls = profiled.profile.calls
-        self._main = _VariantProfile(profiled, overheads, host, tuning)
-        self._others = [_VariantProfile(other, overheads, host, tuning) for other in others]
-        self._eager = None if eager is None else _VariantProfile(eager, overheads, host, tuning)
+        self._main = _VariantProfile(profiled, overheads, tiers, tuning)
+        self._others = [_VariantProfile(other, overheads, tiers, tuning) for other in others]
+        self._eager = None if eager is None else _VariantProfile(eager, overheads, tiers, tuning)
         self._levels = self._main.levels
         self._stages: list[Stage] = []
         self._regions: list[RegionStage] = []
@@ -278,8 +296,8 @@ class _Builder:
         slack = self._tuning.ignored_glue_bytes + int(
             self._tuning.slack_share * sum(stage.tape_bytes for stage in self._stages)
         )
-        fixed = fixed_bytes + left + slack
-        chain = Chain(stages=tuple(self._stages), fixed_bytes=fixed, host=self._host, left_bytes=left)
+        fixed, (host, disk, _) = fixed_bytes + left + slack, self._tiers
+        chain = Chain(stages=tuple(self._stages), fixed_bytes=fixed, host=host, disk=disk, left_bytes=left)
         return RegionChain(chain=chain, stages=tuple(self._regions), slack_bytes=slack)
 
     def _feeds(self, call: RegionCall, following: RegionCall) -> bool:
@@ -335,8 +353,9 @@ class _Builder:
 class _VariantProfile:
     """One profiled step, in which every region ran in one variant, and the options of a region in that variant."""
 
-    def __init__(self, profiled: Profiled, overheads: Overheads, host: Tier | None, tuning: PlanningTuning) -> None:
-        self._profiled, self._overheads, self._host, self._tuning = profiled, overheads, host, tuning
+    def __init__(self, profiled: Profiled, overheads: Overheads, tiers: Tiers, tuning: PlanningTuning) -> None:
+        self._profiled, self._overheads, self._tuning = profiled, overheads, tuning
+        self._host, self._disk, most_on_disk = tiers
         self._calls = profiled.profile.calls
         self.levels = Levels.of(profiled.step, len(self._calls))
         self._seconds = seconds_of_kinds(profiled, tuning)
@@ -345,17 +364,19 @@ class _VariantProfile:
             kind: select_reruns(trace, most_ops=tuning.most_graph_ops, groups=tuning.graph_groups)
             for kind, trace in traces.items()
         }
-        self._offloads: dict[tuple[Signature, bool, int | None], tuple[PartialRerun, ...]] = {}
+        self._offloads: dict[tuple[Signature, bool, Tier], tuple[PartialRerun, ...]] = {}
         self._tiled_selections: dict[Signature, list[tuple[PartialRerun, ...]]] = {}
-        self._hosts = self._parts_of_host()
+        self._hosts = self._parts_of(self._host, last=self._disk is not None)
+        self._disks = self._parts_of(self._disk, most=most_on_disk)
 
-    def _parts_of_host(self) -> list[Tier | None]:
-        """Return the host as each region may use it, so that all of them together fit."""
-        host, calls = self._host, self._calls
-        if host is None or host.capacity_bytes is None or not calls:
-            return [host] * len(calls)
+    def _parts_of(self, tier: Tier | None, *, last: bool = False, most: int | None = None) -> list[Tier | None]:
+        """Return the host, or the disk, as each region may use it, so that all of them together fit."""
+        calls = self._calls
+        if tier is None or tier.capacity_bytes is None or not calls:
+            return [tier] * len(calls)
         moved = [call.linked_bytes for call in calls[:-1]]  # backward begins with the last region, which moves nothing
-        return [replace(host, capacity_bytes=part) for part in host_parts(host.capacity_bytes, [*moved, 0])]
+        parts = host_parts(tier.capacity_bytes, [*moved, 0], last=last)
+        return [replace(tier, capacity_bytes=part if most is None else min(part, most)) for part in parts]
 
     def kind(self, stage: int) -> Signature:
         return self._calls[stage].kind
@@ -445,17 +466,31 @@ class _VariantProfile:
         self, region: MeasuredRegion, stage: int, linked: bool, input_bytes: int | None, *more: RegionOption
     ) -> list[RegionOption]:
         """Return the options to hold or move a part of the tape, and the input of `input_bytes`; None forbids moving."""
-        host, kind = self._hosts[stage], self.kind(stage)
-        selections = self._selections[kind]
+        selections = self._selections[self.kind(stage)]
         in_tiles = self._in_tiles(region, stage, may_move=input_bytes is not None)
-        options = [*more, *map(region.select, selections), *in_tiles]
-        if host is None or input_bytes is None:
-            return options
-        key = (kind, linked, host.capacity_bytes)
-        if key not in self._offloads:
-            shares = self._tuning.offload_shares
-            self._offloads[key] = region.offload_candidates(selections, host, shares)
-        options += region.offload(self._offloads[key], host)
-        if input_bytes and has_room(host, input_bytes):
-            options += region.input_moved(options, input_bytes, host)
+        here = [*more, *map(region.select, selections), *in_tiles]
+        options = list(here)
+        for tier in (self._hosts[stage], self._disks[stage]):
+            if tier is not None and input_bytes is not None:
+                options += self._moved(region, stage, linked, input_bytes, here, tier)
         return options
+
+    def _moved(  # noqa: PLR0917 - one user
+        self,
+        region: MeasuredRegion,
+        stage: int,
+        linked: bool,
+        input_bytes: int,
+        here: list[RegionOption],
+        tier: Tier,
+    ) -> list[RegionOption]:
+        """Return the options that move slots to a tier, and the input of those and of others that move nothing elsewhere."""
+        key = (self.kind(stage), linked, tier)
+        if key not in self._offloads:
+            selections, shares = self._selections[key[0]], self._tuning.offload_shares
+            self._offloads[key] = region.offload_candidates(selections, tier, shares)
+        moved = region.offload(self._offloads[key], tier)
+        if not input_bytes or not has_room(tier, input_bytes):
+            return moved
+        others = [option for option in here if not option.cost.moved_bytes or not tier.is_disk]
+        return [*moved, *region.input_moved([*others, *moved], input_bytes, tier)]

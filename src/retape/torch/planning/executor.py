@@ -401,6 +401,7 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None, proof: Proof |
         tiles=choice.tiles,
         passing=choice.passing,
         hold_collectives=choice.hold_collectives,
+        on_disk=choice.on_disk,
     )
 
 

@@ -23,6 +23,7 @@ from retape.torch.capture.call import capture_call
 from retape.torch.compat import fsdp_internals
 from retape.torch.distributed.ranks import ALONE, Ranks
 from retape.torch.engine.host.copy_streams import host_tier
+from retape.torch.engine.host.spill import SpillFolder
 from retape.torch.engine.policy import DROP, HOLD, Policy, Proof, ProofState
 from retape.torch.engine.region import Region
 from retape.torch.engine.select import plan_recipe
@@ -35,6 +36,7 @@ from retape.torch.measure.baseline_memory import (
     gradient_bytes,
     initial_gradients,
     missing_gradient_bytes,
+    optimizer_step_bytes,
     pending_optimizer_bytes,
 )
 from retape.torch.measure.memory_meter import MemoryTracker, synchronize, track_memory
@@ -212,6 +214,7 @@ class FitInstruments:
     op_timer: Callable[[torch.device], OpTimer] = OpTimer
     overheads: Callable[[torch.device], Overheads] = engine_overheads
     host_tier: Callable[[torch.device], Tier | None] = host_tier
+    disk_tier: Callable[[SpillFolder], Tier] = SpillFolder.tier
     track_memory: Callable[[torch.device], AbstractContextManager[MemoryTracker]] = track_memory
     tracks_freely: Callable[[torch.device], bool] = overlaps_host_work  # tracking takes no time of the device
     fixed_bytes: Callable[..., int] = fixed_bytes
@@ -220,6 +223,7 @@ class FitInstruments:
     gradient_bytes: Callable[..., int] = gradient_bytes
     unreduced_gradient_bytes: Callable[[nn.Module, torch.device], int] = fsdp_internals.unsharded_gradient_bytes
     pending_optimizer_bytes: Callable[..., int] = pending_optimizer_bytes
+    optimizer_step_bytes: Callable[..., int] = optimizer_step_bytes
     check_optimizer_step: Callable[..., None] = check_optimizer_step
     allocated_bytes: Callable[[torch.device], int] = allocated_bytes
     devices_of: Callable[..., tuple[torch.device, ...]] = devices_of

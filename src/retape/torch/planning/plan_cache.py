@@ -157,6 +157,7 @@ def confirmed(
             with trials.accumulating():
                 found = found if check.inside(executors[1] or executors[0]) is not None else None
         if found is not None:
+            trials.prove_updates(regions, executors[0])
             return replace(record, measured=replace(found, seconds=found.seconds or record.measured.seconds))
         if record.fused_loss:
             with trials.sandbox.kept_changes():

@@ -128,6 +128,7 @@ class PlanSearch:
             if isinstance(found, Candidate) and not self._is_exact(found):
                 found = self._without_select(found)
             if isinstance(found, Candidate):
+                self._trials.prove_updates(found.regions, found.executor)
                 found = replace(found, accumulating=self._accumulating(found))
         if isinstance(found, BudgetTooSmall):
             budget, can_fuse = self._budgets[self._trials.devices[0]], LIBRARIES.can_fuse_loss(self._trials.root)
@@ -305,6 +306,8 @@ class PlanSearch:
             fixed_bytes=0,
             overheads=instruments.overheads(device),
             host=host,
+            disk=None if host is None else self._trials.host_room.disk,
+            disk_part_bytes=self._trials.host_room.disk_part_bytes,
             others=others,
             eager=eager,
             device=device if self._trials.is_spread else None,

@@ -508,6 +508,7 @@ class MeasuredRegion:
         changed = replace(
             cost,
             kind=OptionKind.OFFLOAD,
+            on_disk=host.is_disk,
             label=f"{cost.label}, input of {format_bytes(size)} moved",
             held_bytes=cost.held_bytes - less,
             moved_bytes=moved,
@@ -539,6 +540,7 @@ class MeasuredRegion:
             cost,
             label=f"offload {format_bytes(moved)}, hold {format_bytes(rerun.held_bytes)}{self._in_tiles}",
             moved_bytes=moved,
+            on_disk=host.is_disk,
             backward_seconds=cost.backward_seconds + back,
             backward_stall_seconds=back,
             forward_seconds=cost.forward_seconds + out,

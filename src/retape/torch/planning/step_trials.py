@@ -8,21 +8,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from retape.core.errors import BudgetTooSmall, InvalidInput, RetapeError, StateChanged
+from retape.core.errors import BudgetTooSmall, InvalidInput, StateChanged
 from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
 from retape.torch.engine.policy import Check, Inputs, Policy
-from retape.torch.measure.host_room import HostRoom
+from retape.torch.measure.host_room import DiskRequest, HostRoom
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize, without_collection
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
+from retape.torch.measure.updates_in_backward import UpdatesInBackward, updates_in_backward
 from retape.torch.planning.attach import CheckpointCalls, ModelCaller, put_on, take_off, unreduced, unwrapped
 from retape.torch.planning.executor import Executor
 from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
@@ -39,10 +40,13 @@ from retape.torch.planning.profiles.intervals import (
 )
 from retape.torch.planning.profiles.other_lengths import ProfiledLengths, extrapolated, lengths_of
 from retape.torch.planning.profiles.session import ProfileSession
+from retape.torch.planning.profiles.variant_profiles import VariantProfiles
 from retape.torch.planning.region_variants import VARIANTS, CannotCompile, PartsInTiles, VariantCache
 from retape.torch.planning.tuning import TUNING, PlanningTuning
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from retape.core.assignment import Assignment
     from retape.core.problem import Budget, Tier
     from retape.core.record import Record
@@ -69,7 +73,10 @@ class StepTrials:
         slices: bool = False,
         compiled: bool = False,
         host_budget: str | int | None = None,
+        disk: str | Path | None = None,
+        disk_budget: str | int | None = None,
         moves_states: bool = False,
+        steps_in_backward: bool = False,
         profile_batches: Sequence[Any] = (),
         check: Check = Check.METADATA,
         tell: Callable[[str], None] = lambda what: None,
@@ -79,7 +86,8 @@ class StepTrials:
         tuning: PlanningTuning = TUNING,
     ) -> None:
         """With `slices` the profile also finds out which parts of regions can run in tiles; with `moves_states` those of the optimizer
-        wait on the host from now on, until `host_room.remove`. With `profile_batches`, two shorter batches are profiled instead.
+        wait on the host from now on, until `host_room.remove`. With `steps_in_backward` steps free gradients as `updates` in backward do.
+        With `profile_batches`, two shorter batches are profiled instead.
 
         `ranks` run every step together; `margins` are the bytes by which the limit of this one is above that of the tightest.
         """
@@ -93,9 +101,10 @@ class StepTrials:
         self._lengths = self._lengths_of(batch)
         self.is_long = self.runs_one_step  # are the steps: then few of them are run
         self._trained = [p for p in self.root.parameters() if p.requires_grad]
-        self.gradients = self._initial_gradients(budget)
         self.margins = dict.fromkeys(self.devices, 0)
-        self.host_room = self._room(host_budget, optimizer, moves_states)
+        self.host_room = self._room(host_budget, (disk, disk_budget), optimizer, moves_states)
+        self.updates = self._updates(model, optimizer, budget) if steps_in_backward else UpdatesInBackward()
+        self.gradients = self._initial_gradients(budget)
         there = self.host_room.counted_optimizer
         self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, there, d) for d in self.devices}
         self._missing_bytes = {d: self.instruments.missing_gradient_bytes(self.root, d) for d in self.devices}
@@ -107,7 +116,26 @@ class StepTrials:
             tuple[float | None, int], Profile
         ] = {}  # traces of kinds of regions, by the variant they ran in
 
+    def _updates(self, model: nn.Module, optimizer: Any, budget: Budget) -> UpdatesInBackward:
+        room = self.host_room
+        try:
+            return updates_in_backward(
+                model,
+                optimizer,
+                budget,
+                alone=self.ranks.is_alone,
+                states=room.states,
+                states_bytes=room.states_bytes,
+                step_bytes=self.instruments.optimizer_step_bytes,
+                bucket_bytes=self.tuning.gradient_bucket_bytes,
+            )
+        except InvalidInput:
+            room.remove()
+            raise
+
     def _initial_gradients(self, budget: Budget) -> InitialGradients:
+        if self.updates:
+            return InitialGradients.NONE
         own = self.instruments.initial_gradients(self._trained, budget, self.devices)
         return InitialGradients.ZERO if self.ranks.any(own is InitialGradients.ZERO) else own
 
@@ -137,15 +165,18 @@ class StepTrials:
         """Run steps of the longer of the shorter batches meanwhile, if there are any."""
         return self._running(self._shorter[-1] if self._shorter else self._batch)
 
-    def _room(self, host_budget: str | int | None, optimizer: Any, moves_states: bool) -> HostRoom:
-        first = self.devices[0]
-        if (host_budget is not None or moves_states) and self.instruments.host_tier(first) is None:
+    def _room(self, host_budget: str | int | None, disk: DiskRequest, optimizer: Any, moves_states: bool) -> HostRoom:
+        first, asked = self.devices[0], (host_budget, *disk, moves_states or None)
+        if any(each is not None for each in asked) and self.instruments.host_tier(first) is None:
             raise InvalidInput(
-                f"The model trains on {first}, whose memory is the host's: host_budget and OPTIMIZER_ON_HOST are for a GPU. Leave them out."
+                f"The model trains on {first}, whose memory is the host's: host_budget, disk and OPTIMIZER_ON_HOST are for a GPU. "
+                "Leave them out."
             )
         return HostRoom(
             first,
             host_budget=host_budget,
+            disk=disk,
+            disk_tier=self.instruments.disk_tier,
             optimizer=optimizer,
             moves_states=moves_states,
             pending_bytes=self.instruments.pending_optimizer_bytes,
@@ -159,7 +190,7 @@ class StepTrials:
     @property
     def has_two_kinds(self) -> bool:
         """True if steps begin without gradients, and others may accumulate."""
-        return self.gradients is InitialGradients.NONE
+        return self.gradients is InitialGradients.NONE and not self.updates
 
     def start_bytes(self, device: torch.device) -> int:
         """Return the bytes on a device when a step begins."""
@@ -170,8 +201,10 @@ class StepTrials:
 
     def check_optimizer(self, budget: Budget) -> None:
         """Raise BudgetTooSmall if the temporary tensors of the optimizer's step do not fit."""
+        if self.updates:
+            return  # trial steps have their room, in backward
+        share, buckets = self.host_room.step_buckets()
         for device in self.devices:
-            share, buckets = self.host_room.step_buckets()
             self.instruments.check_optimizer_step(
                 self._optimizer, budget, device, self.fixed_bytes[device], share=share, bucket_bytes=buckets
             )
@@ -208,7 +241,10 @@ class StepTrials:
         """Leave the model, its gradients and random streams as they were at the end."""
         model, batch, step, optimizer = self._model, self._batch, self._step, self._optimizer
         gc.collect()
-        with sandboxed(model, batch, step, optimizer, gradients=self.gradients) as self._sandbox:
+        with (
+            sandboxed(model, batch, step, optimizer, gradients=self.gradients) as self._sandbox,
+            self.updates.on_trial(),
+        ):
             yield
         self._sandbox = None
 
@@ -225,7 +261,10 @@ class StepTrials:
         """Run one forward and backward."""
         loss = scalar_loss(self._step, self._model, self._batch)
         before_backward(loss)
-        loss.backward()
+        try:
+            loss.backward()
+        finally:
+            self.updates.end_step()
 
     def regions_by_bytes(self, tried: Regions) -> dict[str, nn.Module]:
         """Run a forward and choose regions by what each call of a module saves in it; none if it runs out of memory.
@@ -378,7 +417,7 @@ class StepTrials:
         self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
     ) -> tuple[dict[torch.device, StepBytes], list[float]]:
         """Run a step with memory trackers, and with a stopwatch where they do not slow it down; return the seconds of that too."""
-        marks = _GradientMarks(self._trained, self.devices, self.instruments.gradient_bytes)
+        marks = _GradientMarks(self.updates.others(self._trained), self.devices, self.instruments.gradient_bytes)
         stopwatch = Stopwatch(self.devices, self.instruments.clock) if self._tracks_freely else None
         with self._trackers() as trackers:
             self._marked(session, _Marks((*([stopwatch] if stopwatch else []), marks, *trackers.values())))
@@ -489,7 +528,13 @@ class StepTrials:
             self.rewind()
         return not self.ranks.any(bool(executor.rejected))
 
-    def _step_under(self, regions: Regions, executor: Executor) -> None:
+    def prove_updates(self, regions: Regions, executor: Executor | None) -> None:
+        """Raise InvalidInput if a weight is read in backward after it would be updated there."""
+        with self._on_shorter():
+            self.updates.prove(partial(self._step_under, regions, executor))
+            self.rewind()
+
+    def _step_under(self, regions: Regions, executor: Executor | None) -> None:
         with self._attached(regions, executor):
             self.rewind()
             self.run_step()
@@ -541,86 +586,3 @@ class _GradientMarks:
     def of(self, device: torch.device) -> list[int]:
         """Return the bytes at each reading of a memory tracker, which has one more reading at its start and at its end."""
         return [*self._levels[device], self._levels[device][-1]]
-
-
-# --- compiled variants ------------------------------------------------------------------------------------------------
-
-Profiling = Callable[..., Profiled]  # profiles a step with a saved share, and optionally with parts in tiles
-
-
-@dataclass(slots=True)
-class VariantProfiles:
-    """Profiles of the same step in its compiled variants, by the names of the regions. They do not depend on how the loss is computed."""
-
-    tuning: PlanningTuning
-    _variants: dict[tuple[str, ...], list[Profiled]] = field(default_factory=dict)
-    _tried: dict[tuple[str, ...], int] = field(default_factory=dict)  # how many of the shares have been profiled
-    _eager: dict[tuple[str, ...], Profiled] = field(default_factory=dict)
-    _tiled: dict[tuple[str, ...], list[Profiled]] = field(default_factory=dict)
-
-    def with_another(
-        self, names: tuple[str, ...], whole: Profiled, profiled: Profiling, *, few: bool
-    ) -> list[Profiled] | None:
-        """Return the variants that save less than `whole`, with the next one; None if there is no other.
-
-        With `few` the only one is the one that saves least.
-        """
-        shares = self.tuning.saved_shares
-        shares = (min(shares, default=0.0),) if few and shares else shares
-        found = self._variants.setdefault(names, [])
-        for share in shares[self._tried.get(names, 0) :]:
-            self._tried[names] = self._tried.get(names, 0) + 1
-            variant = profiled(share)
-            if variant.calls_like(whole) and not any(variant.runs_like(other) for other in (whole, *found)):
-                found.append(variant)
-                return list(found)
-        return None
-
-    def known(self, names: tuple[str, ...]) -> list[Profiled]:
-        """Return the variants that were profiled so far."""
-        return list(self._variants.get(names, ()))
-
-    def in_tiles(
-        self, names: tuple[str, ...], whole: Profiled, profiled: Profiling, *, few: bool
-    ) -> tuple[list[Profiled], Profiled | None]:
-        """Return all variants that save less than `whole`, those with parts in tiles too, and the eager step, which finds the parts."""
-        while self.with_another(names, whole, profiled, few=few) is not None:
-            pass
-        eager = self._without_compiler(names, whole, profiled)
-        return [
-            *self.known(names),
-            *(self._in_tiles(names, whole, profiled, eager) if eager and not few else ()),
-        ], eager
-
-    def _without_compiler(self, names: tuple[str, ...], whole: Profiled, profiled: Profiling) -> Profiled | None:
-        if names not in self._eager:
-            self._eager[names] = profiled(None)
-        return self._eager[names] if self._eager[names].calls_like(whole) else None
-
-    def _in_tiles(
-        self, names: tuple[str, ...], whole: Profiled, profiled: Profiling, eager: Profiled
-    ) -> list[Profiled]:
-        """Return variants in which the parts run in tiles that treat rows independently in the `eager` step."""
-        if names not in self._tiled:
-            parts = eager.rowwise_parts()
-            shares = self.tuning.tiled_shares if parts else ()
-            self._tiled[names] = [each for share in shares for each in self._more_tiles(share, parts, whole, profiled)]
-        return self._tiled[names]
-
-    def _more_tiles(
-        self, share: float, parts: dict[str, tuple[str, ...]], whole: Profiled, profiled: Profiling
-    ) -> list[Profiled]:
-        """Return one variant in more and more tiles, while that lowers the peak of its backward."""
-        found: list[Profiled] = []
-        for tiles in self.tuning.variant_tiles:
-            try:
-                variant = profiled(share, PartsInTiles(tiles, parts))
-            except RetapeError:  # it runs out of memory, or a part does not take these slices
-                break
-            if not variant.calls_like(whole) or not variant.runs_in_tiles:
-                break
-            limit = self.tuning.tile_gain * found[-1].highest_backward_bytes if found else None
-            if limit is not None and variant.highest_backward_bytes > limit:
-                break
-            found.append(variant)
-        return found

@@ -94,6 +94,11 @@ class PlanningTuning:
     clearly_faster: float = 0.985  # of the other's seconds: by more than two runs of the same plan differ
     equal_promises: float = 1.04  # times the other's promise: no model of a step is more exact
 
+    # --- updates in backward ---
+    gradient_bucket_bytes: int = (
+        64 * 2**20
+    )  # of complete gradients that are used together: small weights then need few steps of the optimizer
+
     # --- executor ---
     most_shapes: int = 512  # input shapes whose recipes are kept; the least recently used goes first
     most_region_traces: int = (

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from retape.core.errors import OffloadError
 from retape.core.problem import Tier
 from retape.core.units import format_bytes
 from retape.torch.compat.host_memory import available_host_bytes
+
+if TYPE_CHECKING:
+    from retape.torch.engine.host.spill import SpillFolder
 
 _UNKNOWN_BYTES = 2**62  # of a machine that does not report its memory: the allocation itself will tell
 
@@ -46,6 +49,9 @@ class EngineTuning:
     smallest_chunk_bytes: int = 4096  # of host memory: one page
     chunk_grain_bytes: int = 2**20  # larger sizes are rounded up to a multiple of this before they are cut into chunks
     host_share: float = 0.8  # of the machine's available memory that offloaded tensors may take
+    staging_share: float = 0.25  # of the host's memory, where there is a disk: for slots on their way to it and back
+    disk_share: float = 0.8  # of the free bytes of a disk that moved slots may take, unless a budget says it
+    starting_seconds: float = 60.0  # within which a process has locked the folder that it made on a disk
     probe_bytes: int = (
         64 * 2**20
     )  # copied to measure the bandwidth between device and host: large enough to reach its peak
@@ -330,12 +336,14 @@ def _recorded(stream: torch.cuda.Stream) -> Event:
 class DeviceStreams:
     """The copy streams of each device, which all regions share; they are made when something is first moved.
 
-    `instead` is used for every device if it is set: to test or to time copies.
+    `instead` is used for every device if it is set: to test or to time copies. `spill` is the folder on a disk for slots that the
+    host has no memory for, if a fit was given one.
     """
 
     def __init__(self) -> None:
         self._made: dict[torch.device, CopyStreams] = {}
         self.instead: CopyStreams | None = None
+        self.spill: SpillFolder | None = None
 
     def of(self, device: torch.device) -> CopyStreams:
         """Return the copy streams of a device."""

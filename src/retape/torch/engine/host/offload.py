@@ -35,6 +35,9 @@ from retape.torch.engine.messages import different_values
 from retape.torch.engine.slots import Slot, SlotOwner, changed_in_place
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from retape.torch.engine.host.spill import SpillFile, SpillFolder
     from retape.torch.engine.inputs import Link, Made
 
 _NO_MEMORY = torch.empty(0)
@@ -49,14 +52,19 @@ class MovedTensor(Protocol):
 
 
 class HostCopy:
-    """One storage and its copy in host memory: on its way out, out, on its way back, or back."""
+    """One storage and its copy in host memory: on its way out, out, on its way back, or back.
+
+    With `disk` it goes on to a file there, and host memory has it only while it is in transit.
+    """
 
     __slots__ = (
         "__weakref__",
         "_copied_back",
         "_copied_out",
+        "_file",
         "_lock",
         "_owner",
+        "_reading",
         "_returned",
         "_saved_version",
         "_source",
@@ -66,7 +74,7 @@ class HostCopy:
         "nbytes",
     )
 
-    def __init__(self, tensors: Sequence[MovedTensor], source: Tensor) -> None:
+    def __init__(self, tensors: Sequence[MovedTensor], source: Tensor, disk: SpillFolder | None = None) -> None:
         self._tensors = [weakref.ref(each) for each in tensors]
         self._source: Tensor | None = source  # the bytes on the device
         self._saved_version = None if tensors[0].value is None else version_of(tensors[0].value)
@@ -76,6 +84,10 @@ class HostCopy:
         self._owner = streams.stream()
         self._returned: Tensor | None = None
         self._copied_back: Event | None = None
+        self._file: SpillFile | None = None
+        self._reading: Future[OffloadError | None] | None = None
+        if disk is not None:
+            self._file = disk.reserve(self.nbytes)
         self.chunks = streams.pool.take(self.nbytes)
         try:
             after = [chunk.read for chunk in self.chunks if chunk.read is not None]
@@ -85,6 +97,9 @@ class HostCopy:
             self.chunks = []
             _explain(error, self.nbytes, "to the host")
             raise
+        if self._file is not None:
+            self._file.start(self._copied_out, self._pieces(), partial(streams.pool.give, self.chunks))
+            self.chunks = []  # the file returns them when it is written
 
     def shows(self, tensor: Tensor) -> bool:
         """True if a tensor shows this storage, and was not written to since the copy."""
@@ -107,6 +122,35 @@ class HostCopy:
             pairs.append((chunk.memory[: part.numel()], part))
             begin += part.numel()
         return pairs
+
+    def _pieces(self) -> list[Tensor]:
+        """Return the parts of host memory that have its bytes."""
+        sizes = [chunk.memory.numel() for chunk in self.chunks]
+        sizes[-1] -= sum(sizes) - self.nbytes
+        return [chunk.memory[:size] for chunk, size in zip(self.chunks, sizes, strict=True)]
+
+    def _is_in_host_memory(self, *, wait: bool) -> bool:
+        """True if the bytes are there; else a file is being read, and with `wait` waited for."""
+        if self._file is None:
+            return True
+        if not self.chunks:
+            try:
+                self.chunks = self._streams.pool.take(self.nbytes)
+            except OffloadError:
+                if wait:
+                    raise
+                return False
+            for chunk in self.chunks:
+                if chunk.read is not None:  # a copy to the device that reads what was there before
+                    chunk.read.synchronize()
+            self._reading = self._file.read(self._pieces())
+        if self._reading is not None and (wait or self._reading.done()):
+            error, self._reading = self._reading.result(), None
+            if error is not None:
+                self._streams.pool.give(self.chunks)
+                self.chunks = []
+                raise error
+        return self._reading is None
 
     @property
     def is_on_device(self) -> bool:
@@ -132,10 +176,10 @@ class HostCopy:
         self._source = None
         return True
 
-    def start_return(self) -> None:
-        """Start to copy it back, if it is not on the device."""
+    def start_return(self, *, wait: bool = False) -> None:
+        """Start to copy it back, if it is not on the device. From a disk it comes to host memory first; `wait` waits for that."""
         with self._lock:
-            if self._source is not None or self._returned is not None:
+            if self._source is not None or self._returned is not None or not self._is_in_host_memory(wait=wait):
                 return
             self._owner = self._streams.stream()
             copy = torch.empty(self.nbytes, dtype=torch.uint8, device=self._streams.device)
@@ -153,7 +197,7 @@ class HostCopy:
         source = self._source
         if source is not None:
             return internals.untyped_storage(source)
-        self.start_return()
+        self.start_return(wait=True)
         copy, copied_back = self._returned, self._copied_back
         assert copy is not None
         assert copied_back is not None
@@ -172,12 +216,23 @@ class HostCopy:
 
     def __del__(self) -> None:
         chunks: list[Chunk] = getattr(self, "chunks", [])
-        if sys.is_finalizing() or not chunks:
+        if sys.is_finalizing():
+            return
+        if getattr(self, "_file", None) is not None:
+            self._discard_file()
+        if not chunks:
             return
         for event in (self._copied_out, self._copied_back):
             if event is not None and not event.query():
                 self._streams.wait(event, self._owner)
         self._streams.pool.give(chunks)
+
+    def _discard_file(self) -> None:
+        """Remove its file; a read that runs is waited for, because its memory is returned next."""
+        assert self._file is not None
+        self._file.discard()
+        if self._reading is not None and not self._reading.cancel():
+            self._reading.result()
 
 
 def _explain(error: BaseException, count: int, where: str) -> None:
@@ -330,10 +385,11 @@ def can_be_moved(tensor: Tensor) -> bool:
 class RegionTransfers:
     """The host copies of one call of a region, in save order. It holds them weakly: their slots keep them alive."""
 
-    __slots__ = ("__weakref__", "_before", "_copies", "_inputs", "_slots", "prefetch_hooked", "task")
+    __slots__ = ("__weakref__", "_before", "_copies", "_inputs", "_on_disk", "_slots", "prefetch_hooked", "task")
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_disk: bool = False) -> None:
         self._before = _THREAD.last
+        self._on_disk = on_disk
         self._slots: list[weakref.ref[MovedSlot]] = []
         self._inputs: list[weakref.ref[HostCopy]] = []
         self._copies: list[weakref.ref[HostCopy]] = []
@@ -344,7 +400,7 @@ class RegionTransfers:
 
     def send_inputs(self, inputs: Sequence[MovedTensor]) -> None:
         """Start to copy inputs out, before the region runs."""
-        self._inputs = [weakref.ref(copy) for copy in _send(inputs)]
+        self._inputs = [weakref.ref(copy) for copy in _send(inputs, on_disk=self._on_disk)]
 
     def move(self, slot: Slot, tensor: Tensor, moved: frozenset[int]) -> Slot:
         """Return a slot that leaves in place of `slot`, if it shows a moved input or its number is in `moved`."""
@@ -373,7 +429,7 @@ class RegionTransfers:
         """Start to copy the slots out, and free on the device what regions before this one moved."""
         found = [slot for slot in [reference() for reference in self._slots] if slot is not None]
         self._slots.clear()
-        self._copies = [weakref.ref(copy) for copy in _send(found)]
+        self._copies = [weakref.ref(copy) for copy in _send(found, on_disk=self._on_disk)]
         _THREAD.outgoing.finish_region(self._inputs, self._copies)
         _THREAD.last = weakref.ref(self)
 
@@ -437,8 +493,13 @@ class OutgoingCopies:
             self._copies.popleft()
 
 
-def _send(leaving: Sequence[MovedTensor]) -> list[HostCopy]:
+def _send(leaving: Sequence[MovedTensor], *, on_disk: bool) -> list[HostCopy]:
     """Start to copy out each storage among the tensors once; the tensors hold the copies."""
+    disk = STREAMS.spill if on_disk else None
+    if on_disk and disk is None:
+        raise OffloadError(
+            "A plan moves slots to a disk, and this process has no folder for them. Give apply() or fit() a folder as `disk`."
+        )
     by_storage: dict[int, list[MovedTensor]] = {}
     for each in leaving:
         if each.value is not None:
@@ -449,7 +510,7 @@ def _send(leaving: Sequence[MovedTensor]) -> list[HostCopy]:
             value = sharing[0].value
             assert value is not None
             storage = internals.untyped_storage(value)
-            copy = HostCopy(sharing, torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage))
+            copy = HostCopy(sharing, torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage), disk)
             for each in sharing:
                 each.host_copy = copy
             copies.append(copy)

@@ -10,10 +10,7 @@ it found earlier) finds all states on the device, which is right, and needs thei
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
@@ -22,66 +19,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from retape.core.errors import InvalidInput
 from retape.torch.compat import hook_internals
 from retape.torch.engine.host.copy_streams import STREAMS, TUNING, CopyStreams, Event
+from retape.torch.engine.optimizer.buckets import Bucket, BucketStep, refuse_unknown
 
-# Their step updates each parameter from its own gradient and state alone, whichever others are in the group.
-_KNOWN = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Parameters that are updated together, for each parameter group, and the bytes of their states."""
-
-    groups: tuple[tuple[Tensor, ...], ...]
-    nbytes: int
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [parameter for group in self.groups for parameter in group]
+_FLAG = "OPTIMIZER_ON_HOST"
 
 
-class _Flight:
+def refuse_moving(optimizer: Optimizer) -> None:
+    """Raise InvalidInput for an optimizer whose step may not be divided by parameters, or whose states cannot leave."""
+    refuse_unknown(optimizer, f"The states of {type(optimizer).__name__} cannot wait on the host", _FLAG)
+
+
+class Flight:
     """States of a bucket that are being copied: device tensors, which are alive until the copy is done."""
 
     def __init__(self, places: list[tuple[Tensor, str, Tensor]], event: Event | None) -> None:
         self.places, self.event = places, event
-
-
-def refuse_unknown(optimizer: Optimizer) -> None:
-    """Raise InvalidInput for an optimizer whose step may not be divided by parameters, or whose states cannot leave."""
-    kinds = tuple(getattr(torch.optim, name) for name in _KNOWN)
-    kind = type(optimizer)
-    if not isinstance(optimizer, kinds) or not (_has_step_of(kind, kinds) or getattr(kind, _DECLARED, False)):
-        raise InvalidInput(
-            f"The states of {kind.__name__} cannot wait on the host: its step is not known to update each parameter by itself. "
-            f"Known are {', '.join(_KNOWN)} of torch.optim. A subclass with a step of its own that does so says it with the class "
-            f"attribute {_DECLARED} = True. Leave OPTIMIZER_ON_HOST out."
-        )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise InvalidInput("States of an optimizer with differentiable=True cannot wait on the host. Leave it out.")
-    if any(hasattr(parameter, "to_local") for parameter in parameters):
-        raise InvalidInput(
-            "States of sharded parameters (DTensor) cannot wait on the host. Leave OPTIMIZER_ON_HOST out."
-        )
-    devices = sorted({str(parameter.device) for parameter in parameters})
-    if len(devices) > 1:
-        raise InvalidInput(
-            f"The optimizer has parameters on {', '.join(devices)}; states wait on the host only for one device. "
-            "Make one optimizer for each device, and leave OPTIMIZER_ON_HOST out."
-        )
-
-
-def _has_step_of(kind: Any, known: tuple[Any, ...]) -> bool:
-    """True if a class takes its step, and what makes its states, from a class of torch.optim."""
-    # PyTorch wraps `step` anew in each class.
-    steps, starts = {inspect.unwrap(each.step) for each in known}, {each._init_group for each in known}
-    return inspect.unwrap(kind.step) in steps and kind._init_group in starts
-
-
-_DECLARED = "updates_each_parameter"
 
 
 class HostStates:
@@ -97,11 +51,12 @@ class HostStates:
         bucket_bytes: int = TUNING.state_bucket_bytes,
         streams: CopyStreams | None = None,
     ) -> None:
-        refuse_unknown(optimizer)
+        refuse_moving(optimizer)
         self._optimizer, self._bucket_bytes = optimizer, bucket_bytes
         self._streams = streams or STREAMS.of(optimizer.param_groups[0]["params"][0].device)
         self._host: dict[tuple[Tensor, str], Tensor] = {}
-        self._own_step = hook_internals.own_step(optimizer)
+        self._step = BucketStep(optimizer, _FLAG)
+        self._leaving: Flight | None = None  # states of the bucket that was updated last
         self._in_step = False
         self._removed = False
         try:
@@ -198,55 +153,36 @@ class HostStates:
 
     def _pass_through(self, buckets: Sequence[Bucket]) -> None:
         """Update bucket after bucket; at the end every copy is done, so that the host may read the states."""
-        arriving = self._fetch(buckets[0]) if buckets else None
-        leaving: _Flight | None = None
+        arriving = self.fetch(buckets[0]) if buckets else None
         try:
             for number, bucket in enumerate(buckets):
                 here, arriving = arriving, None
                 if number + 1 < len(buckets):
-                    arriving = self._fetch(buckets[number + 1])
+                    arriving = self.fetch(buckets[number + 1])
                 assert here is not None
-                self._put(here)
-                with self._narrowed(bucket):
-                    self._own_step(self._optimizer)
-                self._release(leaving)
-                leaving = self._send(bucket.parameters)
+                self.update(bucket, here)
         finally:
-            self._finish(leaving, arriving)
+            self.finish(arriving)
 
-    def _release(self, flight: _Flight | None) -> None:
-        """Free device tensors that were copied out; what the device does with their memory waits for the copy."""
-        if flight is not None and flight.event is not None:
-            self._streams.wait(flight.event, self._streams.stream())
-            flight.places = []
+    def update(self, bucket: Bucket, arriving: Flight) -> None:
+        """Update a bucket whose states were fetched, and start to copy them back to the host."""
+        self._put(arriving)
+        self._step(bucket)
+        if self._leaving is not None and self._leaving.event is not None:
+            # Device tensors are freed that were copied out; what the device does with their memory waits for the copy.
+            self._streams.wait(self._leaving.event, self._streams.stream())
+            self._leaving.places = []
+        self._leaving = self._send(bucket.parameters)
 
-    def _finish(self, *flights: _Flight | None) -> None:
+    def finish(self, arriving: Flight | None = None) -> None:
         """Wait for copies on the host, and move out what is left on the device, as an error leaves it."""
-        _wait_for(flights)
+        leaving, self._leaving = self._leaving, None
+        _wait_for((leaving, arriving))
         _wait_for([self._send([p for group in self._optimizer.param_groups for p in group["params"]])])
-
-    @contextmanager
-    def _narrowed(self, bucket: Bucket) -> Iterator[None]:
-        """Let the parameter groups have the parameters of a bucket only; raise if the step changes anything else of them."""
-        groups = self._optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        settings = [_settings(group) for group in groups]
-        try:
-            for group, parameters in zip(groups, bucket.groups, strict=True):
-                group["params"] = list(parameters)
-            yield
-        finally:
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
-        if settings != [_settings(group) for group in groups]:
-            raise InvalidInput(
-                f"{type(self._optimizer).__name__}.step() changes its parameter groups, so that it cannot run in buckets. "
-                "Leave OPTIMIZER_ON_HOST out."
-            )
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
-    def _fetch(self, bucket: Bucket) -> _Flight:
+    def fetch(self, bucket: Bucket) -> Flight:
         """Start to copy the states of a bucket to the device."""
         places, pairs = [], []
         for parameter in bucket.parameters:
@@ -256,9 +192,9 @@ class HostStates:
                     there = torch.empty_like(host, device=parameter.device)
                     places.append((parameter, name, there))
                     pairs.append((host, there))
-        return _Flight(places, self._streams.fetch(pairs) if pairs else None)
+        return Flight(places, self._streams.fetch(pairs) if pairs else None)
 
-    def _put(self, flight: _Flight) -> None:
+    def _put(self, flight: Flight) -> None:
         """Give the optimizer states that have arrived; later work of the device waits for them."""
         if flight.event is not None:
             self._streams.wait(flight.event, self._streams.stream())
@@ -266,7 +202,7 @@ class HostStates:
             self._optimizer.state[parameter][name] = value
         flight.places = []
 
-    def _send(self, parameters: Sequence[Tensor]) -> _Flight:
+    def _send(self, parameters: Sequence[Tensor]) -> Flight:
         """Start to copy states to the host, and give the optimizer the host tensors."""
         places, pairs = [], []
         for parameter in parameters:
@@ -278,7 +214,7 @@ class HostStates:
         event = self._streams.send(pairs, []) if pairs else None
         for parameter, name, _ in places:
             self._optimizer.state[parameter][name] = self._host[parameter, name]
-        return _Flight(places, event)
+        return Flight(places, event)
 
     def _can_leave(self, parameter: Tensor, name: str, value: Any) -> bool:
         """True for a plain tensor on the parameter's device with memory of its own; counters of steps stay."""
@@ -299,12 +235,12 @@ class HostStates:
         return found
 
     def _move_out(self) -> None:
-        self._finish()
+        self.finish()
 
     def _move_back(self) -> None:
         """Bring all states to the device."""
         everything = tuple(tuple(group["params"]) for group in self._optimizer.param_groups)
-        arriving = self._fetch(Bucket(groups=everything, nbytes=0))
+        arriving = self.fetch(Bucket(groups=everything, nbytes=0))
         self._put(arriving)
         _wait_for([arriving])  # the host memory may be freed or written to next
 
@@ -317,13 +253,8 @@ class HostStates:
             self._move_out()
 
 
-def _wait_for(flights: Sequence[_Flight | None]) -> None:
+def _wait_for(flights: Sequence[Flight | None]) -> None:
     """Let the host wait for copies."""
     for flight in flights:
         if flight is not None and flight.event is not None:
             flight.event.synchronize()
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain settings of a parameter group."""
-    return {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))}

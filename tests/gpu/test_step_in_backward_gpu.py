@@ -1,0 +1,58 @@
+"""Updates inside backward on a GPU, with states there or on the host: the same bits, and few gradients at once."""
+
+import pytest
+import torch
+
+import retape
+from gpu.test_optimizer_states_gpu import DEVICE, KERNELS, loss_of, mlps
+from retape.torch.engine.host.optimizer_states import HostStates
+from retape.torch.engine.optimizer.in_backward import StepInBackward
+
+
+def after_each_step(settings, way, steps=5):
+    """Weights and states after each step, as the host reads them at once."""
+    model = mlps()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
+    if way is not None:
+        states = HostStates(optimizer, bucket_bytes=6 * 2**20) if way == "host" else None
+        StepInBackward(optimizer, list(model.parameters()), states=states, bucket_bytes=2**20)
+    torch.manual_seed(1)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, torch.randn(64, 1024, device=DEVICE, dtype=torch.bfloat16)).backward()
+        optimizer.step()
+        states = [value for p in model.parameters() for value in optimizer.state[p].values()]
+        found += [value.detach().cpu().clone() for value in (*model.parameters(), *states)]
+    return found
+
+
+@pytest.mark.parametrize("way", ["device", "host"])
+@pytest.mark.parametrize("settings", KERNELS, ids=["fused", "foreach", "for-loop"])
+def test_updates_are_the_same_bit_for_bit(settings, way):
+    assert all(map(torch.equal, after_each_step(settings, None), after_each_step(settings, way)))
+
+
+@pytest.mark.parametrize("more", [retape.EXACT, retape.OPTIMIZER_ON_HOST], ids=["device", "host"])
+def test_a_fit_has_the_room_of_the_gradients(more):
+    model = mlps(24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    rows = torch.randn(2048, 1024, device=DEVICE, dtype=torch.bfloat16)
+    weights = sum(p.nbytes for p in model.parameters())
+    states = 0 if more else 2 * weights
+    fitted = retape.fit(
+        model,
+        rows,
+        budget=torch.cuda.memory_allocated() + states + weights // 4 + 200 * 2**20,
+        step=loss_of,
+        optimizer=optimizer,
+        options=retape.OPTIMIZER_IN_BACKWARD | more,
+        progress=False,
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        loss_of(model, rows).backward()
+        assert torch.cuda.max_memory_allocated() <= fitted.budget_bytes
+        optimizer.step()
+    fitted.remove()
