@@ -205,6 +205,7 @@ CAME_LATER = (
     "backward_stall_seconds",
     "forward_flight_bytes",
     "backward_flight_bytes",
+    "sharded_bytes",
 )
 
 

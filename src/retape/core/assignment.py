@@ -44,8 +44,9 @@ class RegionOption:
 
     Slots in `held` stay on the device, those in `moved` go to the host meanwhile, the others are recomputed. The inputs with the
     numbers `moved_inputs` go to the host too. The parts `tiled` are run in `tiles` slices. `saved_share` names the compiled variant
-    to run; None is eager. The results of the first `hold_collectives` collectives stay on the device too. `slots` is how many there are
-    in a run like this; None if that is not known. `Choice.taking` is the only
+    to run; None is eager. The results of the first `hold_collectives` collectives stay on the device too. Of the inputs with the numbers
+    `sharded_inputs` each rank of a tensor-parallel group holds a part. `slots` is how many there are in a run like this; None if
+    that is not known. `Choice.taking` is the only
     place where it becomes a saved choice.
     """
 
@@ -57,6 +58,7 @@ class RegionOption:
     tiled: tuple[str, ...] = ()
     saved_share: float | None = None
     hold_collectives: int = 0
+    sharded_inputs: frozenset[int] = frozenset()
     slots: int | None = None
 
 
@@ -68,7 +70,8 @@ class Choice:
     region before is dropped, and `passing` recomputes it; `moved_inputs` are the numbers of the argument tensors to
     offload. Submodules named in `tiled` run in `tiles` slices. `elements` and `shapes` describe the inputs of the profiled
     call. `saved_share` identifies the compiled form to run; None is eager. `training` is the mode of the profile; None is unknown.
-    A re-run gets what the first `hold_collectives` collectives of the forward returned.
+    A re-run gets what the first `hold_collectives` collectives of the forward returned, and gathers the argument tensors with the numbers
+    `sharded_inputs` from the ranks of its tensor-parallel group.
     """
 
     name: str
@@ -89,9 +92,10 @@ class Choice:
     training: bool | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     hold_collectives: int = 0
+    sharded_inputs: tuple[int, ...] = ()
 
     __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
-        required=("option", "passing"), omitted=("hold_collectives",)
+        required=("option", "passing"), omitted=("hold_collectives", "sharded_inputs")
     )
 
     def __post_init__(self) -> None:
@@ -116,6 +120,7 @@ class Choice:
             moved_inputs=tuple(sorted(option.moved_inputs)),
             saved_share=option.saved_share,
             hold_collectives=option.hold_collectives,
+            sharded_inputs=tuple(sorted(option.sharded_inputs)),
             slots=self.slots if option.slots is None else option.slots,
         ).sliced_as(option)
 

@@ -67,6 +67,7 @@ class Option:
     `input_bytes` of them being the stage's input. `rerun_seconds` refill in backward what was not held. Bytes and seconds estimate
     the host copies as if every stage were alike: `*_flight_bytes` of the transient bytes are those of neighbouring stages,
     `*_stall_seconds` are waiting. For a chain with a `host` the abstract machine replaces them by what it finds.
+    `sharded_bytes` of the input are held by other ranks meanwhile; a stage that is taped in a re-run holds them itself.
     """
 
     kind: OptionKind
@@ -83,9 +84,18 @@ class Option:
     backward_stall_seconds: float = 0.0
     forward_flight_bytes: int = 0
     backward_flight_bytes: int = 0
+    sharded_bytes: int = 0
+
+    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("sharded_bytes",))
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def in_rerun(self) -> Option:
+        """The same in a re-run, whose backward follows soon: no part of its input is left to other ranks."""
+        whole = self.held_bytes + self.sharded_bytes
+        return replace(self, held_bytes=whole, sharded_bytes=0) if self.sharded_bytes else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,5 +495,6 @@ _ADDED_LATER = frozenset(
         "backward_stall_seconds",
         "forward_flight_bytes",
         "backward_flight_bytes",
+        "sharded_bytes",
     }
 )

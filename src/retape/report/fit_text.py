@@ -126,13 +126,19 @@ def why(row: RegionRow, *, everything: bool) -> str:
                 f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}{_tiles(row)}"
             )
         case OptionKind.SELECT:
-            return f"{_why_select(row)}{_tiles(row)}"
+            return f"{_why_select(row)}{_tiles(row)}{_sharded(row)}"
         case OptionKind.RECOMPUTE | OptionKind.TILE:
-            return f"recomputed from its input: {dropped} less held{_tiles(row)}"
+            return f"recomputed from its input: {dropped} less held{_tiles(row)}{_sharded(row)}"
         case OptionKind.OFFLOAD:
             also = f"; dropped {dropped}, {format_seconds(row.rerun_seconds)} to run again" if row.dropped_bytes else ""
             what = ", its input too" if row.input_moved else ""
             return f"moved {format_bytes(row.moved_bytes)} to the host until backward{what}{also}{_tiles(row)}"
+
+
+def _sharded(row: RegionRow) -> str:
+    return (
+        f"; {format_bytes(row.sharded_bytes)} of its input are on other ranks until then" if row.sharded_bytes else ""
+    )
 
 
 def _tiles(row: RegionRow) -> str:

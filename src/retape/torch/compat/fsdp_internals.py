@@ -53,6 +53,17 @@ def _groups_in(root: nn.Module) -> list[Any]:
     return [group for state in states.values() for group in _groups_of(state)]
 
 
+def data_groups(root: nn.Module) -> set[str]:
+    """Return the names of the process groups over which FSDP2 shards or replicates the weights of a model."""
+    found = set()
+    for group in _groups_in(root):
+        for name in ("shard_process_group", "replicate_process_group"):
+            process_group = getattr(group.mesh_info, name, None)
+            if process_group is not None:
+                found.add(process_group.group_name)
+    return found
+
+
 def wraps_first_version(root: Any) -> bool:
     """True if a module of a model is wrapped in FSDP1 (`FullyShardedDataParallel`)."""
     first = getattr(sys.modules.get(_FIRST_VERSION), "FullyShardedDataParallel", None)

@@ -16,6 +16,7 @@ __all__ = [
     "region",
     "rerun",
     "select",
+    "sharded_inputs",
     "slots",
     "trace",
 ]

@@ -17,17 +17,20 @@ from torch import Tensor, nn
 
 from retape.torch.capture.arguments import Signature, signature, tensors_of, weights_signature
 from retape.torch.capture.call import capture_call
+from retape.torch.capture.mutation import digest
 from retape.torch.compat import hook_internals
 from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
+from retape.torch.distributed.replicas import replicated
 from retape.torch.engine.context import is_plain, managed_elsewhere
 from retape.torch.engine.inputs import maker_of
 from retape.torch.engine.messages import refuse_transforms
 from retape.torch.engine.region import Region, RegionObserver
-from retape.torch.measure.memory_meter import storage_bytes
+from retape.torch.engine.sharded_inputs import ShardedInput, shard_bytes
+from retape.torch.measure.memory_meter import storage_bytes, synchronize
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import CheckpointCall, original_class, region_name
 from retape.torch.planning.instruments import Clock, OpTimer, quickest
-from retape.torch.planning.profiles.intervals import Instrument, Phase, Profile, RegionCall
+from retape.torch.planning.profiles.intervals import EqualInputs, Instrument, Phase, Profile, RegionCall
 from retape.torch.planning.region_variants import (
     VARIANTS,
     PartsInTiles,
@@ -65,11 +68,12 @@ class ProfileSession:
         clock: Clock = time.perf_counter,
         known: Profile | None = None,
         ranks: Ranks = ALONE,
+        replicas: Any = None,
     ) -> None:
         """`homes` has the device of each region, by the id of its module, if there are several devices.
 
         Kinds of regions that `known` has are not traced again; new ones are added to it. All `ranks` run every
-        region equally often, because it may contain collectives.
+        region equally often, because it may contain collectives. Inputs may be equal on the ranks of the process group `replicas`.
         """
         self._names = names
         self._device = device
@@ -79,7 +83,8 @@ class ProfileSession:
         # Parts of a compiled variant that may run in tiles are found without the compiler.
         self._probe = TileProbe(device, tuning, clock, op_timer) if tiles and saved_share is None else None
         self._tiled = tiled or PartsInTiles(1, {})
-        self._policy, self._ranks = policy, ranks
+        self._policy, self._ranks, self._replicas = policy, ranks, replicas
+        self._sharding: dict[int, tuple[float, float]] = {}  # seconds to divide and to gather so many bytes
         self._spare_seconds = tuning.extra_trace_seconds
         self._known = Profile() if known is None else known
         self.profile = Profile()
@@ -199,7 +204,7 @@ class ProfileSession:
         runs_variant = is_variant(region.function)
         sources = frozenset(source for source in found if source is not None)
         makers = {stage for stage, _ in sources}
-        linked = [tensor for tensor, source in zip(tensors, found, strict=True) if source is not None]
+        linked = {index: tensors[index] for index, source in enumerate(found) if source is not None}
         self.profile.calls.append(
             RegionCall(
                 stage=stage,
@@ -210,15 +215,50 @@ class ProfileSession:
                 inputs=inputs,
                 maker=makers.pop() if len(makers) == 1 else None,
                 sources=sources,
-                linked_bytes=storage_bytes(linked, home),
+                linked_bytes=storage_bytes(linked.values(), home),
                 has_tape=region.slot_count > 0,
-                linked=frozenset(index for index, source in enumerate(found) if source is not None),
+                linked=frozenset(linked),
                 device=None if self._homes is None else home,
                 saved_share=self._saved_share if runs_variant else None,
                 tiles=self._tiled.tiles if runs_variant and name in self._tiled.of_region else 1,
                 training=module.training,
+                equal=self._equal_inputs(linked, home),
             )
         )
+
+    def _equal_inputs(self, linked: dict[int, Tensor], home: torch.device) -> EqualInputs | None:
+        """Return which inputs are equal on all ranks of the tensor-parallel group, and what it takes to hold parts of them."""
+        numbers = replicated(self._ranks, self._replicas, linked)
+        if not numbers:
+            return None
+        tensors, ranks = [linked[number] for number in sorted(numbers)], self._replicas.size()
+        whole = storage_bytes(tensors, home)
+        if whole not in self._sharding:
+            self._sharding[whole] = self._sharding_seconds(tensors, home)
+        divide, gather = self._sharding[whole]
+        return EqualInputs(
+            numbers=numbers,
+            whole_bytes=whole,
+            part_bytes=sum(shard_bytes(tensor, ranks) for tensor in tensors),
+            divide_seconds=divide,
+            gather_seconds=gather,
+        )
+
+    def _sharding_seconds(self, tensors: list[Tensor], home: torch.device) -> tuple[float, float]:
+        """Return the shortest seconds to keep a part of each tensor, and to gather it and take its checksum."""
+        taken: list[tuple[float, float]] = []
+        for _ in range(self._tuning.traces):
+            start = self._now(home)
+            parts = [ShardedInput(tensor, self._replicas) for tensor in tensors]
+            between = self._now(home)
+            for part in parts:
+                digest(part.gathered())
+            taken.append((between - start, self._now(home) - between))
+        return min(one for one, _ in taken), min(other for _, other in taken)
+
+    def _now(self, home: torch.device) -> float:
+        synchronize(home)
+        return self._clock()
 
     def _is_traced(self, name: str, kind: Signature) -> bool:
         """True if a rank does not know this kind yet: a trace runs the region again, which all ranks must do together."""
