@@ -95,14 +95,17 @@ class ShardedInput:
 class _Wrapper:
     """A tensor subclass around one tensor, without that tensor."""
 
-    __slots__ = ("_about", "_kind", "_name", "_shape", "_stride")
+    __slots__ = ("_about", "_kind", "_parts", "_shape", "_stride")
 
     def __init__(self, tensor: Any) -> None:
         names, self._about = tensor.detach().__tensor_flatten__()
-        self._kind, self._name, self._shape, self._stride = type(tensor), names[0], tensor.shape, tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}  # of a DTensor its mesh too
+        self._parts = {name: None if isinstance(part, Tensor) else part for name, part in parts.items()}
+        self._kind, self._shape, self._stride = type(tensor), tensor.shape, tensor.stride()
 
     def of(self, plain: Tensor) -> Tensor:
-        made: Tensor = self._kind.__tensor_unflatten__({self._name: plain}, self._about, self._shape, self._stride)
+        parts = {name: plain if part is None else part for name, part in self._parts.items()}
+        made: Tensor = self._kind.__tensor_unflatten__(parts, self._about, self._shape, self._stride)
         return made
 
 

@@ -24,7 +24,6 @@ from retape.torch.capture.arguments import Signature, elements, shapes
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.planning.instruments import Overheads
 from retape.torch.planning.profiles.intervals import (
-    EqualInputs,
     Profile,
     Profiled,
     RegionBytes,
@@ -449,7 +448,7 @@ class _VariantProfile:
         selections = self._selections[kind]
         in_tiles = self._in_tiles(region, stage, may_move=input_bytes is not None)
         options = [*more, *map(region.select, selections), *in_tiles]
-        equal = self._equal_inputs(stage)
+        equal = self._calls[stage].equal
         sharded = [] if equal is None else region.input_sharded(options, equal)
         if host is None or input_bytes is None:
             return [*options, *sharded]
@@ -461,9 +460,3 @@ class _VariantProfile:
         if input_bytes and has_room(host, input_bytes):
             options += region.input_moved(options, input_bytes, host)
         return [*options, *sharded]
-
-    def _equal_inputs(self, stage: int) -> EqualInputs | None:
-        """Return the inputs of a call that can be sharded; none if a later region holds one of them whole."""
-        call = self._calls[stage]
-        later = {source for other in self._calls[stage + 1 :] for source in other.sources}
-        return None if later & call.sources else call.equal

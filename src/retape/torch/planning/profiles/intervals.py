@@ -63,7 +63,7 @@ class RegionCall:
     `linked` are the inputs that other regions made, by their numbers among the call's tensors, `linked_bytes` their size, and
     `sources` the same as pairs of a stage and the number of its output; `maker` is the one stage that made all of them, or None.
     `device` is None if the model has only one. `saved_share` names the compiled variant that it really ran in, with its parts in
-    `tiles` slices; `training` is the mode. `equal` are those of the linked inputs that are equal on several ranks, if any.
+    `tiles` slices; `training` is the mode. `equal` are inputs that are equal on several ranks, if any.
     """
 
     stage: int

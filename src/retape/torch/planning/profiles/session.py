@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from retape.torch.capture.arguments import Signature, signature, tensors_of, weights_signature
 from retape.torch.capture.call import capture_call
@@ -26,7 +28,7 @@ from retape.torch.engine.inputs import maker_of
 from retape.torch.engine.messages import refuse_transforms
 from retape.torch.engine.region import Region, RegionObserver
 from retape.torch.engine.sharded_inputs import ShardedInput, shard_bytes
-from retape.torch.measure.memory_meter import storage_bytes, synchronize
+from retape.torch.measure.memory_meter import storage_bytes, storages_of, synchronize
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import CheckpointCall, original_class, region_name
 from retape.torch.planning.instruments import Clock, OpTimer, quickest
@@ -93,6 +95,7 @@ class ProfileSession:
 
     def _begin(self) -> None:
         self._stage = 0
+        self._readers: dict[int, tuple[StorageWeakRef, int]] = {}  # the last region that read each storage
         self._root_call = -1
         self._counts: dict[str, int] = {}
 
@@ -204,7 +207,7 @@ class ProfileSession:
         runs_variant = is_variant(region.function)
         sources = frozenset(source for source in found if source is not None)
         makers = {stage for stage, _ in sources}
-        linked = {index: tensors[index] for index, source in enumerate(found) if source is not None}
+        linked = [tensor for tensor, source in zip(tensors, found, strict=True) if source is not None]
         self.profile.calls.append(
             RegionCall(
                 stage=stage,
@@ -215,23 +218,33 @@ class ProfileSession:
                 inputs=inputs,
                 maker=makers.pop() if len(makers) == 1 else None,
                 sources=sources,
-                linked_bytes=storage_bytes(linked.values(), home),
+                linked_bytes=storage_bytes(linked, home),
                 has_tape=region.slot_count > 0,
-                linked=frozenset(linked),
+                linked=frozenset(index for index, source in enumerate(found) if source is not None),
                 device=None if self._homes is None else home,
                 saved_share=self._saved_share if runs_variant else None,
                 tiles=self._tiled.tiles if runs_variant and name in self._tiled.of_region else 1,
                 training=module.training,
-                equal=self._equal_inputs(linked, home),
+                equal=self._equal_inputs(stage, tensors, home),
             )
         )
 
-    def _equal_inputs(self, linked: dict[int, Tensor], home: torch.device) -> EqualInputs | None:
-        """Return which inputs are equal on all ranks of the tensor-parallel group, and what it takes to hold parts of them."""
-        numbers = replicated(self._ranks, self._replicas, linked)
+    def _equal_inputs(self, stage: int, inputs: list[Tensor], home: torch.device) -> EqualInputs | None:
+        """Return which activations are equal on all ranks of the tensor-parallel group, and what it takes to hold parts of them.
+
+        One that a later region reads too is held by that one, so the earlier region has nothing to gain.
+        """
+        made = {number: tensor for number, tensor in enumerate(inputs) if tensor.grad_fn is not None}
+        for storage in storages_of(made.values()):
+            reference = StorageWeakRef(storage)
+            known, earlier = self._readers.get(reference.cdata, (None, stage))
+            if known is not None and not known.expired() and earlier != stage:
+                self.profile.calls[earlier] = replace(self.profile.calls[earlier], equal=None)
+            self._readers[reference.cdata] = (reference, stage)
+        numbers = replicated(self._ranks, self._replicas, made)
         if not numbers:
             return None
-        tensors, ranks = [linked[number] for number in sorted(numbers)], self._replicas.size()
+        tensors, ranks = [made[number] for number in sorted(numbers)], self._replicas.size()
         whole = storage_bytes(tensors, home)
         if whole not in self._sharding:
             self._sharding[whole] = self._sharding_seconds(tensors, home)
