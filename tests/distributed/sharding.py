@@ -10,6 +10,7 @@ from layouts import assert_equal, gradients_of_two_steps, in_columns_and_rows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import retape
 from retape.core.solve import frontier
@@ -183,7 +184,67 @@ def plan_with_parts(ranks, with_fsdp, rank):
     return found
 
 
+# --- weights that stay gathered -------------------------------------------------------------------------------------------
+
+
+class WeightGathers(TorchDispatchMode):
+    """Counts the gathers that FSDP2 starts inside the context."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "c10d" and "allgather" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def weights_stay_gathered(rank, reshard=True):
+    """Fit to a tight and a loose budget; count the gathers of a step under each plan, and of one that only evaluates."""
+    torch.manual_seed(0)
+    model = sharded(Transformer(blocks=4), reshard_after_forward=reshard)
+    torch.manual_seed(rank)
+    ids = torch.randint(0, WORDS, (8, 16))
+    wanted = gradients_of_two_steps(model, ids)
+
+    def gathers(step):
+        with WeightGathers() as counting:
+            step()
+        model.zero_grad()
+        return counting.count
+
+    def train():
+        loss(model, ids).backward()
+
+    def evaluate():
+        with torch.no_grad():
+            model(ids)
+
+    gathers(train)
+    found = {"plain": gathers(train)}
+    with op_clock() as instruments:
+        fit_to = partial(fit_with, model, ids, step=loss, instruments=instruments, tuning=NO_TURNS)
+        everything = fit_to(budget=1.0)
+        floor, peak = everything.record.frontier.floor_bytes, everything.measured.peak_bytes
+        everything.remove()
+        for name, budget in (("tight", int(1.03 * floor)), ("loose", 2 * peak)):
+            fit = fit_to(budget=budget)
+            assert_equal(gradients_of_two_steps(model, ids), wanted)
+            stay = [choice.keep_gathered for choice in fit.record.assignment.choices]
+            found[name] = {
+                "stay": stay,
+                "train": gathers(train),
+                "evaluate": [gathers(evaluate) for _ in range(2)],
+                "inside": max(fit.measured.rank_peaks) <= budget,
+                "explained": "stay gathered until backward" in " ".join(fit.explain().split()),
+            }
+            fit.remove()
+    gathers(train)  # what the evaluation has left is freed
+    found["removed"] = gathers(train)
+    return found
+
+
 CASES = {
+    "weights": Case(run=weights_stay_gathered, timeout_s=90),
+    "weights that the user keeps": Case(run=partial(weights_stay_gathered, reshard=False), timeout_s=90),
     "parts on 2 ranks": Case(run=parts_are_held),
     "parts on 4 ranks": Case(run=parts_are_held, ranks=4),
     "other layouts": Case(run=parts_of_other_layouts, ranks=4),

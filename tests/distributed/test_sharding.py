@@ -1,4 +1,4 @@
-"""Inputs in parts on the ranks of a tensor-parallel group, over gloo; see sharding.py."""
+"""Inputs in parts on the ranks of a tensor-parallel group, and gathered weights that stay, over gloo; see sharding.py."""
 
 import os
 from pathlib import Path
@@ -15,11 +15,12 @@ SCRIPT = Path(__file__).with_name("sharding.py")
 PARTS = ("parts on 2 ranks", "parts on 4 ranks")
 PLANS = ("plan on 2 ranks", "plan with fsdp2", *(["plan on 4 ranks"] if os.environ.get("RETAPE_LONG") else []))
 OTHERS = ("other layouts", "other inputs", "written to")
+WEIGHTS = ("weights", "weights that the user keeps")
 
 
 @pytest.fixture(scope="module")
 def ends():
-    return run_script(SCRIPT, [*PARTS, *PLANS, *OTHERS], timeout_s=600)
+    return run_script(SCRIPT, [*PARTS, *PLANS, *OTHERS, *WEIGHTS], timeout_s=600)
 
 
 def values(ends, name):
@@ -66,3 +67,38 @@ def test_with_fsdp2_the_budget_is_below_the_floor_with_whole_inputs(ends):
 def test_a_plan_with_parts_is_refused_for_a_model_without_a_tensor_parallel_group(ends):
     for found in values(ends, "plan on 2 ranks"):
         assert "holds a part of each input on the ranks of a tensor-parallel group" in found["refused"]
+
+
+# --- weights that stay gathered -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_with_room_the_weights_of_every_block_stay_gathered(ends, name):
+    for found in values(ends, name):
+        assert found["loose"]["stay"] == [True] * 4
+        assert found["loose"]["train"] == 5  # the root and each block once
+        assert found["loose"]["inside"]
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_without_room_they_are_freed_except_those_that_backward_needs_first(ends, name):
+    for found in values(ends, name):
+        assert found["tight"]["stay"][:3] == [False] * 3
+        assert found["tight"]["train"] == 9 - found["tight"]["stay"][3]
+        assert found["tight"]["inside"]
+
+
+def test_an_evaluation_frees_what_the_user_lets_it_free(ends):
+    for found in values(ends, "weights"):
+        assert found["loose"]["evaluate"] == [5, 4]  # FSDP2 keeps those of the root
+
+
+def test_what_the_user_has_set_is_restored(ends):
+    assert [found["plain"] for found in values(ends, "weights")] == [9, 9]
+    assert [found["plain"] for found in values(ends, "weights that the user keeps")] == [5, 5]
+    for name in WEIGHTS:
+        assert all(found["removed"] == found["plain"] for found in values(ends, name))
+
+
+def test_the_table_says_so(ends):
+    assert all(found["loose"]["explained"] for found in values(ends, "weights"))

@@ -113,6 +113,11 @@ def _regions(record: FitRecord, width: int) -> Table:
 
 def why(row: RegionRow, *, everything: bool) -> str:
     """Return the reason for the treatment of a row's regions, with its numbers."""
+    gathered = "; its weights stay gathered until backward" if row.keep_gathered else ""
+    return f"{_why(row, everything=everything)}{gathered}"
+
+
+def _why(row: RegionRow, *, everything: bool) -> str:
     if everything:
         return "fits, so nothing is dropped"
     dropped = format_bytes(row.dropped_bytes)

@@ -35,8 +35,8 @@ class RegionRow:
 
     `rerun_seconds` refill the dropped slots, `spared_seconds` are saved by the held ones compared to recomputing all.
     `moved_bytes` are on the host between forward and backward, a moved input included. `start` is the first region of
-    a segment whose regions drop their inputs as well. `sharded_bytes` of the input are held by other ranks. `saved_share` identifies
-    the compiled form; None is eager.
+    a segment whose regions drop their inputs as well. `sharded_bytes` of the input are held by other ranks; with
+    `keep_gathered` FSDP2's gathered weights stay until backward. `saved_share` identifies the compiled form; None is eager.
     """
 
     names: tuple[str, ...]
@@ -51,6 +51,7 @@ class RegionRow:
     moved_bytes: int = 0
     input_moved: bool = False
     sharded_bytes: int = 0
+    keep_gathered: bool = False
     tiles: int = 1
     start: str = ""
     saved_share: float | None = None
@@ -152,7 +153,8 @@ def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
     starts = _segment_starts(record.assignment.choices)
     for place, (choice, stage) in enumerate(zip(record.assignment.choices, stages, strict=True)):
         treated = (choice.option, choice.held, choice.moved, choice.tiles, choice.saved_share)
-        key = (choice.kind, *treated, choice.moved_inputs, choice.sharded_inputs, starts[place])
+        inputs = (choice.moved_inputs, choice.sharded_inputs, choice.keep_gathered)
+        key = (choice.kind, *treated, *inputs, starts[place])
         found.setdefault(key, []).append((choice, stage))
     uses = stage_uses(record.chain, record.plan.actions())
     return tuple(_row(record, members, uses, str(key[-1])) for key, members in found.items())
@@ -187,6 +189,7 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
         moved_bytes=0 if start else chosen.moved_bytes,
         input_moved=bool(choice.moved_inputs),
         sharded_bytes=chosen.sharded_bytes if choice.sharded_inputs else 0,
+        keep_gathered=choice.keep_gathered,
         tiles=choice.tiles,
         start=start,
         saved_share=choice.saved_share,

@@ -32,7 +32,7 @@ from retape.torch.engine.host import offload
 from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Proof, ProofState
 from retape.torch.engine.select import plan_recipe
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import original_class, region_name
+from retape.torch.planning.attach import original_class, region_name, set_weights_freed
 from retape.torch.planning.region_variants import (
     VARIANTS,
     CannotCompile,
@@ -153,6 +153,7 @@ class Executor:
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Answer the call of a region."""
         if not torch.is_grad_enabled() or managed_elsewhere():
+            set_weights_freed(module, None)  # without a backward they would stay gathered
             return plain_call(*args, **keywords)
         args, keywords, note = LIBRARIES.region_arguments(module, args, keywords)
         if note is not None:
@@ -160,6 +161,7 @@ class Executor:
         if module.training and getattr(module, "gradient_checkpointing", False):
             _log_once(_switched_on(module))
         number, choice = self._choice(region_name(self._names, module))
+        set_weights_freed(module, not choice.keep_gathered)
         if choice.training is not None and choice.training is not module.training:
             self._in_other_mode(module, choice)
         if choice.saved_share is None:

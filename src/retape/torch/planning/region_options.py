@@ -1,9 +1,9 @@
-"""Options of one region: select, offload, input moved or sharded, tiles and recompute, with their bytes and seconds.
+"""Options of one region: select, offload, input moved, tiles and recompute, with their bytes and seconds.
 
 The first half works on a trace alone: which storages a partial re-run holds, and what it costs (`PartialRerun`). Select is solved
 on the region's op graph (`core/solvers/graph.py`), from holding nothing to holding everything; the recipe that the engine
 would follow gives the ops that a re-run runs. The second half adds what was measured of a region (`MeasuredRegion`) and makes its
-`RegionOption`s. Chains of regions are in `chain_builder.py`.
+`RegionOption`s. Options that need other ranks are in `rank_options.py`, chains of regions in `chain_builder.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from retape.torch.engine.trace import RegionTrace, TracedOp
 
 if TYPE_CHECKING:
     from retape.torch.planning.instruments import Overheads
-    from retape.torch.planning.profiles.intervals import EqualInputs
     from retape.torch.planning.region_variants import TiledRun
     from retape.torch.planning.tuning import PlanningTuning
 
@@ -357,7 +356,7 @@ class MeasuredRegion:
         forward, backward = self._kept_seconds()
         tape = {} if self.trace is None else tape_storages(self.trace)
         held = self.output_bytes + sum(tape.values())
-        own = [*options, self._asking(self._recompute())] if self.has_tape else []
+        own = [*options, self.recompute()] if self.has_tape else []
         stage = Stage(
             name=self.name,
             forward_seconds=forward,
@@ -418,6 +417,10 @@ class MeasuredRegion:
         return self._cost(
             OptionKind.RECOMPUTE, 0, self.rerun_seconds, forward=self.forward_bytes, rerun_peak=self.rerun_bytes
         )
+
+    def recompute(self) -> RegionOption:
+        """Return the option to recompute this region."""
+        return self._asking(self._recompute())
 
     def _partial_seconds(self, rerun: PartialRerun) -> float:
         if not rerun.ops_left and not rerun.share:
@@ -489,7 +492,7 @@ class MeasuredRegion:
         fitting = [option for option in made if has_room(host, option.cost.moved_bytes)]
         in_tiles = [option for option in fitting if option.tiles > self.tiles]
         others = self._some([option for option in fitting if option.tiles == self.tiles])
-        return [*others, *in_tiles, self._with_input_moved(self._asking(self._recompute()), size, host)]
+        return [*others, *in_tiles, self._with_input_moved(self.recompute(), size, host)]
 
     def _with_input_moved(self, option: RegionOption, size: int, host: Tier) -> RegionOption:
         """Return the option with the input moved to the host beside this forward or the next.
@@ -520,35 +523,6 @@ class MeasuredRegion:
             backward_flight_bytes=cost.backward_flight_bytes + size,
         )
         return replace(option, cost=changed, moved_inputs=self.linked)
-
-    def input_sharded(self, options: list[RegionOption], equal: EqualInputs) -> list[RegionOption]:
-        """Return the undominated options to recompute, and to do as `options` do, with a part of the input on each rank."""
-        if not self.has_tape:
-            return []
-        whole = [option for option in options if option.cost.kind is OptionKind.SELECT]
-        return self._some([self._with_input_sharded(each, equal) for each in (*whole, self._asking(self._recompute()))])
-
-    def _with_input_sharded(self, option: RegionOption, equal: EqualInputs) -> RegionOption:
-        """Return the option with a part of the input held instead of all of it, which is gathered before the re-run.
-
-        Of slots, those that show inputs are not held: they would hold the input. The region that made the input counts its bytes.
-        """
-        cost = option.cost
-        less = min(equal.whole_bytes - equal.part_bytes, cost.held_bytes)
-        changed = replace(
-            cost,
-            label=f"{cost.label}, {format_bytes(equal.part_bytes)} of its input of {format_bytes(equal.whole_bytes)}",
-            held_bytes=cost.held_bytes - less,
-            sharded_bytes=less,
-            forward_seconds=cost.forward_seconds + equal.divide_seconds,
-            rerun_seconds=cost.rerun_seconds + equal.gather_seconds,
-            forward_transient_bytes=cost.forward_transient_bytes + less + equal.part_bytes,
-            backward_transient_bytes=cost.backward_transient_bytes + less + equal.part_bytes,
-        )
-        trace = self.trace
-        made = {s for op in trace.ops for s in op.makes} if trace is not None else set()
-        held = frozenset(slot for slot in option.held if trace is None or trace.slots[slot] in made)
-        return replace(option, cost=changed, held=held, sharded_inputs=equal.numbers)
 
     def _offload_cost(self, rerun: PartialRerun, host: Tier) -> Option:
         """Return the cost of moving slots; the bytes that the region before it moved are in flight beside its own."""

@@ -19,6 +19,7 @@ from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.memory_meter import MemoryReading
 
 if TYPE_CHECKING:
+    from retape.torch.planning.profiles.gathered_weights import GatheredWeights
     from retape.torch.planning.region_variants import Tiling
 
 
@@ -86,11 +87,15 @@ class RegionCall:
 
 @dataclass(slots=True)
 class Profile:
-    """Region calls in order, and per kind a trace (None if it cannot be traced) and what slicing its parts saves."""
+    """Region calls in order, and per kind a trace (None if it cannot be traced) and what slicing its parts saves.
+
+    `gathered` are the weights that FSDP2 gathers for a region, by its name.
+    """
 
     calls: list[RegionCall] = field(default_factory=list)
     traces: dict[Signature, RegionTrace | None] = field(default_factory=dict)
     tilings: dict[Signature, Tiling] = field(default_factory=dict)
+    gathered: dict[str, GatheredWeights] = field(default_factory=dict)
 
     def trace_of(self, call: RegionCall, tiles: int, parts: tuple[str, ...]) -> RegionTrace | None:
         """Return the trace of a call with these parts in this many tiles."""

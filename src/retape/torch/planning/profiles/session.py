@@ -30,7 +30,7 @@ from retape.torch.engine.region import Region, RegionObserver
 from retape.torch.engine.sharded_inputs import ShardedInput, shard_bytes
 from retape.torch.measure.memory_meter import storage_bytes, storages_of, synchronize
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import CheckpointCall, original_class, region_name
+from retape.torch.planning.attach import CheckpointCall, original_class, region_name, set_weights_freed
 from retape.torch.planning.instruments import Clock, OpTimer, quickest
 from retape.torch.planning.profiles.intervals import EqualInputs, Instrument, Phase, Profile, RegionCall
 from retape.torch.planning.region_variants import (
@@ -142,6 +142,7 @@ class ProfileSession:
         """Answer the call of a region: run it recomputed, with marks around it."""
         if not torch.is_grad_enabled() or is_plain() or managed_elsewhere():
             return plain_call(*args, **keywords)
+        set_weights_freed(module, True)
         args, keywords, _ = LIBRARIES.region_arguments(module, args, keywords)
         name = region_name(self._names, module)
         parts = self._tiled.of_region.get(name, ())
