@@ -15,6 +15,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 
 from retape.core.codec import JsonForm, check_fields
 from retape.core.errors import InvalidInput
+from retape.core.pipelines import microbatches_in_flight
 from retape.core.units import MOST_BYTES, MOST_STEPS, is_amount, is_whole, parse_bytes, shown
 
 
@@ -393,37 +394,16 @@ class Budget:
         _check_share(share)
         return cls(kind=BudgetKind.FRACTION, share=float(share), in_flight=in_flight)
 
-    def schedule(self, name: str, *, stage: int, stages: int, microbatches: int, chunks: int = 2) -> Budget:
+    def schedule(
+        self, name: str, *, stage: int, stages: int, microbatches: int, chunks: int = 2, chunk: int | None = None
+    ) -> Budget:
         """Return this budget for one stage of a pipeline: with as many microbatches in flight as its schedule has there.
 
-        `name` is "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv". In a schedule with `chunks` of layers in each rank (2 in
-        "zbv"), the model is all chunks of the rank.
+        `name` is "gpipe", "1f1b", "looped_bfs", "interleaved", "zero_bubble", "zbv" or "dualpipe_v". In a schedule with `chunks` of layers
+        in each rank, the model is all chunks of the rank, or number `chunk` of them.
         """
-        return replace(self, in_flight=microbatches_in_flight(name, stage, stages, microbatches, chunks))
-
-
-def microbatches_in_flight(name: str, stage: int, stages: int, microbatches: int, chunks: int = 2) -> int:
-    """Return how many microbatches of a rank's layers are alive at once, at most, in a pipeline schedule.
-
-    1F1B: Narayanan et al., 2019; interleaved: Narayanan et al., 2021; zero bubble, where weight gradients come later, and its V
-    schedule: Qi et al., 2023 and 2024, which hold as much on every rank as 1F1B on the first.
-    """
-    for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if not is_whole(value) or value < 1:
-            raise InvalidInput(f"{what} = {shown(value)}; give a whole number >= 1.")
-    if not is_whole(stage) or not 0 <= stage < stages:
-        raise InvalidInput(f"stage = {shown(stage)}; give a number from 0 to {stages - 1}.")
-    ahead = stages - stage - 1
-    parts = {
-        "gpipe": microbatches,
-        "1f1b": ahead + 1,
-        "interleaved": -(-(2 * ahead + (chunks - 1) * stages + 1) // chunks),
-        "zero_bubble": stages,
-        "zbv": stages,
-    }
-    if name not in parts:
-        raise InvalidInput(f"{shown(name)} is not a known schedule; give one of {', '.join(map(repr, parts))}.")
-    return min(parts[name], microbatches)
+        in_flight = microbatches_in_flight(name, stage, stages, microbatches, chunks, chunk=chunk)
+        return replace(self, in_flight=in_flight)
 
 
 def _number_in(value: _Given) -> _Given | int | float:
