@@ -16,7 +16,7 @@ NAMES = ["stages of 1, 2 and 3 blocks", "chunks of a rank"]
 
 @pytest.fixture(scope="module")
 def ends():
-    return run_script(SCRIPT, NAMES)
+    return run_script(SCRIPT, [*NAMES, "stages that are fitted as one"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -25,3 +25,9 @@ def test_each_stage_runs_its_plan_inside_its_budget_with_all_microbatches_in_fli
         assert end.kind == "returned", f"rank {rank}: {end}"
         assert end.value["regions_run"] >= 6  # at least one for each microbatch
         assert end.value["peak"] <= end.value["budget"], f"rank {rank}: {end.value}"
+
+
+def test_stages_that_are_fitted_as_one_are_refused(ends):
+    for end in ends["stages that are fitted as one"]:
+        assert "different numbers of microbatches in flight: rank 0 2, rank 1 1" in end.value
+        assert "group=False" in end.value

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import retape
-from retape.errors import BudgetTooSmall
+from retape.errors import BudgetTooSmall, InvalidInput
 from support.blocks import square
 from support.forked import Case, serve
 
@@ -125,7 +125,20 @@ def chunks_of_a_rank(rank):
     return about(fits, pipeline)
 
 
+def stages_that_are_fitted_as_one(rank):
+    """Two stages that look alike, fitted without group=False, and with other numbers of microbatches in flight."""
+    part = Part(1, 2, is_last=False)
+    batch, step = batch_of(part)
+    budget = retape.Budget.of("1MiB").schedule("1f1b", stage=rank, stages=2, microbatches=4)
+    try:
+        retape.fit(part, batch, step=step, budget=budget, progress=False)
+    except InvalidInput as error:
+        return str(error)
+    return "nothing was raised"
+
+
 CASES = {
+    "stages that are fitted as one": Case(run=stages_that_are_fitted_as_one),
     "stages of 1, 2 and 3 blocks": Case(run=stages_of_1_2_3_blocks, ranks=3, timeout_s=60),
     "chunks of a rank": Case(run=chunks_of_a_rank, timeout_s=60),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ class ShardedInput:
             raise region.snapshot.has_changed(index)
         with internals.unobserved(), torch.no_grad():
             plain = self.gathered()
-            _COMPARISONS.add(self._group, region.name, self._digest, digest(plain))
+            _COMPARISONS.add(_Gathered(self._group, plain.device, region.name, self._digest, digest(plain)))
             return plain if self._around is None else self._around.of(plain)
 
     def gathered(self) -> Tensor:
@@ -140,24 +140,34 @@ class ShardedInputs:
 # --- are they still equal? --------------------------------------------------------------------------------------------
 
 
+class _Gathered(NamedTuple):
+    """An input of a region that was gathered, and its digest then and now."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    name: str
+    then: Digest
+    now: Digest
+
+
 class _Comparisons:
-    """What was gathered in each backward pass, beside its checksum in the forward, until the pass ends."""
+    """What was gathered in each backward pass, until the pass ends."""
 
     def __init__(self) -> None:
-        self._by_pass: dict[int, list[tuple[dist.ProcessGroup, str, Digest, Digest]]] = {}
+        self._by_pass: dict[int, list[_Gathered]] = {}
 
-    def add(self, group: dist.ProcessGroup, name: str, then: Digest, now: Digest) -> None:
+    def add(self, gathered: _Gathered) -> None:
         """Compare two digests when this backward pass ends, or at once outside of one."""
         task = internals.graph_task()
         if task < 0:
-            _require_equal([(group, name, then, now)])
+            _require_equal([gathered])
             return
         if task not in self._by_pass:
             self._by_pass[task] = []
             internals.at_end_of_backward(partial(self._end, task))
             while len(self._by_pass) > TUNING.max_backward_passes:  # passes that an exception ended
                 del self._by_pass[next(iter(self._by_pass))]
-        self._by_pass[task].append((group, name, then, now))
+        self._by_pass[task].append(gathered)
 
     def _end(self, task: int) -> None:
         _require_equal(self._by_pass.pop(task, []))
@@ -166,22 +176,16 @@ class _Comparisons:
 _COMPARISONS = _Comparisons()
 
 
-def _require_equal(compared: list[tuple[dist.ProcessGroup, str, Digest, Digest]]) -> None:
+def _require_equal(compared: list[_Gathered]) -> None:
     """Raise StateChanged on every rank of a group if one of them had another input than what was gathered."""
-    for group in {id(group): group for group, *_ in compared}.values():
-        own = [row for row in compared if row[0] is group]
-        wrong = [number for number, (_, _, then, now) in enumerate(own) if not same_digests(then, now)]
-        first = torch.tensor([min(wrong, default=len(own))], device=_device_of(group))
+    for group in {id(each.group): each.group for each in compared}.values():
+        own = [each for each in compared if each.group is group]
+        wrong = [number for number, each in enumerate(own) if not same_digests(each.then, each.now)]
+        first = torch.tensor([min(wrong, default=len(own))], device=own[0].device)
         dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
         if int(first) < len(own):
             raise StateChanged(
-                f"Region {own[int(first)][1]}: its input differs between the {group.size()} ranks of its tensor-parallel group, and was "
+                f"Region {own[int(first)].name}: its input differs between the {group.size()} ranks of its tensor-parallel group, and was "
                 "equal when the plan was made: each rank holds a part of it, and the gradients of this step are wrong. Call retape.fit "
                 "again with the model and the batch as in training."
             )
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )

@@ -85,6 +85,7 @@ def extrapolated(one: Profiled, two: Profiled, lengths: ProfiledLengths) -> Prof
             replace(its, inputs=(), equal=None, linked_bytes=lengths.bytes_at(mine.linked_bytes, its.linked_bytes))
             for mine, its in calls
         ],
+        gathered=two.profile.gathered,
     )
     for mine, its in calls:
         if its.kind not in profile.traces:
