@@ -60,7 +60,10 @@ def with_weights_gathered(option: RegionOption, gathered: GatheredWeights) -> Re
 def or_weights_gathered(
     stage: Stage, options: tuple[RegionOption, ...], gathered: GatheredWeights
 ) -> tuple[Stage, tuple[RegionOption, ...]]:
-    """Return a stage with each of its options also with weights that stay gathered; the last option stays the last."""
-    more = [with_weights_gathered(option, gathered) for option in options]
+    """Return a stage with each of its options also with weights that stay gathered; the last option stays the last.
+
+    Not those that move something to the host: where that pays, there is no room for weights.
+    """
+    more = [with_weights_gathered(option, gathered) for option in options if not option.cost.moved_bytes]
     every = (*options[:-1], *more, options[-1]) if len(options) > 1 else (*options, *more)
     return replace(stage, options=tuple(option.cost for option in every[1:])), every

@@ -471,7 +471,7 @@ class StepTrials:
     @property
     def _more_tracked(self) -> int:
         """Steps that are tracked once more where threads of gloo free memory of a step a moment late: the least counts."""
-        late = not self.ranks.is_alone and any(device.type == "cpu" for device in self.devices)
+        late = not (self.ranks.is_alone or self.runs_one_step) and any(device.type == "cpu" for device in self.devices)
         return self.tuning.late_free_steps if late else 0
 
     def _of_all_ranks(self, record: Record, margin_bytes: int) -> Record:
