@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from retape.report.page.html import render_fit_html, write_report
 from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.distributed.members import Group, ranks_of
 from retape.torch.distributed.ranks import Ranks
+from retape.torch.distributed.replicas import tensor_group
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom, spill_folder
@@ -432,10 +434,8 @@ def _from_cache(steps: StepTrials, budget: Budget, record: FitRecord | None, che
     steps.tell("checking the plan of the cache")
     regions = _regions_of(steps.root, record)
     later, names = record.accumulating, {id(module): name for name, module in regions.items()}
-    executors = (
-        Executor(record.assignment, names, check=check),
-        None if later is None else Executor(later.assignment, names, check=check),
-    )
+    made = partial(Executor, names=names, check=check, replicas=steps.replicas)
+    executors = (made(record.assignment), None if later is None else made(later.assignment))
     known = confirmed(steps, record, regions, executors, budget)
     if known is None:
         return None
@@ -484,13 +484,14 @@ def _attached(
     """Attach the plans of a record; return None if there is nothing to do. Executors that are not `made` yet are made here."""
     root, later = unwrapped(model), record.accumulating
     names = {id(module): name for name, module in regions.items()}
-    fresh = made[0] or Executor(record.assignment, names, check=check)
+    executor_of = partial(Executor, names=names, check=check, replicas=tensor_group(root))
+    fresh = made[0] or executor_of(record.assignment)
     if later is None:
         if record.assignment.changes_nothing:
             return None
         put_on(root, dict(regions), CheckpointCalls(root, fresh))  # raises if a fit is attached already
         return fresh
-    accumulating = made[1] or Executor(later.assignment, names, check=check)
+    accumulating = made[1] or executor_of(later.assignment)
     for executor in (fresh, accumulating):
         executor.end_trial()
     too_small = None if later.fits else _no_accumulation(record, later)

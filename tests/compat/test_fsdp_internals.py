@@ -64,3 +64,20 @@ def test_reading_memory_leaves_a_storage_resizable():
     octets = torch.arange(8, dtype=torch.uint8)
     assert bytes(internals.memory_of(octets)) == bytes(range(8))
     octets.untyped_storage().resize_(0)
+
+
+def test_weights_that_are_freed_after_a_forward(sharded):
+    assert fsdp_internals.freed_after_forward(sharded[1]) is None
+    assert fsdp_internals.freed_after_forward(sharded[0]) is True
+    fsdp_internals.free_after_forward(sharded[0], False)
+    assert fsdp_internals.freed_after_forward(sharded[0]) is False
+    sharded(torch.randn(2, 4))
+    assert all(weight.untyped_storage().nbytes() for weight in fsdp_internals.gathered_weights(sharded[0]))
+    fsdp_internals.free_gathered(sharded)
+    assert not any(weight.untyped_storage().nbytes() for weight in fsdp_internals.gathered_weights(sharded[0]))
+    fsdp_internals.free_after_forward(sharded[0], True)
+    assert fsdp_internals.freed_after_forward(sharded[0]) is True
+
+
+def test_groups_of_data_parallelism(sharded):
+    assert fsdp_internals.data_groups(sharded) == {dist.group.WORLD.group_name}

@@ -3,7 +3,8 @@
 import pytest
 
 import retape
-from retape.core.problem import Budget, Chain, Option, OptionKind, Stage, microbatches_in_flight
+from retape.core.pipelines import microbatches_in_flight
+from retape.core.problem import Budget, Chain, Option, OptionKind, Stage
 from retape.core.solve import held_bytes, peak_in_flight, solve
 from retape.errors import BudgetTooSmall, InvalidInput
 
@@ -49,6 +50,8 @@ def test_other_schedules():
     assert [count("interleaved", stage, 4, 16, 2) for stage in range(4)] == [6, 5, 4, 3]
     assert [count(name, 3, 4, 16) for name in ("zero_bubble", "zbv")] == [4, 4]
     assert count("zbv", 0, 4, 2) == 2
+    assert [count("interleaved", 0, 4, 16, 2, chunk=chunk) for chunk in range(2)] == [8, 4]
+    assert [count("1f1b", stage, 4, 16, chunk=0) for stage in range(4)] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,8 @@ def test_other_schedules():
         ({"stage": 4}, "from 0 to 3"),
         ({"microbatches": 0}, "microbatches = 0"),
         ({"stages": 1.5}, "stages = 1.5"),
+        ({"chunk": 1}, "chunk = 1; give a number from 0 to 0"),
+        ({"name": "zbv", "chunk": 2, "chunks": 3}, "chunk = 2; give a number from 0 to 1"),
     ],
 )
 def test_refused(about, message):

@@ -206,6 +206,7 @@ CAME_LATER = (
     "forward_flight_bytes",
     "backward_flight_bytes",
     "on_disk",
+    "sharded_bytes",
 )
 
 

@@ -64,6 +64,24 @@ def test_what_is_moved_is_said(fit_in):
     assert why(replace(moved, moved_bytes=6 * MIB), everything=False) == said.replace("5", "6")
 
 
+def test_what_other_ranks_hold_and_weights_that_stay_gathered(fit_in):
+    row = replace(
+        region_rows(fit_in(0.5))[0],
+        option=OptionKind.RECOMPUTE,
+        start="",
+        all_bytes=8 * MIB,
+        held_bytes=2 * MIB,
+        moved_bytes=0,
+        tiles=1,
+    )
+    assert why(row, everything=False) == "recomputed from its input: 6.00 MiB less held"
+    in_parts = replace(row, sharded_bytes=MIB)
+    said = "recomputed from its input: 5.00 MiB less held; 1.00 MiB of its input are on other ranks until then"
+    assert why(in_parts, everything=False) == said
+    kept = "fits, so nothing is dropped; its weights stay gathered until backward"
+    assert why(replace(row, keep_gathered=True), everything=True) == kept
+
+
 def test_large_and_cheap_is_not_said_where_it_is_not(fit_in):
     record = fit_in(fit_in(1.0).chain.fixed_bytes + 40 * MIB)
     stages = [

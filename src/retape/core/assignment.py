@@ -44,8 +44,9 @@ class RegionOption:
 
     Slots in `held` stay on the device, those in `moved` go to the host meanwhile, the others are recomputed. The inputs with the
     numbers `moved_inputs` go to the host too. The parts `tiled` are run in `tiles` slices. `saved_share` names the compiled variant
-    to run; None is eager. The results of the first `hold_collectives` collectives stay on the device too. `slots` is how many there are
-    in a run like this; None if that is not known. `Choice.taking` is the only
+    to run; None is eager. The results of the first `hold_collectives` collectives stay on the device too. Of the inputs with the numbers
+    `sharded_inputs` each rank of a tensor-parallel group holds a part. With `keep_gathered` the weights that FSDP2 gathers stay until
+    backward. `slots` is how many there are in a run like this; None if that is not known. `Choice.taking` is the only
     place where it becomes a saved choice.
     """
 
@@ -57,6 +58,8 @@ class RegionOption:
     tiled: tuple[str, ...] = ()
     saved_share: float | None = None
     hold_collectives: int = 0
+    sharded_inputs: frozenset[int] = frozenset()
+    keep_gathered: bool = False
     slots: int | None = None
 
 
@@ -68,7 +71,9 @@ class Choice:
     region before is dropped, and `passing` recomputes it; `moved_inputs` are the numbers of the argument tensors to
     offload. Submodules named in `tiled` run in `tiles` slices. `elements` and `shapes` describe the inputs of the profiled
     call. `saved_share` identifies the compiled form to run; None is eager. `training` is the mode of the profile; None is unknown.
-    A re-run gets what the first `hold_collectives` collectives of the forward returned. With `on_disk` what is moved goes to the disk.
+    A re-run gets what the first `hold_collectives` collectives of the forward returned, and gathers the argument tensors with the numbers
+    `sharded_inputs` from the ranks of its tensor-parallel group. With `keep_gathered` the weights that FSDP2 gathers stay until backward.
+    With `on_disk` what is moved goes to the disk.
     """
 
     name: str
@@ -90,9 +95,11 @@ class Choice:
     shapes: tuple[tuple[int, ...], ...] = ()
     hold_collectives: int = 0
     on_disk: bool = False
+    sharded_inputs: tuple[int, ...] = ()
+    keep_gathered: bool = False
 
     __json_form__: ClassVar[codec.JsonForm] = codec.JsonForm(
-        required=("option", "passing"), omitted=("hold_collectives", "on_disk")
+        required=("option", "passing"), omitted=("hold_collectives", "on_disk", "sharded_inputs", "keep_gathered")
     )
 
     def __post_init__(self) -> None:
@@ -118,6 +125,8 @@ class Choice:
             saved_share=option.saved_share,
             hold_collectives=option.hold_collectives,
             on_disk=option.cost.on_disk,
+            sharded_inputs=tuple(sorted(option.sharded_inputs)),
+            keep_gathered=option.keep_gathered,
             slots=self.slots if option.slots is None else option.slots,
         ).sliced_as(option)
 
@@ -151,7 +160,7 @@ class Assignment:
     def changes_nothing(self) -> bool:
         """True if the model as it is written does what the plan asks; its own `retape.checkpoint` calls would drop."""
         return self.keeps_everything and not any(
-            c.saved_share is not None or c.is_checkpoint_call for c in self.choices
+            c.saved_share is not None or c.is_checkpoint_call or c.keep_gathered for c in self.choices
         )
 
     @property

@@ -76,7 +76,7 @@ class LoopLedger:
 
     def drop_state(self, step: int) -> None: ...
 
-    def hold_tape(self, step: int, option: int | None) -> None: ...
+    def hold_tape(self, step: int, option: int | None, *, rerun: bool = False) -> None: ...
 
     def drop_tape(self, step: int) -> None: ...
 
@@ -179,11 +179,12 @@ class ChainLedger(LoopLedger):
         if step - 1 not in self._tapes:
             self._bytes -= self._state_bytes(step)
 
-    def hold_tape(self, step: int, option: int | None) -> None:
+    def hold_tape(self, step: int, option: int | None, *, rerun: bool = False) -> None:
         """Add a holder of a tape; `option` of None is the recorded one. A tape holds its input and contains its output."""
         holders = self._tapes.get(step, 0)
         if option is not None:
-            self._taped_as[step] = self._choices[step][option]
+            chosen = self._choices[step][option]
+            self._taped_as[step] = chosen.in_rerun if rerun else chosen
         self._tapes[step] = holders + 1
         if not holders:
             self.hold_state(step)

@@ -201,7 +201,7 @@ class Machine:
         if rerun and self._ledger.pinned_within(step, step + 1) is not None:
             raise self._illegal(f"stage {step} is pinned: its forward has run, and is never run again")
         self._forget_working_tape()
-        self._ledger.hold_tape(step, action.option)
+        self._ledger.hold_tape(step, action.option, rerun=rerun)
         flight, stall = self._begin_copies(step)
         self._mark(step, self._ledger.tape_transient(step, action.option, rerun) - flight)
         self._ledger.hold_state(step + 1)

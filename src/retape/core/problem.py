@@ -15,6 +15,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 
 from retape.core.codec import JsonForm, check_fields
 from retape.core.errors import InvalidInput
+from retape.core.pipelines import microbatches_in_flight
 from retape.core.units import MOST_BYTES, MOST_STEPS, is_amount, is_whole, parse_bytes, shown
 
 
@@ -73,6 +74,7 @@ class Option:
     was not held. Bytes and seconds estimate the host copies as if every stage were alike: `*_flight_bytes` of the transient bytes are
     those of neighbouring stages, `*_stall_seconds` are waiting. For a chain with a `host` the abstract machine replaces them by what it
     finds.
+    `sharded_bytes` of the input are held by other ranks meanwhile; a stage that is taped in a re-run holds them itself.
     """
 
     kind: OptionKind
@@ -90,11 +92,18 @@ class Option:
     forward_flight_bytes: int = 0
     backward_flight_bytes: int = 0
     on_disk: bool = False
+    sharded_bytes: int = 0
 
-    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("on_disk",))
+    __json_form__: ClassVar[JsonForm] = JsonForm(omitted=("on_disk", "sharded_bytes"))
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def in_rerun(self) -> Option:
+        """The same in a re-run, whose backward follows soon: no part of its input is left to other ranks."""
+        whole = self.held_bytes + self.sharded_bytes
+        return replace(self, held_bytes=whole, sharded_bytes=0) if self.sharded_bytes else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,37 +409,16 @@ class Budget:
         _check_share(share)
         return cls(kind=BudgetKind.FRACTION, share=float(share), in_flight=in_flight)
 
-    def schedule(self, name: str, *, stage: int, stages: int, microbatches: int, chunks: int = 2) -> Budget:
+    def schedule(
+        self, name: str, *, stage: int, stages: int, microbatches: int, chunks: int = 2, chunk: int | None = None
+    ) -> Budget:
         """Return this budget for one stage of a pipeline: with as many microbatches in flight as its schedule has there.
 
-        `name` is "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv". In a schedule with `chunks` of layers in each rank (2 in
-        "zbv"), the model is all chunks of the rank.
+        `name` is "gpipe", "1f1b", "looped_bfs", "interleaved", "zero_bubble", "zbv" or "dualpipe_v". In a schedule with `chunks` of layers
+        in each rank, the model is all chunks of the rank, or number `chunk` of them.
         """
-        return replace(self, in_flight=microbatches_in_flight(name, stage, stages, microbatches, chunks))
-
-
-def microbatches_in_flight(name: str, stage: int, stages: int, microbatches: int, chunks: int = 2) -> int:
-    """Return how many microbatches of a rank's layers are alive at once, at most, in a pipeline schedule.
-
-    1F1B: Narayanan et al., 2019; interleaved: Narayanan et al., 2021; zero bubble, where weight gradients come later, and its V
-    schedule: Qi et al., 2023 and 2024, which hold as much on every rank as 1F1B on the first.
-    """
-    for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if not is_whole(value) or value < 1:
-            raise InvalidInput(f"{what} = {shown(value)}; give a whole number >= 1.")
-    if not is_whole(stage) or not 0 <= stage < stages:
-        raise InvalidInput(f"stage = {shown(stage)}; give a number from 0 to {stages - 1}.")
-    ahead = stages - stage - 1
-    parts = {
-        "gpipe": microbatches,
-        "1f1b": ahead + 1,
-        "interleaved": -(-(2 * ahead + (chunks - 1) * stages + 1) // chunks),
-        "zero_bubble": stages,
-        "zbv": stages,
-    }
-    if name not in parts:
-        raise InvalidInput(f"{shown(name)} is not a known schedule; give one of {', '.join(map(repr, parts))}.")
-    return min(parts[name], microbatches)
+        in_flight = microbatches_in_flight(name, stage, stages, microbatches, chunks, chunk=chunk)
+        return replace(self, in_flight=in_flight)
 
 
 def _number_in(value: _Given) -> _Given | int | float:
@@ -505,5 +493,6 @@ _ADDED_LATER = frozenset(
         "backward_stall_seconds",
         "forward_flight_bytes",
         "backward_flight_bytes",
+        "sharded_bytes",
     }
 )

@@ -113,6 +113,11 @@ def _regions(record: FitRecord, width: int) -> Table:
 
 def why(row: RegionRow, *, everything: bool) -> str:
     """Return the reason for the treatment of a row's regions, with its numbers."""
+    gathered = "; its weights stay gathered until backward" if row.keep_gathered else ""
+    return f"{_why(row, everything=everything)}{gathered}"
+
+
+def _why(row: RegionRow, *, everything: bool) -> str:
     if everything:
         return "fits, so nothing is dropped"
     dropped = format_bytes(row.dropped_bytes)
@@ -126,14 +131,20 @@ def why(row: RegionRow, *, everything: bool) -> str:
                 f"there is room for it; running it again would take {format_seconds(row.spared_seconds)}{_tiles(row)}"
             )
         case OptionKind.SELECT:
-            return f"{_why_select(row)}{_tiles(row)}"
+            return f"{_why_select(row)}{_tiles(row)}{_sharded(row)}"
         case OptionKind.RECOMPUTE | OptionKind.TILE:
-            return f"recomputed from its input: {dropped} less held{_tiles(row)}"
+            return f"recomputed from its input: {dropped} less held{_tiles(row)}{_sharded(row)}"
         case OptionKind.OFFLOAD:
             also = f"; dropped {dropped}, {format_seconds(row.rerun_seconds)} to run again" if row.dropped_bytes else ""
             what = ", its input too" if row.input_moved else ""
             where = "disk" if row.on_disk else "host"
             return f"moved {format_bytes(row.moved_bytes)} to the {where} until backward{what}{also}{_tiles(row)}"
+
+
+def _sharded(row: RegionRow) -> str:
+    return (
+        f"; {format_bytes(row.sharded_bytes)} of its input are on other ranks until then" if row.sharded_bytes else ""
+    )
 
 
 def _tiles(row: RegionRow) -> str:

@@ -35,7 +35,8 @@ class RegionRow:
 
     `rerun_seconds` refill the dropped slots, `spared_seconds` are saved by the held ones compared to recomputing all.
     `moved_bytes` are on the host, or `on_disk`, between forward and backward, a moved input included. `start` is the first region of
-    a segment whose regions drop their inputs as well. `saved_share` identifies the compiled form; None is eager.
+    a segment whose regions drop their inputs as well. `sharded_bytes` of the input are held by other ranks; with
+    `keep_gathered` FSDP2's gathered weights stay until backward. `saved_share` identifies the compiled form; None is eager.
     """
 
     names: tuple[str, ...]
@@ -50,6 +51,8 @@ class RegionRow:
     moved_bytes: int = 0
     input_moved: bool = False
     on_disk: bool = False
+    sharded_bytes: int = 0
+    keep_gathered: bool = False
     tiles: int = 1
     start: str = ""
     saved_share: float | None = None
@@ -66,7 +69,7 @@ class RegionRow:
 
     @property
     def dropped_bytes(self) -> int:
-        return max(0, self.all_bytes - self.held_bytes - self.moved_bytes)
+        return max(0, self.all_bytes - self.held_bytes - self.moved_bytes - self.sharded_bytes)
 
     @property
     def label(self) -> str:
@@ -152,7 +155,7 @@ def region_rows(record: FitRecord) -> tuple[RegionRow, ...]:
     for place, (choice, stage) in enumerate(zip(record.assignment.choices, stages, strict=True)):
         moved = (choice.moved, choice.moved_inputs, choice.on_disk)
         treated = (choice.option, choice.held, *moved, choice.tiles, choice.saved_share)
-        key = (choice.kind, *treated, starts[place])
+        key = (choice.kind, *treated, choice.sharded_inputs, choice.keep_gathered, starts[place])
         found.setdefault(key, []).append((choice, stage))
     uses = stage_uses(record.chain, record.plan.actions())
     return tuple(_row(record, members, uses, str(key[-1])) for key, members in found.items())
@@ -172,7 +175,7 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
     choice, number = members[0]
     stage = record.chain.stages[number]
     chosen = stage.choices[record.plan.choices[number]]
-    whole = next((option.rerun_seconds for option in stage.options if option.kind is OptionKind.RECOMPUTE), 0.0)
+    whole = min((o.rerun_seconds for o in stage.options if o.kind is OptionKind.RECOMPUTE), default=0.0)
     keeps = choice.option is OptionKind.KEEP
     return RegionRow(
         names=tuple(member.name for member, _ in members),
@@ -187,6 +190,8 @@ def _row(record: FitRecord, members: list[tuple[Choice, int]], uses: tuple[Stage
         moved_bytes=0 if start else chosen.moved_bytes,
         input_moved=bool(choice.moved_inputs),
         on_disk=choice.on_disk,
+        sharded_bytes=chosen.sharded_bytes if choice.sharded_inputs else 0,
+        keep_gathered=choice.keep_gathered,
         tiles=choice.tiles,
         start=start,
         saved_share=choice.saved_share,

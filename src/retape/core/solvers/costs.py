@@ -204,7 +204,7 @@ def _cost(stage: Stage, index: int, option: Option, copies: bool) -> OptionCost:
     back = max(option.backward_transient_bytes, stage.gradient_bytes)
     held = option.held_bytes
     # If the machine plays copies, what a re-run would move stays on the device: its backward follows soon.
-    stays = held + (option.moved_bytes if copies else 0)
+    stays = option.in_rerun.held_bytes + (option.moved_bytes if copies else 0)
     return OptionCost(
         index=index,
         held_bytes=(stays, held),

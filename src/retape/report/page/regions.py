@@ -68,7 +68,7 @@ def _line(name: str, row: RegionRow, *, everything: bool) -> str:
 
 def _input(row: RegionRow) -> str:
     if not row.start:
-        return "moved" if row.input_moved else "kept"
+        return "moved" if row.input_moved else "on several ranks" if row.sharded_bytes else "kept"
     return (
         "kept" if row.names == (row.start,) else f"dropped after {row.start}" if row.start in row.names else "dropped"
     )

@@ -53,6 +53,52 @@ def _groups_in(root: nn.Module) -> list[Any]:
     return [group for state in states.values() for group in _groups_of(state)]
 
 
+def freed_after_forward(module: nn.Module) -> bool | None:
+    """True if the weights that a sharded module gathers are freed after its forward, False if they stay until its backward.
+
+    None if it shards no weights itself, or frees a part of them (`reshard_after_forward` as a number).
+    """
+    groups = _groups_of(_state_of(module)) if in_use() else ()
+    settings = {_frees(group) for group in groups}
+    return settings.pop() if len(settings) == 1 else None
+
+
+def _frees(group: Any) -> bool | None:
+    after = group.post_forward_mesh_info
+    if getattr(group.mesh_info, "shard_process_group", None) is None:  # replicated: there is nothing to gather
+        return None
+    return after is not None if after in (None, group.mesh_info) else None
+
+
+def free_after_forward(module: nn.Module, frees: bool) -> None:
+    """Let the gathered weights of a module be freed after its next forward, or stay; as `set_reshard_after_forward` does for it."""
+    for group in _groups_of(_state_of(module)):
+        group.post_forward_mesh_info = group.mesh_info if frees else None
+
+
+def gathered_weights(module: nn.Module) -> list[Tensor]:
+    """Return the weights that a sharded module has gathered."""
+    found = [_gathered(parameter) for group in _groups_of(_state_of(module)) for parameter in group.fsdp_params]
+    return [weight for weight in found if weight is not None]
+
+
+def free_gathered(root: nn.Module) -> None:
+    """Free all gathered weights of a model: those of a forward without a backward, and of the root, are still there."""
+    for group in _groups_in(root):
+        group.reshard()
+
+
+def data_groups(root: nn.Module) -> set[str]:
+    """Return the names of the process groups over which FSDP2 shards or replicates the weights of a model."""
+    found = set()
+    for group in _groups_in(root):
+        for name in ("shard_process_group", "replicate_process_group"):
+            process_group = getattr(group.mesh_info, name, None)
+            if process_group is not None:
+                found.add(process_group.group_name)
+    return found
+
+
 def is_first_version(module: nn.Module) -> bool:
     """True if a module is a wrapper of FSDP1 (`FullyShardedDataParallel`)."""
     first = getattr(sys.modules.get(_FIRST_VERSION), "FullyShardedDataParallel", None)

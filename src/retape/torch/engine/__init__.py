@@ -17,6 +17,7 @@ __all__ = [
     "region",
     "rerun",
     "select",
+    "sharded_inputs",
     "slots",
     "trace",
 ]

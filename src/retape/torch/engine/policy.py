@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retape.core.errors import InvalidInput
 
@@ -55,8 +55,9 @@ class Policy:
 
     Inputs: `inputs` says whether those that another region made are dropped; only outputs of a `linkable` region can be. `stage` is
     the region's number in a plan, and `passing` the treatment of the regions, by their numbers, that are run again to make this one's
-    dropped input; without it `inputs` decides. Held inputs with the numbers `moved_inputs` among the call's tensors go to the host.
-    With `on_disk` what is moved goes on to a disk.
+    dropped input; without it `inputs` decides. Held inputs with the numbers `moved_inputs` among the call's tensors go to the host,
+    with `on_disk` on to a disk; of those with the numbers `sharded_inputs` each rank of the process group `replicas`, on which they are
+    equal, holds a part.
 
     Re-runs: a `recipe` says which ops a re-run need not run; `proof` is whether that has been shown to give the same bits for this
     region, and without one each execution proves it for itself. Parts that treat rows independently are run in `tiles` slices. The
@@ -78,6 +79,8 @@ class Policy:
     proof: Proof | None = field(default=None, compare=False)
     tiles: int = 1
     hold_collectives: int = 0
+    sharded_inputs: frozenset[int] = frozenset()
+    replicas: Any = field(default=None, compare=False)
 
     @property
     def moves(self) -> bool:

@@ -53,6 +53,7 @@ from retape.torch.engine.rerun import (
     RepeatedCollectives,
     is_compiled,
 )
+from retape.torch.engine.sharded_inputs import ShardedInputs
 from retape.torch.engine.slots import Slot, checked, release, unpack, unpack_moved, unpack_observed
 
 if TYPE_CHECKING:
@@ -196,6 +197,8 @@ class Region:
             return sources.held_or_linked(tensors, policy.inputs, checksum if self.check is _VALUES else None)
         if transfers is not None and policy.moved_inputs:
             return MovedInputs(tensors, policy.moved_inputs, transfers, checked=self.check is _VALUES)
+        if policy.sharded_inputs:
+            return ShardedInputs(tensors, policy.sharded_inputs, policy.replicas)
         return _HeldHere(list(map(hold, tensors)))
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

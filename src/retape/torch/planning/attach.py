@@ -55,6 +55,9 @@ class ModelCaller(Protocol):
 _LOG = logging.getLogger("retape")
 _CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
 _PIECES: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, ...]] = weakref.WeakKeyDictionary()
+_FREED: weakref.WeakKeyDictionary[nn.Module, bool] = (
+    weakref.WeakKeyDictionary()
+)  # after its forward, as the user has set it
 _OWN_FORWARDS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # set on the module itself
 
 
@@ -141,6 +144,9 @@ def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = (), 
         raise InvalidInput(f"{kind.__name__} cannot be managed: {error}. Leave it out of regions=.") from error
     if inside and "forward" in vars(module):  # as torch.compile sets it
         _OWN_FORWARDS[module] = vars(module).pop("forward")
+    frees = fsdp_internals.freed_after_forward(module) if inside else None
+    if frees is not None:
+        _FREED[module] = frees
     _CALLERS[module] = caller
     if pieces:
         _PIECES[module] = tuple(pieces)
@@ -153,8 +159,17 @@ def detach(module: nn.Module) -> None:
         module.__class__ = original_class(kind)
     if module in _OWN_FORWARDS:
         module.forward = _OWN_FORWARDS.pop(module)
+    set_weights_freed(module, None)
+    _FREED.pop(module, None)
     _CALLERS.pop(module, None)
     _PIECES.pop(module, None)
+
+
+def set_weights_freed(module: nn.Module, frees: bool | None) -> None:
+    """Let FSDP2 free the weights of an attached module after its next forward, or keep them; None is what the user has set."""
+    own = _FREED.get(module)
+    if own is not None:
+        fsdp_internals.free_after_forward(module, own if frees is None else frees)
 
 
 def caller_of(module: nn.Module) -> Caller | None:

@@ -33,6 +33,7 @@ from retape.torch.planning.profiles.intervals import (
     StepBytes,
     split_engine_time,
 )
+from retape.torch.planning.rank_options import or_weights_gathered, with_input_in_parts
 from retape.torch.planning.region_options import (
     MeasuredRegion,
     PartialRerun,
@@ -332,6 +333,9 @@ class _Builder:
             replace(option, tiled=parts) if option.tiles > 1 and not option.tiled else option for option in options
         ]
         stage, all_options = region.stage(options, state_bytes=state_bytes)
+        gathered = self._profiled.profile.gathered.get(call.name)
+        if gathered is not None and [other.name for other in self._calls].count(call.name) == 1:
+            stage, all_options = or_weights_gathered(stage, all_options, gathered)
         self._add(stage, RegionStage(choice=self._choice(call), options=all_options))
 
     def _choice(self, call: RegionCall) -> Choice:
@@ -437,6 +441,16 @@ class _VariantProfile:
                 found += tiled.offload(tiled.offload_candidates(selections, host, ()), host)
         return [*(tiled.recompute_in_tiles() for tiled in regions), *undominated(found)]
 
+    def _input_in_parts(
+        self, region: MeasuredRegion, stage: int, selections: Sequence[PartialRerun]
+    ) -> list[RegionOption]:
+        """Return the undominated options with a part of the input on each rank, if that is equal on several."""
+        equal = self._calls[stage].equal
+        if equal is None or not region.has_tape:
+            return []
+        whole = (*map(region.select, selections), region.recompute())
+        return undominated([with_input_in_parts(option, region.trace, equal) for option in whole])
+
     def _selections_in_tiles(
         self, kind: Signature, regions: Sequence[MeasuredRegion]
     ) -> list[tuple[PartialRerun, ...]]:
@@ -469,7 +483,7 @@ class _VariantProfile:
         selections = self._selections[self.kind(stage)]
         in_tiles = self._in_tiles(region, stage, may_move=input_bytes is not None)
         here = [*more, *map(region.select, selections), *in_tiles]
-        options = list(here)
+        options = [*here, *self._input_in_parts(region, stage, selections)]
         for tier in (self._hosts[stage], self._disks[stage]):
             if tier is not None and input_bytes is not None:
                 options += self._moved(region, stage, linked, input_bytes, here, tier)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from retape.core.assignment import Assignment, Choice
+from retape.core.errors import PlanMismatch
 from retape.core.problem import OptionKind
 from retape.torch.capture.arguments import Signature, elements, shapes, signature, tensors_of
 from retape.torch.compat import compiler_internals, fsdp_internals, hook_internals
@@ -31,7 +32,7 @@ from retape.torch.engine.host import offload
 from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Proof, ProofState
 from retape.torch.engine.select import plan_recipe
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import original_class, region_name
+from retape.torch.planning.attach import original_class, region_name, set_weights_freed
 from retape.torch.planning.region_variants import (
     VARIANTS,
     CannotCompile,
@@ -70,7 +71,7 @@ class Executor:
     """Answers the calls of the modules that a fit has attached.
 
     A recipe is shared by regions of one kind and proven for each of them (`engine/policy.py`). With `trial` recipes are used unproven, for
-    steps whose gradients are thrown away; `end_trial` ends that.
+    steps whose gradients are thrown away; `end_trial` ends that. `replicas` is the process group whose ranks hold parts of inputs.
     """
 
     def __init__(
@@ -80,12 +81,18 @@ class Executor:
         *,
         check: Check,
         trial: bool = False,
+        replicas: Any = None,
         variants: VariantCache = VARIANTS,
         tuning: PlanningTuning = TUNING,
     ) -> None:
+        if replicas is None and any(choice.sharded_inputs for choice in assignment.choices):
+            raise PlanMismatch(
+                "The plan holds a part of each input on the ranks of a tensor-parallel group, and the weights of this model are sharded "
+                "over no such group, or over several. Parallelize it as when it was fitted, or call retape.fit again."
+            )
         self.assignment = assignment
         self._variants, self._tuning = variants, tuning
-        self._names = names
+        self._names, self._replicas = names, replicas
         self._check = check
         self._trial = trial
         self._choices = {(c.name, c.root_call, c.call): (number, c) for number, c in enumerate(assignment.choices)}
@@ -149,6 +156,7 @@ class Executor:
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Answer the call of a region."""
         if not torch.is_grad_enabled() or managed_elsewhere():
+            set_weights_freed(module, None)  # without a backward they would stay gathered
             return plain_call(*args, **keywords)
         args, keywords, note = LIBRARIES.region_arguments(module, args, keywords)
         if note is not None:
@@ -156,6 +164,7 @@ class Executor:
         if module.training and getattr(module, "gradient_checkpointing", False):
             _log_once(_switched_on(module))
         number, choice = self._choice(region_name(self._names, module))
+        set_weights_freed(module, not choice.keep_gathered)
         if choice.training is not None and choice.training is not module.training:
             self._in_other_mode(module, choice)
         if choice.saved_share is None:
@@ -204,11 +213,11 @@ class Executor:
             self._warn_of_size(choice, inputs)
         held = self._answers.get(number, ()) if choice.held or choice.moved else ()
         if not held or is_variant(plain_call):
-            policy = policy_of(number, choice, None, None)
+            policy = self._policy(number, choice, None, None)
             return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check)
         selection, done = self._selection(number, choice, (choice.kind, held, (*inputs, choice.tiles, choice.tiled)))
         proof = None if selection.recipe is None and done is None else selection.proof
-        policy = policy_of(number, choice, selection.recipe, proof)
+        policy = self._policy(number, choice, selection.recipe, proof)
         return run_region(plain_call, *args, keywords=keywords, policy=policy, check=self._check, done=done)
 
     def _warn_of_size(self, choice: Choice, inputs: Signature) -> None:
@@ -241,7 +250,9 @@ class Executor:
         if found is None and key in self._recipes:
             self._recipes.move_to_end(key)
             return self._remember(own, _Selection(recipe=self._recipes[key], proof=self._new_proof())), None
-        if choice.hold_collectives:  # a trace runs to the end, and may start collectives that no other rank does
+        if (
+            choice.hold_collectives or choice.sharded_inputs
+        ):  # a trace runs to the end, and may start collectives that no other rank does
             return self._remember(own, _Selection(recipe=None, proof=self._new_proof())), None
         traces = 1 if found is None else found.traces + 1
         made = self._remember(own, _Selection(recipe=None, proof=self._new_proof(), traces=traces))
@@ -265,7 +276,13 @@ class Executor:
             self._traces[key[0], key[2]] = trace
             if len(self._traces) > self._tuning.most_shapes:
                 self._traces.popitem(last=False)
-        region.policy = policy_of(region.policy.stage, choice, selection.recipe, selection.proof)
+        region.policy = self._policy(region.policy.stage, choice, selection.recipe, selection.proof)
+
+    def _policy(self, number: int, choice: Choice, recipe: Recipe | None, proof: Proof | None) -> Policy:
+        policy = policy_of(number, choice, recipe, proof)
+        if not choice.sharded_inputs or current_runner() is not None:  # under a live budget each rank decides alone
+            return policy
+        return replace(policy, sharded_inputs=frozenset(choice.sharded_inputs), replicas=self._replicas)
 
     def _add_recipe(self, choice: Choice, key: _Key, trace: RegionTrace) -> None:
         self._recipes[key] = self._recipe(choice, key, trace)

@@ -99,6 +99,7 @@ class PlanSearch:
         self._may_choose = regions is None
         self._regions = find_regions(trials.root, regions)
         trials.ranks.require_equal("have different regions", tuple(self._regions), OTHER_MODELS)
+        trials.ranks.require_equal("have different numbers of microbatches in flight", budget.in_flight, OTHER_MODELS)
         LIBRARIES.check_model(trials.root)
         refuse_graph_replays({"the model itself": trials.root, **self._regions})
         if trials.is_spread:

@@ -3,7 +3,7 @@
 The first half works on a trace alone: which storages a partial re-run holds, and what it costs (`PartialRerun`). Select is solved
 on the region's op graph (`core/solvers/graph.py`), from holding nothing to holding everything; the recipe that the engine
 would follow gives the ops that a re-run runs. The second half adds what was measured of a region (`MeasuredRegion`) and makes its
-`RegionOption`s. Chains of regions are in `chain_builder.py`.
+`RegionOption`s. Options that need other ranks are in `rank_options.py`, chains of regions in `chain_builder.py`.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ class MeasuredRegion:
         forward, backward = self._kept_seconds()
         tape = {} if self.trace is None else tape_storages(self.trace)
         held = self.output_bytes + sum(tape.values())
-        own = [*options, self._asking(self._recompute())] if self.has_tape else []
+        own = [*options, self.recompute()] if self.has_tape else []
         stage = Stage(
             name=self.name,
             forward_seconds=forward,
@@ -417,6 +417,10 @@ class MeasuredRegion:
         return self._cost(
             OptionKind.RECOMPUTE, 0, self.rerun_seconds, forward=self.forward_bytes, rerun_peak=self.rerun_bytes
         )
+
+    def recompute(self) -> RegionOption:
+        """Return the option to recompute this region."""
+        return self._asking(self._recompute())
 
     def _partial_seconds(self, rerun: PartialRerun) -> float:
         if not rerun.ops_left and not rerun.share:
@@ -488,7 +492,7 @@ class MeasuredRegion:
         fitting = [option for option in made if has_room(host, option.cost.moved_bytes)]
         in_tiles = [option for option in fitting if option.tiles > self.tiles]
         others = self._some([option for option in fitting if option.tiles == self.tiles])
-        return [*others, *in_tiles, self._with_input_moved(self._asking(self._recompute()), size, host)]
+        return [*others, *in_tiles, self._with_input_moved(self.recompute(), size, host)]
 
     def _with_input_moved(self, option: RegionOption, size: int, host: Tier) -> RegionOption:
         """Return the option with the input moved to the host beside this forward or the next.

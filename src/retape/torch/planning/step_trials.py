@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from retape.core.errors import BudgetTooSmall, InvalidInput, StateChanged
+from retape.torch.compat import fsdp_internals
 from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
+from retape.torch.distributed.replicas import tensor_group
 from retape.torch.engine.policy import Check, Inputs, Policy
 from retape.torch.measure.host_room import DiskRequest, HostRoom
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize, without_collection
@@ -27,6 +29,8 @@ from retape.torch.measure.updates_in_backward import UpdatesInBackward, updates_
 from retape.torch.planning.attach import CheckpointCalls, ModelCaller, put_on, take_off, unreduced, unwrapped
 from retape.torch.planning.executor import Executor
 from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
+from retape.torch.planning.profiles.compiled_variants import VariantProfiles
+from retape.torch.planning.profiles.gathered_weights import gathered_weights
 from retape.torch.planning.profiles.intervals import (
     Instrument,
     Phase,
@@ -35,12 +39,12 @@ from retape.torch.planning.profiles.intervals import (
     RegionSeconds,
     StepBytes,
     largest_figures,
+    least_step,
     read_bytes,
     read_seconds,
 )
 from retape.torch.planning.profiles.other_lengths import ProfiledLengths, extrapolated, lengths_of
 from retape.torch.planning.profiles.session import ProfileSession
-from retape.torch.planning.profiles.variant_profiles import VariantProfiles
 from retape.torch.planning.region_variants import VARIANTS, CannotCompile, PartsInTiles, VariantCache
 from retape.torch.planning.tuning import TUNING, PlanningTuning
 
@@ -96,6 +100,8 @@ class StepTrials:
         if step is None:
             refuse_other_arguments(model, batch)
         self.root = unwrapped(model)
+        fsdp_internals.free_gathered(self.root)
+        self.replicas = tensor_group(self.root)
         self.compiled = compiled
         self._shorter = tuple(profile_batches)
         self._lengths = self._lengths_of(batch)
@@ -382,6 +388,7 @@ class StepTrials:
             clock=self.instruments.clock,
             known=self._known.setdefault((saved_share, tiled.tiles if tiled else 1), Profile()),
             ranks=self.ranks,
+            replicas=self.replicas,
         )
 
     def _profiled_with(self, regions: Regions, session: ProfileSession) -> Profiled:
@@ -390,10 +397,15 @@ class StepTrials:
             session.begin_step(None)
             self._first_step()
             profile = session.profile
+            profile.gathered = gathered_weights(
+                regions, self.devices, clock=self.instruments.clock, runs=self.tuning.traces
+            )
             self.ranks.require_equal("call different regions", tuple(call.name for call in profile.calls), OTHER_MODELS)
             self.tell("measuring the memory of a step")
             seconds: list[dict[int, RegionSeconds]] = []
             steps, taken = self._tracked(session, seconds)
+            runs = [steps, *(self._tracked(session, seconds)[0] for _ in range(self._more_tracked))]
+            steps = {device: least_step([run[device] for run in runs]) for device in self.devices}
             times = self.ranks.largest(timed_steps_for(len(profile.calls), len(profile.traces), self.tuning))
             taken += repeated(
                 partial(self._timed_regions, session, seconds), times, self.tuning, taken, ranks=self.ranks
@@ -419,6 +431,7 @@ class StepTrials:
         """Run a step with memory trackers, and with a stopwatch where they do not slow it down; return the seconds of that too."""
         marks = _GradientMarks(self.updates.others(self._trained), self.devices, self.instruments.gradient_bytes)
         stopwatch = Stopwatch(self.devices, self.instruments.clock) if self._tracks_freely else None
+        self.rewind()  # gradients of a step before are freed before the trackers start
         with self._trackers() as trackers:
             self._marked(session, _Marks((*([stopwatch] if stopwatch else []), marks, *trackers.values())))
         taken = [] if stopwatch is None else [self._read(stopwatch, readings)]
@@ -469,6 +482,7 @@ class StepTrials:
             names_of(regions),
             check=self.check,
             trial=True,
+            replicas=self.replicas,
             variants=self._variants,
             tuning=self.tuning,
         )
@@ -479,17 +493,27 @@ class StepTrials:
     def measured(self, regions: Regions, executor: Executor | None) -> list[Record]:
         """Track the memory of a step under an executor; one record for each device, with seconds if tracking takes no time."""
         self.tell("measuring the plan")
+        runs = [self._tracked_under(regions, executor) for _ in range(1 + self._more_tracked)]
+        own = [min(records, key=lambda record: record.peak_bytes) for records in zip(*runs, strict=True)]
+        return [
+            record if self.ranks.is_alone else self._of_all_ranks(record, self.margins[torch.device(record.device)])
+            for record in own
+        ]
+
+    def _tracked_under(self, regions: Regions, executor: Executor | None) -> list[Record]:
         with self._attached(regions, executor):
             self.rewind()
             with self._trackers() as trackers:
                 taken = self._timed_step()
         seconds = taken if self._tracks_freely or self.runs_one_step else 0.0
         pairs = trackers.items()
-        own = [step_record(tracker, device, self.start_bytes(device), seconds=seconds) for device, tracker in pairs]
-        return [
-            record if self.ranks.is_alone else self._of_all_ranks(record, self.margins[torch.device(record.device)])
-            for record in own
-        ]
+        return [step_record(tracker, device, self.start_bytes(device), seconds=seconds) for device, tracker in pairs]
+
+    @property
+    def _more_tracked(self) -> int:
+        """Steps that are tracked once more where threads of gloo free memory of a step a moment late: the least counts."""
+        late = not (self.ranks.is_alone or self.runs_one_step) and any(device.type == "cpu" for device in self.devices)
+        return self.tuning.late_free_steps if late else 0
 
     def _of_all_ranks(self, record: Record, margin_bytes: int) -> Record:
         """Return the record with the highest peak of all ranks, as bytes of the rank with the tightest limit."""

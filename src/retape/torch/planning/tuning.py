@@ -14,6 +14,7 @@ class PlanningTuning:
     most_traces: int = 9  # runs per kind, on a CPU, where other processes disturb the clock
     extra_trace_seconds: float = 0.5  # spent on runs beyond `traces`, for all kinds together
     timed_steps: int = 2  # the shortest counts
+    late_free_steps: int = 3  # tracked beyond the first on a CPU with other ranks: in one step of five a thread of gloo frees a tensor late
     few_calls_per_kind: int = (
         4  # with fewer calls of a kind in a step, one disturbed call changes its figures: time twice as often
     )

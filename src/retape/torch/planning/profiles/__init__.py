@@ -4,4 +4,4 @@ The steps themselves are run in `step_trials.py`. Start from `session.ProfileSes
 `other_lengths.extrapolated`.
 """
 
-__all__ = ["intervals", "other_lengths", "session", "variant_profiles"]
+__all__ = ["compiled_variants", "gathered_weights", "intervals", "other_lengths", "session"]

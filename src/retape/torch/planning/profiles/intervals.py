@@ -6,7 +6,7 @@ order. Glue is numbered by the region before it; the glue before the first regio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
@@ -19,6 +19,7 @@ from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.memory_meter import MemoryReading
 
 if TYPE_CHECKING:
+    from retape.torch.planning.profiles.gathered_weights import GatheredWeights
     from retape.torch.planning.region_variants import Tiling
 
 
@@ -43,13 +44,27 @@ class Instrument(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EqualInputs:
+    """Inputs of a region, by their numbers, that are equal on all ranks of its tensor-parallel group.
+
+    Each rank can hold `part_bytes` of their `whole_bytes`, which takes `divide_seconds` in the forward and `gather_seconds` in a re-run.
+    """
+
+    numbers: frozenset[int]
+    whole_bytes: int
+    part_bytes: int
+    divide_seconds: float = 0.0
+    gather_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RegionCall:
     """One execution of a region in the profiled step; calls of one `kind` are alike.
 
     `linked` are the inputs that other regions made, by their numbers among the call's tensors, `linked_bytes` their size, and
     `sources` the same as pairs of a stage and the number of its output; `maker` is the one stage that made all of them, or None.
     `device` is None if the model has only one. `saved_share` names the compiled variant that it really ran in, with its parts in
-    `tiles` slices; `training` is the mode.
+    `tiles` slices; `training` is the mode. `equal` are inputs that are equal on several ranks, if any.
     """
 
     stage: int
@@ -67,15 +82,20 @@ class RegionCall:
     saved_share: float | None = None
     tiles: int = 1
     training: bool = True
+    equal: EqualInputs | None = None
 
 
 @dataclass(slots=True)
 class Profile:
-    """Region calls in order, and per kind a trace (None if it cannot be traced) and what slicing its parts saves."""
+    """Region calls in order, and per kind a trace (None if it cannot be traced) and what slicing its parts saves.
+
+    `gathered` are the weights that FSDP2 gathers for a region, by its name.
+    """
 
     calls: list[RegionCall] = field(default_factory=list)
     traces: dict[Signature, RegionTrace | None] = field(default_factory=dict)
     tilings: dict[Signature, Tiling] = field(default_factory=dict)
+    gathered: dict[str, GatheredWeights] = field(default_factory=dict)
 
     def trace_of(self, call: RegionCall, tiles: int, parts: tuple[str, ...]) -> RegionTrace | None:
         """Return the trace of a call with these parts in this many tiles."""
@@ -239,27 +259,36 @@ def largest_figures(ranks: Sequence[Figures]) -> Figures:
     return (
         _largest_step(steps),
         {device: _largest_step([each[device] for each in others]) for device in others[0]},
-        [_largest_by_stage(timed) for timed in zip(*seconds, strict=True)],
+        [_joined_by_stage(timed, max) for timed in zip(*seconds, strict=True)],
         max(range(len(steps)), key=lambda place: steps[place].peak),
     )
 
 
 def _largest_step(steps: Sequence[StepBytes]) -> StepBytes:
-    regions = _largest_by_stage([step.regions for step in steps])
-    return StepBytes(regions=regions, loss=max(step.loss for step in steps), peak=max(step.peak for step in steps))
+    return _joined_step(steps, max)
+
+
+def least_step(steps: Sequence[StepBytes]) -> StepBytes:
+    """Return the least of each number over runs of one step: frees that another thread makes late only add bytes."""
+    return _joined_step(steps, min)
+
+
+def _joined_step(steps: Sequence[StepBytes], join: Callable[..., Any]) -> StepBytes:
+    regions = _joined_by_stage([step.regions for step in steps], join)
+    return StepBytes(regions=regions, loss=join(step.loss for step in steps), peak=join(step.peak for step in steps))
 
 
 _Numbers = TypeVar("_Numbers", RegionBytes, RegionSeconds)
 
 
-def _largest_by_stage(ranks: Sequence[dict[int, _Numbers]]) -> dict[int, _Numbers]:
-    stages = dict.fromkeys(stage for each in ranks for stage in each)
-    return {stage: _largest([each[stage] for each in ranks if stage in each]) for stage in stages}
+def _joined_by_stage(runs: Sequence[dict[int, _Numbers]], join: Callable[..., Any]) -> dict[int, _Numbers]:
+    stages = dict.fromkeys(stage for each in runs for stage in each)
+    return {stage: _joined([each[stage] for each in runs if stage in each], join) for stage in stages}
 
 
-def _largest(numbers: Sequence[_Numbers]) -> _Numbers:
+def _joined(numbers: Sequence[_Numbers], join: Callable[..., Any]) -> _Numbers:
     kind = type(numbers[0])
-    return kind(**{name: max(getattr(each, name) for each in numbers) for name in kind.__slots__})
+    return kind(**{name: join(getattr(each, name) for each in numbers) for name in kind.__slots__})
 
 
 _PEAKS = {

@@ -99,9 +99,10 @@ def extrapolated(one: Profiled, two: Profiled, lengths: ProfiledLengths, *, tile
     profile = Profile(
         # What the inputs of the long step look like is not known: a region is traced again when it first sees them.
         calls=[
-            replace(its, inputs=(), linked_bytes=lengths.bytes_at(mine.linked_bytes, its.linked_bytes))
+            replace(its, inputs=(), equal=None, linked_bytes=lengths.bytes_at(mine.linked_bytes, its.linked_bytes))
             for mine, its in calls
         ],
+        gathered=two.profile.gathered,
     )
     for mine, its in calls:
         if its.kind not in profile.traces:

@@ -1,16 +1,22 @@
-"""Profiles of a step in its compiled variants: which are run, and which of them are worth a place among the options."""
+"""Profiles of one step in the compiled variants of its regions, each made when it is first asked for.
+
+What a variant is, is in `region_variants.py`; steps are run by `step_trials.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from retape.core.errors import RetapeError
-from retape.torch.planning.profiles.intervals import Profiled
 from retape.torch.planning.region_variants import PartsInTiles
-from retape.torch.planning.tuning import PlanningTuning
 
-Profiling = Callable[..., Profiled]  # profiles a step with a saved share, and optionally with parts in tiles
+if TYPE_CHECKING:
+    from retape.torch.planning.profiles.intervals import Profiled
+    from retape.torch.planning.tuning import PlanningTuning
+
+Profiling = Callable[..., "Profiled"]  # profiles a step with a saved share, and optionally with parts in tiles
 
 
 @dataclass(slots=True)
