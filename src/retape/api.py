@@ -30,6 +30,7 @@ from retape.report.page.html import render_fit_html, write_report
 from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.distributed.members import Group, ranks_of
 from retape.torch.distributed.ranks import Ranks
+from retape.torch.distributed.steps import StepWatch, watch_steps
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom
@@ -41,6 +42,7 @@ from retape.torch.planning.attach import (
     detach,
     is_attached,
     model_hash,
+    put_around,
     put_on,
     refuse_replicas,
     take_off,
@@ -82,6 +84,7 @@ class Fit:
         self._model, self._regions, self._caller = model, regions, caller
         self._optimizer_hook: RemovableHandle | None = None
         self._host_room: HostRoom | None = None
+        self._watch: StepWatch | None = None
         self.record = record
 
     @property
@@ -164,15 +167,18 @@ class Fit:
             self._optimizer_hook.remove()
         if self._host_room is not None:
             self._host_room.remove()
-        if self._caller is not None:
+        if self._caller is not None or self._watch is not None:
             take_off(unwrapped(self._model), dict(self._regions))
             self._caller = None
+        if self._watch is not None:
+            self._watch.release()
+            self._watch = None
         if self.record.fused_loss:
             LIBRARIES.unfuse_loss(unwrapped(self._model))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the executor: a copied or pickled model is a plain one."""
-        return {**self.__dict__, "_caller": None, "_regions": {}, "_optimizer_hook": None, "_host_room": None}
+        return {**self.__dict__, "_caller": None, "_regions": {}, "_optimizer_hook": None, "_host_room": None, "_watch": None}
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
@@ -324,11 +330,19 @@ def fit_using(
         about = (model, batch, step, optimizer), (asked, regions, allowed, host_budget)
         made = _cached_or_searched(search, steps, *about, PlanCache.at(cache) if ranks.is_alone else None)
         on_error.pop_all()
+    _watch_steps(made, ranks)
     made._host_room = steps.host_room
     made._optimizer_hook = release_cached_blocks(optimizer)
     if progress:
         _print_result(made)
     return made
+
+
+def _watch_steps(made: Fit, ranks: Ranks) -> None:
+    """Let an error of one rank in a training step end all of them with the same error, until the fit is removed."""
+    made._watch = watch = watch_steps(ranks.members)
+    if watch is not None:
+        put_around(unwrapped(made._model), watch.run)
 
 
 @contextmanager
@@ -494,7 +508,9 @@ def apply(model: nn.Module, plan: Fit | FitRecord | str | Path, *, check: str = 
     """
     with ranks_of(model, group, what="apply()") as ranks:
         ranks.phase = "applying a plan"
-        return _applied(model, _record_of(plan), check, ranks)
+        made = _applied(model, _record_of(plan), check, ranks)
+    _watch_steps(made, ranks)
+    return made
 
 
 def _applied(model: nn.Module, record: FitRecord, check: str, ranks: Ranks) -> Fit:

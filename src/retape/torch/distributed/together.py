@@ -6,7 +6,6 @@ for all ranks; the others find that while they wait for an answer, or are pulled
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import time
 import uuid
@@ -22,7 +21,7 @@ from retape.torch.compat import process_internals
 from retape.torch.distributed.channel import Channel, StoreLost
 from retape.torch.distributed.ranks import OTHER_MODELS, Ranks, Result, Value
 from retape.torch.distributed.tuning import TUNING, DistributedTuning
-from retape.torch.distributed.watcher import FAILURE, Failure, Watcher
+from retape.torch.distributed.watcher import FAILURE, Failure, Watcher, failure_of, store_lost
 
 
 class OthersFailed(BaseException):
@@ -179,19 +178,14 @@ class Together(Ranks):
         try:
             return self._failure_for(error)
         except StoreLost:
-            return RankFailed(
-                f"The store of the process group does not answer, in the phase {self.phase!r}: the process that hosts it, usually that "
-                "of rank 0, was killed.",
-                rank=0,
-                phase=self.phase,
-            )
+            return store_lost(self.phase)
 
     def _failure_for(self, error: BaseException) -> BaseException:
         if isinstance(error, StoreLost):
             raise error
         if process_internals.is_of_collective(error):  # an effect: give the cause time to be noticed
             self._channel.wait([FAILURE], seconds=self._tuning.silence_seconds + 2 * self._tuning.beat_seconds)
-        mine = Failure(error=self._named(error))
+        mine = failure_of(error, self.members[self.number], self.phase)
         first: Failure = (
             self._channel.peek(FAILURE) if isinstance(error, OthersFailed) else self._channel.put_first(FAILURE, mine)
         )
@@ -204,19 +198,6 @@ class Together(Ranks):
         is_whole = came and len(others) == len(self.members)
         is_same = is_whole and all(self._channel.peek(f"ended/{place}") == ended for place in others)
         return error if is_same else first.error
-
-    def _named(self, error: BaseException) -> RetapeError:
-        rank = self.members[self.number]
-        if isinstance(error, RetapeError):
-            named = copy.copy(error)
-            named.args = (f"On rank {rank}, in the phase {self.phase!r}: {error}",)
-            return named
-        return RankFailed(
-            f"Rank {rank} failed in the phase {self.phase!r}: {type(error).__name__}: {error} The other ranks were stopped, and their "
-            "process groups may be unusable now: begin again once the cause is removed.",
-            rank=rank,
-            phase=self.phase,
-        )
 
 
 class _OwnFailure(BaseException):
@@ -244,7 +225,7 @@ def working_together(
         members,
         number,
         phase=lambda: ranks.phase,
-        interrupt=lambda: process_internals.interrupt(members),
+        interrupt=lambda failure: process_internals.interrupt(members),
         tuning=tuning,
     )
     watcher.start()

@@ -131,9 +131,10 @@ def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = (), 
     An `nn.Sequential` runs the `pieces`, slices of it, instead of its children. The call of a module that FSDP2 shards is its forward,
     unless the caller is to be `outside_hooks`.
     """
+    if is_attached(module):
+        raise InvalidInput(f"{type(module).__name__} is managed by a fit already. Call its remove() first.")
+    detach(module)  # what only watches its calls
     kind = type(module)
-    if kind.__mro__[1] is _Attached:
-        raise InvalidInput(f"{kind.__name__} is managed by a fit already. Call its remove() first.")
     inside = not outside_hooks and fsdp_internals.is_sharded(module)
     try:
         module.__class__ = _attached_class(kind, bool(pieces), inside)  # type: ignore[arg-type]  # classes can be hashed
@@ -167,8 +168,20 @@ def put_over(module: nn.Module, caller: Caller) -> None:
     _CALLERS[module] = caller
 
 
+def put_around(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Let `run(caller, ...)` call the caller of a module. One that is not attached is watched by `run`, until it is."""
+    if is_attached(module):
+        put_over(module, partial(run, _CALLERS[module]))
+    else:
+        attach(module, partial(run, _call_plainly), outside_hooks=True)
+
+
 def is_attached(module: nn.Module) -> bool:
-    return type(module).__mro__[1] is _Attached and module in _CALLERS
+    """True if a caller answers the calls of a module, and does not only watch them."""
+    if type(module).__mro__[1] is not _Attached:
+        return False
+    caller = _CALLERS.get(module)
+    return caller is not None and getattr(caller, "args", None) != (_call_plainly,)
 
 
 @cache
