@@ -167,8 +167,9 @@ class Fit:
             self._optimizer_hook.remove()
         if self._host_room is not None:
             self._host_room.remove()
-        if self._caller is not None or self._watch is not None:
-            take_off(unwrapped(self._model), dict(self._regions))
+        root = unwrapped(self._model)
+        if self._caller is not None or (self._watch is not None and not is_attached(root)):
+            take_off(root, dict(self._regions))
             self._caller = None
         if self._watch is not None:
             self._watch.release()
@@ -178,7 +179,8 @@ class Fit:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the executor: a copied or pickled model is a plain one."""
-        return {**self.__dict__, "_caller": None, "_regions": {}, "_optimizer_hook": None, "_host_room": None, "_watch": None}
+        nothing = dict.fromkeys(("_caller", "_optimizer_hook", "_host_room", "_watch"))
+        return {**self.__dict__, "_regions": {}, **nothing}
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)

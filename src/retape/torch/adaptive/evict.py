@@ -137,6 +137,13 @@ class Evictor:
         self.evicted_bytes += freed
         return freed
 
+    def drop_whole(self, region: ManagedRegion) -> None:
+        """Drop all slots of one region."""
+        start = self._account.held_bytes()
+        region.evict()
+        self.evictions += 1
+        self.evicted_bytes += start - self._account.held_bytes()
+
     def _in_order(self, position: int, pinned: set[int], backward: bool) -> list[EvictionCandidate]:
         found = list(self._candidates(pinned))
         farthest = max((abs(position - candidate.number) for candidate in found), default=0)

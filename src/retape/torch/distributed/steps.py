@@ -26,6 +26,8 @@ from retape.core.errors import RankFailed, RetapeError
 from retape.torch.capture.arguments import tensors_of
 from retape.torch.compat import compiler_internals, hook_internals, internals, process_internals
 from retape.torch.distributed.channel import Channel, StoreLost
+from retape.torch.distributed.ranks import Result, Value
+from retape.torch.distributed.together import Together, meet
 from retape.torch.distributed.tuning import TUNING, DistributedTuning
 from retape.torch.distributed.watcher import FAILURE, Failure, Watcher, failure_of, store_lost
 
@@ -36,7 +38,7 @@ _OPEN: dict[tuple[int, ...], StepWatch] = {}  # by members; each as long as some
 
 def watch_steps(members: tuple[int, ...], *, tuning: DistributedTuning = TUNING) -> StepWatch | None:
     """Begin to watch the steps of these ranks, until `release`; None for a process alone. Models of the same ranks share a watch."""
-    if len(members) == 1:
+    if len(members) == 1 or not dist.is_initialized():
         return None
     watch = _OPEN.get(members)
     if watch is None or watch.is_over():
@@ -79,6 +81,8 @@ class StepWatch:
         self._longest_seconds = 0.0  # of a forward
         self._handled: Exception | None = None  # what this rank raises, on its way up
         self._failed: RetapeError | None = None  # what another thread has found
+        self._together: Together | None = None  # from when they have met
+        self._next_look = 0.0
         self._end_of_backward: Callable[[], None] = lambda: None
 
     # --- beginning and ending -----------------------------------------------------------------------------------------
@@ -182,6 +186,38 @@ class StepWatch:
         elif self._place is _BACKWARD or process_internals.is_of_collective(error):
             return self.raised(error)
         return None
+
+    # --- agreeing -----------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._members
+
+    def agreed(self, value: Value, decide: Callable[[list[Value]], Result], *, what: str) -> Result:
+        """Return what `decide` makes of the values of all ranks, on the first of them; the first time they meet, to do `what`."""
+        try:
+            if self._together is None:
+                channel = meet(self._channel, self._members, self._number, what, self._tuning, self._look)
+                self._together = Together(channel, self._members, self._number, self._tuning, look=self._look_around)
+                self._together.phase = what
+            return self._together.agreed(value, decide)
+        except _Known:
+            first: Failure = self._channel.peek(FAILURE)
+            self._handled = copy.copy(first.error)
+            raise self._handled from None
+
+    def _look_around(self) -> None:
+        """Raise if a rank has failed, or has left; the latter is asked less often."""
+        self._look()
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + self._tuning.beat_seconds
+        for left in self._watcher.left(self._channel):
+            raise RankFailed(
+                f"Rank {left} has ended its live budget or its process, and other ranks wait for it. Run the same steps on every rank.",
+                rank=left,
+                phase=self.phase,
+            )
 
     # --- failing ------------------------------------------------------------------------------------------------------
 

@@ -62,11 +62,20 @@ _ANSWERS = (torch.OutOfMemoryError, RetapeError, AttributeError, TypeError)
 
 
 class Together(Ranks):
-    """Several processes, of which this is one."""
+    """Several processes, of which this is one. `look` is called while it waits, and raises if another one has failed."""
 
-    def __init__(self, channel: Channel, members: tuple[int, ...], number: int, tuning: DistributedTuning) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        members: tuple[int, ...],
+        number: int,
+        tuning: DistributedTuning,
+        *,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         self.members, self.number = members, number
         self._channel, self._tuning = channel, tuning
+        self._look = look or self._look_for_failure
         self._turn, self._longest_seconds = 0, 0.0
 
     # --- agreeing -----------------------------------------------------------------------------------------------------
@@ -100,7 +109,7 @@ class Together(Ranks):
         if not self._channel.wait(keys, seconds=seconds, look=self._look):
             raise TimeoutError
 
-    def _look(self) -> None:
+    def _look_for_failure(self) -> None:
         if self._channel.peek(FAILURE) is not None:
             raise OthersFailed
 
@@ -243,9 +252,14 @@ def working_together(
 
 
 def meet(
-    channel: Channel, members: tuple[int, ...], number: int, what: str, tuning: DistributedTuning = TUNING
+    channel: Channel,
+    members: tuple[int, ...],
+    number: int,
+    what: str,
+    tuning: DistributedTuning = TUNING,
+    look: Callable[[], None] = lambda: None,
 ) -> Channel:
-    """Wait until every member has called `what`; return the channel of this meeting.
+    """Wait until every member has called `what`; return the channel of this meeting. `look` runs while it waits, and may raise.
 
     The first rank collects a name of each, which is new each time, so that nothing of an earlier meeting counts.
     """
@@ -253,12 +267,12 @@ def meet(
     here = [f"here/{place}" for place in range(len(members))]
     channel.put(here[number], own)
     end = time.monotonic() + tuning.meeting_seconds
-    if number == 0 and channel.wait(here, seconds=tuning.meeting_seconds):
+    if number == 0 and channel.wait(here, seconds=tuning.meeting_seconds, look=look):
         names = [channel.peek(key) for key in here]
         channel.drop(*here)
         for name in names:
             channel.put(f"session/{name}", own)
-    if not channel.wait([f"session/{own}"], seconds=end - time.monotonic()):
+    if not channel.wait([f"session/{own}"], seconds=end - time.monotonic(), look=look):
         missing = [rank for rank, key in zip(members, here, strict=True) if channel.peek(key) is None]
         time.sleep(2 * tuning.beat_seconds)  # others that have waited as long do not miss this one
         channel.drop(here[number])

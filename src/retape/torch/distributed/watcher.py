@@ -142,6 +142,11 @@ class Watcher(threading.Thread):
         sign = _SignOfLife(beats=self._beats, process=self._process, has_left=has_left)
         self._channel.put(f"alive/{self._number}", sign)
 
+    def left(self, channel: Channel) -> list[int]:
+        """Return the ranks that have said that they leave."""
+        signs = {rank: channel.peek(f"alive/{place}") for place, rank in enumerate(self._members)}
+        return [rank for rank, sign in signs.items() if sign is not None and sign.has_left]
+
     def _failure(self) -> Failure | None:
         """Give a sign of life, and return why all ranks end, if they do."""
         try:
