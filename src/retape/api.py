@@ -30,7 +30,7 @@ from retape.report.page.html import render_fit_html, write_report
 from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.distributed.members import Group, ranks_of
 from retape.torch.distributed.ranks import Ranks
-from retape.torch.distributed.steps import StepWatch, watch_steps
+from retape.torch.distributed.steps import watch_steps
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom
@@ -42,11 +42,11 @@ from retape.torch.planning.attach import (
     detach,
     is_attached,
     model_hash,
-    put_around,
     put_on,
     refuse_replicas,
     take_off,
     unwrapped,
+    watch_calls,
 )
 from retape.torch.planning.candidates import Candidate
 from retape.torch.planning.discover import Wanted, find_regions, refuse_graph_replays
@@ -84,7 +84,7 @@ class Fit:
         self._model, self._regions, self._caller = model, regions, caller
         self._optimizer_hook: RemovableHandle | None = None
         self._host_room: HostRoom | None = None
-        self._watch: StepWatch | None = None
+        self._watching = ExitStack()  # of its training steps, if there are several ranks
         self.record = record
 
     @property
@@ -167,20 +167,17 @@ class Fit:
             self._optimizer_hook.remove()
         if self._host_room is not None:
             self._host_room.remove()
-        root = unwrapped(self._model)
-        if self._caller is not None or (self._watch is not None and not is_attached(root)):
-            take_off(root, dict(self._regions))
+        if self._caller is not None:
+            take_off(unwrapped(self._model), dict(self._regions))
             self._caller = None
-        if self._watch is not None:
-            self._watch.release()
-            self._watch = None
+        self._watching.close()
         if self.record.fused_loss:
             LIBRARIES.unfuse_loss(unwrapped(self._model))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the executor: a copied or pickled model is a plain one."""
-        nothing = dict.fromkeys(("_caller", "_optimizer_hook", "_host_room", "_watch"))
-        return {**self.__dict__, "_regions": {}, **nothing}
+        nothing = dict.fromkeys(("_caller", "_optimizer_hook", "_host_room"))
+        return {**self.__dict__, "_regions": {}, "_watching": ExitStack(), **nothing}
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
@@ -342,9 +339,11 @@ def fit_using(
 
 def _watch_steps(made: Fit, ranks: Ranks) -> None:
     """Let an error of one rank in a training step end all of them with the same error, until the fit is removed."""
-    made._watch = watch = watch_steps(ranks.members)
+    watch, root = watch_steps(ranks.members), unwrapped(made._model)
     if watch is not None:
-        put_around(unwrapped(made._model), watch.run)
+        made._watching.callback(watch.open_for(root))
+        for module in {id(each): each for each in (root, made._model)}.values():  # a wrapper has collectives of its own
+            made._watching.callback(watch_calls(module, watch.run))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -257,6 +258,8 @@ class Adaptive:
         self._budget, self._host, self._progress = budget, host, progress
         self._members = members_of(model, group)
         self._watch: StepWatch | None = None
+        self._watching = ExitStack()
+        self._wrapper = None if model is None or attach.unwrapped(model) is model else model
         self._tuning, self._instruments = tuning or AdaptiveTuning(), instruments or AdaptiveInstruments()
         self._use_device(budget_device(model))
         self._outer: list[Any] = []
@@ -271,7 +274,12 @@ class Adaptive:
     def _watch_steps(self) -> None:
         """Let an error of one rank end all of them with the same error, until `remove`."""
         if self._watch is None or self._watch.is_over():
+            self._watching.close()
             self._watch = watch_steps(self._members)
+            if self._watch is not None:
+                self._watching.callback(self._watch.open_for(self))
+                if self._wrapper is not None:  # it has collectives of its own
+                    self._watching.callback(attach.watch_calls(self._wrapper, self._watch.run))
 
     def _use_device(self, device: torch.device) -> None:
         tuning, instruments = self._tuning, self._instruments
@@ -292,9 +300,8 @@ class Adaptive:
     def remove(self) -> None:
         """Leave the model as it was before."""
         self._detach()
-        if self._watch is not None:
-            self._watch.release()
-            self._watch = None
+        self._watching.close()
+        self._watch = None
 
     def _detach(self) -> None:
         self._end_step()

@@ -60,9 +60,10 @@ def on_backward_end(called: BackwardEnd) -> Callable[[], None]:
     Of an exception, what `called` returns is raised instead. Backward passes of C++ begin and end in no code of Python but one function
     of `torch.autograd`, which is replaced meanwhile, and put back unless somebody else has replaced it since.
     """
-    if torch.autograd._engine_run_backward is not _Replaced.by:
-        _Replaced.function = torch.autograd._engine_run_backward
-        _Replaced.by = torch.autograd._engine_run_backward = _seen_to_its_end(_Replaced.function)
+    module: Any = torch.autograd
+    if module._engine_run_backward is not _Replaced.by:
+        _Replaced.function = module._engine_run_backward
+        _Replaced.by = module._engine_run_backward = _seen_to_its_end(_Replaced.function)
     _BACKWARD_ENDS.append(called)
     return partial(_forget_backward_end, called)
 
@@ -98,8 +99,9 @@ def _seen_to_its_end(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forget_backward_end(called: BackwardEnd) -> None:
     _BACKWARD_ENDS.remove(called)
-    if not _BACKWARD_ENDS and torch.autograd._engine_run_backward is _Replaced.by:
-        torch.autograd._engine_run_backward = _Replaced.function
+    module: Any = torch.autograd
+    if not _BACKWARD_ENDS and module._engine_run_backward is _Replaced.by:
+        module._engine_run_backward = _Replaced.function
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

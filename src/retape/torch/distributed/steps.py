@@ -37,15 +37,13 @@ _OPEN: dict[tuple[int, ...], StepWatch] = {}  # by members; each as long as some
 
 
 def watch_steps(members: tuple[int, ...], *, tuning: DistributedTuning = TUNING) -> StepWatch | None:
-    """Begin to watch the steps of these ranks, until `release`; None for a process alone. Models of the same ranks share a watch."""
+    """Return the watch of these ranks, which is `open_for` whoever uses it; None for a process alone."""
     if len(members) == 1 or not dist.is_initialized():
         return None
     watch = _OPEN.get(members)
     if watch is None or watch.is_over():
         store, world = process_internals.default_store(), dist.group.WORLD
         watch = _OPEN[members] = StepWatch(store, members, dist.get_rank(), world=world, tuning=tuning)
-        watch.open()
-    watch.users += 1
     return watch
 
 
@@ -59,9 +57,8 @@ class StepWatch:
     def __init__(
         self, store: Any, members: tuple[int, ...], rank: int, *, world: Any, tuning: DistributedTuning = TUNING
     ) -> None:
-        self.users = 0
-        self._world = weakref.ref(world)
-        self._members, self._number, self._tuning = members, members.index(rank), tuning
+        self.members = members
+        self._number, self._tuning, self._world = members.index(rank), tuning, weakref.ref(world)
         named = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
         # Clones have connections of their own, and do not keep the store open once the process groups are destroyed.
         self._channel = Channel(store.clone(), f"{named}/steps", tuning)
@@ -76,48 +73,53 @@ class StepWatch:
             is_over=self.is_over,
             is_inside=lambda: self._place is not _BETWEEN,
         )
-        self._process, self._is_closed = os.getpid(), False
+        self._users, self._process, self._is_closed = 0, os.getpid(), False
         self._step, self._place, self._depth, self._raises = 0, _BETWEEN, 0, 0
-        self._longest_seconds = 0.0  # of a forward
+        self._began = self._longest_seconds = 0.0  # of a forward
         self._handled: Exception | None = None  # what this rank raises, on its way up
-        self._failed: RetapeError | None = None  # what another thread has found
-        self._together: Together | None = None  # from when they have met
+        self._failed: RetapeError | None = None  # what the thread has found
+        self._together: Together | None = None  # from when the ranks have met
         self._next_look = 0.0
         self._end_of_backward: Callable[[], None] = lambda: None
 
     # --- beginning and ending -----------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        self._watcher.say()
-        self._watcher.start()
-        self._end_of_backward = hook_internals.on_backward_end(self._backward_ended)
-        atexit.register(self._at_exit)
+    def open_for(self, owner: object) -> weakref.finalize[[], Any]:
+        """Watch until what this returns is called, or the owner is freed. Models of the same ranks share a watch, and its thread."""
+        if not self._users:
+            try:
+                self._watcher.say()
+            except StoreLost:
+                raise store_lost("attaching") from None
+            self._watcher.start()
+            self._end_of_backward = hook_internals.on_backward_end(self._backward_ended)
+            atexit.register(self._at_exit)
+        self._users += 1
+        released = weakref.finalize(owner, self._release)
+        released.atexit = False
+        return released
 
-    def release(self) -> None:
-        """Use it no more; the last user ends it, and its thread."""
-        self.users -= 1
-        if self.users <= 0:
+    def _release(self) -> None:
+        self._users -= 1
+        if not self._users:
             self._close()
 
     def _close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if _OPEN.get(self._members) is self:
-            del _OPEN[self._members]
+        if _OPEN.get(self.members) is self:
+            del _OPEN[self.members]
         self._end_of_backward()
         atexit.unregister(self._at_exit)
         self._watcher.end()
-        self._say_goodbye()
-
-    def _say_goodbye(self) -> None:
         try:
             self._watcher.say(has_left=True)
-        except StoreLost:
+        except StoreLost:  # the process groups are destroyed
             return
 
     def is_over(self) -> bool:
-        """True if the process groups were destroyed, or made anew."""
+        """True if nobody uses it any more, or the process groups were destroyed."""
         return self._is_closed or self._world() is None or self._world() is not dist.group.WORLD
 
     def _at_exit(self) -> None:
@@ -126,7 +128,7 @@ class StepWatch:
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is None and self._place in (_FORWARD, _BACKWARD):
-            error = RankFailed("Its process has ended.", rank=self._members[self._number], phase=self.phase)
+            error = RankFailed("Its process has ended.", rank=self.members[self._number], phase=self.phase)
         try:
             if error is not None and not self.is_over():
                 self._channel.put_first(FAILURE, self._failure_of(error))
@@ -178,7 +180,7 @@ class StepWatch:
         self._place = _BACKWARD
 
     def _backward_ended(self, error: Exception | None) -> Exception | None:
-        """Answer the end of a backward pass of any model: a failed collective has no other cause than a rank that failed."""
+        """Answer the end of a backward pass of any model: a collective that fails there fails because of a rank."""
         if internals.graph_task() >= 0:  # inside another one
             return None
         if error is None:
@@ -189,16 +191,12 @@ class StepWatch:
 
     # --- agreeing -----------------------------------------------------------------------------------------------------
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self._members
-
     def agreed(self, value: Value, decide: Callable[[list[Value]], Result], *, what: str) -> Result:
         """Return what `decide` makes of the values of all ranks, on the first of them; the first time they meet, to do `what`."""
         try:
             if self._together is None:
-                channel = meet(self._channel, self._members, self._number, what, self._tuning, self._look)
-                self._together = Together(channel, self._members, self._number, self._tuning, look=self._look_around)
+                session = meet(self._channel, self.members, self._number, what, self._tuning, look=self._look)
+                self._together = Together(session, self.members, self._number, self._tuning, look=self._look_around)
                 self._together.phase = what
             return self._together.agreed(value, decide)
         except _Known:
@@ -206,61 +204,75 @@ class StepWatch:
             self._handled = copy.copy(first.error)
             raise self._handled from None
 
+    def _look(self) -> None:
+        if self._channel.peek(FAILURE) is not None:
+            raise _Known
+
     def _look_around(self) -> None:
         """Raise if a rank has failed, or has left; the latter is asked less often."""
         self._look()
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self._tuning.beat_seconds
-        for left in self._watcher.left(self._channel):
-            raise RankFailed(
-                f"Rank {left} has ended its live budget or its process, and other ranks wait for it. Run the same steps on every rank.",
-                rank=left,
-                phase=self.phase,
-            )
+        here = self._watcher.present(self._channel)
+        left = next((rank for place, rank in enumerate(self.members) if place not in here), None)
+        if left is not None:
+            raise self._left(left)
+
+    def _left(self, rank: int) -> RankFailed:
+        return RankFailed(
+            f"Rank {rank} has left: it has called remove(), or its process has ended. Other ranks wait for it. Run the same steps on "
+            "every rank.",
+            rank=rank,
+            phase=self.phase,
+        )
 
     # --- failing ------------------------------------------------------------------------------------------------------
 
     def raised(self, error: Exception) -> Exception:
         """Return what this rank raises for an error of a step: its own if every rank has one, else that of all ranks."""
-        if error is self._handled or self.is_over():
+        if error is self._handled or self.is_over() or Together.at_work:  # a fit has a protocol of its own
             return error
         try:
-            self._handled = self._answer(error)
+            self._handled = self._cause_of(error) if process_internals.is_of_collective(error) else self._own(error)
         except StoreLost:
             self._handled = store_lost(f"step {self._step}")
         self._place = _BETWEEN
         return self._handled
 
-    def _answer(self, error: Exception) -> Exception:
-        is_effect = process_internals.is_of_collective(error)
-        seconds = self._tuning.patience_seconds + self._tuning.forwards_of_step * self._longest_seconds
-        if is_effect:  # give the cause time to be noticed
-            self._watcher.hurry()
-            seconds += self._tuning.silence_seconds
+    def _own(self, error: Exception) -> Exception:
+        """Return an error of this rank if all others have one too, within the time in which they would; else that of all ranks."""
         turn, self._raises = self._raises, self._raises + 1
-        keys = [f"raised/{turn}/{place}" for place in range(len(self._members))]
-        self._channel.put(keys[self._number], is_effect)
+        self._channel.put(f"raised/{turn}/{self._number}", True)
+        seconds = self._tuning.patience_seconds + self._tuning.forwards_of_step * self._longest_seconds
+        keys = [f"raised/{turn}/{place}" for place in self._watcher.present(self._channel)]
         try:
-            everybody = self._channel.wait(keys, seconds=seconds, look=self._look)
-            if everybody and not any(self._channel.peek(key) for key in keys):
+            if self._channel.wait(keys, seconds=seconds, look=self._look):
                 return error
-            if is_effect:
-                self._channel.wait([FAILURE], seconds=self._tuning.closing_seconds)
         except _Known:
             pass
-        first: Failure = self._channel.put_first(FAILURE, self._failure_of(error))
-        return first.error
+        return self._posted(self._failure_of(error))
 
-    def _look(self) -> None:
-        if self._channel.peek(FAILURE) is not None:
-            raise _Known
+    def _cause_of(self, error: Exception) -> Exception:
+        """Return the error of the rank that has made a collective of this one fail."""
+        self._watcher.hurry()
+        slowest = self._tuning.forwards_of_step * self._longest_seconds
+        end = time.monotonic() + self._tuning.patience_seconds + self._tuning.silence_seconds + slowest
+        while not self._channel.wait([FAILURE], seconds=self._tuning.beat_seconds) and time.monotonic() < end:
+            ended = self._watcher.ended(self._channel)
+            if ended is not None:
+                return self._posted(Failure(error=self._left(ended)))
+        return self._posted(self._failure_of(error))
+
+    def _posted(self, failure: Failure) -> RetapeError:
+        first: Failure = self._channel.put_first(FAILURE, failure)
+        return copy.copy(first.error)
 
     def _failure_of(self, error: BaseException) -> Failure:
-        return failure_of(error, self._members[self._number], self.phase)
+        return failure_of(error, self.members[self._number], self.phase)
 
     def _interrupt(self, failure: Failure) -> None:
         """End what this process waits for, because a rank has failed; called by the thread of the watcher."""
         self._failed = failure.error
         _LOG.error("retape: %s", failure.error)
-        process_internals.interrupt(self._members)
+        process_internals.interrupt(self.members)

@@ -62,7 +62,12 @@ _ANSWERS = (torch.OutOfMemoryError, RetapeError, AttributeError, TypeError)
 
 
 class Together(Ranks):
-    """Several processes, of which this is one. `look` is called while it waits, and raises if another one has failed."""
+    """Several processes, of which this is one. `look` is called while it waits, and raises if another one has failed.
+
+    `at_work` is the number of fits in this process that are under way.
+    """
+
+    at_work = 0
 
     def __init__(
         self,
@@ -238,6 +243,7 @@ def working_together(
         tuning=tuning,
     )
     watcher.start()
+    Together.at_work += 1
     try:
         yield ranks
         ranks.of_all(None)  # a rank that fails at the very end fails on all of them
@@ -248,6 +254,7 @@ def working_together(
             raise
         raise raised from (own if own is not raised and isinstance(own, Exception) else None)
     finally:
+        Together.at_work -= 1
         watcher.end()
 
 
@@ -257,6 +264,7 @@ def meet(
     number: int,
     what: str,
     tuning: DistributedTuning = TUNING,
+    *,
     look: Callable[[], None] = lambda: None,
 ) -> Channel:
     """Wait until every member has called `what`; return the channel of this meeting. `look` runs while it waits, and may raise.

@@ -142,10 +142,16 @@ class Watcher(threading.Thread):
         sign = _SignOfLife(beats=self._beats, process=self._process, has_left=has_left)
         self._channel.put(f"alive/{self._number}", sign)
 
-    def left(self, channel: Channel) -> list[int]:
-        """Return the ranks that have said that they leave."""
-        signs = {rank: channel.peek(f"alive/{place}") for place, rank in enumerate(self._members)}
-        return [rank for rank, sign in signs.items() if sign is not None and sign.has_left]
+    def present(self, channel: Channel) -> list[int]:
+        """Return the places of the ranks that have given a sign of life, and not left."""
+        signs = [channel.peek(f"alive/{place}") for place in range(len(self._members))]
+        return [place for place, sign in enumerate(signs) if sign is not None and not sign.has_left]
+
+    def ended(self, channel: Channel) -> int | None:
+        """Return a rank that has left, and whose process has ended on this machine."""
+        signs = [channel.peek(f"alive/{place}") for place in range(len(self._members))]
+        gone = [sign is not None and sign.has_left and process_internals.has_ended(sign.process) for sign in signs]
+        return next((rank for rank, is_gone in zip(self._members, gone, strict=True) if is_gone), None)
 
     def _failure(self) -> Failure | None:
         """Give a sign of life, and return why all ranks end, if they do."""

@@ -168,12 +168,45 @@ def put_over(module: nn.Module, caller: Caller) -> None:
     _CALLERS[module] = caller
 
 
-def put_around(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Let `run(caller, ...)` call the caller of a module. One that is not attached is watched by `run`, until it is."""
-    if is_attached(module):
-        put_over(module, partial(run, _CALLERS[module]))
+class WatchedCalls:
+    """A caller whose calls run inside others: each of `runs` is given the one before, and the call."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+        self.runs: list[Callable[..., Any]] = []
+
+    def __call__(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        call: Callable[..., Any] = self.caller
+        for run in self.runs:
+            call = partial(run, call)
+        return call(module, plain_call, args, keywords)
+
+
+def watch_calls(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Let `run(caller, ...)` call the caller of a module, which need not have one; return what undoes that."""
+    caller = _CALLERS.get(module)
+    if not isinstance(caller, WatchedCalls):
+        caller = WatchedCalls(caller if caller is not None and is_attached(module) else _call_plainly)
+        if caller.caller is _call_plainly:
+            attach(module, caller, outside_hooks=True)
+        else:
+            put_over(module, caller)
+    caller.runs.append(run)
+    return partial(_unwatch_calls, weakref.ref(module), run)
+
+
+def _unwatch_calls(reference: weakref.ref[nn.Module], run: Callable[..., Any]) -> None:
+    module = reference()
+    caller = None if module is None else _CALLERS.get(module)
+    if module is None or not isinstance(caller, WatchedCalls) or run not in caller.runs:
+        return
+    caller.runs.remove(run)
+    if caller.runs:
+        return
+    if caller.caller is _call_plainly:
+        detach(module)
     else:
-        attach(module, partial(run, _call_plainly), outside_hooks=True)
+        put_over(module, caller.caller)
 
 
 def is_attached(module: nn.Module) -> bool:
@@ -181,7 +214,7 @@ def is_attached(module: nn.Module) -> bool:
     if type(module).__mro__[1] is not _Attached:
         return False
     caller = _CALLERS.get(module)
-    return caller is not None and getattr(caller, "args", None) != (_call_plainly,)
+    return caller is not None and not (isinstance(caller, WatchedCalls) and caller.caller is _call_plainly)
 
 
 @cache
