@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from retape.torch.adaptive.tuning import AdaptiveTuning
     from retape.torch.distributed.steps import StepWatch
 
-_WHAT = "adaptive(), whose regions run collectives,"
+_WHAT = "adaptive() on a model whose regions run collectives"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,7 @@ class _KnownStep:
     sizes: tuple[int, ...] = ()
     seconds: tuple[float, ...] = ()
     floor_bytes: int | None = None
+    missing_bytes: int = 0  # by which steps that held some of them have passed the budget
 
 
 @dataclass(slots=True)
@@ -117,23 +118,29 @@ class CollectiveRegions:
         known = None if self._step.root is None else self._known.get(self._step.root)
         if known is None or known.floor_bytes is None:
             return None
-        room = limit.aim_bytes - limit.base_bytes - int(self._tuning.known_step_slack * known.floor_bytes)
-        return Offer(sizes=known.sizes, seconds=known.seconds, room_bytes=room, fits_whole=fits_whole)
+        beside = int(self._tuning.known_step_slack * known.floor_bytes) + known.missing_bytes
+        return Offer(
+            sizes=known.sizes,
+            seconds=known.seconds,
+            room_bytes=limit.aim_bytes - limit.base_bytes - beside,
+            fits_whole=fits_whole and not known.missing_bytes,
+        )
 
     def end_step(self, peak_bytes: int, *, are_needs_known: bool) -> None:
         """Learn from a step, whose peak above its base was this by the needs of its phases."""
         step = self._step
-        if step.root is None or step.calls != 1 or not step.regions or not are_needs_known:
+        if step.root is None or not self._is_together:
             return
         known = self._known.setdefault(step.root, _KnownStep())
+        known.missing_bytes += step.missing_bytes
+        if step.calls != 1 or not step.regions or not are_needs_known:
+            return
         sizes, seconds = zip(*step.regions, strict=True)
         if len(sizes) != len(known.sizes):
             known.floor_bytes = None
         known.sizes, known.seconds = sizes, seconds
         if step.table == DROP_ALL:
             known.floor_bytes = max(peak_bytes, known.floor_bytes or 0)
-        elif known.floor_bytes is not None:
-            known.floor_bytes += step.missing_bytes
 
     # --- inside a step ------------------------------------------------------------------------------------------------
 

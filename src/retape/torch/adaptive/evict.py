@@ -226,8 +226,8 @@ class Evictor:
                 )
 
     def collective_bytes(self) -> int:
-        """Bytes that regions hold because they took part in a collective."""
-        return sum(region.own_bytes for region in self if region.collective)
+        """Bytes that regions hold because they took part in a collective, and are not dropped by all ranks together."""
+        return sum(region.own_bytes for region in self if region.collective and not region.evicted)
 
     def next_on_host(self, number: int) -> ManagedRegion | None:
         """The region that backward reaches next, of those with slots on the host only."""

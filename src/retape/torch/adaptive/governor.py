@@ -253,6 +253,7 @@ class Governor:
         if collective:
             raise self.limit.failed_after_collective(kind.name, failure) from failure
         need = max(1, self.needs.of(StepPhase.FORWARD, kind, 0).bytes) + self.limit.ran_out()
+        self.collectives.note_missing(need)
         freed = self.evict(need)
         self.memory.empty_cache()
         if not freed and tried:
@@ -313,15 +314,14 @@ class Governor:
                 if THREAD.runs:  # the outermost region is run again as a whole
                     raise
                 failure = error.with_traceback(None)
-            collective = started != _collectives_started()
+            collective = _communicated(started)
             if region is not None and not collective:
                 region.snapshot.undo_forward(tensors)
             del region, managed
             tried = self.out_of_memory(kind, failure, tried, collective=collective)
             call = capture_call(*called)
-        now = _collectives_started()
-        if started != now:
-            managed.collective, managed.partners = True, process_internals.ranks_that_communicated(started, now)
+        if _communicated(started):
+            managed.collective, managed.partners = True, _partners(started)
         if timed or not kind.runs:
             kind.ran(self._clock(timed) - start)
         if fields is not None:
@@ -483,7 +483,7 @@ class Governor:
                 failure = error.with_traceback(None)
             region.update_account()
             self.step.pinned = set()
-            collective = started != _collectives_started()
+            collective = _communicated(started)
             tried = self.out_of_memory(region.kind, failure, tried, collective=collective)
 
     def _refill(self, region: ManagedRegion, wanted: Slot) -> Tensor:
@@ -539,6 +539,19 @@ class Governor:
         # On CUDA the host is ahead of the device: there the seconds are those of measured steps.
         self.counts.rerun_seconds += seconds if self.memory.counts_bytes else self.instruments.clock() - start
         region.finish_rerun()
+
+
+def _partners(started: tuple[Any, ...]) -> frozenset[int] | None:
+    """The ranks that this one has communicated with since `started`, itself included; None if that is not known."""
+    return process_internals.ranks_that_communicated(started, _collectives_started())
+
+
+def _communicated(started: tuple[Any, ...]) -> bool:
+    """True if a collective was started since `started`, in a group of more than this rank."""
+    if started == _collectives_started():
+        return False
+    partners = _partners(started)
+    return partners is None or len(partners) > 1
 
 
 def _rerun_number(region: ManagedRegion) -> int:

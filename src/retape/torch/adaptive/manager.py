@@ -263,7 +263,7 @@ class Adaptive:
         self._tuning, self._instruments = tuning or AdaptiveTuning(), instruments or AdaptiveInstruments()
         self._use_device(budget_device(model))
         self._outer: list[Any] = []
-        self._in_step = False
+        self._in_step = self._began_unmanaged = False
         self._evictions_before = self._failures_before = 0  # this step
         self._attachment: ModelAttachment | None = None
         if model is not None:
@@ -437,6 +437,7 @@ class Adaptive:
         governor.start(measure=self._wants_measuring(root))
         may_run_unmanaged = not self._plan and not governor.is_measuring and governor.collectives.holds_everything
         above = self._unmanaged.begin(root if may_run_unmanaged else None, governor.left_bytes)
+        self._began_unmanaged = above is not None
         if above is not None:
             governor.counts.unmanaged += 1
             governor.step.peak_bytes = governor.limit.base_bytes + above
@@ -458,7 +459,8 @@ class Adaptive:
         self._in_step = False
         governor = self.governor
         above = governor.end_step()
-        are_needs_known = governor.counts.measured >= self._tuning.first_measured_steps and above is None
+        measured = governor.counts.measured >= self._tuning.first_measured_steps
+        are_needs_known = measured and above is None and not self._began_unmanaged
         peak_bytes = governor.step.peak_bytes - governor.limit.base_bytes
         governor.collectives.end_step(peak_bytes, are_needs_known=are_needs_known)
         root, failed = governor.step.root, governor.counts.out_of_memory > self._failures_before

@@ -17,6 +17,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class StepWatch:
         self._number, self._tuning, self._world = members.index(rank), tuning, weakref.ref(world)
         named = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
         # Clones have connections of their own, and do not keep the store open once the process groups are destroyed.
-        self._channel = Channel(store.clone(), f"{named}/steps", tuning)
+        quick = replace(tuning, longest_poll_seconds=tuning.step_poll_seconds)
+        self._channel = Channel(store.clone(), f"{named}/steps", quick)
         self._watcher = Watcher(
             self._channel.clone(),
             members,
@@ -75,7 +77,7 @@ class StepWatch:
         )
         self._users, self._process, self._is_closed = 0, os.getpid(), False
         self._step, self._place, self._depth, self._raises = 0, _BETWEEN, 0, 0
-        self._began = self._longest_seconds = 0.0  # of a forward
+        self._began = self._forward_seconds = 0.0  # of the last forward that went well
         self._handled: Exception | None = None  # what this rank raises, on its way up
         self._failed: RetapeError | None = None  # what the thread has found
         self._together: Together | None = None  # from when the ranks have met
@@ -112,6 +114,8 @@ class StepWatch:
             del _OPEN[self.members]
         self._end_of_backward()
         atexit.unregister(self._at_exit)
+        if os.getpid() != self._process:  # a fork of the rank, which has the rank's connection to the store
+            return
         self._watcher.end()
         try:
             self._watcher.say(has_left=True)
@@ -169,9 +173,9 @@ class StepWatch:
 
     def _end_forward(self, outputs: Any) -> None:
         self._place = _BETWEEN
-        self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._began)
+        self._forward_seconds = time.monotonic() - self._began
         for tensor in tensors_of(outputs):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:  # hooks of a parameter would stay
                 self._place = _AFTER_FORWARD
                 hook_internals.on_gradient(tensor, self._backward_begins)
 
@@ -244,7 +248,7 @@ class StepWatch:
         """Return an error of this rank if all others have one too, within the time in which they would; else that of all ranks."""
         turn, self._raises = self._raises, self._raises + 1
         self._channel.put(f"raised/{turn}/{self._number}", True)
-        seconds = self._tuning.patience_seconds + self._tuning.forwards_of_step * self._longest_seconds
+        seconds = self._tuning.patience_seconds + self._tuning.forwards_of_step * self._forward_seconds
         keys = [f"raised/{turn}/{place}" for place in self._watcher.present(self._channel)]
         try:
             if self._channel.wait(keys, seconds=seconds, look=self._look):
@@ -256,7 +260,7 @@ class StepWatch:
     def _cause_of(self, error: Exception) -> Exception:
         """Return the error of the rank that has made a collective of this one fail."""
         self._watcher.hurry()
-        slowest = self._tuning.forwards_of_step * self._longest_seconds
+        slowest = self._tuning.forwards_of_step * self._forward_seconds
         end = time.monotonic() + self._tuning.patience_seconds + self._tuning.silence_seconds + slowest
         while not self._channel.wait([FAILURE], seconds=self._tuning.beat_seconds) and time.monotonic() < end:
             ended = self._watcher.ended(self._channel)

@@ -26,6 +26,7 @@ class DistributedTuning:
     forwards_of_step: float = 3.0  # a step takes about as long as this many forwards: ranks fail that far apart
     shortest_poll_seconds: float = 0.0005  # between two looks at the store; doubled each time
     longest_poll_seconds: float = 0.02
+    step_poll_seconds: float = 0.002  # the same where a training step waits: a look takes 0.05 ms
 
 
 TUNING = DistributedTuning()
