@@ -51,10 +51,10 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
     tensor.register_hook(hook)
 
 
-BackwardEnd = Callable[[Exception | None], Exception | None]
+_BackwardEnd = Callable[[Exception | None], Exception | None]
 
 
-def on_backward_end(called: BackwardEnd) -> Callable[[], None]:
+def on_backward_end(called: _BackwardEnd) -> Callable[[], None]:
     """Call `called` at the end of each backward pass, with the exception that it raises or None; return what ends that.
 
     Of an exception, what `called` returns is raised instead. Backward passes of C++ begin and end in no code of Python but one function
@@ -75,7 +75,7 @@ class _Replaced:
     by: Any = None
 
 
-_BACKWARD_ENDS: list[BackwardEnd] = []
+_BACKWARD_ENDS: list[_BackwardEnd] = []
 
 
 def _seen_to_its_end(run_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def _seen_to_its_end(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _forget_backward_end(called: BackwardEnd) -> None:
+def _forget_backward_end(called: _BackwardEnd) -> None:
     _BACKWARD_ENDS.remove(called)
     module: Any = torch.autograd
     if not _BACKWARD_ENDS and module._engine_run_backward is _Replaced.by:

@@ -14,6 +14,8 @@ import sys
 import threading
 import uuid
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -49,10 +51,21 @@ def referent(reference: Any) -> Any:
 
 def is_only_thread() -> bool:
     """True if no other thread runs Python code, and may be inside PyTorch; threads without tensors do not count."""
-    return not sys._current_frames().keys() - {threading.get_ident(), *THREADS_WITHOUT_TENSORS}
+    return not sys._current_frames().keys() - {threading.get_ident(), *_WITHOUT_TENSORS}
 
 
-THREADS_WITHOUT_TENSORS: set[int] = set()  # idents of threads of retape that only talk to a store
+@contextmanager
+def without_tensors() -> Iterator[None]:
+    """Let this thread not count for `is_only_thread`: it touches no tensor."""
+    own = threading.get_ident()
+    _WITHOUT_TENSORS.add(own)
+    try:
+        yield
+    finally:
+        _WITHOUT_TENSORS.discard(own)
+
+
+_WITHOUT_TENSORS: set[int] = set()
 
 
 @functools.cache

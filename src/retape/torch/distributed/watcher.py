@@ -110,12 +110,8 @@ class Watcher(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
-        own = threading.get_ident()
-        process_internals.THREADS_WITHOUT_TENSORS.add(own)
-        try:
+        with process_internals.without_tensors():
             self._watch()
-        finally:
-            process_internals.THREADS_WITHOUT_TENSORS.discard(own)
 
     def _watch(self) -> None:
         failed_at = 0.0
