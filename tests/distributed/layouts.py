@@ -170,7 +170,10 @@ def gradients_of_one_step(model, ids):
 
 
 def by_adaptive(share, model, ids, wanted):
-    """Steps under a live budget, a share of the way from the bytes between steps to the peak of a plain step."""
+    """Steps under a live budget, a share of the way from the bytes between steps to the peak of a plain step.
+
+    The first two steps are measured, and may pass the budget.
+    """
     peak = agreed_bytes(retape.measure(partial(gradients_of_two_steps, model, ids)).peak_bytes)
     live = retape.adaptive(model, budget=peak)
     gradients_of_two_steps(model, ids)
@@ -179,12 +182,14 @@ def by_adaptive(share, model, ids, wanted):
     live = retape.adaptive(model, budget=int(base + share * (peak - base)))
     for _ in range(6):
         assert_equal(gradients_of_one_step(model, ids), wanted[: len(wanted) // 2])
+    before = live.stats().reruns
     for _ in range(2):
         assert_equal(gradients_of_two_steps(model, ids), wanted)
     stats = live.stats()
     live.remove()
+    assert stats.reruns > before or share > 0.7, stats
+    assert max(stats.peak_bytes[2:]) <= stats.budget_bytes, stats
     assert_equal(gradients_of_two_steps(model, ids), wanted)
-    return {"budget": stats.budget_bytes, "peaks": stats.peak_bytes, "over": stats.over_budget, "reruns": stats.reruns}
 
 
 def agreed_bytes(size):
@@ -199,8 +204,8 @@ WAYS = {
     "fit near the floor": partial(by_fit, 0.0),
     "fit with more room": partial(by_fit, 0.5),
     "apply": by_apply,
-    "adaptive with more room": partial(by_adaptive, 0.8),
-    "adaptive near the floor": partial(by_adaptive, 0.5),
+    "adaptive with more room": partial(by_adaptive, 0.85),
+    "adaptive near the floor": partial(by_adaptive, 0.65),
 }
 
 
@@ -210,10 +215,10 @@ def outcome(layout, way, rank):
     with loss_parallel() if layout == "loss parallel" else nullcontext():
         wanted = gradients_of_two_steps(model, ids)
         try:
-            found = WAYS[way](model, ids, wanted)
+            WAYS[way](model, ids, wanted)
         except RetapeError as error:
             return f"refused: {error}"
-    return "right" if found is None else found
+    return "right"
 
 
 # --- pipelines ----------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def on_backward_end(called: _BackwardEnd) -> Callable[[], None]:
     """Call `called` at the end of each backward pass, with the exception that it raises or None; return what ends that.
 
     Of an exception, what `called` returns is raised instead. Backward passes of C++ begin and end in no code of Python but one function
-    of `torch.autograd`, which is replaced meanwhile, and put back unless somebody else has replaced it since.
+    of `torch.autograd`, which is replaced meanwhile, and restored unless other code has replaced it since.
     """
     module: Any = torch.autograd
     if module._engine_run_backward is not _Replaced.by:

@@ -1,8 +1,8 @@
 """StepWatch: training steps of several ranks after a fit, or under a live budget; an error of one ends all of them with the same error.
 
 Seen are errors that leave the forward of the model in training, and backward passes that have reached its outputs. A rank that raises one
-says so, and waits as long as the others may need to come to the same place: if every rank has raised an error of its own, nobody waits
-for anybody, and each keeps its own. Else the first error is posted, and all raise that. Errors elsewhere (the loss, an optimizer) are
+says so, and waits as long as the others may need to come to the same place: if every rank has raised an error of its own, no rank waits
+for another, and each keeps its own. Else the first error is posted, and all raise that. Errors elsewhere (the loss, an optimizer) are
 seen when they end the process. In a step without an error nothing is asked: a thread gives a sign of life once a second (`watcher.py`).
 """
 
@@ -34,7 +34,7 @@ from retape.torch.distributed.watcher import FAILURE, Failure, Watcher, failure_
 
 _LOG = logging.getLogger("retape")
 _BETWEEN, _FORWARD, _AFTER_FORWARD, _BACKWARD = "after its end", "forward", "after the forward", "backward"
-_OPEN: dict[tuple[int, ...], StepWatch] = {}  # by members; each as long as somebody uses it
+_OPEN: dict[tuple[int, ...], StepWatch] = {}  # by members; each as long as a model uses it
 
 
 def watch_steps(members: tuple[int, ...], *, tuning: DistributedTuning = TUNING) -> StepWatch | None:
@@ -123,7 +123,7 @@ class StepWatch:
             return
 
     def is_over(self) -> bool:
-        """True if nobody uses it any more, or the process groups were destroyed."""
+        """True if no model uses it any more, or the process groups were destroyed."""
         return self._is_closed or self._world() is None or self._world() is not dist.group.WORLD
 
     def _at_exit(self) -> None:
