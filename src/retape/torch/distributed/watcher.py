@@ -94,8 +94,8 @@ class Watcher(threading.Thread):
         self._beats, self._process = 0, process_internals.own_process()
         self._next = (number + 1) % len(members)
         self._first: _SignOfLife | None = None  # of the rank that may host the store
-        # The last sign of life of the next rank, and when it came.
-        self._heard: tuple[int, float] = (0, time.monotonic())
+        # The last sign of life of the next rank, the seconds since it came, and when this was last looked at.
+        self._heard, self._silent_seconds, self._looked_at = 0, 0.0, time.monotonic()
 
     def end(self) -> None:
         """Stop watching; a thread that is waiting for a store is left behind."""
@@ -166,14 +166,20 @@ class Watcher(threading.Thread):
     def _has_ended(sign: _SignOfLife) -> bool:
         return not sign.has_left and process_internals.has_ended(sign.process)
 
+    def _count_silence(self, sign: _SignOfLife | None) -> None:
+        now, beats = time.monotonic(), 0 if sign is None else sign.beats
+        # A machine that was suspended, with all of its ranks, has heard nothing: at most two beats count for each look.
+        self._silent_seconds += min(now - self._looked_at, 2 * self._beat_seconds)
+        self._looked_at = now
+        if beats != self._heard or (self._only_seen if sign is None else sign.has_left):
+            self._heard, self._silent_seconds = beats, 0.0
+
     def _failure_of_next(self) -> Failure | None:
         """Post that the next rank was killed, if so; return what was posted first."""
         sign: _SignOfLife | None = self._channel.peek(f"alive/{self._next}")
-        beats = 0 if sign is None else sign.beats
-        if beats != self._heard[0] or (self._only_seen if sign is None else sign.has_left):
-            self._heard = (beats, time.monotonic())
+        self._count_silence(sign)
         ended = sign is not None and self._has_ended(sign)
-        if not ended and time.monotonic() - self._heard[1] <= self._silence_seconds:
+        if not ended and self._silent_seconds <= self._silence_seconds:
             return None
         rank, phase = self._members[self._next], self._phase()
         since = "" if ended else f" for {self._silence_seconds:g} s"
