@@ -866,7 +866,7 @@ def test_own_process():
 
 def test_has_ended():
     own = process_internals.own_process()
-    assert not process_internals.has_ended(own)
+    assert process_internals.has_ended(own) is False
     child = subprocess.Popen(["sleep", "60"])
     started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
     other = (own[0], child.pid, started)
@@ -877,7 +877,7 @@ def test_has_ended():
     assert process_internals.has_ended(other), "nobody has asked how it ended"
     child.wait()
     assert process_internals.has_ended(other)
-    assert not process_internals.has_ended(("another machine", child.pid, started))
+    assert process_internals.has_ended(("another machine", child.pid, started)) is None
 
 
 def test_on_backward_end():

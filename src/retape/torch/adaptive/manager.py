@@ -256,10 +256,10 @@ class Adaptive:
         instruments: AdaptiveInstruments | None = None,
     ) -> None:
         self._budget, self._host, self._progress = budget, host, progress
-        self._members = members_of(model, group)
+        self._given, self._group = model, group
         self._watch: StepWatch | None = None
+        self._block: StepWatch | None = None  # where a block without a model was entered
         self._watching = ExitStack()
-        self._wrapper = None if model is None or attach.unwrapped(model) is model else model
         self._tuning, self._instruments = tuning or AdaptiveTuning(), instruments or AdaptiveInstruments()
         self._use_device(budget_device(model))
         self._outer: list[Any] = []
@@ -267,19 +267,20 @@ class Adaptive:
         self._evictions_before = self._failures_before = 0  # this step
         self._attachment: ModelAttachment | None = None
         if model is not None:
+            members_of(model, group)  # refuses other groups
             self._attachment = ModelAttachment(model, self.call_root, self.call, fuse=fuse)
-            self._attachment.attach()
-            self._watch_steps()
+            self.attach()
 
     def _watch_steps(self) -> None:
         """Let an error of one rank end all of them with the same error, until `remove`."""
         if self._watch is None or self._watch.is_over():
             self._watching.close()
-            self._watch = watch_steps(self._members)
+            self._watch = watch_steps(members_of(self._given, self._group))
             if self._watch is not None:
                 self._watching.callback(self._watch.open_for(self))
-                if self._wrapper is not None:  # it has collectives of its own
-                    self._watching.callback(attach.watch_calls(self._wrapper, self._watch.run))
+                if self._given is not None and attach.unwrapped(self._given) is not self._given:
+                    # A wrapper has collectives of its own.
+                    self._watching.callback(attach.watch_calls(self._given, self._watch.run))
 
     def _use_device(self, device: torch.device) -> None:
         tuning, instruments = self._tuning, self._instruments
@@ -394,10 +395,15 @@ class Adaptive:
         if not self.governor.counts.steps and not self._in_step:  # by now the GPU is in use, if there is one
             self._use_device(budget_device(None))
         self._watch_steps()
+        self._block = self._watch
+        if self._block is not None:
+            self._block.begin_block()
         self._outer.append(enter_runner(self.governor))
         try:
             self._begin_step(None, None)
         except BaseException:  # no __exit__ will follow
+            if self._block is not None:
+                self._block.end_block()
             enter_runner(self._outer.pop())
             self._end_step()
             self.governor.limit.close()
@@ -419,6 +425,8 @@ class Adaptive:
                 raised = self.governor.limit.failed_outside(error, now)
         if self._watch is not None and isinstance(raised, Exception):
             raised = self._watch.raised(raised)
+        if self._block is not None:
+            self._block.end_block()
         if raised is not None and raised is not error:
             raise raised from error
 

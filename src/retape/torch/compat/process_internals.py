@@ -97,10 +97,10 @@ def own_process() -> tuple[str, int, str]:
     return _machine(), os.getpid(), _process_start(os.getpid()) or ""
 
 
-def has_ended(process: tuple[str, int, str]) -> bool:
-    """True if a process has ended, as far as this machine knows: it knows nothing of others."""
+def has_ended(process: tuple[str, int, str]) -> bool | None:
+    """True if a process has ended; None if this machine does not know, because it runs on another one."""
     machine, number, start = process
-    return bool(start) and machine == _machine() and _process_start(number) != start
+    return _process_start(number) != start if start and machine == _machine() else None
 
 
 def heap_bytes() -> int | None:

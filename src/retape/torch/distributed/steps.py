@@ -8,7 +8,6 @@ seen when they end the process. In a step without an error nothing is asked: a t
 
 from __future__ import annotations
 
-import atexit
 import copy
 import hashlib
 import logging
@@ -18,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import util
 from typing import Any
 
 import torch
@@ -46,6 +46,14 @@ def watch_steps(members: tuple[int, ...], *, tuning: DistributedTuning = TUNING)
         store, world = process_internals.default_store(), dist.group.WORLD
         watch = _OPEN[members] = StepWatch(store, members, dist.get_rank(), world=world, tuning=tuning)
     return watch
+
+
+def _last_exception() -> BaseException | None:
+    """Return the exception that ends the process: one that was printed, or that passes through multiprocessing."""
+    error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if not isinstance(error, SystemExit):
+        return error
+    return error.__context__ if error.code else None  # torch.multiprocessing catches, and exits
 
 
 class _Known(BaseException):
@@ -83,6 +91,7 @@ class StepWatch:
         self._together: Together | None = None  # from when the ranks have met
         self._next_look = 0.0
         self._end_of_backward: Callable[[], None] = lambda: None
+        self._goodbye: util.Finalize | None = None  # runs at the end of a process, also of multiprocessing's
 
     # --- beginning and ending -----------------------------------------------------------------------------------------
 
@@ -95,7 +104,7 @@ class StepWatch:
                 raise store_lost("attaching") from None
             self._watcher.start()
             self._end_of_backward = hook_internals.on_backward_end(self._backward_ended)
-            atexit.register(self._at_exit)
+            self._goodbye = util.Finalize(None, self._at_exit, exitpriority=0)
         self._users += 1
         released = weakref.finalize(owner, self._release)
         released.atexit = False
@@ -113,7 +122,8 @@ class StepWatch:
         if _OPEN.get(self.members) is self:
             del _OPEN[self.members]
         self._end_of_backward()
-        atexit.unregister(self._at_exit)
+        if self._goodbye is not None:
+            self._goodbye.cancel()
         if os.getpid() != self._process:  # a fork of the rank, which has the rank's connection to the store
             return
         self._watcher.end()
@@ -128,9 +138,7 @@ class StepWatch:
 
     def _at_exit(self) -> None:
         """Tell the others why this process ends, if it does so by an exception or inside a step."""
-        if os.getpid() != self._process:  # a fork of the rank
-            return
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        error = _last_exception()
         if error is None and self._place in (_FORWARD, _BACKWARD):
             error = RankFailed("Its process has ended.", rank=self.members[self._number], phase=self.phase)
         try:
@@ -164,6 +172,14 @@ class StepWatch:
             self._depth -= 1
         self._end_forward(outputs)
         return outputs
+
+    def begin_block(self) -> None:
+        """Begin a step that ends with `end_block`; what is inside it is watched by the block alone."""
+        self._begin()
+        self._depth += 1
+
+    def end_block(self) -> None:
+        self._depth, self._place = self._depth - 1, _BETWEEN
 
     def _begin(self) -> None:
         if self._failed is not None:

@@ -87,7 +87,7 @@ class Watcher(threading.Thread):
         super().__init__(name="retape ranks", daemon=True)
         self._channel, self._members, self._number, self._tuning = channel, members, number, tuning
         self._phase, self._interrupt, self._is_over, self._is_inside = phase, interrupt, is_over, is_inside
-        self._only_seen, self._is_lost = only_seen, False
+        self._only_seen, self._is_lost, self._hurries = only_seen, False, False
         self._beat_seconds = tuning.step_beat_seconds if only_seen else tuning.beat_seconds
         self._silence_seconds = tuning.step_silence_seconds if only_seen else tuning.silence_seconds
         self._ended, self._wake = threading.Event(), threading.Event()
@@ -107,6 +107,7 @@ class Watcher(threading.Thread):
     def hurry(self) -> None:
         """Look at once, and more often: a collective has failed, so that a silent rank has been killed."""
         self._beat_seconds, self._silence_seconds = self._tuning.beat_seconds, self._tuning.silence_seconds
+        self._hurries = True
         self._wake.set()
 
     def run(self) -> None:
@@ -158,27 +159,29 @@ class Watcher(threading.Thread):
                 return self._channel.peek(FAILURE) or self._failure_of_next()
         except StoreLost:
             self._is_lost = True
-        killed = self._first is not None and self._has_ended(self._first)
+        killed = self._first is not None and process_internals.has_ended(self._first.process)
         is_failure = not self._only_seen or (killed and self._is_inside())
         return Failure(error=store_lost(self._phase())) if is_failure else None
-
-    @staticmethod
-    def _has_ended(sign: _SignOfLife) -> bool:
-        return not sign.has_left and process_internals.has_ended(sign.process)
 
     def _count_silence(self, sign: _SignOfLife | None) -> None:
         now, beats = time.monotonic(), 0 if sign is None else sign.beats
         # A machine that was suspended, with all of its ranks, has heard nothing: at most two beats count for each look.
         self._silent_seconds += min(now - self._looked_at, 2 * self._beat_seconds)
         self._looked_at = now
-        if beats != self._heard or (self._only_seen if sign is None else sign.has_left):
+        if beats != self._heard or (self._only_seen and self._is_not_missed(sign)):
             self._heard, self._silent_seconds = beats, 0.0
+
+    def _is_not_missed(self, sign: _SignOfLife | None) -> bool:
+        """True if a rank may be silent: it has not begun, has left, or lives on this machine while no collective has failed."""
+        return (
+            sign is None or sign.has_left or (not self._hurries and process_internals.has_ended(sign.process) is False)
+        )
 
     def _failure_of_next(self) -> Failure | None:
         """Post that the next rank was killed, if so; return what was posted first."""
         sign: _SignOfLife | None = self._channel.peek(f"alive/{self._next}")
         self._count_silence(sign)
-        ended = sign is not None and self._has_ended(sign)
+        ended = False if sign is None or sign.has_left else process_internals.has_ended(sign.process)
         if not ended and self._silent_seconds <= self._silence_seconds:
             return None
         rank, phase = self._members[self._next], self._phase()
