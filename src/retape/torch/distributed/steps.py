@@ -264,7 +264,7 @@ class StepWatch:
         """Return an error of this rank if all others have one too, within the time in which they would; else that of all ranks."""
         turn, self._raises = self._raises, self._raises + 1
         self._channel.put(f"raised/{turn}/{self._number}", True)
-        seconds = self._tuning.patience_seconds + self._tuning.forwards_of_step * self._forward_seconds
+        seconds = self._tuning.patience_seconds + self._tuning.forwards_apart * self._forward_seconds
         keys = [f"raised/{turn}/{place}" for place in self._watcher.present(self._channel)]
         try:
             if self._channel.wait(keys, seconds=seconds, look=self._look):
@@ -276,7 +276,7 @@ class StepWatch:
     def _cause_of(self, error: Exception) -> Exception:
         """Return the error of the rank that has made a collective of this one fail."""
         self._watcher.hurry()
-        slowest = self._tuning.forwards_of_step * self._forward_seconds
+        slowest = self._tuning.forwards_apart * self._forward_seconds
         end = time.monotonic() + self._tuning.patience_seconds + self._tuning.silence_seconds + slowest
         while not self._channel.wait([FAILURE], seconds=self._tuning.beat_seconds) and time.monotonic() < end:
             ended = self._watcher.ended(self._channel)
