@@ -32,6 +32,7 @@ from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.distributed.members import Group, ranks_of
 from retape.torch.distributed.ranks import Ranks
 from retape.torch.distributed.replicas import tensor_group
+from retape.torch.distributed.steps import watch_steps
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom, spill_folder
@@ -48,6 +49,7 @@ from retape.torch.planning.attach import (
     refuse_replicas,
     take_off,
     unwrapped,
+    watch_calls,
 )
 from retape.torch.planning.candidates import Candidate
 from retape.torch.planning.discover import Wanted, find_regions, refuse_graph_replays
@@ -86,6 +88,7 @@ class Fit:
         self._optimizer_hook: RemovableHandle | None = None
         self._host_room: HostRoom | None = None
         self._updates: UpdatesInBackward | None = None
+        self._watching = ExitStack()  # of its training steps, if there are several ranks
         self.record = record
 
     @property
@@ -173,6 +176,7 @@ class Fit:
         if self._caller is not None:
             take_off(unwrapped(self._model), dict(self._regions))
             self._caller = None
+        self._watching.close()
         if self.record.fused_loss:
             LIBRARIES.unfuse_loss(unwrapped(self._model))
 
@@ -184,7 +188,7 @@ class Fit:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the executor: a copied or pickled model is a plain one."""
         held = ("_caller", "_optimizer_hook", "_host_room", "_updates")
-        return {**self.__dict__, **dict.fromkeys(held), "_regions": {}}
+        return {**self.__dict__, **dict.fromkeys(held), "_regions": {}, "_watching": ExitStack()}
 
     def _repr_html_(self) -> str:
         return render_fit_html(self.record)
@@ -345,10 +349,20 @@ def fit_using(
         )
         made = _cached_or_searched(search, steps, *about, PlanCache.at(cache) if ranks.is_alone else None)
         on_error.pop_all()
+    _watch_steps(made, ranks)
     made._take_over(steps.host_room, steps.updates, release_cached_blocks(optimizer))
     if progress:
         _print_result(made)
     return made
+
+
+def _watch_steps(made: Fit, ranks: Ranks) -> None:
+    """Let an error of one rank in a training step end all of them with the same error, until the fit is removed."""
+    watch, root = watch_steps(ranks.members), unwrapped(made._model)
+    if watch is not None:
+        made._watching.callback(watch.open_for(root))
+        for module in {id(each): each for each in (root, made._model)}.values():  # a wrapper has collectives of its own
+            made._watching.callback(watch_calls(module, watch.run))
 
 
 @contextmanager
@@ -525,7 +539,9 @@ def apply(
         ranks.phase = "applying a plan"
         record = _record_of(plan)
         _give_disk(record, disk, disk_budget)
-        return _applied(model, record, check, ranks)
+        made = _applied(model, record, check, ranks)
+    _watch_steps(made, ranks)
+    return made
 
 
 def _give_disk(record: FitRecord, disk: str | Path | None, disk_budget: str | int | None) -> None:

@@ -3,8 +3,10 @@
 import ast
 import contextvars
 import inspect
+import os
 import random
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -858,6 +860,74 @@ def test_is_only_thread():
         thread.join()
 
 
+def test_without_tensors():
+    begun, stop = threading.Event(), threading.Event()
+    before = process_internals.is_only_thread()
+
+    def wait():
+        with process_internals.without_tensors():
+            begun.set()
+            stop.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun.wait()
+    try:
+        assert process_internals.is_only_thread() == before
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_own_process():
+    machine, number, start = process_internals.own_process()
+    assert machine
+    assert number == os.getpid()
+    assert int(start) > 0
+
+
+def test_has_ended():
+    own = process_internals.own_process()
+    assert process_internals.has_ended(own) is False
+    child = subprocess.Popen(["sleep", "60"])
+    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    other = (own[0], child.pid, started)
+    assert not process_internals.has_ended(other)
+    assert process_internals.has_ended((own[0], child.pid, "1")), "another process has its number now"
+    child.kill()
+    time.sleep(0.2)
+    assert process_internals.has_ended(other), "nobody has asked how it ended"
+    child.wait()
+    assert process_internals.has_ended(other)
+    assert process_internals.has_ended(("another machine", child.pid, started)) is None
+
+
+def test_on_backward_end():
+    seen, run_backward = [], torch.autograd._engine_run_backward
+
+    def called(error):
+        seen.append(type(error))
+        return None if error is None else ValueError("instead")
+
+    def fail(gradient):
+        raise KeyError("first")
+
+    end = hook_internals.on_backward_end(called)
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    torch.autograd.grad(x.sum(), x)
+    y = x * 2
+    y.register_hook(fail)
+    with pytest.raises(ValueError, match="instead") as raised:
+        y.sum().backward()
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert seen == [type(None), type(None), KeyError]
+    end()
+    assert torch.autograd._engine_run_backward is run_backward
+    x.sum().backward()
+    assert len(seen) == 3
+
+
 def test_heap_bytes():
     before = process_internals.heap_bytes()
     assert before is not None
@@ -886,6 +956,21 @@ def test_collectives_started(tmp_path):
     finally:
         dist.destroy_process_group()
     assert process_internals.collectives_started() == ()
+
+
+def test_ranks_that_communicated(tmp_path):
+    dist, started = torch.distributed, process_internals.collectives_started
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        before = started()
+        assert process_internals.ranks_that_communicated(before, started()) == frozenset()
+        group = dist.new_group([0])
+        assert process_internals.ranks_that_communicated(before, started()) is None, "a group more"
+        before = started()
+        dist.all_reduce(torch.ones(1), group=group)
+        assert process_internals.ranks_that_communicated(before, started()) == {0}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_default_store(tmp_path):

@@ -271,28 +271,6 @@ def not_a_member(rank):
     )
 
 
-def planned_step(kind):
-    def run(rank):
-        own, fault = seeded_blocks(), Fault(kind)
-        retape.fit(own, torch.randn(128, 16), budget=0.6, progress=False)
-        loss = own(torch.randn(128, 16))
-        fault.strike()
-        loss.backward()
-
-    return run
-
-
-def live_step(kind):
-    def run(rank):
-        own, fault = seeded_blocks(), Fault(kind)
-        with retape.adaptive(own, budget="1GiB"):
-            loss = own(torch.randn(128, 16))
-            fault.strike()
-            loss.backward()
-
-    return run
-
-
 KINDS = ["exception", "out of memory", "kill"]
 FIT_CASES = {f"{kind} while {phase}": Case(run=faulty_fit(kind, phase, inside=phase != "solving"), ranks=4 if "plan" in phase else 2)
              for kind in KINDS for phase in PHASES if not (kind == "out of memory" and phase == "solving")}  # fmt: skip
@@ -315,8 +293,6 @@ CASES = FIT_CASES | {
     "stages of pairs": Case(run=stages_of_pairs, ranks=4),
     "two dimensions": Case(run=two_dimensions, ranks=4),
     "not a member": Case(run=not_a_member),
-    **{f"{kind} in a planned step": Case(run=planned_step(kind)) for kind in KINDS},
-    **{f"{kind} in a live step": Case(run=live_step(kind)) for kind in KINDS},
 }
 
 

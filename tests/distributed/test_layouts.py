@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
 )
 SCRIPT = Path(__file__).with_name("layouts.py")
-WAYS = ("checkpoint", "fit near the floor", "fit with more room", "apply", "adaptive")
+ADAPTIVE = ("adaptive with more room", "adaptive near the floor")
+WAYS = ("checkpoint", "fit near the floor", "fit with more room", "apply", *ADAPTIVE)
 LAYOUTS = (
     "ddp",
     "fsdp2",
@@ -36,6 +37,8 @@ SAMPLE = [
     "tensor and sequence parallel: checkpoint",
     "ring attention: checkpoint",
     "experts: checkpoint",
+    "tensor and sequence parallel: adaptive near the floor",
+    "ring attention: adaptive with more room",
     "pipeline zbv: checkpoint",
 ]
 PROMISES = ["fsdp2 selects inside its hooks", "held collectives"]
@@ -53,8 +56,8 @@ def test_right_or_refused(ends, name):
         assert end.kind == "returned", f"rank {rank}: {end}"
         if name.startswith("fsdp1") and "checkpoint" not in name:
             assert "(FSDP1)" in end.value, end.value
-        else:  # a live budget refuses where regions with collectives, which it never drops, do not fit
-            refused = name.endswith("adaptive") and "Regions that run a collective hold" in end.value
+        else:  # near the floor, a live budget may need a little more than there is
+            refused = name.endswith(ADAPTIVE[1]) and "which passes the budget of" in end.value
             assert end.value == "right" or refused, f"rank {rank}: {end.value}"
 
 

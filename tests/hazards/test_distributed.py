@@ -8,8 +8,14 @@ from support.ranks import run_ranks
 
 NAMES = ["ddp", "ddp unused parameters", "ddp tied blocks", "ddp static graph", "fsdp around regions", "fsdp inside regions",
          "fsdp tied blocks", "fsdp step in between", "tensor parallel", "fit of other stages", "fit of other depths"]  # fmt: skip
-ADAPTIVE = ["in place", "asynchronous", "functional", "DTensor", "send and receive", "too small", "out of memory after",
-            "out of memory before"]  # fmt: skip
+BETWEEN = ["in place", "asynchronous", "functional", "DTensor", "send and receive"]
+ADAPTIVE = [
+    *BETWEEN,
+    *(f"{name}, together" for name in BETWEEN),
+    "group of one",
+    "out of memory after",
+    "out of memory before",
+]
 
 
 @pytest.fixture(scope="module")

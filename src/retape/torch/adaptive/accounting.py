@@ -378,8 +378,8 @@ class BudgetLimit:
         why = f" The allocator said: {str(error).splitlines()[0]}" if error is not None else ""
         if collective_bytes:
             why += (
-                f" Regions that run a collective hold {format_bytes(collective_bytes)} and are never dropped, because one rank alone "
-                "cannot run them again; retape.fit plans for all ranks together."
+                f" Regions that run a collective hold {format_bytes(collective_bytes)} and are not dropped: this process decides alone "
+                "(group=False), or they communicate with ranks outside its group, and one rank alone cannot run them again."
             )
         floor = now_bytes + need_bytes
         return BudgetTooSmall(

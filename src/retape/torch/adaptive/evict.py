@@ -137,6 +137,13 @@ class Evictor:
         self.evicted_bytes += freed
         return freed
 
+    def drop_whole(self, region: ManagedRegion) -> None:
+        """Drop all slots of one region."""
+        start = self._account.held_bytes()
+        region.evict()
+        self.evictions += 1
+        self.evicted_bytes += start - self._account.held_bytes()
+
     def _in_order(self, position: int, pinned: set[int], backward: bool) -> list[EvictionCandidate]:
         found = list(self._candidates(pinned))
         farthest = max((abs(position - candidate.number) for candidate in found), default=0)
@@ -219,8 +226,8 @@ class Evictor:
                 )
 
     def collective_bytes(self) -> int:
-        """Bytes that regions hold because they took part in a collective."""
-        return sum(region.own_bytes for region in self if region.collective)
+        """Bytes that regions hold because they took part in a collective, and are not dropped by all ranks together."""
+        return sum(region.own_bytes for region in self if region.collective and not region.evicted)
 
     def next_on_host(self, number: int) -> ManagedRegion | None:
         """The region that backward reaches next, of those with slots on the host only."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retape.torch.adaptive.accounting import BudgetLimit, ParameterGradients, StorageAccount
+from retape.torch.adaptive.collective_regions import CollectiveRegions
 from retape.torch.adaptive.drop_levels import DropLevelPlanner, HostCopyScheduler
 from retape.torch.adaptive.evict import Evictor
 from retape.torch.adaptive.managed_region import ManagedRegion, ModuleFields, RegionOptions, is_here
@@ -98,7 +99,9 @@ class Governor:
         host: bool | None,
         tuning: AdaptiveTuning,
         instruments: AdaptiveInstruments,
+        collectives: CollectiveRegions | None = None,
     ) -> None:
+        self.collectives = collectives or CollectiveRegions(tuning)
         self.tuning, self.instruments = tuning, instruments
         self.memory = instruments.memory(device)
         self.account = StorageAccount(device)
@@ -127,6 +130,7 @@ class Governor:
             self.host.begin_step()
         self.gradients.begin_step()
         self.step = _StepState(root=root)
+        self.collectives.begin_step(root)
         self.turn = (-1, -1)
         self.limit.begin_step(batch, self.gradients)
         self.account.exclude(batch)
@@ -228,6 +232,8 @@ class Governor:
         # An estimate may turn out to fit, and so may a step that is being measured.
         if not need.measured or self._measurement is not None:
             return
+        if self.collectives.note_missing(now + need.bytes - self.limit.bytes):
+            return
         error = self.limit.too_small(
             f"The {phase.value} of {kind.name}", now, need.bytes, collective_bytes=self.regions.collective_bytes()
         )
@@ -247,6 +253,7 @@ class Governor:
         if collective:
             raise self.limit.failed_after_collective(kind.name, failure) from failure
         need = max(1, self.needs.of(StepPhase.FORWARD, kind, 0).bytes) + self.limit.ran_out()
+        self.collectives.note_missing(need)
         freed = self.evict(need)
         self.memory.empty_cache()
         if not freed and tried:
@@ -273,6 +280,8 @@ class Governor:
         how = (policy if policy.stage >= 0 else HOLD, check, early_stop)
         managed, region, outputs = self._first_run(call, (function, arguments, keywords), kind, number, how)
         self._finish_forward(managed)
+        if managed.collective and self.collectives.drops(managed, managed.partners):
+            self.regions.drop_whole(managed)
         visit.saved_bytes, visit.held_bytes = managed.saved_bytes, self.account.held_bytes()
         if self.host.enabled and self.regions.evictions:
             self.host.send(region, managed.movable_slots(), managed.copies, kind.seconds)
@@ -305,13 +314,14 @@ class Governor:
                 if THREAD.runs:  # the outermost region is run again as a whole
                     raise
                 failure = error.with_traceback(None)
-            collective = started != _collectives_started()
+            collective = _communicated(started)
             if region is not None and not collective:
                 region.snapshot.undo_forward(tensors)
             del region, managed
             tried = self.out_of_memory(kind, failure, tried, collective=collective)
             call = capture_call(*called)
-        managed.collective = started != _collectives_started()
+        if _communicated(started):
+            managed.collective, managed.partners = True, _partners(started)
         if timed or not kind.runs:
             kind.ran(self._clock(timed) - start)
         if fields is not None:
@@ -473,7 +483,7 @@ class Governor:
                 failure = error.with_traceback(None)
             region.update_account()
             self.step.pinned = set()
-            collective = started != _collectives_started()
+            collective = _communicated(started)
             tried = self.out_of_memory(region.kind, failure, tried, collective=collective)
 
     def _refill(self, region: ManagedRegion, wanted: Slot) -> Tensor:
@@ -529,6 +539,19 @@ class Governor:
         # On CUDA the host is ahead of the device: there the seconds are those of measured steps.
         self.counts.rerun_seconds += seconds if self.memory.counts_bytes else self.instruments.clock() - start
         region.finish_rerun()
+
+
+def _partners(started: tuple[Any, ...]) -> frozenset[int] | None:
+    """The ranks that this one has communicated with since `started`, itself included; None if that is not known."""
+    return process_internals.ranks_that_communicated(started, _collectives_started())
+
+
+def _communicated(started: tuple[Any, ...]) -> bool:
+    """True if a collective was started since `started`, in a group of more than this rank."""
+    if started == _collectives_started():
+        return False
+    partners = _partners(started)
+    return partners is None or len(partners) > 1
 
 
 def _rerun_number(region: ManagedRegion) -> int:

@@ -76,8 +76,8 @@ class ManagedRegion(RegionObserver):
     The region holds this observer, and this holds the region weakly: only the graph keeps a region alive.
 
     `number` is its place in the step, `serial` is unique. `level` is how far it was dropped, None while it holds everything or
-    nothing; `evicted` if it was dropped as a whole. A `collective` one took part in a collective: it is held, because a rank that
-    ran it again alone would pair with other collectives of the other ranks.
+    nothing; `evicted` if it was dropped as a whole. A `collective` one took part in a collective, with the ranks `partners`: no rank
+    drops or traces it by itself, because one that ran it again alone would pair with other collectives of the other ranks.
     """
 
     sees_slots = True
@@ -90,6 +90,7 @@ class ManagedRegion(RegionObserver):
         self.takers: list[tuple[weakref.ref[ManagedRegion], int, int]] = []  # region, place of the input, output
         self.handed_out = False  # others may hold its outputs
         self.evicted = self.collective = False
+        self.partners: frozenset[int] | None = None
         self.level: DropLevel | None = None
         self.saved_bytes = 0  # by its first run, of what nothing else held before
         self._counted: list[weakref.ref[Slot]] = []  # its slots that take memory
@@ -342,7 +343,8 @@ class ManagedRegion(RegionObserver):
     def stopwatch(self, region: Region) -> OpStopwatch | None:
         # A re-run that happens anyway is recorded for its kind; the recording costs what follows the last slot.
         wanted = self.kind.missing_traces > 0 and self.evicted and not THREAD.runs and not region.is_compiled
-        return self.governor.instruments.op_timer(self._account.device) if wanted else None
+        alone = wanted and not self.collective  # a trace runs to the end, and may start collectives after the last slot
+        return self.governor.instruments.op_timer(self._account.device) if alone else None
 
     def on_traced(self, region: Region, trace: RegionTrace) -> None:
         self.kind.add_trace(trace, self.governor.levels)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,12 @@ from torch import nn
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import EXACT, Budget, BudgetKind, BudgetLike, OptionSet
 from retape.core.units import format_bytes, format_seconds
+from retape.torch.adaptive.collective_regions import CollectiveRegions
 from retape.torch.adaptive.governor import Governor
 from retape.torch.adaptive.known_steps import UnmanagedCall, UnmanagedStep
 from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
+from retape.torch.distributed.members import Group, members_of
+from retape.torch.distributed.steps import StepWatch, watch_steps
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import THREAD, current_runner, enter_runner, managed_elsewhere, running_regions
 from retape.torch.engine.policy import HOLD
@@ -42,6 +46,7 @@ def adaptive(
     options: OptionSet | str = EXACT,
     progress: bool = False,
     host: bool | None = None,
+    group: Group = None,
 ) -> Adaptive:
     """A live budget: regions start held, and are dropped and recomputed only as far as the bytes demand.
 
@@ -50,6 +55,9 @@ def adaptive(
     entered again, it is attached again. With options=ALL the loss of a Hugging Face causal language model is computed in
     slices, without whole logits. With `progress` a line on the terminal follows the steps. With `host` slots that are slow to
     recompute are copied to the host while its lane is free; None means: if the device has memory of its own.
+
+    With several processes each decides for itself, except about regions with collectives: those are held and dropped by all ranks of
+    `group` together, by default those that share the model, else the world. False is for this process alone, which then holds them.
     """
     allowed = OptionSet.of(options)
     if allowed & (OptionSet.OPTIMIZER_ON_HOST | OptionSet.OPTIMIZER_IN_BACKWARD):
@@ -67,7 +75,7 @@ def adaptive(
             f"budget={asked.share} is a fraction of what a step takes that stores everything, and adaptive measures no such step. "
             "Give bytes ('20GiB'), Budget.activations or 'auto'."
         )
-    return Adaptive(model, asked, progress=ProgressLine() if progress else None, host=host, fuse=fuse)
+    return Adaptive(model, asked, progress=ProgressLine() if progress else None, host=host, fuse=fuse, group=group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,23 +253,43 @@ class Adaptive:
         progress: ProgressLine | None = None,
         host: bool | None = None,
         fuse: bool = False,
+        group: Group = None,
         tuning: AdaptiveTuning | None = None,
         instruments: AdaptiveInstruments | None = None,
     ) -> None:
         self._budget, self._host, self._progress = budget, host, progress
+        self._given, self._group = model, group
+        self._watch: StepWatch | None = None
+        self._block: StepWatch | None = None  # where a block without a model was entered
+        self._watching = ExitStack()
         self._tuning, self._instruments = tuning or AdaptiveTuning(), instruments or AdaptiveInstruments()
         self._use_device(budget_device(model))
         self._outer: list[Any] = []
-        self._in_step = False
+        self._in_step = self._began_unmanaged = False
         self._evictions_before = self._failures_before = 0  # this step
         self._attachment: ModelAttachment | None = None
         if model is not None:
+            members_of(model, group)  # refuses other groups
             self._attachment = ModelAttachment(model, self.call_root, self.call, fuse=fuse)
-            self._attachment.attach()
+            self.attach()
+
+    def _watch_steps(self) -> None:
+        """Let an error of one rank end all of them with the same error, until `remove`."""
+        if self._watch is None or self._watch.is_over():
+            self._watching.close()
+            self._watch = watch_steps(members_of(self._given, self._group))
+            if self._watch is not None:
+                self._watching.callback(self._watch.open_for(self))
+                if self._given is not None and attach.unwrapped(self._given) is not self._given:
+                    # A wrapper has collectives of its own.
+                    self._watching.callback(attach.watch_calls(self._given, self._watch.run))
 
     def _use_device(self, device: torch.device) -> None:
         tuning, instruments = self._tuning, self._instruments
-        self.governor = Governor(self._budget, device, host=self._host, tuning=tuning, instruments=instruments)
+        collectives = CollectiveRegions(tuning, lambda: self._watch)
+        self.governor = Governor(
+            self._budget, device, host=self._host, tuning=tuning, instruments=instruments, collectives=collectives
+        )
         self._unmanaged = UnmanagedStep(self.governor.memory, tuning, instruments)
 
     # --- attached ------------------------------------------------------------------------------------------------
@@ -270,9 +298,15 @@ class Adaptive:
         """Attach to the model again after `remove`; do nothing if it is attached or has no model."""
         if self._attachment is not None:
             self._attachment.attach()
+            self._watch_steps()
 
     def remove(self) -> None:
         """Leave the model as it was before."""
+        self._detach()
+        self._watching.close()
+        self._watch = None
+
+    def _detach(self) -> None:
         self._end_step()
         self.governor.limit.close()
         if self._progress is not None:
@@ -286,6 +320,11 @@ class Adaptive:
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Call the model itself; a step begins, unless the one before has not been through backward yet."""
+        if self._watch is not None:
+            return self._watch.run(self._call_root, module, plain_call, args, keywords)
+        return self._call_root(module, plain_call, args, keywords)
+
+    def _call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         if torch.is_grad_enabled() and not THREAD.runs:
             self._note_trained(module)
             self._begin_step(self.governor.kinds.of(module, args, keywords), (args, keywords))
@@ -357,10 +396,16 @@ class Adaptive:
             return self
         if not self.governor.counts.steps and not self._in_step:  # by now the GPU is in use, if there is one
             self._use_device(budget_device(None))
+        self._watch_steps()
+        self._block = self._watch
+        if self._block is not None:
+            self._block.begin_block()
         self._outer.append(enter_runner(self.governor))
         try:
             self._begin_step(None, None)
         except BaseException:  # no __exit__ will follow
+            if self._block is not None:
+                self._block.end_block()
             enter_runner(self._outer.pop())
             self._end_step()
             self.governor.limit.close()
@@ -374,24 +419,35 @@ class Adaptive:
             self._end_step()
             self.governor.limit.close()
         elif not self._outer:
-            self.remove()
+            self._detach()
+        raised = error
         if isinstance(error, (torch.OutOfMemoryError, BudgetTooSmall)):
             self.governor.regions.clear()  # no backward will need them, though the error's frames hold them
             if not isinstance(error, BudgetTooSmall):
-                raise self.governor.limit.failed_outside(error, now) from error
+                raised = self.governor.limit.failed_outside(error, now)
+        if self._watch is not None and isinstance(raised, Exception):
+            raised = self._watch.raised(raised)
+        if self._block is not None:
+            self._block.end_block()
+        if raised is not None and raised is not error:
+            raise raised from error
 
     def _begin_step(self, root: RegionKind | None, batch: Any) -> None:
         governor = self.governor
         if governor.regions:
             governor.limit.open()  # the forward before may have been in a block that is over
+            governor.collectives.begin_call(governor.limit, fits_whole=False)
             return
         self._end_step()
         self._in_step = True
         self._evictions_before, self._failures_before = governor.regions.evictions, governor.counts.out_of_memory
         governor.begin_step(root, batch)
+        fits_whole = root is not None and self._unmanaged.known.fits(root, governor.left_bytes)
+        governor.collectives.begin_call(governor.limit, fits_whole=fits_whole)
         governor.start(measure=self._wants_measuring(root))
-        may_run_unmanaged = not self._plan and not governor.is_measuring
+        may_run_unmanaged = not self._plan and not governor.is_measuring and governor.collectives.holds_everything
         above = self._unmanaged.begin(root if may_run_unmanaged else None, governor.left_bytes)
+        self._began_unmanaged = above is not None
         if above is not None:
             governor.counts.unmanaged += 1
             governor.step.peak_bytes = governor.limit.base_bytes + above
@@ -400,8 +456,11 @@ class Adaptive:
         governor = self.governor
         if governor.counts.measured < self._tuning.first_measured_steps:
             return True
-        if root is not None and self._unmanaged.known.fits(root, governor.left_bytes):
+        known = self._unmanaged.known
+        if root is not None and known.fits(root, governor.left_bytes):
             return False
+        if root is not None and governor.collectives.wants_measuring and known.whole_bytes(root) is None:
+            return True
         return governor.met_unmeasured or (root is not None and not governor.needs.is_covered(root))
 
     def _end_step(self) -> None:
@@ -410,6 +469,10 @@ class Adaptive:
         self._in_step = False
         governor = self.governor
         above = governor.end_step()
+        measured = governor.counts.measured >= self._tuning.first_measured_steps
+        are_needs_known = measured and above is None and not self._began_unmanaged
+        peak_bytes = governor.step.peak_bytes - governor.limit.base_bytes
+        governor.collectives.end_step(peak_bytes, are_needs_known=are_needs_known)
         root, failed = governor.step.root, governor.counts.out_of_memory > self._failures_before
         if root is not None and not (self._plan or self._unmanaged.expected is not None or failed):
             dropped = governor.regions.evictions > self._evictions_before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -49,6 +49,59 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
     """
     _ = tensor.grad_fn
     tensor.register_hook(hook)
+
+
+_BackwardEnd = Callable[[Exception | None], Exception | None]
+
+
+def on_backward_end(called: _BackwardEnd) -> Callable[[], None]:
+    """Call `called` at the end of each backward pass, with the exception that it raises or None; return what ends that.
+
+    Of an exception, what `called` returns is raised instead. Backward passes of C++ begin and end in no code of Python but one function
+    of `torch.autograd`, which is replaced meanwhile, and restored unless other code has replaced it since.
+    """
+    module: Any = torch.autograd
+    if module._engine_run_backward is not _Replaced.by:
+        _Replaced.function = module._engine_run_backward
+        _Replaced.by = module._engine_run_backward = _seen_to_its_end(_Replaced.function)
+    _BACKWARD_ENDS.append(called)
+    return partial(_forget_backward_end, called)
+
+
+class _Replaced:
+    """The function of `torch.autograd` that was replaced, and what replaces it."""
+
+    function: Any = None
+    by: Any = None
+
+
+_BACKWARD_ENDS: list[_BackwardEnd] = []
+
+
+def _seen_to_its_end(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(run_backward)
+    def run(*args: Any, **keywords: Any) -> Any:
+        try:
+            made = run_backward(*args, **keywords)
+        except Exception as error:
+            raised = error
+            for called in tuple(_BACKWARD_ENDS):
+                raised = called(raised) or raised
+            if raised is error:
+                raise
+            raise raised from error
+        for called in tuple(_BACKWARD_ENDS):
+            called(None)
+        return made
+
+    return run
+
+
+def _forget_backward_end(called: _BackwardEnd) -> None:
+    _BACKWARD_ENDS.remove(called)
+    module: Any = torch.autograd
+    if not _BACKWARD_ENDS and module._engine_run_backward is _Replaced.by:
+        module._engine_run_backward = _Replaced.function
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

@@ -9,10 +9,16 @@ import copyreg
 import ctypes
 import functools
 import inspect
+import os
 import struct
 import sys
+import threading
+import uuid
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -60,8 +66,57 @@ if sys.implementation.name != "cpython" or addresses(_SOME_ITEMS) != _packed(_SO
 
 
 def is_only_thread() -> bool:
-    """True if no other thread runs Python code, and may be inside PyTorch."""
-    return len(sys._current_frames()) == 1
+    """True if no other thread runs Python code, and may be inside PyTorch; threads without tensors do not count."""
+    return not sys._current_frames().keys() - {threading.get_ident(), *_WITHOUT_TENSORS}
+
+
+@contextmanager
+def without_tensors() -> Iterator[None]:
+    """Let this thread not count for `is_only_thread`: it touches no tensor."""
+    own = threading.get_ident()
+    _WITHOUT_TENSORS.add(own)
+    try:
+        yield
+    finally:
+        _WITHOUT_TENSORS.discard(own)
+
+
+_WITHOUT_TENSORS: set[int] = set()
+
+
+@functools.cache
+def _machine() -> str:
+    """Return a name of this machine since it was started, and of the numbers that its processes have here."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip() if boot.exists() else uuid.getnode()} {_numbers_of_processes()}"
+
+
+def _numbers_of_processes() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _process_start(number: int) -> str | None:
+    """Return when a process of this machine was started, in the kernel's clock; None if it does not run any more."""
+    try:
+        # The name, in parentheses, may contain anything; after it come the state and, as the 20th field, the start.
+        state, *fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else fields[18]
+
+
+def own_process() -> tuple[str, int, str]:
+    """Return what `has_ended` is asked with, on any machine: the machine, the number and the start of this process."""
+    return _machine(), os.getpid(), _process_start(os.getpid()) or ""
+
+
+def has_ended(process: tuple[str, int, str]) -> bool | None:
+    """True if a process has ended; None if this machine does not know, because it runs on another one."""
+    machine, number, start = process
+    return _process_start(number) != start if start and machine == _machine() else None
 
 
 def heap_bytes() -> int | None:
@@ -102,6 +157,19 @@ def collectives_started() -> tuple[Any, ...]:
     """
     groups = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map if _HAS_GROUPS else ()
     return tuple([_count_of(g._get_backend(kind)) for g in groups for kind in g._device_types]) if groups else ()
+
+
+def ranks_that_communicated(before: tuple[Any, ...], after: tuple[Any, ...]) -> frozenset[int] | None:
+    """Return the ranks of all groups that started something between two results of `collectives_started`.
+
+    None if that cannot be told, because groups were made in between.
+    """
+    groups = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map if _HAS_GROUPS else ()
+    owners = [group for group in groups for _ in group._device_types]
+    if not len(before) == len(after) == len(owners):
+        return None
+    used = [group for group, one, other in zip(owners, before, after, strict=True) if one != other]
+    return frozenset(rank for group in used for rank in torch.distributed.get_process_group_ranks(group))
 
 
 def _count_of(backend: Any) -> Any:

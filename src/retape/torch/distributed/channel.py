@@ -67,5 +67,5 @@ class Channel:
     def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except dist.DistError as error:
+        except RuntimeError as error:  # a DistError, or what the operating system says of a file
             raise StoreLost(str(error).splitlines()[0]) from error

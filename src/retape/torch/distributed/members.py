@@ -31,13 +31,13 @@ def ranks_of(
     return working_together(process_internals.default_store(), members, dist.get_rank(), what=what, tuning=tuning)
 
 
-def members_of(model: nn.Module, group: Group = None) -> tuple[int, ...]:
-    """Return the ranks, in the world's numbers, that a fit of this model is for."""
+def members_of(model: nn.Module | None, group: Group = None) -> tuple[int, ...]:
+    """Return the ranks, in the world's numbers, that a fit of this model is for; without a model those of the world."""
     if group is False or not _has_other_processes():
         return (0,)
     if group is not None:
         return _members_of_group(group)
-    found = {frozenset(ranks) for ranks in _shared(model)}
+    found = set() if model is None else {frozenset(ranks) for ranks in _shared(model)}
     whole = max(found, key=len, default=frozenset())
     # Groups of which none contains the others (data parallelism over tensor parallelism): the model spans all of the world.
     spans = whole and all(each <= whole for each in found)

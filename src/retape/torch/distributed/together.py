@@ -6,7 +6,6 @@ for all ranks; the others find that while they wait for an answer, or are pulled
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import time
 import uuid
@@ -22,7 +21,7 @@ from retape.torch.compat import process_internals
 from retape.torch.distributed.channel import Channel, StoreLost
 from retape.torch.distributed.ranks import OTHER_MODELS, Ranks, Result, Value
 from retape.torch.distributed.tuning import TUNING, DistributedTuning
-from retape.torch.distributed.watcher import FAILURE, Failure, Watcher
+from retape.torch.distributed.watcher import FAILURE, Failure, Watcher, failure_of, store_lost
 
 
 class OthersFailed(BaseException):
@@ -63,11 +62,25 @@ _ANSWERS = (torch.OutOfMemoryError, RetapeError, AttributeError, TypeError)
 
 
 class Together(Ranks):
-    """Several processes, of which this is one."""
+    """Several processes, of which this is one. `look` is called while it waits, and raises if another one has failed.
 
-    def __init__(self, channel: Channel, members: tuple[int, ...], number: int, tuning: DistributedTuning) -> None:
+    `at_work` is the number of fits in this process that are under way.
+    """
+
+    at_work = 0
+
+    def __init__(
+        self,
+        channel: Channel,
+        members: tuple[int, ...],
+        number: int,
+        tuning: DistributedTuning,
+        *,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         self.members, self.number = members, number
         self._channel, self._tuning = channel, tuning
+        self._look = look or self._look_for_failure
         self._turn, self._longest_seconds = 0, 0.0
 
     # --- agreeing -----------------------------------------------------------------------------------------------------
@@ -101,7 +114,7 @@ class Together(Ranks):
         if not self._channel.wait(keys, seconds=seconds, look=self._look):
             raise TimeoutError
 
-    def _look(self) -> None:
+    def _look_for_failure(self) -> None:
         if self._channel.peek(FAILURE) is not None:
             raise OthersFailed
 
@@ -179,19 +192,14 @@ class Together(Ranks):
         try:
             return self._failure_for(error)
         except StoreLost:
-            return RankFailed(
-                f"The store of the process group does not answer, in the phase {self.phase!r}: the process that hosts it, usually that "
-                "of rank 0, was killed.",
-                rank=0,
-                phase=self.phase,
-            )
+            return store_lost(self.phase)
 
     def _failure_for(self, error: BaseException) -> BaseException:
         if isinstance(error, StoreLost):
             raise error
         if process_internals.is_of_collective(error):  # an effect: give the cause time to be noticed
             self._channel.wait([FAILURE], seconds=self._tuning.silence_seconds + 2 * self._tuning.beat_seconds)
-        mine = Failure(error=self._named(error))
+        mine = failure_of(error, self.members[self.number], self.phase)
         first: Failure = (
             self._channel.peek(FAILURE) if isinstance(error, OthersFailed) else self._channel.put_first(FAILURE, mine)
         )
@@ -204,19 +212,6 @@ class Together(Ranks):
         is_whole = came and len(others) == len(self.members)
         is_same = is_whole and all(self._channel.peek(f"ended/{place}") == ended for place in others)
         return error if is_same else first.error
-
-    def _named(self, error: BaseException) -> RetapeError:
-        rank = self.members[self.number]
-        if isinstance(error, RetapeError):
-            named = copy.copy(error)
-            named.args = (f"On rank {rank}, in the phase {self.phase!r}: {error}",)
-            return named
-        return RankFailed(
-            f"Rank {rank} failed in the phase {self.phase!r}: {type(error).__name__}: {error} The other ranks were stopped, and their "
-            "process groups may be unusable now: begin again once the cause is removed.",
-            rank=rank,
-            phase=self.phase,
-        )
 
 
 class _OwnFailure(BaseException):
@@ -244,10 +239,11 @@ def working_together(
         members,
         number,
         phase=lambda: ranks.phase,
-        interrupt=lambda: process_internals.interrupt(members),
+        interrupt=lambda failure: process_internals.interrupt(members),
         tuning=tuning,
     )
     watcher.start()
+    Together.at_work += 1
     try:
         yield ranks
         ranks.of_all(None)  # a rank that fails at the very end fails on all of them
@@ -258,13 +254,20 @@ def working_together(
             raise
         raise raised from (own if own is not raised and isinstance(own, Exception) else None)
     finally:
+        Together.at_work -= 1
         watcher.end()
 
 
 def meet(
-    channel: Channel, members: tuple[int, ...], number: int, what: str, tuning: DistributedTuning = TUNING
+    channel: Channel,
+    members: tuple[int, ...],
+    number: int,
+    what: str,
+    tuning: DistributedTuning = TUNING,
+    *,
+    look: Callable[[], None] = lambda: None,
 ) -> Channel:
-    """Wait until every member has called `what`; return the channel of this meeting.
+    """Wait until every member has called `what`; return the channel of this meeting. `look` runs while it waits, and may raise.
 
     The first rank collects a name of each, which is new each time, so that nothing of an earlier meeting counts.
     """
@@ -272,12 +275,12 @@ def meet(
     here = [f"here/{place}" for place in range(len(members))]
     channel.put(here[number], own)
     end = time.monotonic() + tuning.meeting_seconds
-    if number == 0 and channel.wait(here, seconds=tuning.meeting_seconds):
+    if number == 0 and channel.wait(here, seconds=tuning.meeting_seconds, look=look):
         names = [channel.peek(key) for key in here]
         channel.drop(*here)
         for name in names:
             channel.put(f"session/{name}", own)
-    if not channel.wait([f"session/{own}"], seconds=end - time.monotonic()):
+    if not channel.wait([f"session/{own}"], seconds=end - time.monotonic(), look=look):
         missing = [rank for rank, key in zip(members, here, strict=True) if channel.peek(key) is None]
         time.sleep(2 * tuning.beat_seconds)  # others that have waited as long do not miss this one
         channel.drop(here[number])

@@ -19,8 +19,14 @@ class DistributedTuning:
     )
     closing_seconds: float = 3.0  # for the others to say how they ended, once one has failed
     grace_seconds: float = 1.0  # for this rank to end by itself before its collectives are interrupted
+    step_beat_seconds: float = 1.0  # between two signs of life in training steps: a beat takes 0.2 ms
+    step_silence_seconds: float = (
+        300.0  # the same in training, of another machine: loading a pickle holds the interpreter's lock for minutes
+    )
+    forwards_apart: float = 1.0  # ranks come to the same place of a step no further apart, beside the patience
     shortest_poll_seconds: float = 0.0005  # between two looks at the store; doubled each time
     longest_poll_seconds: float = 0.02
+    step_poll_seconds: float = 0.002  # the same where a training step waits: a look takes 0.05 ms
 
 
 TUNING = DistributedTuning()

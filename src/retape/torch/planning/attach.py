@@ -134,9 +134,10 @@ def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = (), 
     An `nn.Sequential` runs the `pieces`, slices of it, instead of its children. The call of a module that FSDP2 shards is its forward,
     unless the caller is to be `outside_hooks`.
     """
+    if is_attached(module):
+        raise InvalidInput(f"{type(module).__name__} is managed by a fit already. Call its remove() first.")
+    detach(module)  # what only watches its calls
     kind = type(module)
-    if kind.__mro__[1] is _Attached:
-        raise InvalidInput(f"{kind.__name__} is managed by a fit already. Call its remove() first.")
     inside = not outside_hooks and fsdp_internals.is_sharded(module)
     try:
         module.__class__ = _attached_class(kind, bool(pieces), inside)  # type: ignore[arg-type]  # classes can be hashed
@@ -182,8 +183,53 @@ def put_over(module: nn.Module, caller: Caller) -> None:
     _CALLERS[module] = caller
 
 
+class WatchedCalls:
+    """A caller whose calls run inside others: each of `runs` is given the one before, and the call."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+        self.runs: list[Callable[..., Any]] = []
+
+    def __call__(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        call: Callable[..., Any] = self.caller
+        for run in self.runs:
+            call = partial(run, call)
+        return call(module, plain_call, args, keywords)
+
+
+def watch_calls(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Let `run(caller, ...)` call the caller of a module, which need not have one; return what undoes that."""
+    caller = _CALLERS.get(module)
+    if not isinstance(caller, WatchedCalls):
+        caller = WatchedCalls(caller if caller is not None and is_attached(module) else _call_plainly)
+        if caller.caller is _call_plainly:
+            attach(module, caller, outside_hooks=True)
+        else:
+            put_over(module, caller)
+    caller.runs.append(run)
+    return partial(_unwatch_calls, weakref.ref(module), run)
+
+
+def _unwatch_calls(reference: weakref.ref[nn.Module], run: Callable[..., Any]) -> None:
+    module = reference()
+    caller = None if module is None else _CALLERS.get(module)
+    if module is None or not isinstance(caller, WatchedCalls) or run not in caller.runs:
+        return
+    caller.runs.remove(run)
+    if caller.runs:
+        return
+    if caller.caller is _call_plainly:
+        detach(module)
+    else:
+        put_over(module, caller.caller)
+
+
 def is_attached(module: nn.Module) -> bool:
-    return type(module).__mro__[1] is _Attached and module in _CALLERS
+    """True if a caller answers the calls of a module, and does not only watch them."""
+    if type(module).__mro__[1] is not _Attached:
+        return False
+    caller = _CALLERS.get(module)
+    return caller is not None and not (isinstance(caller, WatchedCalls) and caller.caller is _call_plainly)
 
 
 @cache
