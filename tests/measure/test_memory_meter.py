@@ -1,5 +1,6 @@
 """The tracker: known allocations on the CPU, to the byte."""
 
+import gc
 import weakref
 from collections import deque
 from functools import partial
@@ -184,3 +185,22 @@ def test_a_long_timeline_keeps_its_peak():
     assert max(moment.live_bytes for moment in found) == 10**6 + 5
     assert thin_timeline([MemorySample(seconds=0.0, live_bytes=0)], 0) == (MemorySample(seconds=0.0, live_bytes=0),)
     assert thin_timeline([], 3) == ()
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_garbage_of_before_is_not_subtracted_from_a_step(collects):
+    """A cycle that holds a tensor, and a step that collects it, as an automatic collection might."""
+
+    def step():
+        if collects and gc.isenabled():
+            gc.collect()
+        return allocate(100)
+
+    gc.collect()
+    with track_memory(CPU):  # the profiler reports a free only of what was allocated while it ran
+        held = [allocate(300)]
+        held.append(held)
+        del held
+    found = retape.measure(step)
+    assert found.peak_bytes - found.base_bytes >= 100 * KIB
+    assert gc.isenabled()
