@@ -71,7 +71,7 @@ TOKENS = {
 TINY_TOKENS = dict.fromkeys(TOKENS, 256)
 PROFILED = (8192, 16384)  # tokens of the batches that are profiled
 COMPARED = 16384  # tokens at which gradients are compared
-HOST_SHARE = 0.9  # of the host's memory that is free: nothing else runs beside this
+HOST_SHARE = 0.8  # of the host's memory that is free: with 0.9 the process was killed, about 10 GiB before the end
 PINNED_SHARE = 0.95  # of that, pinned before a fit: the rest is for small tensors
 
 
