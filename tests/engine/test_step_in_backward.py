@@ -164,6 +164,43 @@ def test_removed_it_leaves_the_ordinary_step():
     assert all(p.grad is not None for p in found[0].parameters())
 
 
+def test_removed_it_leaves_no_used_gradients():
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made = stepping(model, optimizer, bucket_bytes=1)
+    plain_step(model, optimizer, torch.ones(2, 16))
+    assert any(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+    made.remove()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_weight_that_is_read_after_its_update_is_an_error_for_every_kernel(fused):
+    weight = nn.Parameter(torch.randn(16, 16))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, fused=fused, foreach=False)
+    StepInBackward(optimizer, [weight], bucket_bytes=1)
+    x = torch.randn(4, 16, requires_grad=True)
+    early = nn.functional.linear(x, weight.detach())  # its backward reads the weight last
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nn.functional.linear(early, weight).sum().backward()
+
+
+def test_sparse_gradients():
+    def one(way):
+        torch.manual_seed(0)
+        model = nn.Embedding(32, 8, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if way:
+            stepping(model, optimizer, bucket_bytes=1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 5, 1])).square().sum().backward()
+            optimizer.step()
+        return model.weight
+
+    assert torch.equal(one(False), one(True))
+
+
 # --- loops that need gradients ----------------------------------------------------------------------------------------
 
 
@@ -219,6 +256,34 @@ def change_the_rate(model, optimizer):
     optimizer.step()
 
 
+def change_the_betas(model, optimizer):
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+    optimizer.step()
+
+
+def replace_the_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.2)
+    optimizer.step()
+
+
+def replace_gradients(model, optimizer):
+    model(torch.ones(2, 16)).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+def decay_by_hand(model, optimizer):
+    model(torch.ones(2, 16)).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    optimizer.step()
+
+
 def add_a_hook(model, optimizer):
     optimizer.register_step_pre_hook(lambda *_: None)
     model(torch.ones(2, 16)).sum().backward()
@@ -242,7 +307,11 @@ READS = r"reads a gradient .* that was used for an update in backward .*continue
         (forget_to_zero, READS),
         (zero_in_place, READS),
         (step_twice, READS),
-        (zero_too_early, r"Gradients were removed \(zero_grad\) between backward and optimizer.step"),
+        (zero_too_early, r"Gradients were removed \(zero_grad\) or replaced between backward and optimizer.step"),
+        (replace_gradients, r"or replaced between backward and optimizer.step"),
+        (decay_by_hand, r"Weights were written to between backward and optimizer.step"),
+        (change_the_betas, r"Settings of the optimizer .* were changed between backward and optimizer.step"),
+        (replace_the_rate, r"Settings of the optimizer .* were changed between backward and optimizer.step"),
         (skip_a_step, r"was updated in an earlier backward .* optimizer.step\(\) was not called"),
         (change_the_rate, r"Settings of the optimizer .* were changed between backward and optimizer.step"),
         (add_a_hook, r"A hook of optimizer.step\(\) was registered after the fit"),

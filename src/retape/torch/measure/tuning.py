@@ -27,6 +27,9 @@ class MeasureTuning:
     largest_copy_bytes: int = 256 << 20
     # Norms of a gradient in two runs that count as equal, as a share: kernels that sum in another order each time differ by less.
     equal_norms: float = 1e-3
+    # Sums of a gradient in two runs that count as equal, as a share of its norm: rounding of 16-bit values adds up to less, and a sum
+    # whose terms change their signs is beyond it unless it was that small before.
+    equal_sums: float = 0.02
 
 
 TUNING = MeasureTuning()

@@ -1,7 +1,8 @@
 """Updates in backward, as a fit sees them: gradients that trial steps free without an update, and the proof that no weight is read later.
 
 The proof runs two steps. In the second the bits of each weight are inverted where training would update it, and put back at the end: if
-anything in the backward pass still reads the weight, by whatever way, later gradients are far from those of the first step.
+anything in the backward pass still reads the weight, by whatever way, later gradients are far from those of the first step: in their
+norms or, where only signs change, in their sums.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class UpdatesInBackward:
         self._waiting: list[Tensor] = []  # weights whose states would be arriving
         self._buffers: list[Tensor] = []  # in the place of states that arrive, are here, or leave
         self._inverted: list[Tensor] | None = None  # weights that a proof has overwritten so far
-        self._norms: dict[int, Tensor] | None = None  # of gradients, where a proof asks for them
+        self._norms: dict[int, Tensor] | None = None  # of gradients, with their sums, where a proof asks for them
 
     def __bool__(self) -> bool:
         return bool(self.parameters)
@@ -106,8 +107,10 @@ class UpdatesInBackward:
         gradient = parameter.grad
         if self._norms is not None and gradient is not None:
             values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
-            self._norms[id(parameter)] = torch.linalg.vector_norm(
-                values, dtype=torch.promote_types(values.dtype, torch.float32)
+            values = torch.view_as_real(values) if values.is_complex() else values
+            wide = torch.promote_types(values.dtype, torch.float32)
+            self._norms[id(parameter)] = torch.stack(
+                (torch.linalg.vector_norm(values, dtype=wide), values.sum(dtype=wide))
             )
 
     def prove(self, run_step: Callable[[], None]) -> None:
@@ -127,13 +130,15 @@ class UpdatesInBackward:
                 for parameter in reversed(self._inverted):
                     _invert(parameter)
                 self._inverted = None
-        for number, norm in first.items():
-            other = second.get(number, torch.tensor(torch.nan, dtype=norm.dtype))
+        for number, (norm, total) in first.items():
+            other, other_total = second.get(number, torch.full((2,), torch.nan, dtype=norm.dtype))
             if not torch.allclose(norm, other, rtol=TUNING.equal_norms, atol=0.0, equal_nan=True):
                 raise _read_later(f"a gradient of norm {float(norm):.3g} became one of {float(other):.3g}")
+            if not torch.allclose(total, other_total, rtol=0.0, atol=TUNING.equal_sums * float(norm), equal_nan=True):
+                raise _read_later(f"the sum {float(total):.3g} of a gradient became {float(other_total):.3g}")
 
     def _norms_of(self, run_step: Callable[[], None]) -> dict[int, Tensor]:
-        """Run a step and return the norms of its gradients, by the id of the parameter."""
+        """Run a step and return the norms and sums of its gradients, by the id of the parameter."""
         found: dict[int, Tensor] = {}
         self._norms = found
         try:

@@ -76,7 +76,7 @@ class BucketStep:
 
 def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return the plain settings of a parameter group."""
-    return {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))}
+    return {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
 
 
 def refuse_unknown(optimizer: Optimizer, what: str, flag: str) -> None:

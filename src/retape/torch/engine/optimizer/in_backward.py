@@ -2,7 +2,8 @@
 
 `CompleteGradients` finds out when: PyTorch has accumulated the gradient, and no region is left that may still read the weight in a
 re-run. Until then, and at the latest until `optimizer.step()`, the gradient stays. A node outside regions that reads a weight after its
-update fails by PyTorch's own check of versions; `measure/updates_in_backward.py` finds such models before training.
+update fails by PyTorch's own check of versions, which fused kernels do not increment and this module does;
+`measure/updates_in_backward.py` finds such models before training.
 
 `StepInBackward` runs the optimizer's own step for them, in buckets, so the bits are those of one step over all of them. In place of a
 gradient that was used a weight has a `ConsumedGradient`, which has no memory and raises when it is read: a loop that clips, scales or
@@ -13,15 +14,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from retape.core.errors import InvalidInput
 from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.engine.context import PROCESS
-from retape.torch.engine.optimizer.buckets import Bucket, BucketStep, plain_settings, refuse_unknown
+from retape.torch.engine.optimizer.buckets import Bucket, BucketStep, refuse_unknown
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -126,11 +128,24 @@ class ConsumedGradient(Tensor):
         raise InvalidInput(
             f"The loop reads a gradient ({func}) that was used for an update in backward and freed ({_FLAG}). Clipping by a norm, "
             "GradScaler, gradients that accumulate over several backwards, zero_grad(set_to_none=False) and logged norms need all "
-            f"gradients: leave them out, or {_FLAG}. Updates of this backward were made: continue from the last saved state."
+            f"gradients: leave them out, or {_FLAG}. Updates of this backward were made: continue from the last saved state. A model is "
+            "moved or converted (.to(), .half()) after zero_grad()."
         )
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
+
+
+class _Consumed(NamedTuple):
+    """A weight that was updated in backward, as the update left it."""
+
+    parameter: Tensor
+    version: int
+    address: int
+
+    @classmethod
+    def now(cls, parameter: Tensor) -> _Consumed:
+        return cls(parameter, parameter._version, parameter.data_ptr())
 
 
 class StepInBackward:
@@ -151,7 +166,8 @@ class StepInBackward:
         refuse_in_backward(optimizer)
         self._optimizer, self._states = optimizer, states
         self._step = BucketStep(optimizer, _FLAG)
-        self._consumed: dict[int, Tensor] = {}  # updated since the last step
+        self._parameters = tuple(parameters)
+        self._consumed: dict[int, _Consumed] = {}  # updated since the last step
         self._settings: list[Any] | None = None  # of the groups at the first of those updates
         self._waiting: tuple[Bucket, Flight] | None = None  # its states are on their way
         self._gradients = CompleteGradients(parameters, self._update, bucket_bytes=bucket_bytes)
@@ -169,8 +185,9 @@ class StepInBackward:
         self._waiting = None
         for handle in self._handles:
             handle.remove()
-        for parameter in self._consumed.values():
-            parameter.grad = None
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, ConsumedGradient):
+                parameter.grad = None
         self._consumed.clear()
 
     # --- in backward --------------------------------------------------------------------------------------------------
@@ -188,8 +205,7 @@ class StepInBackward:
             raise InvalidInput(f"backward(create_graph=True) needs weights as they were. Leave {_FLAG} out.")
         if self._settings is None:
             self._settings = self._present_settings()
-        nbytes = sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
-        bucket = Bucket.of(self._optimizer, parameters, nbytes)
+        bucket = Bucket.of(self._optimizer, parameters, sum(parameter.nbytes for parameter in parameters))
         if self._states is None:
             self._step(bucket)
             self._consume(bucket)
@@ -207,16 +223,18 @@ class StepInBackward:
         self._consume(bucket)
 
     def _consume(self, bucket: Bucket) -> None:
+        increment_version(bucket.parameters)
         for parameter in bucket.parameters:
-            self._consumed[id(parameter)] = parameter
+            self._consumed[id(parameter)] = _Consumed.now(parameter)
             parameter.grad = ConsumedGradient(parameter)
 
     # --- in the loop's own step ---------------------------------------------------------------------------------------
 
     def _present_settings(self) -> list[Any]:
-        groups = self._optimizer.param_groups
-        rates = [getattr(group.get("lr"), "_version", None) for group in groups]  # of a tensor, which is written to
-        return [plain_settings(group) for group in groups] + rates
+        return [
+            {name: _comparable(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
 
     def _before_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> tuple[Any, Any] | None:
         """Finish the updates of a backward that has ended; with a closure, of the one that it runs."""
@@ -244,10 +262,15 @@ class StepInBackward:
                 f"Settings of the optimizer (a learning rate) were changed between backward and optimizer.step(), and most weights were "
                 f"updated in backward ({_FLAG}). Change them before backward; continue from the last saved state."
             )
-        if any(parameter.grad is None for parameter in self._consumed.values()):
+        if not all(isinstance(each.parameter.grad, ConsumedGradient) for each in self._consumed.values()):
             raise InvalidInput(
-                f"Gradients were removed (zero_grad) between backward and optimizer.step(), and weights were updated by then ({_FLAG}). "
-                "Remove them before backward, or after the step; continue from the last saved state."
+                f"Gradients were removed (zero_grad) or replaced between backward and optimizer.step(), and weights were updated by then "
+                f"({_FLAG}). Remove them before backward, or after the step; continue from the last saved state."
+            )
+        if any(_Consumed.now(each.parameter) != each for each in self._consumed.values()):
+            raise InvalidInput(
+                f"Weights were written to between backward and optimizer.step(), and were updated by then ({_FLAG}): the order of both "
+                "matters. Write to them before the forward, or after the step; continue from the last saved state."
             )
         rest = self._gradients.take_rest()
         if rest:
@@ -255,15 +278,17 @@ class StepInBackward:
         self._update_waiting()
         if self._states is not None:
             self._states.finish()
-        for parameter in self._consumed.values():
-            if isinstance(parameter.grad, ConsumedGradient):
-                parameter.grad = None  # the optimizer's own step has nothing to do for it
+        for each in self._consumed.values():
+            each.parameter.grad = None  # the optimizer's own step has nothing to do for it
 
     def _after_step(self) -> None:
-        for parameter in self._consumed.values():
-            if (
-                parameter.grad is None
-            ):  # one that the loop does not remove is an error in the next backward: it would accumulate
-                parameter.grad = ConsumedGradient(parameter)
+        for each in self._consumed.values():
+            # One that the loop does not remove is an error in the next backward: it would accumulate.
+            each.parameter.grad = ConsumedGradient(each.parameter)
         self._consumed.clear()
         self._settings = None
+
+
+def _comparable(value: Any) -> Any:
+    """Return a setting as a value to compare: a tensor by its identity and version."""
+    return (id(value), value._version, value) if isinstance(value, Tensor) else value
