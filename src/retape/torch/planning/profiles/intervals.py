@@ -19,7 +19,6 @@ from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.memory_meter import MemoryReading
 
 if TYPE_CHECKING:
-    from retape.torch.planning.profiles.gathered_weights import GatheredWeights
     from retape.torch.planning.region_variants import Tiling
 
 
@@ -55,6 +54,14 @@ class EqualInputs:
     part_bytes: int
     divide_seconds: float = 0.0
     gather_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredWeights:
+    """Bytes of a region's gathered weights, and the seconds of one gather."""
+
+    bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
