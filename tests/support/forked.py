@@ -1,7 +1,8 @@
 """Ranks as forks of one process that has imported torch: `run_forked(case, ranks)` costs a fork, not an import, for each of them.
 
-A script calls `serve(CASES)`; a test calls `run_script(script, names)`, or a `ScriptCases`. Each rank of a case joins a process group of its own over gloo and
-says how it ended and when; a rank that has not ended in time is killed, and says "hangs".
+A script calls `serve(CASES)`; a test calls `run_script(script, names)`, or asks a `ScriptCases` for one name after the other. Each rank of
+a case joins a process group of its own over gloo and says how it ended and when; a rank that has not ended in time is killed, and
+says "hangs".
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from retape.core.assignment import Passing
 
 Made = dict[int, list[Tensor]]  # the tensors of a region's output, by the region's id
-
-
-NOT_LOADED = torch.empty(0)  # in place of an argument that is not needed
 
 
 class Maker(SlotOwner, Protocol):
@@ -94,38 +91,6 @@ class HeldHere:
     def hold_again(self, region: SlotOwner, made: Made) -> None:
         for link in self.links:
             link.value = link.load(region, made)
-
-
-class LoadableInput(Protocol):
-    """An input that is elsewhere: in host memory, or in parts on several ranks."""
-
-    def load(self, region: SlotOwner, index: int) -> Tensor:
-        """Return argument number `index` of the region."""
-
-
-class HeldOrLoaded:
-    """Inputs of which some are held by the region, and the others loaded for a re-run: an `InputSource`."""
-
-    holds_here = False
-
-    def __init__(self, inputs: Sequence[Tensor | LoadableInput]) -> None:
-        self._inputs = inputs
-
-    def present(self) -> list[Tensor | None]:
-        return [each if isinstance(each, Tensor) else None for each in self._inputs]
-
-    @property
-    def links(self) -> list[Link]:
-        return []
-
-    def load(self, region: SlotOwner, skip: frozenset[int], made: Made) -> list[Tensor]:
-        return [
-            each if isinstance(each, Tensor) else NOT_LOADED if index in skip else each.load(region, index)
-            for index, each in enumerate(self._inputs)
-        ]
-
-    def hold_again(self, region: SlotOwner, made: Made) -> None:
-        """Do nothing: they are still there."""
 
 
 def held_or_linked(tensors: list[Tensor], inputs: Inputs, checksum: Callable[[Tensor], int] | None) -> HeldHere:

@@ -20,7 +20,7 @@ from retape.core.errors import StateChanged
 from retape.torch.capture.mutation import Digest, digest, hold, inner_tensors, same_digests, version_of
 from retape.torch.compat import internals
 from retape.torch.engine.host.copy_streams import TUNING
-from retape.torch.engine.inputs import NOT_LOADED, HeldOrLoaded
+from retape.torch.engine.slots import NOT_LOADED, HeldOrLoaded
 
 if TYPE_CHECKING:
     from retape.torch.engine.slots import SlotOwner

@@ -54,12 +54,12 @@ from retape.torch.planning.instruments import (
     repeated,
     turns_within,
 )
-from retape.torch.planning.profiles.step_profiles import StepProfiles
 
 if TYPE_CHECKING:
     from retape.core.assignment import Assignment
     from retape.core.record import Record
     from retape.torch.planning.profiles.intervals import Profile, Profiled
+    from retape.torch.planning.profiles.step_profiles import StepProfiles
     from retape.torch.planning.step_trials import StepTrials
 
 _LOG = logging.getLogger("retape")
@@ -93,10 +93,15 @@ class PlanSearch:
     """One search: the steps that it can run, its budgets, and the limits that follow from them."""
 
     def __init__(
-        self, trials: StepTrials, budget: Budget, *, regions: Wanted | None = None, options: OptionSet = OptionSet.EXACT
+        self,
+        profiles: StepProfiles,
+        budget: Budget,
+        *,
+        regions: Wanted | None = None,
+        options: OptionSet = OptionSet.EXACT,
     ) -> None:
-        self._trials, self._tuning, self._options = trials, trials.tuning, options
-        self._profiles = StepProfiles(trials)
+        trials = profiles.steps
+        self._trials, self._profiles, self._tuning, self._options = trials, profiles, trials.tuning, options
         self._may_choose = regions is None
         self._regions = find_regions(trials.root, regions)
         trials.ranks.require_equal("have different regions", tuple(self._regions), OTHER_MODELS)

@@ -31,9 +31,8 @@ from retape.core.units import format_bytes
 from retape.torch.capture.mutation import checksum, hold, version_of
 from retape.torch.compat import compiler_internals, hook_internals, internals
 from retape.torch.engine.host.copy_streams import STREAMS, TUNING, Chunk, Event, Pairs
-from retape.torch.engine.inputs import HeldOrLoaded
 from retape.torch.engine.messages import different_values
-from retape.torch.engine.slots import Slot, SlotOwner, changed_in_place
+from retape.torch.engine.slots import HeldOrLoaded, Slot, SlotOwner, changed_in_place
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -6,7 +6,7 @@ The options that follow from them are in `rank_options.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,32 @@ from retape.torch.compat import fsdp_internals
 from retape.torch.distributed.replicas import replicated
 from retape.torch.engine.sharded_inputs import ShardedInput, shard_bytes
 from retape.torch.measure.memory_meter import storage_bytes, storages_of, synchronize
-from retape.torch.planning.profiles.intervals import EqualInputs, GatheredWeights
 
 if TYPE_CHECKING:
     from retape.torch.distributed.ranks import Ranks
     from retape.torch.planning.instruments import Clock
-    from retape.torch.planning.profiles.intervals import RegionCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualInputs:
+    """Inputs of a region, by their numbers, that are equal on all ranks of its tensor-parallel group.
+
+    Each rank can hold `part_bytes` of their `whole_bytes`, which takes `divide_seconds` in the forward and `gather_seconds` in a re-run.
+    """
+
+    numbers: frozenset[int]
+    whole_bytes: int
+    part_bytes: int
+    divide_seconds: float = 0.0
+    gather_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredWeights:
+    """Bytes of a region's gathered weights, and the seconds of one gather."""
+
+    bytes: int
+    seconds: float
 
 
 class InputComparison:
@@ -41,20 +61,20 @@ class InputComparison:
         """Forget which regions read which storages."""
         self._readers = {}
 
-    def equal_inputs(
-        self, calls: list[RegionCall], stage: int, inputs: list[Tensor], home: torch.device
-    ) -> EqualInputs | None:
-        """Return which activations are equal on all ranks of the tensor-parallel group, and what it takes to hold parts of them.
-
-        One that a later region reads too is held by that one, so the earlier of the `calls` has nothing to gain.
-        """
-        made = {number: tensor for number, tensor in enumerate(inputs) if tensor.grad_fn is not None}
-        for storage in storages_of(made.values()):
+    def earlier_readers(self, stage: int, inputs: list[Tensor]) -> set[int]:
+        """Return the stages before that read activations which this one reads too: this one holds them, so those have nothing to gain."""
+        found: set[int] = set()
+        for storage in storages_of(_activations(inputs).values()):
             reference = StorageWeakRef(storage)
             known, earlier = self._readers.get(reference.cdata, (None, stage))
             if known is not None and not known.expired() and earlier != stage:
-                calls[earlier] = replace(calls[earlier], equal=None)
+                found.add(earlier)
             self._readers[reference.cdata] = (reference, stage)
+        return found
+
+    def equal_inputs(self, inputs: list[Tensor], home: torch.device) -> EqualInputs | None:
+        """Return which activations are equal on all ranks of the tensor-parallel group, and what it takes to hold parts of them."""
+        made = _activations(inputs)
         numbers = replicated(self._ranks, self._replicas, made)
         if not numbers:
             return None
@@ -82,6 +102,10 @@ class InputComparison:
                 digest(part.gathered())
             taken.append((between - start, _now([home], self._clock) - between))
         return min(one for one, _ in taken), min(other for _, other in taken)
+
+
+def _activations(inputs: list[Tensor]) -> dict[int, Tensor]:
+    return {number: tensor for number, tensor in enumerate(inputs) if tensor.grad_fn is not None}
 
 
 def gathered_weights(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +209,8 @@ class ProfileSession:
         sources = frozenset(source for source in found if source is not None)
         makers = {stage for stage, _ in sources}
         linked = [tensor for tensor, source in zip(tensors, found, strict=True) if source is not None]
+        for earlier in self._comparison.earlier_readers(stage, tensors):
+            self.profile.calls[earlier] = replace(self.profile.calls[earlier], equal=None)
         self.profile.calls.append(
             RegionCall(
                 stage=stage,
@@ -225,7 +228,7 @@ class ProfileSession:
                 saved_share=self._saved_share if runs_variant else None,
                 tiles=self._tiled.tiles if runs_variant and name in self._tiled.of_region else 1,
                 training=module.training,
-                equal=self._comparison.equal_inputs(self.profile.calls, stage, tensors, home),
+                equal=self._comparison.equal_inputs(tensors, home),
             )
         )
 

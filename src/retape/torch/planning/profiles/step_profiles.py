@@ -44,10 +44,10 @@ Regions = Mapping[str, nn.Module]
 
 
 class StepProfiles:
-    """Profiles of the steps of one model with one batch; what was traced for one is known to the next."""
+    """Profiles of the `steps` of one model with one batch; what was traced for one is known to the next."""
 
     def __init__(self, steps: StepTrials) -> None:
-        self._steps, self._devices, self._ranks = steps, steps.devices, steps.ranks
+        self.steps, self._devices, self._ranks = steps, steps.devices, steps.ranks
         self._instruments, self._tuning = steps.instruments, steps.tuning
         self._variant_profiles = VariantProfiles(steps.tuning)
         # Traces of kinds of regions, by the variant they ran in.
@@ -59,16 +59,16 @@ class StepProfiles:
         Raise BudgetTooSmall if a step with every region recomputed does not fit; with `smallest` only if it does not with the
         inputs of regions dropped either.
         """
-        if self._steps.lengths is None:
+        if self.steps.lengths is None:
             return self._profiled(
-                regions, self._steps.variants.WHOLE if self._steps.compiled else None, smallest=smallest
+                regions, self.steps.variants.WHOLE if self.steps.compiled else None, smallest=smallest
             )
-        one, two = (self._profiled_shorter(batch, regions, smallest) for batch in self._steps.shorter)
-        self._steps.is_long = True
-        return extrapolated(one, two, self._steps.lengths, tile_gain=self._tuning.tile_gain)
+        one, two = (self._profiled_shorter(batch, regions, smallest) for batch in self.steps.shorter)
+        self.steps.is_long = True
+        return extrapolated(one, two, self.steps.lengths, tile_gain=self._tuning.tile_gain)
 
     def _profiled_shorter(self, batch: Any, regions: Regions, smallest: bool) -> Profiled:
-        with self._steps.running(batch):
+        with self.steps.running(batch):
             return self._profiled(regions, None, smallest=smallest)
 
     def known_variants(self, regions: Regions) -> list[Profiled]:
@@ -83,7 +83,7 @@ class StepProfiles:
         profiled = partial(self._profiled, regions)
         return (
             self._variant_profiles.with_another(tuple(regions), whole, profiled, few=few)
-            if self._steps.compiled
+            if self.steps.compiled
             else None
         )
 
@@ -91,7 +91,7 @@ class StepProfiles:
         self, regions: Regions, whole: Profiled, *, few: bool
     ) -> tuple[list[Profiled], Profiled | None]:
         """Profile a compiled model in all of its variants, with parts in tiles too, and eagerly; none of an eager model."""
-        if not self._steps.compiled:
+        if not self.steps.compiled:
             return [], None
         return self._variant_profiles.in_tiles(tuple(regions), whole, partial(self._profiled, regions), few=few)
 
@@ -103,7 +103,7 @@ class StepProfiles:
         for inputs in (Inputs.HOLD, Inputs.LINK) if smallest else (Inputs.HOLD,):
             session = self._session(regions, inputs, saved_share, tiled)
             try:
-                found = self._steps.attempted(partial(self._profiled_with, regions, session))
+                found = self.steps.attempted(partial(self._profiled_with, regions, session))
             except CannotCompile:
                 return self._profiled(regions, saved_share, tiled, smallest=smallest)  # what was refused is eager now
             if not isinstance(found, OutOfMemory):
@@ -111,8 +111,8 @@ class StepProfiles:
             failure = found
         assert failure is not None
         raise BudgetTooSmall(
-            f"The step does not fit on {self._steps.device_names} even with everything recomputed: {failure.message} Use a smaller batch.",
-            budget_bytes=self._steps.budget.limit_bytes or 0,
+            f"The step does not fit on {self.steps.device_names} even with everything recomputed: {failure.message} Use a smaller batch.",
+            budget_bytes=self.steps.budget.limit_bytes or 0,
             floor_bytes=0,
             binding="",
         )
@@ -121,7 +121,7 @@ class StepProfiles:
         self, regions: Regions, inputs: Inputs, saved_share: float | None, tiled: PartsInTiles | None
     ) -> ProfileSession:
         homes = None
-        if self._steps.is_spread:
+        if self.steps.is_spread:
             found = {id(module): self._instruments.home_of(name, module) for name, module in regions.items()}
             homes = {module: home for module, home in found.items() if home is not None}
         return ProfileSession(
@@ -130,21 +130,21 @@ class StepProfiles:
             Policy(inputs=inputs),
             saved_share,
             tuning=self._tuning,
-            tiles=self._steps.slices and not self._steps.is_spread,
-            every_tiles=self._steps.runs_one_step,
+            tiles=self.steps.slices and not self.steps.is_spread,
+            every_tiles=self.steps.runs_one_step,
             tiled=tiled,
             homes=homes,
-            variants=self._steps.variants,
+            variants=self.steps.variants,
             op_timer=self._instruments.op_timer,
             clock=self._instruments.clock,
             known=self._known.setdefault((saved_share, tiled.tiles if tiled else 1), Profile()),
             ranks=self._ranks,
-            replicas=self._steps.replicas,
+            replicas=self.steps.replicas,
         )
 
     def _profiled_with(self, regions: Regions, session: ProfileSession) -> Profiled:
-        with self._steps.attached(regions, session):
-            self._steps.tell(session.described)
+        with self.steps.attached(regions, session):
+            self.steps.tell(session.described)
             session.begin_step(None)
             self._first_step()
             profile = session.profile
@@ -154,43 +154,43 @@ class StepProfiles:
             self._ranks.require_equal(
                 "call different regions", tuple(call.name for call in profile.calls), OTHER_MODELS
             )
-            self._steps.tell("measuring the memory of a step")
+            self.steps.tell("measuring the memory of a step")
             seconds: list[dict[int, RegionSeconds]] = []
             steps, taken = self._tracked(session, seconds)
-            runs = [steps, *(self._tracked(session, seconds)[0] for _ in range(self._steps.more_tracked))]
+            runs = [steps, *(self._tracked(session, seconds)[0] for _ in range(self.steps.more_tracked))]
             steps = {device: least_step([run[device] for run in runs]) for device in self._devices}
             times = self._ranks.largest(timed_steps_for(len(profile.calls), len(profile.traces), self._tuning))
             taken += repeated(
                 partial(self._timed_regions, session, seconds), times, self._tuning, taken, ranks=self._ranks
             )
-            self._steps.is_long = is_long(min(taken), self._tuning, self._ranks)
-        others = steps if self._steps.is_spread else {}
+            self.steps.is_long = is_long(min(taken), self._tuning, self._ranks)
+        others = steps if self.steps.is_spread else {}
         found = Profiled(profile=profile, step=steps[self._devices[0]], seconds=seconds, others=others)
         return found.with_figures(self._ranks.agreed(found.figures, largest_figures))
 
     def _first_step(self) -> None:
         """Run a step that is not measured; what it leaves for good (workspaces of libraries) is fixed from then on."""
-        self._steps.rewind()
+        self.steps.rewind()
         before = {device: self._instruments.allocated_bytes(device) for device in self._devices}
-        self._steps.run_step(self._steps.sandbox.add_leaves)
-        self._steps.rewind()
+        self.steps.run_step(self.steps.sandbox.add_leaves)
+        self.steps.rewind()
         gc.collect()  # what a compiler leaves in cycles is not there for good
         for device in self._devices:
-            self._steps.fixed_bytes[device] += max(0, self._instruments.allocated_bytes(device) - before[device])
+            self.steps.fixed_bytes[device] += max(0, self._instruments.allocated_bytes(device) - before[device])
 
     def _tracked(
         self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
     ) -> tuple[dict[torch.device, StepBytes], list[float]]:
         """Run a step with memory trackers, and with a stopwatch where they do not slow it down; return the seconds of that too."""
         marks = _GradientMarks(
-            self._steps.updates.others(self._steps.trained), self._devices, self._instruments.gradient_bytes
+            self.steps.updates.others(self.steps.trained), self._devices, self._instruments.gradient_bytes
         )
-        stopwatch = Stopwatch(self._devices, self._instruments.clock) if self._steps.tracks_freely else None
-        self._steps.rewind()  # gradients of a step before are freed before the trackers start
-        with self._steps.trackers() as trackers:
+        stopwatch = Stopwatch(self._devices, self._instruments.clock) if self.steps.tracks_freely else None
+        self.steps.rewind()  # gradients of a step before are freed before the trackers start
+        with self.steps.trackers() as trackers:
             self._marked(session, _Marks((*([stopwatch] if stopwatch else []), marks, *trackers.values())))
         taken = [] if stopwatch is None else [self._read(stopwatch, readings)]
-        levels = None if self._steps.gradients is InitialGradients.ZERO else marks
+        levels = None if self.steps.gradients is InitialGradients.ZERO else marks
         steps = {
             device: read_bytes(tracker.readings, None if levels is None else levels.of(device))
             for device, tracker in trackers.items()
@@ -199,7 +199,7 @@ class StepProfiles:
 
     def _timed_regions(self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]) -> float:
         """Run a step with a stopwatch; return its seconds in all."""
-        self._steps.tell("timing a step")
+        self.steps.tell("timing a step")
         stopwatch = Stopwatch(self._devices, self._instruments.clock)
         self._marked(session, stopwatch)
         return self._read(stopwatch, readings)
@@ -210,10 +210,10 @@ class StepProfiles:
         return float(marks[-1][1])
 
     def _marked(self, session: ProfileSession, instrument: Instrument) -> None:
-        self._steps.rewind()
+        self.steps.rewind()
         session.begin_step(instrument)
         instrument.mark("start")
-        self._steps.run_step(lambda _: session.mark(Phase.LOSS, -1))
+        self.steps.run_step(lambda _: session.mark(Phase.LOSS, -1))
         instrument.mark("end")
 
 
