@@ -15,12 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from retape.torch.capture.mutation import digest
 from retape.torch.compat import fsdp_internals
+from retape.torch.distributed.ranks import OTHER_MODELS, Ranks
 from retape.torch.distributed.replicas import replicated
 from retape.torch.engine.sharded_inputs import ShardedInput, shard_bytes
 from retape.torch.measure.memory_meter import storage_bytes, storages_of, synchronize
 
 if TYPE_CHECKING:
-    from retape.torch.distributed.ranks import Ranks
     from retape.torch.planning.instruments import Clock
 
 
@@ -102,6 +102,14 @@ class InputComparison:
                 digest(part.gathered())
             taken.append((between - start, _now([home], self._clock) - between))
         return min(one for one, _ in taken), min(other for _, other in taken)
+
+
+def is_new_to_a_rank(ranks: Ranks, name: str, is_new: bool) -> bool:
+    """True if a region of this kind is new to any rank; raise on every rank if they call different regions."""
+    calls = ranks.of_all((name, is_new))
+    if len({name for name, _ in calls}) > 1:
+        ranks.require_equal("call different regions", name, OTHER_MODELS)
+    return any(new for _, new in calls)
 
 
 def _activations(inputs: list[Tensor]) -> dict[int, Tensor]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from retape.torch.capture.arguments import Signature, signature, tensors_of, weights_signature
 from retape.torch.capture.call import capture_call
 from retape.torch.compat import hook_internals
-from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
 from retape.torch.engine.context import is_plain, managed_elsewhere
 from retape.torch.engine.inputs import maker_of
 from retape.torch.engine.messages import refuse_transforms
@@ -29,7 +28,7 @@ from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import CheckpointCall, original_class, region_name, set_weights_freed
 from retape.torch.planning.instruments import Clock, OpTimer, quickest
 from retape.torch.planning.profiles.intervals import Instrument, Phase, Profile, RegionCall
-from retape.torch.planning.profiles.rank_facts import InputComparison
+from retape.torch.planning.profiles.rank_facts import InputComparison, is_new_to_a_rank
 from retape.torch.planning.region_variants import (
     VARIANTS,
     PartsInTiles,
@@ -42,6 +41,7 @@ from retape.torch.planning.region_variants import (
 )
 
 if TYPE_CHECKING:
+    from retape.torch.distributed.ranks import Ranks
     from retape.torch.engine.policy import Policy
     from retape.torch.engine.slots import Slot
     from retape.torch.engine.trace import RegionTrace
@@ -59,6 +59,7 @@ class ProfileSession:
         saved_share: float | None = None,
         *,
         tuning: PlanningTuning,
+        ranks: Ranks,
         tiles: bool = False,
         every_tiles: bool = False,
         tiled: PartsInTiles | None = None,
@@ -67,7 +68,6 @@ class ProfileSession:
         op_timer: Callable[[torch.device], OpTimer] = OpTimer,
         clock: Clock = time.perf_counter,
         known: Profile | None = None,
-        ranks: Ranks = ALONE,
         replicas: Any = None,
     ) -> None:
         """`homes` has the device of each region, by the id of its module, if there are several devices.
@@ -201,7 +201,8 @@ class ProfileSession:
             weights_signature(module),
             tuple(slot.described for slot in region.live_slots()),
         )
-        if self._is_traced(name, kind):
+        # A trace runs the region again, which all ranks must do together.
+        if is_new_to_a_rank(self._ranks, name, kind not in self._known.traces):
             self._known.traces[kind] = self._traced(region, home) if region.slot_count else None
         self.profile.traces[kind] = self._known.traces[kind]
         found = [_source(tensor) for tensor in tensors]
@@ -231,13 +232,6 @@ class ProfileSession:
                 equal=self._comparison.equal_inputs(tensors, home),
             )
         )
-
-    def _is_traced(self, name: str, kind: Signature) -> bool:
-        """True if a rank does not know this kind yet: a trace runs the region again, which all ranks must do together."""
-        calls = self._ranks.of_all((name, kind not in self._known.traces))
-        if len({name for name, _ in calls}) > 1:
-            self._ranks.require_equal("call different regions", name, OTHER_MODELS)
-        return any(is_new for _, is_new in calls)
 
     def _traced(self, region: Region, home: torch.device) -> RegionTrace | None:
         """Trace a region a few times and keep the shortest time of each op; more often on a CPU, whose clock is disturbed."""
