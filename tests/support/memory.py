@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from retape.core.record import MemorySample
-from retape.torch.measure.memory_meter import MemoryReading, track_memory
+from retape.torch.measure.memory_meter import MemoryReading, track_memory, without_collection
 
 CPU = torch.device("cpu")
 
 
 def step_peak_bytes(action: Callable[[], Any], device: torch.device = CPU) -> int:
     """Run `action` and return its peak above the bytes that were allocated before it."""
-    with track_memory(device) as tracker:
+    with without_collection(), track_memory(device) as tracker:
         action()
     return max(reading.peak_bytes for reading in tracker.readings)
 

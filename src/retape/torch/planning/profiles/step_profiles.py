@@ -6,7 +6,7 @@ The calls of the model are answered by `session.py`; what is done with the profi
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +38,7 @@ from retape.torch.planning.profiles.session import ProfileSession
 from retape.torch.planning.region_variants import CannotCompile, PartsInTiles
 
 if TYPE_CHECKING:
-    from retape.torch.planning.step_trials import StepTrials
-
-Regions = Mapping[str, nn.Module]
+    from retape.torch.planning.step_trials import Regions, StepTrials
 
 
 class StepProfiles:
