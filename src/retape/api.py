@@ -56,6 +56,7 @@ from retape.torch.planning.discover import Wanted, find_regions, refuse_graph_re
 from retape.torch.planning.executor import Executor, GradientSwitch, warn_of_evaluation
 from retape.torch.planning.plan_cache import PlanCache, confirmed, facts_of_step, key_of
 from retape.torch.planning.plan_search import PlanSearch
+from retape.torch.planning.profiles.step_profiles import StepProfiles
 from retape.torch.planning.step_trials import Regions, StepTrials
 from retape.torch.planning.tuning import TUNING
 
@@ -342,7 +343,7 @@ def fit_using(
         )
         on_error.callback(steps.host_room.remove)
         steps.check_optimizer(asked)
-        search = PlanSearch(steps, asked, regions=regions, options=allowed)
+        search = PlanSearch(StepProfiles(steps), asked, regions=regions, options=allowed)
         about = (
             (model, batch, step, optimizer),
             (asked, regions, allowed, (host_budget, disk and str(disk), disk_budget)),

@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retape.torch.capture.mutation import version_of
 from retape.torch.compat import compiler_internals, device_allocator, hook_internals, internals, process_internals
 from support.forked import run_script
 
@@ -234,20 +235,20 @@ def test_unobserved():
 
 def test_write_unseen():
     tensor = torch.zeros(3)
-    version = tensor._version
+    version = version_of(tensor)
     internals.write_unseen(tensor, torch.ones(3))
     assert tensor.tolist() == [1, 1, 1]
-    assert tensor._version == version
+    assert version_of(tensor) == version
 
 
 def test_versions_kept():
     tensors = [torch.zeros(3), torch.zeros(2)]
-    versions = [tensor._version for tensor in tensors]
+    versions = [version_of(tensor) for tensor in tensors]
     with internals.versions_kept(tensors):
         for tensor in tensors:
             tensor.add_(1)
-            assert tensor._version not in versions
-    assert [tensor._version for tensor in tensors] == versions
+            assert version_of(tensor) not in versions
+    assert [version_of(tensor) for tensor in tensors] == versions
 
 
 def test_detach_unseen():

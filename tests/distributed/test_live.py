@@ -1,20 +1,18 @@
 """A live budget on several ranks whose regions run collectives: dropped by all or by none, bit for bit; see live_cases.py."""
 
 import os
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from retape.torch.adaptive.collective_regions import DROP_ALL, HoldTable, Offer, agree
-from support.forked import run_script
+from support.forked import ScriptCases, raised_by_all, returned_by_all
 
 needs_gloo = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
 )
 SCRIPT = Path(__file__).with_name("live_cases.py")
-SECONDS = 10  # within which every rank has ended after a fault
 SAMPLE = ["held in part", "ample", "too small on one", "kept graph", "changing sizes", "out of memory after"]
 EVERY = [
     *SAMPLE,
@@ -29,28 +27,7 @@ EVERY = [
     "kill in a re-run",
 ]
 NAMES = EVERY if os.environ.get("RETAPE_LONG") else SAMPLE
-
-
-@cache
-def cases():
-    return run_script(SCRIPT, NAMES)
-
-
-def ends(name):
-    return cases()[name] if name in NAMES else pytest.skip("RETAPE_LONG=1 runs it")
-
-
-def returned_by_all(name):
-    found = ends(name)
-    assert {end.kind for end in found} == {"returned"}, found
-    return [end.value for end in found]
-
-
-def raised_by_all(found, kind):
-    assert {end.kind for end in found} == {kind}, found
-    assert len({end.text for end in found}) == 1, found
-    assert all(end.seconds < SECONDS for end in found), found
-    return found[0].text
+ends = ScriptCases(SCRIPT, NAMES)
 
 
 # --- the table ----------------------------------------------------------------------------------------------------------
@@ -90,7 +67,7 @@ def test_everything_fits():
 
 @needs_gloo
 def test_some_regions_are_held_and_others_dropped_on_every_rank():
-    first, second = returned_by_all("held in part")
+    first, second = returned_by_all(ends("held in part"))
     assert first == second
     reruns, is_inside, over = first
     assert reruns[:3] == [6, 6, 6], "all are dropped until the needs are known"
@@ -101,7 +78,7 @@ def test_some_regions_are_held_and_others_dropped_on_every_rank():
 
 @needs_gloo
 def test_with_room_for_everything_steps_run_without_regions():
-    for reruns, plain_steps in returned_by_all("ample"):
+    for reruns, plain_steps in returned_by_all(ends("ample")):
         assert reruns[2] == reruns[-1] == 9
         assert plain_steps > 0
 
@@ -109,18 +86,18 @@ def test_with_room_for_everything_steps_run_without_regions():
 @needs_gloo
 @pytest.mark.parametrize("name", ["changing sizes", "kept graph"])
 def test_ranks_whose_steps_differ(name):
-    assert all(returned_by_all(name))
+    assert all(returned_by_all(ends(name)))
 
 
 @needs_gloo
 @pytest.mark.parametrize(("name", "reruns"), [("two forwards", 24), ("without a model", 12)])
 def test_steps_of_which_nothing_is_known_drop_all(name, reruns):
-    assert returned_by_all(name) == [reruns] * 2
+    assert returned_by_all(ends(name)) == [reruns] * 2
 
 
 @needs_gloo
 def test_over_a_plan():
-    first, second = returned_by_all("over a plan")
+    first, second = returned_by_all(ends("over a plan"))
     assert first == second > 0
 
 
@@ -147,7 +124,7 @@ def test_only_one_rank_has_a_live_budget():
 
 @needs_gloo
 def test_out_of_memory_before_a_collective_is_handled_by_one_rank():
-    assert returned_by_all("out of memory before") == [[False, True], [False, False, True]]
+    assert returned_by_all(ends("out of memory before")) == [[False, True], [False, False, True]]
 
 
 @needs_gloo

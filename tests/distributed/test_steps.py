@@ -4,19 +4,17 @@ import os
 import socket
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.forked import run_script
+from support.forked import ScriptCases, raised_by_all
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
 )
 SCRIPT = Path(__file__).with_name("step_cases.py")
-BATCH = 10
 SECONDS = 10  # within which every rank has ended after a fault
 CAUSES = {"exception": "KeyError: 'a fault of the test'", "out of memory": "out of memory, says the test"}
 FAULTS = [
@@ -35,24 +33,7 @@ LONG = bool(os.environ.get("RETAPE_LONG"))
 NAMES = [f"{kind} in the {where} of a {way} step" for kind, where, way in (FAULTS if LONG else SAMPLE_FAULTS)]
 NAMES += [f"{what} {way} steps" for what in ("all fail in", "threads of", "one leaves") for way in ("planned", "live")]
 NAMES += ["exception in a block", "out of memory in a block", "kill in a block", "one alone"]
-
-
-@cache
-def batch(number):
-    """Cases that are run together: an import of torch serves all of them, and none takes longer than a test may."""
-    return run_script(SCRIPT, NAMES[number * BATCH : (number + 1) * BATCH])
-
-
-def ends(name):
-    return batch(NAMES.index(name) // BATCH)[name]
-
-
-def raised_by_all(found, kind="RankFailed"):
-    """The text of the error that every rank has raised, the same on each, within seconds."""
-    assert {end.kind for end in found} == {kind}, found
-    assert len({end.text for end in found}) == 1, found
-    assert all(end.seconds < SECONDS for end in found), found
-    return found[0].text
+ends = ScriptCases(SCRIPT, NAMES)
 
 
 @pytest.mark.parametrize(("kind", "where", "way"), FAULTS if LONG else SAMPLE_FAULTS)

@@ -2,20 +2,17 @@
 
 import ast
 import os
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.forked import run_script
+from support.forked import ScriptCases, raised_by_all, returned_by_all
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
 )
 SCRIPT = Path(__file__).with_name("cases.py")
-BATCH = 10
-SECONDS = 10  # within which every rank has ended after a fault
 PHASES = next(
     [each.value for each in node.value.elts]
     for node in ast.parse(SCRIPT.read_text()).body
@@ -48,37 +45,13 @@ OTHERS = SAMPLE | {
     "out of memory while measuring the plan",
 }
 NAMES = sorted({*IN_FIT.values(), *OTHERS} if os.environ.get("RETAPE_LONG") else SAMPLE)
-
-
-@cache
-def batch(number):
-    """Cases that are run together: an import of torch serves all of them, and none takes longer than a test may."""
-    return run_script(SCRIPT, NAMES[number * BATCH : (number + 1) * BATCH])
-
-
-def ends(name):
-    """How each rank of a case ended; cases that are not in the sample are skipped."""
-    return batch(NAMES.index(name) // BATCH)[name] if name in NAMES else pytest.skip("RETAPE_LONG=1 runs it")
-
-
-def raised_by_all(found, kind):
-    """The text of the error that every rank has raised, the same on each, except one that was killed."""
-    left = [end for end in found if end.kind != "killed"]
-    assert {end.kind for end in left} == {kind}, found
-    assert len({end.text for end in left}) == 1, found
-    assert all(end.seconds < SECONDS for end in left), found
-    return left[0].text
-
-
-def returned_by_all(found):
-    assert {end.kind for end in found} == {"returned"}, found
-    return [end.value for end in found]
+ends = ScriptCases(SCRIPT, NAMES)
 
 
 @pytest.mark.parametrize(("kind", "phase"), list(IN_FIT), ids=list(IN_FIT.values()))
 def test_a_fault_in_fit(kind, phase):
     found = ends(IN_FIT[kind, phase])
-    text = raised_by_all(found, "RankFailed")
+    text = raised_by_all([end for end in found if end.kind != "killed"])
     assert text.startswith("Rank 1 ")
     assert repr(phase) in text
     assert KINDS[kind] in text

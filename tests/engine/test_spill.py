@@ -15,34 +15,30 @@ import torch
 
 from engine.test_offload import EVERYTHING, Blocks, moved
 from retape.errors import InvalidInput, OffloadError
-from retape.torch.engine.host import tensor_files
-from retape.torch.engine.host.copy_streams import STREAMS, BlockingCopies, HostPool
 from retape.torch.engine.host.spill import SpillFolder, remove_left_overs, spill_at
 from support.comparing import seed
+from support.hosts import host_memory, spilling_to
 
-CPU = torch.device("cpu")
 ON_DISK = replace(EVERYTHING, on_disk=True, moved_inputs=frozenset({0}))
 
 
 @pytest.fixture(name="pool")
-def _pool(monkeypatch):
-    pool = HostPool(pinned=False, limit_bytes=2**24, available=lambda: 2**30)
-    monkeypatch.setattr(STREAMS, "instead", BlockingCopies(CPU, pool))
-    yield pool
-    gc.collect()
-    assert pool.free_bytes == pool.allocated_bytes, "host memory was not given back"
+def _pool():
+    with host_memory(2**24) as pool:
+        yield pool
+        gc.collect()
+        assert pool.free_bytes == pool.allocated_bytes, "host memory was not given back"
 
 
 @pytest.fixture(name="folder")
-def _folder(monkeypatch, tmp_path, pool):
-    made = SpillFolder(tmp_path, 2**24, 2**20)
-    monkeypatch.setattr(STREAMS, "spill", made)
-    yield made
-    gc.collect()
-    wait_for(lambda: made.used_bytes == 0)
-    assert os.listdir(made.path) == ["lock"], "files were left"
-    made.close()
-    assert not made.path.exists()
+def _folder(tmp_path, pool):
+    with spilling_to(SpillFolder(tmp_path, 2**24, 2**20)) as made:
+        yield made
+        gc.collect()
+        wait_for(lambda: made.used_bytes == 0)
+        assert os.listdir(made.path) == ["lock"], "files were left"
+        made.close()
+        assert not made.path.exists()
 
 
 def wait_for(done, seconds=10.0):
@@ -101,12 +97,12 @@ def test_a_retained_graph_is_read_again(folder):
     assert torch.equal(first, x.grad)
 
 
-def test_host_memory_in_transit_is_bounded(monkeypatch, tmp_path, pool):
+def test_host_memory_in_transit_is_bounded(tmp_path, pool):
     one = 64 * 32 * 4
     folder = SpillFolder(tmp_path, 2**24, staging_bytes=2 * one)
-    monkeypatch.setattr(STREAMS, "spill", folder)
     model, x = model_and_rows()
-    loss = Blocks(count=12)(x, call=partial(moved, policy=ON_DISK)).sum()
+    with spilling_to(folder):
+        loss = Blocks(count=12)(x, call=partial(moved, policy=ON_DISK)).sum()
     assert pool.allocated_bytes <= 4 * one
     del loss, model
     gc.collect()
@@ -138,19 +134,19 @@ def test_a_budget_that_is_used_up(folder):
 @pytest.mark.parametrize(
     ("code", "words"), [(errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system")]
 )
-def test_a_disk_that_does_not_take_a_file(folder, monkeypatch, code, words):
+def test_a_disk_that_does_not_take_a_file(folder, code, words):
     model, x = model_and_rows()
 
     def fail(*args, **keywords):
         raise OSError(code, os.strerror(code))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(tensor_files, "write_tensors", fail)
-        with pytest.raises(
-            OffloadError, match=rf"could not be written to .*: {words}; .* are free there. Give fit\(\) another"
-        ):
-            forward(model, x).backward()
-        folder.writer.submit(lambda: None).result()
+    write, folder.write = folder.write, fail
+    with pytest.raises(
+        OffloadError, match=rf"could not be written to .*: {words}; .* are free there. Give fit\(\) another"
+    ):
+        forward(model, x).backward()
+    folder.writer.submit(lambda: None).result()
+    folder.write = write
     gc.collect()
     x.grad = None
     forward(model, x).backward()  # the next step is not affected
@@ -169,23 +165,23 @@ def test_a_damaged_file_is_an_error_and_no_wrong_gradient(folder, damage):
         loss.backward()
 
 
-def test_a_host_that_is_too_small_for_what_is_in_transit(monkeypatch, tmp_path):
-    pool = HostPool(pinned=False, limit_bytes=4096, available=lambda: 2**30)
-    monkeypatch.setattr(STREAMS, "instead", BlockingCopies(CPU, pool))
+def test_a_host_that_is_too_small_for_what_is_in_transit(tmp_path):
     folder = SpillFolder(tmp_path, 2**24, 2**20)
-    monkeypatch.setattr(STREAMS, "spill", folder)
     model, x = model_and_rows()
-    with pytest.raises(OffloadError, match=r"No host memory for .* more of moved tensors"):
+    with (
+        host_memory(4096),
+        spilling_to(folder),
+        pytest.raises(OffloadError, match=r"No host memory for .* more of moved tensors"),
+    ):
         forward(model, x)
     gc.collect()
     wait_for(lambda: folder.used_bytes == 0)
     folder.close()
 
 
-def test_a_plan_for_a_disk_without_one(monkeypatch, pool):
-    monkeypatch.setattr(STREAMS, "spill", None)
+def test_a_plan_for_a_disk_without_one(pool):
     model, x = model_and_rows()
-    with pytest.raises(OffloadError, match="this process has no folder for them"):
+    with spilling_to(None), pytest.raises(OffloadError, match="this process has no folder for them"):
         forward(model, x)
 
 

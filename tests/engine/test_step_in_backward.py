@@ -349,4 +349,5 @@ def test_what_is_refused_at_once():
     model = model_of()
     with pytest.raises(InvalidInput, match=r"LBFGS cannot update weights in backward.*Leave OPTIMIZER_IN_BACKWARD out"):
         stepping(model, torch.optim.LBFGS(model.parameters()))
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    model(torch.randn(4, 16)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -23,12 +23,15 @@ def loss_of(model, rows):
     return model(rows).float().square().mean()
 
 
-def after_each_step(settings, *, moved, steps=5, kind=torch.optim.AdamW):
-    """Weights and states after each step, as the host reads them at once."""
+def states_on_host(model, optimizer):
+    return HostStates(optimizer, bucket_bytes=6 * 2**20)
+
+
+def after_each_step(settings, manage=lambda model, optimizer: None, *, steps=5, kind=torch.optim.AdamW):
+    """Weights and states after each step of a managed optimizer, as the host reads them at once."""
     model = mlps()
     optimizer = kind(model.parameters(), lr=1e-3, **settings)
-    if moved:
-        HostStates(optimizer, bucket_bytes=6 * 2**20)
+    manage(model, optimizer)
     torch.manual_seed(1)
     found = []
     for _ in range(steps):
@@ -42,7 +45,7 @@ def after_each_step(settings, *, moved, steps=5, kind=torch.optim.AdamW):
 
 @pytest.mark.parametrize("settings", KERNELS, ids=["fused", "foreach", "for-loop"])
 def test_updates_are_the_same_bit_for_bit(settings):
-    plain, moved = after_each_step(settings, moved=False), after_each_step(settings, moved=True)
+    plain, moved = after_each_step(settings), after_each_step(settings, states_on_host)
     assert all(map(torch.equal, plain, moved))
 
 

@@ -8,15 +8,14 @@ from functools import partial
 import torch
 
 from engine.test_offload import EVERYTHING, Blocks, moved
-from retape.torch.engine.host.copy_streams import STREAMS
 from retape.torch.engine.host.spill import SpillFolder
+from support.hosts import spilling_to
 
 DEVICE = torch.device("cuda", 0)
 
 
-def test_gradients_are_the_same_and_nothing_is_left(tmp_path, monkeypatch):
+def test_gradients_are_the_same_and_nothing_is_left(tmp_path):
     folder = SpillFolder(tmp_path, 2**30, 2**27)
-    monkeypatch.setattr(STREAMS, "spill", folder)
     policy = replace(EVERYTHING, on_disk=True, moved_inputs=frozenset({0}))
     torch.manual_seed(0)
     model = Blocks(count=6, width=512).to(DEVICE)
@@ -25,7 +24,8 @@ def test_gradients_are_the_same_and_nothing_is_left(tmp_path, monkeypatch):
     for call in (lambda layer, value: layer(value), partial(moved, policy=policy), partial(moved, policy=policy)):
         model.zero_grad()
         x.grad = None
-        model(x, call=call).square().mean().backward()
+        with spilling_to(folder):
+            model(x, call=call).square().mean().backward()
         gradients.append([x.grad.clone(), *(p.grad.clone() for p in model.parameters())])
     for other in gradients[1:]:
         assert all(map(torch.equal, gradients[0], other))

@@ -1,36 +1,25 @@
 """Updates inside backward on a GPU, with states there or on the host: the same bits, and few gradients at once."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import retape
-from gpu.test_optimizer_states_gpu import DEVICE, KERNELS, loss_of, mlps
-from retape.torch.engine.host.optimizer_states import HostStates
+from gpu.test_optimizer_states_gpu import DEVICE, KERNELS, after_each_step, loss_of, mlps, states_on_host
 from retape.torch.engine.optimizer.in_backward import StepInBackward
 
 
-def after_each_step(settings, way, steps=5):
-    """Weights and states after each step, as the host reads them at once."""
-    model = mlps()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
-    if way is not None:
-        states = HostStates(optimizer, bucket_bytes=6 * 2**20) if way == "host" else None
-        StepInBackward(optimizer, list(model.parameters()), states=states, bucket_bytes=2**20)
-    torch.manual_seed(1)
-    found = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, torch.randn(64, 1024, device=DEVICE, dtype=torch.bfloat16)).backward()
-        optimizer.step()
-        states = [value for p in model.parameters() for value in optimizer.state[p].values()]
-        found += [value.detach().cpu().clone() for value in (*model.parameters(), *states)]
-    return found
+def updated_in_backward(way, model, optimizer):
+    states = states_on_host(model, optimizer) if way == "host" else None
+    StepInBackward(optimizer, list(model.parameters()), states=states, bucket_bytes=2**20)
 
 
 @pytest.mark.parametrize("way", ["device", "host"])
 @pytest.mark.parametrize("settings", KERNELS, ids=["fused", "foreach", "for-loop"])
 def test_updates_are_the_same_bit_for_bit(settings, way):
-    assert all(map(torch.equal, after_each_step(settings, None), after_each_step(settings, way)))
+    managed = after_each_step(settings, partial(updated_in_backward, way))
+    assert all(map(torch.equal, after_each_step(settings), managed))
 
 
 @pytest.mark.parametrize("more", [retape.EXACT, retape.OPTIMIZER_ON_HOST], ids=["device", "host"])

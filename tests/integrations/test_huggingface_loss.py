@@ -16,6 +16,7 @@ from retape.errors import InvalidInput
 from retape.integrations.huggingface import fused_loss
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.planning.plan_search import PlanSearch
+from retape.torch.planning.profiles.step_profiles import StepProfiles
 from retape.torch.planning.step_trials import StepTrials
 from support.comparing import hook_count, loss_and_gradients, parameter_gradients
 from support.ops import LargestTensor
@@ -334,7 +335,8 @@ class RejectsOnce(PlanSearch):
 
 def test_a_fit_that_rejects_a_plan_says_whether_its_loss_is_fused():
     model, budget = small_model(vocab_size=4096), Budget.of(0.3)  # less than whole logits
-    search = RejectsOnce(StepTrials(model, batch(length=200), budget, slices=True), budget, options=retape.ALL)
+    steps = StepTrials(model, batch(length=200), budget, slices=True)
+    search = RejectsOnce(StepProfiles(steps), budget, options=retape.ALL)
     found = search.run()
     assert search.rejected.fused_loss
     assert found.fused_loss == fused_loss.is_fused(model)

@@ -12,6 +12,7 @@ from retape.core.problem import Budget
 from retape.torch.planning.attach import take_off
 from retape.torch.planning.candidates import Candidates
 from retape.torch.planning.plan_search import PlanSearch
+from retape.torch.planning.profiles.step_profiles import StepProfiles
 from retape.torch.planning.step_trials import StepTrials
 from retape.torch.planning.tuning import TUNING
 from support.blocks import MlpBlock
@@ -23,7 +24,9 @@ def tried():
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(MlpBlock() for _ in range(4))), torch.randn(256, 32)
     budget = Budget.of(0.6)
-    found = PlanSearch(StepTrials(model, batch, budget, step=lambda m, b: m(b).square().mean()), budget).run()
+    found = PlanSearch(
+        StepProfiles(StepTrials(model, batch, budget, step=lambda m, b: m(b).square().mean())), budget
+    ).run()
     take_off(model, found.regions)
     return found
 

@@ -4,7 +4,6 @@ import gc
 import os
 
 import pytest
-import torch
 
 import retape
 from retape.core.fit_record import FitRecord
@@ -12,27 +11,25 @@ from retape.core.machine import simulate
 from retape.core.problem import Tier
 from retape.errors import InvalidInput
 from retape.report.fit_text import explain
-from retape.torch.engine.host.copy_streams import STREAMS, BlockingCopies, HostPool
+from retape.torch.engine.host.copy_streams import STREAMS
 from support import models
 from support.comparing import seed
+from support.hosts import host_memory, spilling_to
 from support.trials import fit_with_host, host_tier
 
-CPU = torch.device("cpu")
 LITTLE = 40_000  # bytes of the host: less than the inputs of all blocks
 IN_TRANSIT = 2**22  # a quarter of the pool
 
 
 @pytest.fixture(autouse=True)
-def _host(monkeypatch):
-    pool = HostPool(pinned=False, limit_bytes=2**24, available=lambda: 2**30)
-    monkeypatch.setattr(STREAMS, "instead", BlockingCopies(CPU, pool))
-    monkeypatch.setattr(STREAMS, "spill", None)
-    yield
-    gc.collect()
-    if STREAMS.spill is not None:
-        STREAMS.spill.writer.submit(lambda: None).result()
-        assert os.listdir(STREAMS.spill.path) == ["lock"], "files were left"
-        STREAMS.spill.close()
+def _host():
+    with host_memory(2**24), spilling_to(None):
+        yield
+        gc.collect()
+        if STREAMS.spill is not None:
+            STREAMS.spill.writer.submit(lambda: None).result()
+            assert os.listdir(STREAMS.spill.path) == ["lock"], "files were left"
+            STREAMS.spill.close()
 
 
 def small():

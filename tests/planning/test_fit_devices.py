@@ -25,6 +25,7 @@ from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import FitInstruments, Overheads, Stopwatch, home_of
 from retape.torch.planning.plan_search import budgets_of
 from retape.torch.planning.profiles.intervals import StepBytes
+from retape.torch.planning.profiles.step_profiles import StepProfiles
 from retape.torch.planning.step_trials import StepTrials
 from support.blocks import MlpBlock, square
 from support.trials import fit_with
@@ -84,7 +85,7 @@ def profiled():
     model, batch = blocks_and_rows()
     trials = StepTrials(model, batch, Budget.of(0.5), step=square, instruments=PRETENDED)
     with trials.sandboxed():
-        profiled = trials.profiled(find_regions(model))
+        profiled = StepProfiles(trials).profiled(find_regions(model))
     return replace(profiled, others={})
 
 

@@ -6,10 +6,10 @@ import torch
 import retape
 from retape.core.problem import OptionSet
 from retape.errors import BudgetTooSmall, InvalidInput
-from retape.torch.engine.host.copy_streams import STREAMS, BlockingCopies, HostPool
 from retape.torch.measure.baseline_memory import fixed_bytes
 from support import models
 from support.comparing import seed
+from support.hosts import host_memory
 from support.trials import fit_with_host, host_tier
 
 CPU = torch.device("cpu")
@@ -17,11 +17,9 @@ BOTH = retape.EXACT | retape.OPTIMIZER_ON_HOST
 
 
 @pytest.fixture(name="pool", autouse=True)
-def _pool(monkeypatch):
-    """A pool of the test's own: a host budget limits the pool of the process."""
-    pool = HostPool(pinned=False, limit_bytes=2**30, available=lambda: 2**30)
-    monkeypatch.setattr(STREAMS, "instead", BlockingCopies(CPU, pool))
-    return pool
+def _pool():
+    with host_memory() as pool:
+        yield pool
 
 
 def training(kind=torch.optim.AdamW, **settings):

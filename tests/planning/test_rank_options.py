@@ -7,8 +7,7 @@ from retape.core.assignment import Assignment, Choice, RegionOption
 from retape.core.machine import simulate
 from retape.core.problem import Chain, OptionKind
 from retape.core.solve import frontier, solve
-from retape.torch.planning.profiles.gathered_weights import GatheredWeights
-from retape.torch.planning.profiles.intervals import EqualInputs
+from retape.torch.planning.profiles.rank_facts import EqualInputs, GatheredWeights
 from retape.torch.planning.rank_options import or_weights_gathered, with_input_in_parts, with_weights_gathered
 from support.chains import option, stage
 

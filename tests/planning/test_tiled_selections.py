@@ -14,6 +14,7 @@ from retape.torch.planning.chain_builder import build_chain
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.executor import Executor
 from retape.torch.planning.instruments import Overheads
+from retape.torch.planning.profiles.step_profiles import StepProfiles
 from retape.torch.planning.region_options import partial_rerun, tape_storages
 from retape.torch.planning.step_trials import StepTrials
 from support import models
@@ -34,7 +35,7 @@ def _profiled():
     with op_clock() as instruments:
         trials = StepTrials(model.train(), batch, Budget.of(0.5), instruments=instruments, slices=True)
         with trials.sandboxed():
-            profiled = trials.profiled(find_regions(model))
+            profiled = StepProfiles(trials).profiled(find_regions(model))
         chain = build_chain(profiled, fixed_bytes=0, overheads=Overheads(), host=host_tier())
     return model, batch, profiled, chain
 

@@ -10,16 +10,15 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from unittest import mock
 
 from retape.core.errors import RetapeError
-from retape.torch.engine.host.copy_streams import STREAMS
 from retape.torch.engine.policy import Check, Policy, Proof, ProofState
 from retape.torch.engine.recipe_mode import Recipe
 from retape.torch.engine.select import plan_recipe
 from retape.torch.engine.trace import RegionTrace
 from retape.torch.planning.region_options import is_steady, partial_rerun, select_reruns, tape_storages
 from support import late_copies
+from support.hosts import copies_through
 
 from .cases import without_selective
 from .regions import LEAF_OPS, STYLES, WIDE_OPS, Spec, Style, draw_child, smaller, text
@@ -158,7 +157,7 @@ class SelectionFuzzer:
 
     def run(self) -> Tally:
         lanes = late_copies.LateLanes(seed=self._case.seed)
-        with strict(), mock.patch.object(STREAMS, "instead", lanes):
+        with strict(), copies_through(lanes):
             self._run()
         if lanes.faults:
             self._fail("lanes", lanes.faults[0])

@@ -1,7 +1,8 @@
 """Ranks as forks of one process that has imported torch: `run_forked(case, ranks)` costs a fork, not an import, for each of them.
 
-A script calls `serve(CASES)`; a test calls `run_script(script, names)`. Each rank of a case joins a process group of its own over gloo and
-says how it ended and when; a rank that has not ended in time is killed, and says "hangs".
+A script calls `serve(CASES)`; a test calls `run_script(script, names)`, or asks a `ScriptCases` for one name after the other. Each rank of
+a case joins a process group of its own over gloo and says how it ended and when; a rank that has not ended in time is killed, and
+says "hangs".
 """
 
 from __future__ import annotations
@@ -65,6 +66,41 @@ def run_script(script: Path, names: list[str], timeout_s: int = 600) -> dict[str
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     return {name: [End(**end) for end in ends] for name, ends in found.items()}
+
+
+class ScriptCases:
+    """The cases of a script; called with a name, it returns how each rank of that case ended, or skips a case that is not named.
+
+    Cases are run together, `batch` of them: an import of torch serves all of them, and none takes longer than a test may.
+    """
+
+    def __init__(self, script: Path, names: list[str], *, batch: int = 10) -> None:
+        self._script, self._names, self._batch = script, names, batch
+        self._ends: dict[str, list[End]] = {}
+
+    def __call__(self, name: str) -> list[End]:
+        import pytest  # not where a script of ranks imports this module
+
+        if name not in self._names:
+            pytest.skip("RETAPE_LONG=1 runs it")
+        if name not in self._ends:
+            first = self._names.index(name) // self._batch * self._batch
+            self._ends |= run_script(self._script, self._names[first : first + self._batch])
+        return self._ends[name]
+
+
+def raised_by_all(found: list[End], kind: str = "RankFailed", *, seconds: float = 10.0) -> str:
+    """Return the text of the error that every rank has raised, the same on each, within `seconds` of the fault."""
+    assert {end.kind for end in found} == {kind}, found
+    assert len({end.text for end in found}) == 1, found
+    assert all(end.seconds < seconds for end in found), found
+    return found[0].text
+
+
+def returned_by_all(found: list[End]) -> list[Any]:
+    """Return the value of each rank, none of which has raised."""
+    assert {end.kind for end in found} == {"returned"}, found
+    return [end.value for end in found]
 
 
 def serve(cases: Mapping[str, Case]) -> None:

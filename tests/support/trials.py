@@ -10,6 +10,7 @@ from retape.core.problem import Budget, Tier
 from retape.torch.planning.chain_builder import build_chain
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import FitInstruments, OpTimer, Overheads
+from retape.torch.planning.profiles.step_profiles import StepProfiles
 from retape.torch.planning.step_trials import StepTrials
 from retape.torch.planning.tuning import TUNING
 from support.clocks import OpClock
@@ -65,6 +66,6 @@ def chain_of(model, batch, *, step=None, host=None, **about):
     with op_clock() as instruments:
         trials = StepTrials(model, batch, Budget.of(0.5), step=step, instruments=instruments, **about)
         with trials.sandboxed():
-            profiled = trials.profiled(find_regions(model))
+            profiled = StepProfiles(trials).profiled(find_regions(model))
         fixed = trials.fixed_bytes[trials.devices[0]]
         return build_chain(profiled, fixed_bytes=fixed, overheads=Overheads(), host=host).chain

@@ -110,6 +110,11 @@ class Choice:
         return bool(self.moved or self.moved_inputs)
 
     @property
+    def is_kept(self) -> bool:
+        """True if the region is simply called."""
+        return self.option is OptionKind.KEEP
+
+    @property
     def is_checkpoint_call(self) -> bool:
         """True for a `retape.checkpoint` call in the model's code, which is named after its function."""
         return self.name.startswith(_CHECKPOINT)
@@ -129,6 +134,10 @@ class Choice:
             keep_gathered=option.keep_gathered,
             slots=self.slots if option.slots is None else option.slots,
         ).sliced_as(option)
+
+    def recomputed_eagerly(self) -> Choice:
+        """Return this call with no slot held, without a compiled form and tiles."""
+        return replace(self, option=OptionKind.RECOMPUTE, held=(), moved=(), saved_share=None, tiles=1, tiled=())
 
     def sliced_as(self, option: RegionOption) -> Choice:
         """Return this call with its parts in as many tiles as the option asks for, if it asks for any."""

@@ -23,6 +23,7 @@ from retape.torch.measure.step_function import default_step, scalar_loss
 from retape.torch.planning.chain_builder import RegionChain, build_chain
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import FitInstruments, Overheads
+from retape.torch.planning.profiles.step_profiles import StepProfiles
 from retape.torch.planning.step_trials import StepTrials
 from retape.torch.planning.tuning import TUNING
 
@@ -173,7 +174,7 @@ class _Tracer:
             tuning=replace(TUNING, traces=1, timed_steps=1),
         )
         with trials.sandboxed():
-            profiled = trials.profiled(regions)
+            profiled = StepProfiles(trials).profiled(regions)
             return build_chain(profiled, fixed_bytes=0, overheads=Overheads(), host=self._host)
 
     def _instruments(self) -> FitInstruments:

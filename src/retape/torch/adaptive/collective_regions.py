@@ -27,7 +27,7 @@ _WHAT = "adaptive() on a model whose regions run collectives"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What one rank knows of its next step: bytes and re-run seconds of each region with collectives, and the room for them."""
+    """Figures of one rank for its next step: bytes and re-run seconds of each region with collectives, and the room for them."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +18,20 @@ from torch import nn
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import EXACT, Budget, BudgetKind, BudgetLike, OptionSet
 from retape.core.units import format_bytes, format_seconds
+from retape.torch.adaptive.attachment import ModelAttachment, WatchedSteps, budget_device
 from retape.torch.adaptive.collective_regions import CollectiveRegions
 from retape.torch.adaptive.governor import Governor
 from retape.torch.adaptive.known_steps import UnmanagedCall, UnmanagedStep
 from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
-from retape.torch.distributed.members import Group, members_of
-from retape.torch.distributed.steps import StepWatch, watch_steps
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import THREAD, current_runner, enter_runner, managed_elsewhere, running_regions
 from retape.torch.engine.policy import HOLD
-from retape.torch.measure.baseline_memory import device_of
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning import attach
-from retape.torch.planning.discover import find_regions, refuse_graph_replays
 
 if TYPE_CHECKING:
     from retape.torch.adaptive.needs import RegionKind
+    from retape.torch.distributed.members import Group
+    from retape.torch.distributed.steps import StepWatch
 
 _LOG = logging.getLogger("retape")
 
@@ -155,88 +152,6 @@ class ProgressLine:
             self._shown = None
 
 
-class ModelAttachment:
-    """A model, its regions, and the functions that answer their calls while it is attached.
-
-    `plan` answers for a plan that was attached before, or is None.
-    """
-
-    def __init__(self, model: nn.Module, call_root: attach.Caller, call: attach.Caller, *, fuse: bool) -> None:
-        self._model, self._call_root, self._call, self._fuse = attach.unwrapped(model), call_root, call, fuse
-        self._is_attached = self._fused = False
-        self._regions: tuple[nn.Module, ...] = ()
-        self.plan: attach.Caller | None = None
-
-    def attach(self) -> None:
-        """Answer calls from now on; do nothing if it is attached."""
-        if self._is_attached:
-            return
-        self.plan = attach.caller_of(self._model)
-        if isinstance(getattr(self.plan, "__self__", None), Adaptive):
-            raise InvalidInput(
-                f"{type(self._model).__name__} is managed by retape.adaptive already. Call remove() on what that returned first, or "
-                "keep using it."
-            )
-        if self.plan is None:
-            self._attach_regions()
-        else:
-            attach.put_over(self._model, self._call_root)
-            self._leave_loss_to_plan()
-        self._is_attached = True
-
-    def _attach_regions(self) -> None:
-        attach.refuse_replicas(self._model)
-        regions = find_regions(self._model)
-        refuse_graph_replays({"the model itself": self._model, **regions})
-        self._regions = tuple(regions.values())
-        done: list[nn.Module] = []
-        try:
-            attach.attach(self._model, self._call_root, outside_hooks=True)
-            done.append(self._model)
-            for module in self._regions:
-                attach.attach(module, self._call)
-                done.append(module)
-        except InvalidInput:
-            for module in done:
-                attach.detach(module)
-            raise
-        if self._fuse and LIBRARIES.can_fuse_loss(self._model):
-            LIBRARIES.fuse_loss(self._model, room_bytes=None, compiled=False)
-            self._fused = True
-
-    def _leave_loss_to_plan(self) -> None:
-        """Warn once that options=ALL changes nothing over a plan, which was made for the loss as it is."""
-        if self._fuse and LIBRARIES.can_fuse_loss(self._model):
-            self._fuse = False
-            _LOG.warning(
-                "retape: %s is fitted with its whole logits, and adaptive(options=ALL) leaves the plan as it is. For a loss in slices "
-                "give options=ALL to retape.fit.",
-                type(self._model).__name__,
-            )
-
-    def remove(self) -> None:
-        """Leave the model as it was before."""
-        if not self._is_attached:
-            return
-        self._is_attached = False
-        if self.plan is not None:
-            attach.put_over(self._model, self.plan)
-            self.plan = None
-            return
-        for module in (self._model, *self._regions):
-            attach.detach(module)
-        if self._fused:
-            LIBRARIES.unfuse_loss(self._model)
-            self._fused = False
-
-
-def budget_device(model: nn.Module | None) -> torch.device:
-    """The device on which a live budget counts: the model's; without a model the GPU in use, if any is."""
-    if model is not None:
-        return device_of(model)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
-
-
 class Adaptive:
     """Runs regions inside a live budget. Make one with `retape.adaptive`.
 
@@ -258,10 +173,8 @@ class Adaptive:
         instruments: AdaptiveInstruments | None = None,
     ) -> None:
         self._budget, self._host, self._progress = budget, host, progress
-        self._given, self._group = model, group
-        self._watch: StepWatch | None = None
+        self._watched = WatchedSteps(model, group)
         self._block: StepWatch | None = None  # where a block without a model was entered
-        self._watching = ExitStack()
         self._tuning, self._instruments = tuning or AdaptiveTuning(), instruments or AdaptiveInstruments()
         self._use_device(budget_device(model))
         self._outer: list[Any] = []
@@ -269,24 +182,12 @@ class Adaptive:
         self._evictions_before = self._failures_before = 0  # this step
         self._attachment: ModelAttachment | None = None
         if model is not None:
-            members_of(model, group)  # refuses other groups
-            self._attachment = ModelAttachment(model, self.call_root, self.call, fuse=fuse)
+            self._attachment = ModelAttachment(model, self.call_root, self.call, manager=Adaptive, fuse=fuse)
             self.attach()
-
-    def _watch_steps(self) -> None:
-        """Let an error of one rank end all of them with the same error, until `remove`."""
-        if self._watch is None or self._watch.is_over():
-            self._watching.close()
-            self._watch = watch_steps(members_of(self._given, self._group))
-            if self._watch is not None:
-                self._watching.callback(self._watch.open_for(self))
-                if self._given is not None and attach.unwrapped(self._given) is not self._given:
-                    # A wrapper has collectives of its own.
-                    self._watching.callback(attach.watch_calls(self._given, self._watch.run))
 
     def _use_device(self, device: torch.device) -> None:
         tuning, instruments = self._tuning, self._instruments
-        collectives = CollectiveRegions(tuning, lambda: self._watch)
+        collectives = CollectiveRegions(tuning, lambda: self._watched.watch)
         self.governor = Governor(
             self._budget, device, host=self._host, tuning=tuning, instruments=instruments, collectives=collectives
         )
@@ -298,13 +199,12 @@ class Adaptive:
         """Attach to the model again after `remove`; do nothing if it is attached or has no model."""
         if self._attachment is not None:
             self._attachment.attach()
-            self._watch_steps()
+            self._watched.open(self)
 
     def remove(self) -> None:
         """Leave the model as it was before."""
         self._detach()
-        self._watching.close()
-        self._watch = None
+        self._watched.close()
 
     def _detach(self) -> None:
         self._end_step()
@@ -320,8 +220,8 @@ class Adaptive:
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Call the model itself; a step begins, unless the one before has not been through backward yet."""
-        if self._watch is not None:
-            return self._watch.run(self._call_root, module, plain_call, args, keywords)
+        if self._watched.watch is not None:
+            return self._watched.watch.run(self._call_root, module, plain_call, args, keywords)
         return self._call_root(module, plain_call, args, keywords)
 
     def _call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
@@ -396,8 +296,8 @@ class Adaptive:
             return self
         if not self.governor.counts.steps and not self._in_step:  # by now the GPU is in use, if there is one
             self._use_device(budget_device(None))
-        self._watch_steps()
-        self._block = self._watch
+        self._watched.open(self)
+        self._block = self._watched.watch
         if self._block is not None:
             self._block.begin_block()
         self._outer.append(enter_runner(self.governor))
@@ -425,8 +325,8 @@ class Adaptive:
             self.governor.regions.clear()  # no backward will need them, though the error's frames hold them
             if not isinstance(error, BudgetTooSmall):
                 raised = self.governor.limit.failed_outside(error, now)
-        if self._watch is not None and isinstance(raised, Exception):
-            raised = self._watch.raised(raised)
+        if self._watched.watch is not None and isinstance(raised, Exception):
+            raised = self._watched.watch.raised(raised)
         if self._block is not None:
             self._block.end_block()
         if raised is not None and raised is not error:

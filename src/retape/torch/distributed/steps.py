@@ -67,7 +67,7 @@ class StepWatch:
         self, store: Any, members: tuple[int, ...], rank: int, *, world: Any, tuning: DistributedTuning = TUNING
     ) -> None:
         self.members = members
-        self._number, self._tuning, self._world = members.index(rank), tuning, weakref.ref(world)
+        self._number, self._tuning, self._own_world = members.index(rank), tuning, weakref.ref(world)
         named = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
         # Clones have connections of their own, and do not keep the store open once the process groups are destroyed.
         quick = replace(tuning, longest_poll_seconds=tuning.step_poll_seconds)
@@ -134,7 +134,7 @@ class StepWatch:
 
     def is_over(self) -> bool:
         """True if no model uses it any more, or the process groups were destroyed."""
-        return self._is_closed or self._world() is None or self._world() is not dist.group.WORLD
+        return self._is_closed or self._own_world() is None or self._own_world() is not dist.group.WORLD
 
     def _at_exit(self) -> None:
         """Tell the others why this process ends, if it does so by an exception or inside a step."""

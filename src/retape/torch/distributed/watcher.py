@@ -57,7 +57,7 @@ def store_lost(phase: str) -> RankFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SignOfLife:
-    """What a rank says of itself: how often it has said so, its process, and whether it has left."""
+    """Sign of life of a rank: how often it has given one, its process, and whether it has left."""
 
     beats: int
     process: tuple[str, int, str]

@@ -34,7 +34,7 @@ from retape.torch.capture.snapshot import Snapshot
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine import inputs as sources
 from retape.torch.engine.context import PROCESS, THREAD, Running, record
-from retape.torch.engine.host.offload import MovedInputs, MovedSlot, RegionTransfers
+from retape.torch.engine.host.offload import MovedSlot, RegionTransfers, moved_inputs
 from retape.torch.engine.messages import (
     fewer_tensors,
     raise_explained,
@@ -53,7 +53,7 @@ from retape.torch.engine.rerun import (
     RepeatedCollectives,
     is_compiled,
 )
-from retape.torch.engine.sharded_inputs import ShardedInputs
+from retape.torch.engine.sharded_inputs import held_in_parts
 from retape.torch.engine.slots import Slot, checked, release, unpack, unpack_moved, unpack_observed
 
 if TYPE_CHECKING:
@@ -196,9 +196,9 @@ class Region:
         if policy.inputs is not _HOLD:
             return sources.held_or_linked(tensors, policy.inputs, checksum if self.check is _VALUES else None)
         if transfers is not None and policy.moved_inputs:
-            return MovedInputs(tensors, policy.moved_inputs, transfers, checked=self.check is _VALUES)
+            return moved_inputs(tensors, policy.moved_inputs, transfers, checked=self.check is _VALUES)
         if policy.sharded_inputs:
-            return ShardedInputs(tensors, policy.sharded_inputs, policy.replicas)
+            return held_in_parts(tensors, policy.sharded_inputs, policy.replicas)
         return _HeldHere(list(map(hold, tensors)))
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

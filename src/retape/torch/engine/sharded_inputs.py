@@ -20,12 +20,10 @@ from retape.core.errors import StateChanged
 from retape.torch.capture.mutation import Digest, digest, hold, inner_tensors, same_digests, version_of
 from retape.torch.compat import internals
 from retape.torch.engine.host.copy_streams import TUNING
+from retape.torch.engine.slots import NOT_LOADED, HeldOrLoaded
 
 if TYPE_CHECKING:
-    from retape.torch.engine.inputs import Link, Made
     from retape.torch.engine.slots import SlotOwner
-
-_NOT_LOADED = torch.empty(0)
 
 
 def can_be_sharded(tensor: Tensor) -> bool:
@@ -56,7 +54,7 @@ class ShardedInput:
     `_witness` shares the tensor's version counter and none of its memory: a write to the tensor is noticed (Rule 3).
     """
 
-    __slots__ = ("_around", "_digest", "_group", "_layout", "_part", "_version", "_witness")
+    __slots__ = ("_around", "_digest", "_group", "_layout", "_part", "_then", "_witness")
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         plain = _plain(tensor)
@@ -64,7 +62,7 @@ class ShardedInput:
         self._group = group
         with internals.unobserved(), torch.no_grad():
             self._around = None if plain is tensor else _Wrapper(tensor)
-            self._version, self._digest = version_of(plain), digest(plain)
+            self._then, self._digest = version_of(plain), digest(plain)
             self._layout = (plain.dtype, plain.shape, plain.stride())
             self._witness = plain.detach()
             octets = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(internals.untyped_storage(plain))
@@ -73,11 +71,11 @@ class ShardedInput:
             self._part = own.clone() if own.numel() == size else octets.new_zeros(size)
             if own.numel() < size:
                 self._part[: own.numel()] = own
-            self._witness.data = _NOT_LOADED
+            self._witness.data = NOT_LOADED
 
     def load(self, region: SlotOwner, index: int) -> Tensor:
         """Gather the parts of all ranks; raise if the input was written to since."""
-        if version_of(self._witness) != self._version:
+        if version_of(self._witness) != self._then:
             raise region.snapshot.has_changed(index)
         with internals.unobserved(), torch.no_grad():
             plain = self.gathered()
@@ -109,32 +107,14 @@ class _Wrapper:
         return made
 
 
-class ShardedInputs:
-    """A region's inputs, of which this rank holds a part of those with the numbers `sharded`, and the rest whole: an `InputSource`."""
-
-    holds_here = False
-
-    def __init__(self, tensors: list[Tensor], sharded: Collection[int], group: dist.ProcessGroup) -> None:
-        self._held = [
+def held_in_parts(tensors: list[Tensor], sharded: Collection[int], group: dist.ProcessGroup) -> HeldOrLoaded:
+    """Hold this rank's part of those of a region's inputs that have the numbers `sharded`, and the rest whole."""
+    return HeldOrLoaded(
+        [
             ShardedInput(tensor, group) if index in sharded and can_be_sharded(tensor) else hold(tensor)
             for index, tensor in enumerate(tensors)
         ]
-
-    def present(self) -> list[Tensor | None]:
-        return [held if isinstance(held, Tensor) else None for held in self._held]
-
-    @property
-    def links(self) -> list[Link]:
-        return []
-
-    def load(self, region: SlotOwner, skip: frozenset[int], made: Made) -> list[Tensor]:
-        return [
-            held if isinstance(held, Tensor) else _NOT_LOADED if index in skip else held.load(region, index)
-            for index, held in enumerate(self._held)
-        ]
-
-    def hold_again(self, region: SlotOwner, made: Made) -> None:
-        """Do nothing: the ranks have them."""
+    )
 
 
 # --- are they still equal? --------------------------------------------------------------------------------------------
@@ -151,7 +131,7 @@ class _Gathered(NamedTuple):
 
 
 class _Comparisons:
-    """What was gathered in each backward pass, until the pass ends."""
+    """Inputs that were gathered in each backward pass, until the pass ends."""
 
     def __init__(self) -> None:
         self._by_pass: dict[int, list[_Gathered]] = {}

@@ -1,10 +1,15 @@
-"""Slots: the tensors that autograd saved inside a region, and the hooks that return them. What fills them again is in `rerun.py`."""
+"""Slots: the tensors that autograd saved inside a region, and the hooks that return them. What fills them again is in `rerun.py`.
+
+Also here: inputs of a region of which some are elsewhere until its re-run.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from retape.core.errors import StateChanged
@@ -114,3 +119,40 @@ def unpack_observed(slot: Slot) -> Tensor:
         observer.on_backward(region)
     region.start_return()
     return unpack(slot)
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+NOT_LOADED = torch.empty(0)  # in place of an argument that is not needed
+
+
+class LoadableInput(Protocol):
+    """An input that is elsewhere: in host memory, or in parts on several ranks."""
+
+    def load(self, region: SlotOwner, index: int) -> Tensor:
+        """Return argument number `index` of the region."""
+
+
+class HeldOrLoaded:
+    """Inputs of which some are held by the region, and the others loaded for a re-run: an `InputSource` (`inputs.py`)."""
+
+    holds_here = False
+
+    def __init__(self, inputs: Sequence[Tensor | LoadableInput]) -> None:
+        self._inputs = inputs
+
+    def present(self) -> list[Tensor | None]:
+        return [each if isinstance(each, Tensor) else None for each in self._inputs]
+
+    @property
+    def links(self) -> list[Any]:
+        return []
+
+    def load(self, region: SlotOwner, skip: frozenset[int], made: dict[int, list[Tensor]]) -> list[Tensor]:
+        return [
+            each if isinstance(each, Tensor) else NOT_LOADED if index in skip else each.load(region, index)
+            for index, each in enumerate(self._inputs)
+        ]
+
+    def hold_again(self, region: SlotOwner, made: dict[int, list[Tensor]]) -> None:
+        """Do nothing: they are still there."""

@@ -1,6 +1,6 @@
 """From a model, a batch and a budget to an attached, measured plan.
 
-`discover` finds the regions, `step_trials` runs steps of the model (`profiles` has what each region takes), `chain_builder` makes the
+`discover` finds the regions, `step_trials` runs steps of the model (`profiles` measures what each region takes), `chain_builder` makes the
 solver's problem from that with the options of `region_options`, `plan_search` looks for the fastest plan that a real step confirms,
 and `executor` runs it on the modules that `attach` has attached. `region_variants` are compiled and sliced versions of a region;
 `plan_cache` keeps plans on disk.

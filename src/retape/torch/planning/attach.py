@@ -315,6 +315,11 @@ def _call_class(code: Any) -> type[CheckpointCall]:
     return type(CheckpointCall.__name__, (CheckpointCall,), {"code": code})
 
 
+def names_of(regions: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Return the names of regions by the ids of their modules."""
+    return {id(module): name for name, module in regions.items()}
+
+
 def region_name(names: Mapping[int, str], module: nn.Module) -> str:
     """Return the name of a region: of a module that was attached, or of a function that is given to `retape.checkpoint`."""
     return module.name if isinstance(module, CheckpointCall) else names[id(module)]
@@ -399,6 +404,20 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, wrappers):
         model = model.module
     return model
+
+
+def between_steps(model: nn.Module) -> nn.Module:
+    """Return the user's own model inside a wrapper, without the weights that FSDP2 has left gathered."""
+    root = unwrapped(model)
+    fsdp_internals.free_gathered(root)
+    return root
+
+
+def has_gradients(root: nn.Module) -> bool:
+    """True if the next step adds to gradients; under FSDP2 those may not be reduced yet."""
+    return any(weight.grad is not None for weight in root.parameters()) or fsdp_internals.keeps_unsharded_gradients(
+        root
+    )
 
 
 def unreduced(model: nn.Module) -> AbstractContextManager[Any]:

@@ -1,6 +1,6 @@
 """Finds the modules that become regions: the repeated blocks of a model, by structure alone, or those that the user names.
 
-Nothing is run here: where these regions do not fit a budget, others are chosen by measured bytes (`measure/module_calls.py`).
+Where these regions do not fit a budget, others are chosen by the bytes of one forward (`measure/module_calls.py`).
 A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken: of a mixture of
 experts the layer is a region, not each expert. Models that cannot be managed are refused here.
 """
@@ -8,14 +8,21 @@ experts the layer is a region, not each expert. Models that cannot be managed ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
 from retape.core.errors import InvalidInput, UnsupportedTransform
 from retape.torch.compat import compiler_internals
+from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
+from retape.torch.measure.sequential_slices import region_named
 from retape.torch.model_libraries import LIBRARIES
+from retape.torch.planning.instruments import OutOfMemory
+
+if TYPE_CHECKING:
+    from retape.torch.planning.step_trials import StepTrials
 
 Wanted: TypeAlias = "Iterable[type[nn.Module] | str | nn.Module] | type[nn.Module] | str | nn.Module"
 
@@ -32,6 +39,23 @@ def find_regions(model: nn.Module, wanted: Wanted | None = None) -> dict[str, nn
     found = _outermost(layers) if layers else (list(_blocks(model)) or list(_parts(model)))
     chosen = {id(module) for module in found}
     return {name: module for name, module in model.named_modules() if id(module) in chosen and module is not model}
+
+
+def find_by_bytes(steps: StepTrials, tried: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Run a forward and choose regions by what each call of a module saves in it; none if it runs out of memory.
+
+    If those are the regions that were `tried`, which need more than they save, they are divided. All ranks take those of the first.
+    """
+    tree, tuning = steps.recorded_forward(recorded_calls), steps.tuning
+    chosen: dict[str, nn.Module] = {}
+    if not isinstance(tree, OutOfMemory):
+        choose = partial(
+            regions_by_bytes, steps.root, tree, region_bytes=tuning.region_bytes, tolerance=tuning.cover_tolerance
+        )
+        chosen = choose()
+        chosen = choose(divided=set(tried)) if set(chosen) == set(tried) else chosen
+    names = steps.ranks.decided_by_first(lambda: list(chosen))
+    return {name: region_named(steps.root, name) for name in names}
 
 
 def refuse_graph_replays(regions: dict[str, nn.Module]) -> None:

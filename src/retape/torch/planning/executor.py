@@ -23,16 +23,15 @@ from torch import nn
 
 from retape.core.assignment import Assignment, Choice
 from retape.core.errors import PlanMismatch
-from retape.core.problem import OptionKind
 from retape.torch.capture.arguments import Signature, elements, shapes, signature, tensors_of
-from retape.torch.compat import compiler_internals, fsdp_internals, hook_internals
+from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runner, managed_elsewhere
 from retape.torch.engine.host import offload
 from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Proof, ProofState
 from retape.torch.engine.select import plan_recipe
 from retape.torch.model_libraries import LIBRARIES
-from retape.torch.planning.attach import original_class, region_name, set_weights_freed
+from retape.torch.planning.attach import has_gradients, original_class, region_name, set_weights_freed
 from retape.torch.planning.region_variants import (
     VARIANTS,
     CannotCompile,
@@ -181,7 +180,7 @@ class Executor:
         self, number: int, choice: Choice, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any
     ) -> Any:
         """Run a compiled variant; recompute the eager block if it does not compile here, because its tape was not measured."""
-        eager = replace(choice, option=OptionKind.RECOMPUTE, held=(), moved=(), saved_share=None, tiles=1, tiled=())
+        eager = choice.recomputed_eagerly()
         kind = original_class(type(module))
         call = self._variants.call_of(
             kind, module, plain_call, choice.saved_share, tiles=choice.tiles, parts=choice.tiled
@@ -192,7 +191,7 @@ class Executor:
             return self._ran(number, eager, plain_call, args, keywords)
 
     def _ran(self, number: int, choice: Choice, call: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        if choice.option is not OptionKind.KEEP:
+        if not choice.is_kept:
             return self._run(number, choice, call, args, keywords)
         if current_runner() is None:
             return call(*args, **keywords)
@@ -203,7 +202,7 @@ class Executor:
         self._counts[name] = count + 1
         root = max(self._root_call, 0)
         found = self._choices.get((name, root, count)) or self._choices.get((name, 0, count))
-        return found or (-1, Choice(name=name, option=OptionKind.RECOMPUTE))
+        return found or (-1, Choice(name=name).recomputed_eagerly())
 
     def _run(self, number: int, choice: Choice, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         self.regions_run += 1
@@ -363,8 +362,7 @@ class GradientSwitch:
         root = self._root()
         if root is None or not torch.is_grad_enabled() or managed_elsewhere():
             return
-        accumulates = any(weight.grad is not None for weight in root.parameters())
-        accumulates = accumulates or fsdp_internals.keeps_unsharded_gradients(root)
+        accumulates = has_gradients(root)
         self._running = self._accumulating if accumulates else self._fresh
         if accumulates and self._too_small is not None:
             _log_once(self._too_small)

@@ -22,6 +22,7 @@ from retape.core.problem import Tier
 from retape.torch.capture.call import capture_call
 from retape.torch.compat import fsdp_internals
 from retape.torch.distributed.ranks import ALONE, Ranks
+from retape.torch.distributed.replicas import tensor_group
 from retape.torch.engine.host.copy_streams import host_tier
 from retape.torch.engine.host.spill import SpillFolder
 from retape.torch.engine.policy import DROP, HOLD, Policy, Proof, ProofState
@@ -228,6 +229,9 @@ class FitInstruments:
     allocated_bytes: Callable[[torch.device], int] = allocated_bytes
     devices_of: Callable[..., tuple[torch.device, ...]] = devices_of
     home_of: Callable[[str, nn.Module], torch.device | None] = home_of
+    replicas: Callable[[nn.Module], Any] = (
+        tensor_group  # the process group whose ranks have equal inputs; None without one
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from retape.core.units import format_bytes
 from retape.torch.distributed.limits import RankLimit, RankLimits
 from retape.torch.distributed.ranks import OTHER_MODELS
 from retape.torch.measure.budgets import add_suggestions, resolved
-from retape.torch.measure.sequential_slices import region_named
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import (
     Candidate,
@@ -46,7 +45,7 @@ from retape.torch.planning.candidates import (
     ran_out,
 )
 from retape.torch.planning.chain_builder import RegionChain, build_chain
-from retape.torch.planning.discover import Wanted, find_regions, refuse_graph_replays
+from retape.torch.planning.discover import Wanted, find_by_bytes, find_regions, refuse_graph_replays
 from retape.torch.planning.instruments import (
     OutOfMemory,
     in_turns,
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from retape.core.assignment import Assignment
     from retape.core.record import Record
     from retape.torch.planning.profiles.intervals import Profile, Profiled
+    from retape.torch.planning.profiles.step_profiles import StepProfiles
     from retape.torch.planning.step_trials import StepTrials
 
 _LOG = logging.getLogger("retape")
@@ -93,9 +93,15 @@ class PlanSearch:
     """One search: the steps that it can run, its budgets, and the limits that follow from them."""
 
     def __init__(
-        self, trials: StepTrials, budget: Budget, *, regions: Wanted | None = None, options: OptionSet = OptionSet.EXACT
+        self,
+        profiles: StepProfiles,
+        budget: Budget,
+        *,
+        regions: Wanted | None = None,
+        options: OptionSet = OptionSet.EXACT,
     ) -> None:
-        self._trials, self._tuning, self._options = trials, trials.tuning, options
+        trials = profiles.steps
+        self._trials, self._profiles, self._tuning, self._options = trials, profiles, trials.tuning, options
         self._may_choose = regions is None
         self._regions = find_regions(trials.root, regions)
         trials.ranks.require_equal("have different regions", tuple(self._regions), OTHER_MODELS)
@@ -243,10 +249,9 @@ class PlanSearch:
             yield setup.regions
         if self._may_choose:
             self._trials.tell("choosing regions by their bytes")
-            by_bytes = self._trials.regions_by_bytes(setup.regions)
-            names = self._trials.ranks.decided_by_first(lambda: list(by_bytes))
-            if names and set(names) != set(setup.regions):
-                yield {name: region_named(self._trials.root, name) for name in names}
+            by_bytes = find_by_bytes(self._trials, setup.regions)
+            if by_bytes and set(by_bytes) != set(setup.regions):
+                yield by_bytes
 
     # --- one setup --------------------------------------------------------------------------------------------------
 
@@ -254,17 +259,17 @@ class PlanSearch:
         """Profile a setup and make its problems; return the error if even a step that recomputes everything does not fit."""
         trials = self._trials
         try:
-            profiled = trials.profiled(setup.regions, smallest=not self._may_fuse)
+            profiled = self._profiles.profiled(setup.regions, smallest=not self._may_fuse)
         except BudgetTooSmall as error:
             return _without_traceback(error)
         if trials.is_spread:
             self._refuse_unknown_devices(profiled.profile)
         few = setup.regions is not self._regions
         if setup.in_tiles:
-            return self._solving(profiled, *trials.profiled_in_tiles(setup.regions, profiled, few=few), setup)
-        search = self._solving(profiled, trials.known_variants(setup.regions), None, setup)
+            return self._solving(profiled, *self._profiles.profiled_in_tiles(setup.regions, profiled, few=few), setup)
+        search = self._solving(profiled, self._profiles.known_variants(setup.regions), None, setup)
         while trials.compiled and not search.is_fast_enough:
-            others = trials.add_variant(setup.regions, profiled, few=few)
+            others = self._profiles.add_variant(setup.regions, profiled, few=few)
             if others is None:
                 break
             search = self._solving(profiled, others, None, setup)

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from retape.core.assignment import RegionOption
     from retape.core.problem import Stage
     from retape.torch.engine.trace import RegionTrace
-    from retape.torch.planning.profiles.gathered_weights import GatheredWeights
-    from retape.torch.planning.profiles.intervals import EqualInputs
+    from retape.torch.planning.profiles.rank_facts import EqualInputs, GatheredWeights
 
 
 def with_input_in_parts(option: RegionOption, trace: RegionTrace | None, equal: EqualInputs) -> RegionOption:

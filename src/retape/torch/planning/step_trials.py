@@ -1,6 +1,7 @@
-"""Runs real steps of a model for a fit: profiles them, measures their memory and times them, on one device or several.
+"""Runs real steps of a model for a fit, measures their memory and times them, on one device or several.
 
-Every step starts from the same state (`measure/sandbox.py`), and nothing of it stays. What is run is decided in `plan_search.py`.
+Every step starts from the same state (`measure/sandbox.py`), and nothing of it stays. Steps are profiled in
+`profiles/step_profiles.py`; what is run is decided in `plan_search.py`.
 """
 
 from __future__ import annotations
@@ -15,37 +16,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from retape.core.errors import BudgetTooSmall, InvalidInput, StateChanged
-from retape.torch.compat import fsdp_internals
-from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
-from retape.torch.distributed.replicas import tensor_group
-from retape.torch.engine.policy import Check, Inputs, Policy
+from retape.core.errors import InvalidInput, StateChanged
+from retape.torch.distributed.ranks import ALONE, Ranks
+from retape.torch.engine.policy import Check
 from retape.torch.measure.host_room import DiskRequest, HostRoom
 from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize, without_collection
-from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.measure.updates_in_backward import UpdatesInBackward, updates_in_backward
-from retape.torch.planning.attach import CheckpointCalls, ModelCaller, put_on, take_off, unreduced, unwrapped
-from retape.torch.planning.executor import Executor
-from retape.torch.planning.instruments import FitInstruments, OutOfMemory, Stopwatch, is_long, repeated, timed_steps_for
-from retape.torch.planning.profiles.compiled_variants import VariantProfiles
-from retape.torch.planning.profiles.gathered_weights import gathered_weights
-from retape.torch.planning.profiles.intervals import (
-    Instrument,
-    Phase,
-    Profile,
-    Profiled,
-    RegionSeconds,
-    StepBytes,
-    largest_figures,
-    least_step,
-    read_bytes,
-    read_seconds,
+from retape.torch.planning.attach import (
+    CheckpointCalls,
+    ModelCaller,
+    between_steps,
+    names_of,
+    put_on,
+    take_off,
+    unreduced,
 )
-from retape.torch.planning.profiles.other_lengths import ProfiledLengths, extrapolated, lengths_of
-from retape.torch.planning.profiles.session import ProfileSession
-from retape.torch.planning.region_variants import VARIANTS, CannotCompile, PartsInTiles, VariantCache
+from retape.torch.planning.executor import Executor
+from retape.torch.planning.instruments import FitInstruments, OutOfMemory
+from retape.torch.planning.profiles.other_lengths import ProfiledLengths, lengths_of
+from retape.torch.planning.region_variants import VARIANTS, VariantCache
 from retape.torch.planning.tuning import TUNING, PlanningTuning
 
 if TYPE_CHECKING:
@@ -54,6 +45,7 @@ if TYPE_CHECKING:
     from retape.core.assignment import Assignment
     from retape.core.problem import Budget, Tier
     from retape.core.record import Record
+    from retape.torch.planning.profiles.intervals import Profile
 
 Regions = Mapping[str, nn.Module]
 _Result = TypeVar("_Result")
@@ -99,14 +91,13 @@ class StepTrials:
         self.devices = self.instruments.devices_of(model, budget)
         if step is None:
             refuse_other_arguments(model, batch)
-        self.root = unwrapped(model)
-        fsdp_internals.free_gathered(self.root)
-        self.replicas = tensor_group(self.root)
+        self.root = between_steps(model)
+        self.replicas = self.instruments.replicas(self.root)
         self.compiled = compiled
-        self._shorter = tuple(profile_batches)
-        self._lengths = self._lengths_of(batch)
+        self.shorter = tuple(profile_batches)
+        self.lengths = self._lengths_of(batch)
         self.is_long = self.runs_one_step  # are the steps: then few of them are run
-        self._trained = [p for p in self.root.parameters() if p.requires_grad]
+        self.trained = [p for p in self.root.parameters() if p.requires_grad]
         self.margins = dict.fromkeys(self.devices, 0)
         self.host_room = self._room(host_budget, (disk, disk_budget), optimizer, moves_states)
         self.updates = self._updates(model, optimizer, budget) if steps_in_backward else UpdatesInBackward()
@@ -115,12 +106,8 @@ class StepTrials:
         self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, there, d) for d in self.devices}
         self._missing_bytes = {d: self.instruments.missing_gradient_bytes(self.root, d) for d in self.devices}
         self._model, self._batch, self._step, self._optimizer = model, batch, step or default_step, optimizer
-        self._slices, self.check, self._variants, self._budget = slices, check, variants, budget
+        self.slices, self.check, self.variants, self.budget = slices, check, variants, budget
         self._sandbox: Sandbox | None = None
-        self._variant_profiles = VariantProfiles(tuning)
-        self._known: dict[
-            tuple[float | None, int], Profile
-        ] = {}  # traces of kinds of regions, by the variant they ran in
 
     def _updates(self, model: nn.Module, optimizer: Any, budget: Budget) -> UpdatesInBackward:
         room = self.host_room
@@ -142,24 +129,24 @@ class StepTrials:
     def _initial_gradients(self, budget: Budget) -> InitialGradients:
         if self.updates:
             return InitialGradients.NONE
-        own = self.instruments.initial_gradients(self._trained, budget, self.devices)
+        own = self.instruments.initial_gradients(self.trained, budget, self.devices)
         return InitialGradients.ZERO if self.ranks.any(own is InitialGradients.ZERO) else own
 
     @property
     def runs_one_step(self) -> bool:
         """True if the batch is run as rarely as possible: shorter ones are profiled, and a plan is measured and timed in one step."""
-        return bool(self._shorter)
+        return bool(self.shorter)
 
     def _lengths_of(self, batch: Any) -> ProfiledLengths | None:
-        if not self._shorter:
+        if not self.shorter:
             return None
         if self.compiled or self.is_spread:
             what = "compiled blocks" if self.compiled else "a model on several devices"
             raise InvalidInput(f"profile_batches are not for {what}. Leave them out.")
-        return lengths_of(self._shorter, batch)
+        return lengths_of(self.shorter, batch)
 
     @contextmanager
-    def _running(self, batch: Any) -> Iterator[None]:
+    def running(self, batch: Any) -> Iterator[None]:
         """Run steps of another batch meanwhile."""
         before, self._batch = self._batch, batch
         try:
@@ -167,9 +154,9 @@ class StepTrials:
         finally:
             self._batch = before
 
-    def _on_shorter(self) -> AbstractContextManager[None]:
+    def on_shorter(self) -> AbstractContextManager[None]:
         """Run steps of the longer of the shorter batches meanwhile, if there are any."""
-        return self._running(self._shorter[-1] if self._shorter else self._batch)
+        return self.running(self.shorter[-1] if self.shorter else self._batch)
 
     def _room(self, host_budget: str | int | None, disk: DiskRequest, optimizer: Any, moves_states: bool) -> HostRoom:
         first, asked = self.devices[0], (host_budget, *disk, moves_states or None)
@@ -186,7 +173,7 @@ class StepTrials:
             optimizer=optimizer,
             moves_states=moves_states,
             pending_bytes=self.instruments.pending_optimizer_bytes,
-            gradient_bytes=sum(p.grad.nbytes for p in self._trained if p.grad is not None),
+            gradient_bytes=sum(p.grad.nbytes for p in self.trained if p.grad is not None),
         )
 
     def host_tier(self, device: torch.device) -> Tier | None:
@@ -272,201 +259,31 @@ class StepTrials:
         finally:
             self.updates.end_step()
 
-    def regions_by_bytes(self, tried: Regions) -> dict[str, nn.Module]:
-        """Run a forward and choose regions by what each call of a module saves in it; none if it runs out of memory.
-
-        If those are the regions that were `tried`, which need more than they save, they are divided.
-        """
+    def recorded_forward(
+        self, record: Callable[[nn.Module, Any, Callable[[], object]], _Result]
+    ) -> _Result | OutOfMemory:
+        """Let `record` run a forward of the model with its batch, or with the longer of the shorter ones."""
         self.rewind()
-        with unreduced(self._model), self._on_shorter():
+        with unreduced(self._model), self.on_shorter():
             forward = partial(scalar_loss, self._step, self._model, self._batch)
-            tree = self.attempted(partial(recorded_calls, self.root, self._batch, forward))
+            found = self.attempted(partial(record, self.root, self._batch, forward))
         self.rewind()
-        if isinstance(tree, OutOfMemory):
-            return {}
-        choose = partial(
-            regions_by_bytes,
-            self.root,
-            tree,
-            region_bytes=self.tuning.region_bytes,
-            tolerance=self.tuning.cover_tolerance,
-        )
-        chosen = choose()
-        return choose(divided=set(tried)) if set(chosen) == set(tried) else chosen
+        return found
 
     def attach(self, regions: Regions, caller: ModelCaller) -> None:
         """Let `caller` answer the calls of the model and its regions from now on."""
         put_on(self.root, dict(regions), CheckpointCalls(self.root, caller))
 
     @contextmanager
-    def _attached(self, regions: Regions, caller: ModelCaller | None) -> Iterator[None]:
+    def attached(self, regions: Regions, caller: ModelCaller | None) -> Iterator[None]:
         with ExitStack() as stack:
             if caller is not None:
                 self.attach(regions, caller)
                 stack.callback(take_off, self.root, dict(regions))
             yield
 
-    # --- profile ------------------------------------------------------------------------------------------------------
-
-    def profiled(self, regions: Regions, *, smallest: bool = True) -> Profiled:
-        """Profile a step; a compiled model in the variant that saves everything.
-
-        Raise BudgetTooSmall if a step with every region recomputed does not fit; with `smallest` only if it does not with the
-        inputs of regions dropped either.
-        """
-        if self._lengths is None:
-            return self._profiled(regions, self._variants.WHOLE if self.compiled else None, smallest=smallest)
-        one, two = (self._profiled_shorter(batch, regions, smallest) for batch in self._shorter)
-        self.is_long = True
-        return extrapolated(one, two, self._lengths, tile_gain=self.tuning.tile_gain)
-
-    def _profiled_shorter(self, batch: Any, regions: Regions, smallest: bool) -> Profiled:
-        with self._running(batch):
-            return self._profiled(regions, None, smallest=smallest)
-
-    def known_variants(self, regions: Regions) -> list[Profiled]:
-        """Return the compiled variants that were profiled so far."""
-        return self._variant_profiles.known(tuple(regions))
-
-    def add_variant(self, regions: Regions, whole: Profiled, *, few: bool) -> list[Profiled] | None:
-        """Profile a compiled model in its next variant; return all that are known, or None if there is no other.
-
-        With `few` only the variant that saves least is profiled.
-        """
-        profiled = partial(self._profiled, regions)
-        return self._variant_profiles.with_another(tuple(regions), whole, profiled, few=few) if self.compiled else None
-
-    def profiled_in_tiles(
-        self, regions: Regions, whole: Profiled, *, few: bool
-    ) -> tuple[list[Profiled], Profiled | None]:
-        """Profile a compiled model in all of its variants, with parts in tiles too, and eagerly; none of an eager model."""
-        if not self.compiled:
-            return [], None
-        return self._variant_profiles.in_tiles(tuple(regions), whole, partial(self._profiled, regions), few=few)
-
-    def _profiled(
-        self, regions: Regions, saved_share: float | None, tiled: PartsInTiles | None = None, *, smallest: bool = True
-    ) -> Profiled:
-        """Profile with every region recomputed; if that does not fit, with the inputs dropped as well."""
-        failure: OutOfMemory | None = None
-        for inputs in (Inputs.HOLD, Inputs.LINK) if smallest else (Inputs.HOLD,):
-            session = self._session(regions, inputs, saved_share, tiled)
-            try:
-                found = self.attempted(partial(self._profiled_with, regions, session))
-            except CannotCompile:
-                return self._profiled(regions, saved_share, tiled, smallest=smallest)  # what was refused is eager now
-            if not isinstance(found, OutOfMemory):
-                return found
-            failure = found
-        assert failure is not None
-        raise BudgetTooSmall(
-            f"The step does not fit on {self.device_names} even with everything recomputed: {failure.message} Use a smaller batch.",
-            budget_bytes=self._budget.limit_bytes or 0,
-            floor_bytes=0,
-            binding="",
-        )
-
-    def _session(
-        self, regions: Regions, inputs: Inputs, saved_share: float | None, tiled: PartsInTiles | None
-    ) -> ProfileSession:
-        homes = None
-        if self.is_spread:
-            found = {id(module): self.instruments.home_of(name, module) for name, module in regions.items()}
-            homes = {module: home for module, home in found.items() if home is not None}
-        return ProfileSession(
-            names_of(regions),
-            self.devices[0],
-            Policy(inputs=inputs),
-            saved_share,
-            tuning=self.tuning,
-            tiles=self._slices and not self.is_spread,
-            every_tiles=self.runs_one_step,
-            tiled=tiled,
-            homes=homes,
-            variants=self._variants,
-            op_timer=self.instruments.op_timer,
-            clock=self.instruments.clock,
-            known=self._known.setdefault((saved_share, tiled.tiles if tiled else 1), Profile()),
-            ranks=self.ranks,
-            replicas=self.replicas,
-        )
-
-    def _profiled_with(self, regions: Regions, session: ProfileSession) -> Profiled:
-        with self._attached(regions, session):
-            self.tell(session.described)
-            session.begin_step(None)
-            self._first_step()
-            profile = session.profile
-            profile.gathered = gathered_weights(
-                regions, self.devices, clock=self.instruments.clock, runs=self.tuning.traces
-            )
-            self.ranks.require_equal("call different regions", tuple(call.name for call in profile.calls), OTHER_MODELS)
-            self.tell("measuring the memory of a step")
-            seconds: list[dict[int, RegionSeconds]] = []
-            steps, taken = self._tracked(session, seconds)
-            runs = [steps, *(self._tracked(session, seconds)[0] for _ in range(self._more_tracked))]
-            steps = {device: least_step([run[device] for run in runs]) for device in self.devices}
-            times = self.ranks.largest(timed_steps_for(len(profile.calls), len(profile.traces), self.tuning))
-            taken += repeated(
-                partial(self._timed_regions, session, seconds), times, self.tuning, taken, ranks=self.ranks
-            )
-            self.is_long = is_long(min(taken), self.tuning, self.ranks)
-        others = steps if self.is_spread else {}
-        found = Profiled(profile=profile, step=steps[self.devices[0]], seconds=seconds, others=others)
-        return found.with_figures(self.ranks.agreed(found.figures, largest_figures))
-
-    def _first_step(self) -> None:
-        """Run a step that is not measured; what it leaves for good (workspaces of libraries) is fixed from then on."""
-        self.rewind()
-        before = {device: self.instruments.allocated_bytes(device) for device in self.devices}
-        self.run_step(self.sandbox.add_leaves)
-        self.rewind()
-        gc.collect()  # what a compiler leaves in cycles is not there for good
-        for device in self.devices:
-            self.fixed_bytes[device] += max(0, self.instruments.allocated_bytes(device) - before[device])
-
-    def _tracked(
-        self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]
-    ) -> tuple[dict[torch.device, StepBytes], list[float]]:
-        """Run a step with memory trackers, and with a stopwatch where they do not slow it down; return the seconds of that too."""
-        marks = _GradientMarks(self.updates.others(self._trained), self.devices, self.instruments.gradient_bytes)
-        stopwatch = Stopwatch(self.devices, self.instruments.clock) if self._tracks_freely else None
-        self.rewind()  # gradients of a step before are freed before the trackers start
-        with self._trackers() as trackers:
-            self._marked(session, _Marks((*([stopwatch] if stopwatch else []), marks, *trackers.values())))
-        taken = [] if stopwatch is None else [self._read(stopwatch, readings)]
-        levels = None if self.gradients is InitialGradients.ZERO else marks
-        steps = {
-            device: read_bytes(tracker.readings, None if levels is None else levels.of(device))
-            for device, tracker in trackers.items()
-        }
-        return steps, taken
-
-    @property
-    def _tracks_freely(self) -> bool:
-        return not self.is_spread and self.instruments.tracks_freely(self.devices[0])
-
-    def _timed_regions(self, session: ProfileSession, readings: list[dict[int, RegionSeconds]]) -> float:
-        """Run a step with a stopwatch; return its seconds in all."""
-        self.tell("timing a step")
-        stopwatch = Stopwatch(self.devices, self.instruments.clock)
-        self._marked(session, stopwatch)
-        return self._read(stopwatch, readings)
-
-    def _read(self, stopwatch: Stopwatch, readings: list[dict[int, RegionSeconds]]) -> float:
-        marks = stopwatch.read()
-        readings.append(read_seconds(marks))
-        return float(marks[-1][1])
-
-    def _marked(self, session: ProfileSession, instrument: Instrument) -> None:
-        self.rewind()
-        session.begin_step(instrument)
-        instrument.mark("start")
-        self.run_step(lambda _: session.mark(Phase.LOSS, -1))
-        instrument.mark("end")
-
     @contextmanager
-    def _trackers(self) -> Iterator[dict[torch.device, MemoryTracker]]:
+    def trackers(self) -> Iterator[dict[torch.device, MemoryTracker]]:
         with ExitStack() as stack:
             stack.enter_context(without_collection())
             yield {device: stack.enter_context(self.instruments.track_memory(device)) for device in self.devices}
@@ -483,7 +300,7 @@ class StepTrials:
             check=self.check,
             trial=True,
             replicas=self.replicas,
-            variants=self._variants,
+            variants=self.variants,
             tuning=self.tuning,
         )
         for choice, call in zip(assignment.choices, profile.calls, strict=True):
@@ -493,7 +310,7 @@ class StepTrials:
     def measured(self, regions: Regions, executor: Executor | None) -> list[Record]:
         """Track the memory of a step under an executor; one record for each device, with seconds if tracking takes no time."""
         self.tell("measuring the plan")
-        runs = [self._tracked_under(regions, executor) for _ in range(1 + self._more_tracked)]
+        runs = [self._tracked_under(regions, executor) for _ in range(1 + self.more_tracked)]
         own = [min(records, key=lambda record: record.peak_bytes) for records in zip(*runs, strict=True)]
         return [
             record if self.ranks.is_alone else self._of_all_ranks(record, self.margins[torch.device(record.device)])
@@ -501,16 +318,21 @@ class StepTrials:
         ]
 
     def _tracked_under(self, regions: Regions, executor: Executor | None) -> list[Record]:
-        with self._attached(regions, executor):
+        with self.attached(regions, executor):
             self.rewind()
-            with self._trackers() as trackers:
+            with self.trackers() as trackers:
                 taken = self._timed_step()
-        seconds = taken if self._tracks_freely or self.runs_one_step else 0.0
+        seconds = taken if self.tracks_freely or self.runs_one_step else 0.0
         pairs = trackers.items()
         return [step_record(tracker, device, self.start_bytes(device), seconds=seconds) for device, tracker in pairs]
 
     @property
-    def _more_tracked(self) -> int:
+    def tracks_freely(self) -> bool:
+        """True if a step that is tracked takes no more time than one that is not."""
+        return not self.is_spread and self.instruments.tracks_freely(self.devices[0])
+
+    @property
+    def more_tracked(self) -> int:
         """Steps that are tracked once more where threads of gloo free memory of a step a moment late: the least counts."""
         late = not (self.ranks.is_alone or self.runs_one_step) and any(device.type == "cpu" for device in self.devices)
         return self.tuning.late_free_steps if late else 0
@@ -524,7 +346,7 @@ class StepTrials:
 
     def timed(self, regions: Regions, executor: Executor | None) -> float:
         """Return the seconds of a step under an executor."""
-        with self._attached(regions, executor):
+        with self.attached(regions, executor):
             self.rewind()
             return self._timed_step()
 
@@ -544,7 +366,7 @@ class StepTrials:
         executor.end_trial()
         try:
             # A checksum needs temporaries: if they do not fit, the first steps of training prove the rest.
-            with self._on_shorter():
+            with self.on_shorter():
                 self.attempted(partial(self._step_under, regions, executor))
         except StateChanged:  # an op wrote to a held tensor without declaring it
             if not executor.rejected:
@@ -554,12 +376,12 @@ class StepTrials:
 
     def prove_updates(self, regions: Regions, executor: Executor | None) -> None:
         """Raise InvalidInput if a weight is read in backward after it would be updated there."""
-        with self._on_shorter():
+        with self.on_shorter():
             self.updates.prove(partial(self._step_under, regions, executor))
             self.rewind()
 
     def _step_under(self, regions: Regions, executor: Executor | None) -> None:
-        with self._attached(regions, executor):
+        with self.attached(regions, executor):
             self.rewind()
             self.run_step()
 
@@ -577,36 +399,3 @@ class StepTrials:
         torch.cuda.empty_cache()
         self.tell("out of memory; trying with less")
         return OutOfMemory(message)
-
-
-def names_of(regions: Regions) -> dict[int, str]:
-    return {id(module): name for name, module in regions.items()}
-
-
-class _Marks:
-    """One mark for several instruments."""
-
-    def __init__(self, instruments: Sequence[Instrument]) -> None:
-        self._instruments = instruments
-
-    def mark(self, label: Any) -> None:
-        for instrument in self._instruments:
-            instrument.mark(label)
-
-
-class _GradientMarks:
-    """Notes at each mark how many bytes of gradients there are on each device."""
-
-    def __init__(
-        self, parameters: list[nn.Parameter], devices: Sequence[torch.device], count: Callable[..., int]
-    ) -> None:
-        self._parameters, self._count = parameters, count
-        self._levels = {device: [0] for device in devices}
-
-    def mark(self, label: Any) -> None:
-        for device, levels in self._levels.items():
-            levels.append(self._count(self._parameters, device))
-
-    def of(self, device: torch.device) -> list[int]:
-        """Return the bytes at each reading of a memory tracker, which has one more reading at its start and at its end."""
-        return [*self._levels[device], self._levels[device][-1]]

@@ -32,16 +32,14 @@ from retape.torch.capture.mutation import checksum, hold, version_of
 from retape.torch.compat import compiler_internals, hook_internals, internals
 from retape.torch.engine.host.copy_streams import STREAMS, TUNING, Chunk, Event, Pairs
 from retape.torch.engine.messages import different_values
-from retape.torch.engine.slots import Slot, SlotOwner, changed_in_place
+from retape.torch.engine.slots import HeldOrLoaded, Slot, SlotOwner, changed_in_place
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from retape.torch.engine.host.spill import SpillFile, SpillFolder
-    from retape.torch.engine.inputs import Link, Made
 
 _NO_MEMORY = torch.empty(0)
-_NOT_LOADED = torch.empty(0)
 
 
 class MovedTensor(Protocol):
@@ -340,35 +338,16 @@ class MovedInput:
         return value
 
 
-class MovedInputs:
-    """A region's inputs, of which those with the numbers `moved` leave and the rest is held: an `InputSource`."""
-
-    holds_here = False
-
-    def __init__(
-        self, tensors: list[Tensor], moved: frozenset[int], transfers: RegionTransfers, *, checked: bool
-    ) -> None:
-        self._held = [
-            MovedInput(tensor, checked=checked) if index in moved and can_be_moved(tensor) else hold(tensor)
-            for index, tensor in enumerate(tensors)
-        ]
-        transfers.send_inputs([held for held in self._held if isinstance(held, MovedInput)])
-
-    def present(self) -> list[Tensor | None]:
-        return [held if isinstance(held, Tensor) else None for held in self._held]
-
-    @property
-    def links(self) -> list[Link]:
-        return []
-
-    def load(self, region: SlotOwner, skip: frozenset[int], made: Made) -> list[Tensor]:
-        return [
-            held if isinstance(held, Tensor) else _NOT_LOADED if index in skip else held.load(region, index)
-            for index, held in enumerate(self._held)
-        ]
-
-    def hold_again(self, region: SlotOwner, made: Made) -> None:
-        """Do nothing: the host has them."""
+def moved_inputs(
+    tensors: list[Tensor], moved: frozenset[int], transfers: RegionTransfers, *, checked: bool
+) -> HeldOrLoaded:
+    """Send those of a region's inputs to the host that have the numbers `moved`, and hold the rest."""
+    held = [
+        MovedInput(tensor, checked=checked) if index in moved and can_be_moved(tensor) else hold(tensor)
+        for index, tensor in enumerate(tensors)
+    ]
+    transfers.send_inputs([each for each in held if isinstance(each, MovedInput)])
+    return HeldOrLoaded(held)
 
 
 def can_be_moved(tensor: Tensor) -> bool:

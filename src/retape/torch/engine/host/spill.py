@@ -112,6 +112,7 @@ class SpillFolder:
     def __init__(self, root: Path, limit_bytes: int, staging_bytes: int) -> None:
         self.root, self.limit_bytes, self.staging_bytes = root, limit_bytes, staging_bytes
         self.used_bytes = 0
+        self.write = tensor_files.write_tensors
         self._numbers = itertools.count()
         self._unwritten: deque[SpillFile] = deque()
         self._counting = threading.RLock()
@@ -159,7 +160,7 @@ class SpillFolder:
         """Write one file; return an error if the disk does not take it."""
         nbytes = sum(piece.numel() for piece in pieces)
         try:
-            tensor_files.write_tensors(path, {}, pieces, durable=durable)
+            self.write(path, {}, pieces, durable=durable)
         except OSError as error:
             free = shutil.disk_usage(self.root).free if self.root.exists() else 0
             return OffloadError(

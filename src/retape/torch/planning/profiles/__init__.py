@@ -1,7 +1,7 @@
 """Profiles of a step: bytes and seconds of each region, measured in a session, or derived from those of two shorter batches.
 
-The steps themselves are run in `step_trials.py`. Start from `session.ProfileSession`, `intervals.Profiled` and
+Steps are run by `step_trials.py`. Start from `step_profiles.StepProfiles`, `session.ProfileSession`, `intervals.Profiled` and
 `other_lengths.extrapolated`.
 """
 
-__all__ = ["compiled_variants", "gathered_weights", "intervals", "other_lengths", "session"]
+__all__ = ["compiled_variants", "intervals", "other_lengths", "rank_facts", "session", "step_profiles"]

@@ -19,7 +19,7 @@ from retape.torch.engine.trace import RegionTrace
 from retape.torch.measure.memory_meter import MemoryReading
 
 if TYPE_CHECKING:
-    from retape.torch.planning.profiles.gathered_weights import GatheredWeights
+    from retape.torch.planning.profiles.rank_facts import EqualInputs, GatheredWeights
     from retape.torch.planning.region_variants import Tiling
 
 
@@ -41,20 +41,6 @@ class Instrument(Protocol):
     """Notes the marks of a step: a memory tracker or a stopwatch."""
 
     def mark(self, label: Any) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EqualInputs:
-    """Inputs of a region, by their numbers, that are equal on all ranks of its tensor-parallel group.
-
-    Each rank can hold `part_bytes` of their `whole_bytes`, which takes `divide_seconds` in the forward and `gather_seconds` in a re-run.
-    """
-
-    numbers: frozenset[int]
-    whole_bytes: int
-    part_bytes: int
-    divide_seconds: float = 0.0
-    gather_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

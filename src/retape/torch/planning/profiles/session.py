@@ -15,24 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from retape.torch.capture.arguments import Signature, signature, tensors_of, weights_signature
 from retape.torch.capture.call import capture_call
-from retape.torch.capture.mutation import digest
 from retape.torch.compat import hook_internals
-from retape.torch.distributed.ranks import ALONE, OTHER_MODELS, Ranks
-from retape.torch.distributed.replicas import replicated
 from retape.torch.engine.context import is_plain, managed_elsewhere
 from retape.torch.engine.inputs import maker_of
 from retape.torch.engine.messages import refuse_transforms
 from retape.torch.engine.region import Region, RegionObserver
-from retape.torch.engine.sharded_inputs import ShardedInput, shard_bytes
-from retape.torch.measure.memory_meter import storage_bytes, storages_of, synchronize
+from retape.torch.measure.memory_meter import storage_bytes
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import CheckpointCall, original_class, region_name, set_weights_freed
 from retape.torch.planning.instruments import Clock, OpTimer, quickest
-from retape.torch.planning.profiles.intervals import EqualInputs, Instrument, Phase, Profile, RegionCall
+from retape.torch.planning.profiles.intervals import Instrument, Phase, Profile, RegionCall
+from retape.torch.planning.profiles.rank_facts import InputComparison, is_new_to_a_rank
 from retape.torch.planning.region_variants import (
     VARIANTS,
     PartsInTiles,
@@ -45,6 +41,7 @@ from retape.torch.planning.region_variants import (
 )
 
 if TYPE_CHECKING:
+    from retape.torch.distributed.ranks import Ranks
     from retape.torch.engine.policy import Policy
     from retape.torch.engine.slots import Slot
     from retape.torch.engine.trace import RegionTrace
@@ -62,6 +59,7 @@ class ProfileSession:
         saved_share: float | None = None,
         *,
         tuning: PlanningTuning,
+        ranks: Ranks,
         tiles: bool = False,
         every_tiles: bool = False,
         tiled: PartsInTiles | None = None,
@@ -70,7 +68,6 @@ class ProfileSession:
         op_timer: Callable[[torch.device], OpTimer] = OpTimer,
         clock: Clock = time.perf_counter,
         known: Profile | None = None,
-        ranks: Ranks = ALONE,
         replicas: Any = None,
     ) -> None:
         """`homes` has the device of each region, by the id of its module, if there are several devices.
@@ -88,8 +85,8 @@ class ProfileSession:
         is_probed = tiles and saved_share is None
         self._probe = TileProbe(device, tuning, clock, op_timer, every=every_tiles) if is_probed else None
         self._tiled = tiled or PartsInTiles(1, {})
-        self._policy, self._ranks, self._replicas = policy, ranks, replicas
-        self._sharding: dict[int, tuple[float, float]] = {}  # seconds to divide and to gather so many bytes
+        self._policy, self._ranks = policy, ranks
+        self._comparison = InputComparison(ranks, replicas, clock=clock, runs=tuning.traces)
         self._spare_seconds = tuning.extra_trace_seconds
         self._known = Profile() if known is None else known
         self.profile = Profile()
@@ -98,7 +95,7 @@ class ProfileSession:
 
     def _begin(self) -> None:
         self._stage = 0
-        self._readers: dict[int, tuple[StorageWeakRef, int]] = {}  # the last region that read each storage
+        self._comparison.begin_step()
         self._root_call = -1
         self._counts: dict[str, int] = {}
 
@@ -204,7 +201,8 @@ class ProfileSession:
             weights_signature(module),
             tuple(slot.described for slot in region.live_slots()),
         )
-        if self._is_traced(name, kind):
+        # A trace runs the region again, which all ranks must do together.
+        if is_new_to_a_rank(self._ranks, name, kind not in self._known.traces):
             self._known.traces[kind] = self._traced(region, home) if region.slot_count else None
         self.profile.traces[kind] = self._known.traces[kind]
         found = [_source(tensor) for tensor in tensors]
@@ -212,6 +210,8 @@ class ProfileSession:
         sources = frozenset(source for source in found if source is not None)
         makers = {stage for stage, _ in sources}
         linked = [tensor for tensor, source in zip(tensors, found, strict=True) if source is not None]
+        for earlier in self._comparison.earlier_readers(stage, tensors):
+            self.profile.calls[earlier] = replace(self.profile.calls[earlier], equal=None)
         self.profile.calls.append(
             RegionCall(
                 stage=stage,
@@ -229,60 +229,9 @@ class ProfileSession:
                 saved_share=self._saved_share if runs_variant else None,
                 tiles=self._tiled.tiles if runs_variant and name in self._tiled.of_region else 1,
                 training=module.training,
-                equal=self._equal_inputs(stage, tensors, home),
+                equal=self._comparison.equal_inputs(tensors, home),
             )
         )
-
-    def _equal_inputs(self, stage: int, inputs: list[Tensor], home: torch.device) -> EqualInputs | None:
-        """Return which activations are equal on all ranks of the tensor-parallel group, and what it takes to hold parts of them.
-
-        One that a later region reads too is held by that one, so the earlier region has nothing to gain.
-        """
-        made = {number: tensor for number, tensor in enumerate(inputs) if tensor.grad_fn is not None}
-        for storage in storages_of(made.values()):
-            reference = StorageWeakRef(storage)
-            known, earlier = self._readers.get(reference.cdata, (None, stage))
-            if known is not None and not known.expired() and earlier != stage:
-                self.profile.calls[earlier] = replace(self.profile.calls[earlier], equal=None)
-            self._readers[reference.cdata] = (reference, stage)
-        numbers = replicated(self._ranks, self._replicas, made)
-        if not numbers:
-            return None
-        tensors, ranks = [made[number] for number in sorted(numbers)], self._replicas.size()
-        whole = storage_bytes(tensors, home)
-        if whole not in self._sharding:
-            self._sharding[whole] = self._sharding_seconds(tensors, home)
-        divide, gather = self._sharding[whole]
-        return EqualInputs(
-            numbers=numbers,
-            whole_bytes=whole,
-            part_bytes=sum(shard_bytes(tensor, ranks) for tensor in tensors),
-            divide_seconds=divide,
-            gather_seconds=gather,
-        )
-
-    def _sharding_seconds(self, tensors: list[Tensor], home: torch.device) -> tuple[float, float]:
-        """Return the shortest seconds to keep a part of each tensor, and to gather it and take its checksum."""
-        taken: list[tuple[float, float]] = []
-        for _ in range(self._tuning.traces):
-            start = self._now(home)
-            parts = [ShardedInput(tensor, self._replicas) for tensor in tensors]
-            between = self._now(home)
-            for part in parts:
-                digest(part.gathered())
-            taken.append((between - start, self._now(home) - between))
-        return min(one for one, _ in taken), min(other for _, other in taken)
-
-    def _now(self, home: torch.device) -> float:
-        synchronize(home)
-        return self._clock()
-
-    def _is_traced(self, name: str, kind: Signature) -> bool:
-        """True if a rank does not know this kind yet: a trace runs the region again, which all ranks must do together."""
-        calls = self._ranks.of_all((name, kind not in self._known.traces))
-        if len({name for name, _ in calls}) > 1:
-            self._ranks.require_equal("call different regions", name, OTHER_MODELS)
-        return any(is_new for _, is_new in calls)
 
     def _traced(self, region: Region, home: torch.device) -> RegionTrace | None:
         """Trace a region a few times and keep the shortest time of each op; more often on a CPU, whose clock is disturbed."""
