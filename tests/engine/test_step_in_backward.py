@@ -1,6 +1,8 @@
 """Updates inside backward: bit for bit those of the ordinary step, few gradients at once, and errors for loops that need them all."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -162,6 +164,17 @@ def test_removed_it_leaves_the_ordinary_step():
     found = one(True)
     assert are_equal(one(False), found)
     assert all(p.grad is not None for p in found[0].parameters())
+
+
+def test_a_model_that_is_dropped_is_freed():
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    stepping(model, optimizer, on_host=True, bucket_bytes=1)
+    plain_step(model, optimizer, torch.ones(2, 16))
+    weight = weakref.ref(next(model.parameters()))
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
 
 
 def test_removed_it_leaves_no_used_gradients():

@@ -57,17 +57,23 @@ class CompleteGradients:
         self._complete: dict[int, Tensor] = {}
         self._complete_bytes = 0
         self._handles: list[RemovableHandle] = []
+        self._end_listening: weakref.finalize[..., Any] | None = None
 
     def start(self) -> None:
         """Watch the gradients from now on, and the regions."""
-        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._parameters]
-        PROCESS.region_listeners = (*PROCESS.region_listeners, self._on_region)
+        # Weak: neither the process nor, through PyTorch's own structures, a weight must keep this and so the model alive.
+        complete, listen = _weakly(self._on_gradient), _weakly(self._on_region)
+        self._handles = [p.register_post_accumulate_grad_hook(complete) for p in self._parameters]
+        PROCESS.region_listeners = (*PROCESS.region_listeners, listen)
+        self._end_listening = weakref.finalize(self, _unlisten, listen)
+        self._end_listening.atexit = False
 
     def stop(self) -> None:
         """Stop watching; what is complete stays where it is."""
         for handle in self._handles:
             handle.remove()
-        PROCESS.region_listeners = tuple(each for each in PROCESS.region_listeners if each != self._on_region)
+        if self._end_listening is not None:
+            self._end_listening()
         self._forget_all()
 
     def take_rest(self) -> list[Tensor]:
@@ -92,7 +98,6 @@ class CompleteGradients:
         for number in self._regions.pop(reference, ()):
             self._readers[number] -= 1
 
-    @compiler_internals.left_alone
     def _on_gradient(self, parameter: Tensor) -> None:
         self._complete[id(parameter)] = parameter
         self._complete_bytes += parameter.nbytes
@@ -106,6 +111,23 @@ class CompleteGradients:
             for each in ready:
                 del self._complete[id(each)]
             self._hand_over(ready)
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a function that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    @compiler_internals.left_alone
+    def call(argument: Any) -> None:
+        own = reference()
+        if own is not None:
+            own(argument)
+
+    return call
+
+
+def _unlisten(listen: Callable[[Region], None]) -> None:
+    PROCESS.region_listeners = tuple(each for each in PROCESS.region_listeners if each is not listen)
 
 
 # --- what is left of a gradient ---------------------------------------------------------------------------------------
