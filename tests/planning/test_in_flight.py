@@ -33,7 +33,7 @@ def run_all(model, batches):
 
 
 def peak_of(model):
-    """Return the peak of all microbatches, without the batches of all but one of them, and with gradients throughout.
+    """Return the peak of all microbatches, with gradients throughout.
 
     Of what there is before, the tensors of other tests do not count, which `measure` finds on the stack of the test runner.
     """
@@ -42,7 +42,7 @@ def peak_of(model):
         parameter.grad = torch.zeros_like(parameter)
     found = retape.measure(partial(run_all, model, batches))
     own = [tensor for p in model.parameters() for tensor in (p, p.grad)]
-    present = sum(tensor.nbytes for tensor in (*own, *model.buffers(), batches[0]))
+    present = sum(tensor.nbytes for tensor in (*own, *model.buffers(), *batches))
     return present + found.peak_bytes - found.base_bytes
 
 

@@ -68,6 +68,10 @@ class RegionChain:
         """Return the same chain with this many more bytes present before a step; fewer if negative."""
         return replace(self, chain=replace(self.chain, fixed_bytes=max(0, self.chain.fixed_bytes + more_bytes)))
 
+    def with_more_left(self, more_bytes: int) -> RegionChain:
+        """Return the same chain with this many more of its fixed bytes in each microbatch."""
+        return replace(self, chain=replace(self.chain, left_bytes=self.chain.left_bytes + more_bytes))
+
     def with_at_most_fixed(self, most_bytes: int) -> RegionChain:
         """Return the same chain with at most this many bytes present before a step."""
         return self.with_more_fixed(min(0, most_bytes - self.chain.fixed_bytes))

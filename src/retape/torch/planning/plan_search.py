@@ -322,6 +322,8 @@ class PlanSearch:
         fullest, ranks = profiled.fullest, self._trials.ranks
         chain: RegionChain = ranks.agreed(build() if ranks.number == fullest else None, itemgetter(fullest))
         chain = chain.with_more_fixed(self._start_bytes(device, chain))
+        if self._budgets[device].in_flight > 1:  # each microbatch has a batch of its own
+            chain = chain.with_more_left(ranks.largest(self._trials.batch_bytes(device)))
         if not setup.selects:
             chain = chain.without(OptionKind.SELECT, OptionKind.OFFLOAD)
         best = ranks.decided_by_first(partial(frontier, chain.chain))

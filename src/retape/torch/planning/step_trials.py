@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, StateChanged
 from retape.torch.distributed.ranks import ALONE, Ranks
 from retape.torch.engine.policy import Check
 from retape.torch.measure.host_room import DiskRequest, HostRoom
-from retape.torch.measure.memory_meter import MemoryTracker, step_record, synchronize, without_collection
+from retape.torch.measure.memory_meter import (
+    MemoryTracker,
+    step_record,
+    storage_bytes,
+    synchronize,
+    without_collection,
+)
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.measure.updates_in_backward import UpdatesInBackward, updates_in_backward
@@ -201,6 +208,10 @@ class StepTrials:
             self.instruments.check_optimizer_step(
                 self._optimizer, budget, device, self.fixed_bytes[device], share=share, bucket_bytes=buckets
             )
+
+    def batch_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the batch on a device."""
+        return storage_bytes((leaf for leaf in pytree.tree_leaves(self._batch) if isinstance(leaf, Tensor)), device)
 
     def unreduced_bytes(self, device: torch.device) -> int:
         """Return how many bytes more than all gradients a step has at its start that accumulates without reducing (FSDP2)."""
