@@ -88,7 +88,7 @@ def test_weights_that_a_forward_has_left_are_freed_outside_of_forward_and_backwa
         assert are_there()
 
     fsdp_internals.free_after_forward(sharded[0], False)
-    sharded[0].register_forward_hook(free_inside)
+    sharded[0].register_forward_pre_hook(free_inside)
     sharded(torch.randn(2, 4))
     assert are_there()
     fsdp_internals.free_left(sharded[0])
