@@ -79,5 +79,21 @@ def test_weights_that_are_freed_after_a_forward(sharded):
     assert fsdp_internals.freed_after_forward(sharded[0]) is True
 
 
+def test_weights_that_a_forward_has_left_are_freed_outside_of_forward_and_backward(sharded):
+    def are_there():
+        return all(weight.untyped_storage().nbytes() for weight in fsdp_internals.gathered_weights(sharded[0]))
+
+    def free_inside(*unused):
+        fsdp_internals.free_left(sharded[0])
+        assert are_there()
+
+    fsdp_internals.free_after_forward(sharded[0], False)
+    sharded[0].register_forward_pre_hook(free_inside)
+    sharded(torch.randn(2, 4))
+    assert are_there()
+    fsdp_internals.free_left(sharded[0])
+    assert not are_there()
+
+
 def test_groups_of_data_parallelism(sharded):
     assert fsdp_internals.data_groups(sharded) == {dist.group.WORLD.group_name}

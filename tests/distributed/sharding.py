@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from layout_models import WIDTH, WORDS, Transformer, loss
-from layouts import assert_equal, gradients_of_two_steps, in_columns_and_rows
+from layouts import assert_equal, gradients_of_two_steps, in_columns_and_rows, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -242,7 +242,61 @@ def weights_stay_gathered(rank, reshard=True):
     return found
 
 
+def steps_with_skipped_microbatches(rank, planned):
+    """Train with SGD; some forwards have no backward, as when a loss that is not finite is skipped."""
+    torch.manual_seed(0)
+    model = sharded(Transformer(blocks=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    weights = optimizer.param_groups[0]["params"]
+    torch.manual_seed(rank)
+    one, other = torch.randint(0, WORDS, (2, 8, 16))
+    found = []
+    fit = fit_with_room(model, one) if planned else None
+
+    def skip_and_step():
+        loss(model, one).backward()
+        loss(model, other)  # skipped
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train(*batches):
+        sum(loss(model, batch) for batch in batches).backward()
+        found.extend(whole(weight.grad) for weight in weights)
+
+    skip_and_step()
+    with torch.no_grad():
+        found.append(loss(model, one))
+    skip_and_step()
+    train(one)
+    optimizer.step()
+    with WeightGathers() as two_forwards:
+        train(one, other)
+    skip_and_step()
+    if fit is not None:
+        assert all(choice.keep_gathered for choice in fit.record.assignment.choices)
+        fit.remove()
+    train(one)
+    return found, two_forwards.count
+
+
+def fit_with_room(model, ids):
+    """Fit so that all weights stay gathered until backward; the clock counts ops."""
+    with op_clock() as instruments:
+        fit_to = partial(fit_with, model, ids, step=loss, instruments=instruments, tuning=NO_TURNS)
+        everything = fit_to(budget=1.0)
+        everything.remove()
+        return fit_to(budget=2 * everything.measured.peak_bytes)
+
+
+def skipped_microbatches(rank):
+    wanted, plain_gathers = steps_with_skipped_microbatches(rank, planned=False)
+    got, gathers = steps_with_skipped_microbatches(rank, planned=True)
+    assert_equal(got, wanted)
+    return {"plain": plain_gathers, "planned": gathers}
+
+
 CASES = {
+    "skipped microbatches": Case(run=skipped_microbatches, timeout_s=90),
     "weights": Case(run=weights_stay_gathered, timeout_s=90),
     "weights that the user keeps": Case(run=partial(weights_stay_gathered, reshard=False), timeout_s=90),
     "parts on 2 ranks": Case(run=parts_are_held),

@@ -16,11 +16,12 @@ PARTS = ("parts on 2 ranks", "parts on 4 ranks")
 PLANS = ("plan on 2 ranks", "plan with fsdp2", *(["plan on 4 ranks"] if os.environ.get("RETAPE_LONG") else []))
 OTHERS = ("other layouts", "other inputs", "written to")
 WEIGHTS = ("weights", "weights that the user keeps")
+SKIPPED = "skipped microbatches"
 
 
 @pytest.fixture(scope="module")
 def ends():
-    return run_script(SCRIPT, [*PARTS, *PLANS, *OTHERS, *WEIGHTS], timeout_s=600)
+    return run_script(SCRIPT, [*PARTS, *PLANS, *OTHERS, *WEIGHTS, SKIPPED], timeout_s=600)
 
 
 def values(ends, name):
@@ -98,6 +99,11 @@ def test_what_the_user_has_set_is_restored(ends):
     assert [found["plain"] for found in values(ends, "weights that the user keeps")] == [5, 5]
     for name in WEIGHTS:
         assert all(found["removed"] == found["plain"] for found in values(ends, name))
+
+
+def test_after_a_forward_without_backward_and_a_step_they_are_gathered_again(ends):
+    for found in values(ends, SKIPPED):  # which has compared losses and gradients with those of the plain model
+        assert found["plain"] - found["planned"] == 4  # two forwards, one backward: it finds those of the later forward
 
 
 def test_the_table_says_so(ends):

@@ -76,6 +76,13 @@ def free_after_forward(module: nn.Module, frees: bool) -> None:
         group.post_forward_mesh_info = group.mesh_info if frees else None
 
 
+def free_left(module: nn.Module) -> None:
+    """Free the weights that a forward of a module has left gathered, unless a forward or backward of it is running."""
+    for group in _groups_of(_state_of(module)):
+        if group._training_state.name == "IDLE":
+            group.reshard()
+
+
 def gathered_weights(module: nn.Module) -> list[Tensor]:
     """Return the weights that a sharded module has gathered."""
     found = [_gathered(parameter) for group in _groups_of(_state_of(module)) for parameter in group.fsdp_params]

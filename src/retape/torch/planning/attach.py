@@ -116,6 +116,23 @@ def _forward_inside_hooks(module: nn.Module, *arguments: Any, **keywords: Any) -
     return answer(module, MethodType(_plain_forward, module), arguments, keywords)
 
 
+def _call_of_sharded(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    """Call a module that FSDP2 shards, with weights as they are now."""
+    _free_stale(module)
+    return original_class(type(module)).__call__(module, *arguments, **keywords)
+
+
+@compiler_internals.uncompiled
+def _free_stale(module: nn.Module) -> None:
+    """Free weights that stay gathered only because of the plan.
+
+    They are those of a forward whose backward has not run, and never will if its loss was dropped: an optimizer step may have changed
+    the sharded ones since, also by a kernel that moves no version. The next forward or backward gathers them again.
+    """
+    if _FREED.get(module) and not fsdp_internals.freed_after_forward(module):
+        fsdp_internals.free_left(module)
+
+
 def _plain_forward(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     own = _OWN_FORWARDS.get(module)
     if own is not None:
@@ -160,6 +177,7 @@ def detach(module: nn.Module) -> None:
         module.__class__ = original_class(kind)
     if module in _OWN_FORWARDS:
         module.forward = _OWN_FORWARDS.pop(module)
+    _free_stale(module)
     set_weights_freed(module, None)
     _FREED.pop(module, None)
     _CALLERS.pop(module, None)
@@ -238,7 +256,7 @@ def _attached_class(kind: type, in_pieces: bool = False, inside_hooks: bool = Fa
     if in_pieces:
         names["forward"] = _run_pieces
     elif inside_hooks:
-        names |= {"forward": _forward_inside_hooks, "__call__": kind.__call__}
+        names |= {"forward": _forward_inside_hooks, "__call__": _call_of_sharded}
     return type(kind.__name__, (_Attached, kind), names)
 
 
