@@ -8,16 +8,14 @@ from functools import partial
 import torch
 
 from engine.test_offload import EVERYTHING, Blocks, moved
-from retape.torch.engine.host.copy_streams import STREAMS
 from retape.torch.engine.host.spill import SpillFolder
 
 DEVICE = torch.device("cuda", 0)
 
 
-def test_gradients_are_the_same_and_nothing_is_left(tmp_path, monkeypatch):
+def test_gradients_are_the_same_and_nothing_is_left(tmp_path):
     folder = SpillFolder(tmp_path, 2**30, 2**27)
-    monkeypatch.setattr(STREAMS, "spill", folder)
-    policy = replace(EVERYTHING, on_disk=True, moved_inputs=frozenset({0}))
+    policy = replace(EVERYTHING, disk=folder, moved_inputs=frozenset({0}))
     torch.manual_seed(0)
     model = Blocks(count=6, width=512).to(DEVICE)
     x = torch.randn(4096, 512, device=DEVICE, requires_grad=True)

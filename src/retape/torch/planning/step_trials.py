@@ -483,6 +483,7 @@ class StepTrials:
             check=self.check,
             trial=True,
             replicas=self.replicas,
+            disk=self.host_room.folder,
             variants=self._variants,
             tuning=self.tuning,
         )
