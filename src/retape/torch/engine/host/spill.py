@@ -143,7 +143,6 @@ class SpillFolder:
     def _end_if_unused(self) -> None:
         if self._closed and not self.used_bytes and self._remove.alive:
             self._remove()
-            self._unwritten.clear()
             # Threads end with their pools. `shutdown` has a lock that a destructor, which may be what comes here, must not wait for.
             del self.writer, self.reader
 
