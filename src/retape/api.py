@@ -33,6 +33,7 @@ from retape.torch.distributed.members import Group, ranks_of
 from retape.torch.distributed.ranks import Ranks
 from retape.torch.distributed.replicas import tensor_group
 from retape.torch.distributed.steps import watch_steps
+from retape.torch.engine.host.spill import SpillFolder
 from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom, spill_folder
@@ -89,7 +90,7 @@ class Fit:
         self._optimizer_hook: RemovableHandle | None = None
         self._host_room: HostRoom | None = None
         self._updates: UpdatesInBackward | None = None
-        self._watching = ExitStack()  # of its training steps, if there are several ranks
+        self._watching = ExitStack()  # of the steps of several ranks; with it the disk of apply() is closed
         self.record = record
 
     @property
@@ -383,13 +384,12 @@ def _cached_or_searched(
 ) -> Fit:
     """Attach the plan of the cache if it is still right, else the one that a search finds."""
     model, batch, *_ = training
-    check = steps.check
     if plans is None:
-        return _from_search(model, batch, search, check)
+        return _from_search(model, batch, search, steps)
     key = _cache_key(steps, training, about)
-    made = _from_cache(steps, about[0], plans.load(key), check)
+    made = _from_cache(steps, about[0], plans.load(key))
     if made is None:
-        made = _from_search(model, batch, search, check)
+        made = _from_search(model, batch, search, steps)
         plans.store(key, made.record)
     return made
 
@@ -419,12 +419,13 @@ def _settings(options: OptionSet, compile: bool, check: str, disk: str | Path | 
 _SAME_SETTINGS = "Call fit() with the same options, compile and check, and with a disk or without, on every rank."
 
 
-def _from_search(model: nn.Module, batch: Any, search: PlanSearch, check: Check) -> Fit:
+def _from_search(model: nn.Module, batch: Any, search: PlanSearch, steps: StepTrials) -> Fit:
     """Attach the plans that a search finds."""
     found = search.run()
     record, later = _record(model, batch, found, search.rank_budgets), found.accumulating
     executors = (found.executor, None if later is None else later.executor)
-    return Fit(model, record, found.regions, _attached(model, record, found.regions, executors, check))
+    about = (steps.check, steps.host_room.folder)
+    return Fit(model, record, found.regions, _attached(model, record, found.regions, executors, about))
 
 
 def _cache_key(
@@ -442,19 +443,20 @@ def _cache_key(
     return key_of({**facts, **facts_of_step(steps, batch, step, optimizer)})
 
 
-def _from_cache(steps: StepTrials, budget: Budget, record: FitRecord | None, check: Check) -> Fit | None:
+def _from_cache(steps: StepTrials, budget: Budget, record: FitRecord | None) -> Fit | None:
     """Attach the plan of the cache; None if there is none, or if a step of it is not what it was."""
     if record is None:
         return None
     steps.tell("checking the plan of the cache")
     regions = _regions_of(steps.root, record)
     later, names = record.accumulating, {id(module): name for name, module in regions.items()}
-    made = partial(Executor, names=names, check=check, replicas=steps.replicas)
+    about = (steps.check, steps.host_room.folder)
+    made = partial(Executor, names=names, check=about[0], disk=about[1], replicas=steps.replicas)
     executors = (made(record.assignment), None if later is None else made(later.assignment))
     known = confirmed(steps, record, regions, executors, budget)
     if known is None:
         return None
-    return Fit(steps.root, known, regions, _attached(steps.root, known, regions, executors, check))
+    return Fit(steps.root, known, regions, _attached(steps.root, known, regions, executors, about))
 
 
 def _regions_of(root: nn.Module, record: FitRecord) -> dict[str, nn.Module]:
@@ -494,12 +496,16 @@ def _accumulating_step(found: Candidate) -> AccumulatingStep:
 
 
 def _attached(
-    model: nn.Module, record: FitRecord, regions: Regions, made: tuple[Executor | None, Executor | None], check: Check
+    model: nn.Module,
+    record: FitRecord,
+    regions: Regions,
+    made: tuple[Executor | None, Executor | None],
+    about: tuple[Check, SpillFolder | None],
 ) -> Executor | GradientSwitch | None:
     """Attach the plans of a record; return None if there is nothing to do. Executors that are not `made` yet are made here."""
     root, later = unwrapped(model), record.accumulating
     names = {id(module): name for name, module in regions.items()}
-    executor_of = partial(Executor, names=names, check=check, replicas=tensor_group(root))
+    executor_of = partial(Executor, names=names, check=about[0], disk=about[1], replicas=tensor_group(root))
     fresh = made[0] or executor_of(record.assignment)
     if later is None:
         if record.assignment.changes_nothing:
@@ -536,27 +542,19 @@ def apply(
     With several processes, all ranks that share the model call this together, and must have the same plan. `group`, `disk` and
     `disk_budget` are as in `fit`: a plan that moves slots to a disk needs a folder.
     """
-    with ranks_of(model, group, what="apply()") as ranks:
+    with ExitStack() as on_error, ranks_of(model, group, what="apply()") as ranks:
         ranks.phase = "applying a plan"
         record = _record_of(plan)
-        _give_disk(record, disk, disk_budget)
-        made = _applied(model, record, check, ranks)
+        folder = spill_folder(torch.device(record.measured.device), (disk, disk_budget))
+        if folder is not None:
+            on_error.callback(folder.close)
+        made = _applied(model, record, (Check.of(check), folder), ranks)
+        made._watching = on_error.pop_all()
     _watch_steps(made, ranks)
     return made
 
 
-def _give_disk(record: FitRecord, disk: str | Path | None, disk_budget: str | int | None) -> None:
-    """Make the folder of a plan that moves slots to a disk; raise InvalidInput if none was given."""
-    later = record.accumulating
-    choices = (*record.assignment.choices, *(() if later is None else later.assignment.choices))
-    folder = spill_folder(torch.device(record.measured.device), (disk, disk_budget))
-    if folder is None and any(choice.on_disk for choice in choices):
-        raise InvalidInput(
-            "This plan moves slots to a disk: give apply() a folder as `disk`, or fit again without one."
-        )
-
-
-def _applied(model: nn.Module, record: FitRecord, check: str, ranks: Ranks) -> Fit:
+def _applied(model: nn.Module, record: FitRecord, about: tuple[Check, SpillFolder | None], ranks: Ranks) -> Fit:
     refuse_replicas(model)
     found = model_hash(model)
     if found != record.fingerprint:
@@ -573,7 +571,7 @@ def _applied(model: nn.Module, record: FitRecord, check: str, ranks: Ranks) -> F
     regions = _regions_of(unwrapped(model), record)
     refuse_graph_replays({"the model itself": unwrapped(model), **regions})
     with _undone_on_error(unwrapped(model)):
-        caller = _attached(model, record, regions, (None, None), Check.of(check))
+        caller = _attached(model, record, regions, (None, None), about)
         if record.fused_loss:
             room_bytes = record.budget_bytes - record.measured.base_bytes
             LIBRARIES.fuse_loss(unwrapped(model), room_bytes=room_bytes, compiled=record.assignment.is_compiled)

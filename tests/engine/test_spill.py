@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -17,9 +18,12 @@ from engine.test_offload import EVERYTHING, Blocks, moved
 from retape.errors import InvalidInput, OffloadError
 from retape.torch.engine.host.spill import SpillFolder, remove_left_overs, spill_at
 from support.comparing import seed
-from support.hosts import host_memory, spilling_to
+from support.hosts import host_memory
 
-ON_DISK = replace(EVERYTHING, on_disk=True, moved_inputs=frozenset({0}))
+
+def to(folder):
+    """A policy that moves everything to files in a folder."""
+    return replace(EVERYTHING, disk=folder, moved_inputs=frozenset({0}))
 
 
 @pytest.fixture(name="pool")
@@ -32,13 +36,13 @@ def _pool():
 
 @pytest.fixture(name="folder")
 def _folder(tmp_path, pool):
-    with spilling_to(SpillFolder(tmp_path, 2**24, 2**20)) as made:
-        yield made
-        gc.collect()
-        wait_for(lambda: made.used_bytes == 0)
-        assert os.listdir(made.path) == ["lock"], "files were left"
-        made.close()
-        assert not made.path.exists()
+    made = SpillFolder(tmp_path, 2**24, 2**20)
+    yield made
+    gc.collect()
+    wait_for(lambda: made.used_bytes == 0)
+    assert os.listdir(made.path) == ["lock"], "files were left"
+    made.close()
+    assert not made.path.exists()
 
 
 def wait_for(done, seconds=10.0):
@@ -59,7 +63,7 @@ def files_of(folder):
 
 def test_gradients_are_the_same_and_slots_are_in_files(folder, pool):
     model, x = model_and_rows()
-    loss = model(x, call=partial(moved, policy=ON_DISK)).square().mean()
+    loss = model(x, call=partial(moved, policy=to(folder))).square().mean()
     folder.writer.submit(lambda: None).result()
     assert len(files_of(folder)) >= 4
     assert folder.used_bytes > 0
@@ -81,7 +85,7 @@ def test_what_is_saved_in_odd_layouts_comes_back(folder):
         whole = value.t().sin()
         return (whole[1:4] * whole[2:5].cos()).sum() + whole.to(torch.complex64).conj().abs().sum()
 
-    moved(odd, x, policy=ON_DISK).backward()
+    moved(odd, x, policy=to(folder)).backward()
     y = x.detach().clone().requires_grad_()
     odd(y).backward()
     assert torch.equal(x.grad, y.grad)
@@ -89,7 +93,7 @@ def test_what_is_saved_in_odd_layouts_comes_back(folder):
 
 def test_a_retained_graph_is_read_again(folder):
     model, x = model_and_rows()
-    loss = model(x, call=partial(moved, policy=ON_DISK)).square().mean()
+    loss = model(x, call=partial(moved, policy=to(folder))).square().mean()
     loss.backward(retain_graph=True)
     first = x.grad.clone()
     x.grad = None
@@ -101,8 +105,7 @@ def test_host_memory_in_transit_is_bounded(tmp_path, pool):
     one = 64 * 32 * 4
     folder = SpillFolder(tmp_path, 2**24, staging_bytes=2 * one)
     model, x = model_and_rows()
-    with spilling_to(folder):
-        loss = Blocks(count=12)(x, call=partial(moved, policy=ON_DISK)).sum()
+    loss = Blocks(count=12)(x, call=partial(moved, policy=to(folder))).sum()
     assert pool.allocated_bytes <= 4 * one
     del loss, model
     gc.collect()
@@ -113,8 +116,8 @@ def test_host_memory_in_transit_is_bounded(tmp_path, pool):
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def forward(model, x):
-    return model(x, call=partial(moved, policy=ON_DISK)).square().mean()
+def forward(model, x, folder):
+    return model(x, call=partial(moved, policy=to(folder))).square().mean()
 
 
 def test_a_budget_that_is_used_up(folder):
@@ -123,33 +126,77 @@ def test_a_budget_that_is_used_up(folder):
     with pytest.raises(
         OffloadError, match=r"No room on disk for .* more of moved slots: .* of 48.83 KiB are used .*disk_budget"
     ) as caught:
-        forward(model, x)
+        forward(model, x, folder)
     assert caught.value.limit_bytes == 50_000
     folder.limit_bytes = 2**24
     del caught
     gc.collect()
-    forward(model, x).backward()
+    forward(model, x, folder).backward()
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system")]
+    ("code", "message"),
+    [
+        (errno.ENOSPC, r"No space left on device\. .* are free there\. Free some, or give fit\(\) another folder"),
+        (errno.EROFS, r"Read-only file system\. This process may not write there any more\. Allow it, or give"),
+        (errno.EACCES, r"Permission denied\. This process may not write there any more\. Allow it, or give"),
+        (errno.EIO, r"Input/output error\. Give fit\(\) another folder"),
+    ],
 )
-def test_a_disk_that_does_not_take_a_file(folder, code, words):
+def test_a_disk_that_does_not_take_a_file(folder, code, message):
     model, x = model_and_rows()
 
     def fail(*args, **keywords):
         raise OSError(code, os.strerror(code))
 
     write, folder.write = folder.write, fail
-    with pytest.raises(
-        OffloadError, match=rf"could not be written to .*: {words}; .* are free there. Give fit\(\) another"
-    ):
-        forward(model, x).backward()
+    with pytest.raises(OffloadError, match=rf"could not be written to .*: {message}") as caught:
+        forward(model, x, folder).backward()
+    assert "disk_budget" not in str(caught.value), "more of a disk that takes no file does not help"
     folder.writer.submit(lambda: None).result()
     folder.write = write
+    del caught
     gc.collect()
     x.grad = None
-    forward(model, x).backward()  # the next step is not affected
+    forward(model, x, folder).backward()  # the next step is not affected
+
+
+def test_a_folder_that_was_moved_away_and_put_back(folder):
+    model, x = model_and_rows()
+    elsewhere = folder.path.with_name("elsewhere")
+    folder.path.rename(elsewhere)
+    with pytest.raises(
+        OffloadError, match=r"No such file or directory\. .* was removed or renamed .*\. Put it back, or fit again\.$"
+    ):
+        forward(model, x, folder).backward()
+    gc.collect()
+    elsewhere.rename(folder.path)
+    x.grad = None
+    forward(model, x, folder).backward()
+
+
+def threads():
+    return [each.name for each in threading.enumerate() if each.name.startswith("retape-spill")]
+
+
+def test_a_closed_folder_is_there_until_the_last_slot_is_gone_and_its_threads_end(pool, tmp_path):
+    folder = SpillFolder(tmp_path, 2**24, 2**20)
+    model, x = model_and_rows()
+    forward(model, x, folder).backward()
+    want, x.grad = x.grad, None
+    loss = forward(model, x, folder)
+    folder.close()
+    assert folder.path.exists()
+    loss.backward()
+    assert torch.equal(x.grad, want)
+    del loss
+    gc.collect()
+    wait_for(lambda: not threads())
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(OffloadError, match=r"cannot be moved to .*: this fit was removed\. Fit the model again"):
+        forward(model, x, folder)
+    assert folder.used_bytes == 0
+    folder.close()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +204,7 @@ def test_a_disk_that_does_not_take_a_file(folder, code, words):
 )
 def test_a_damaged_file_is_an_error_and_no_wrong_gradient(folder, damage):
     model, x = model_and_rows()
-    loss = forward(model, x)
+    loss = forward(model, x, folder)
     folder.writer.submit(lambda: None).result()
     for path in files_of(folder):
         damage(path)
@@ -168,21 +215,11 @@ def test_a_damaged_file_is_an_error_and_no_wrong_gradient(folder, damage):
 def test_a_host_that_is_too_small_for_what_is_in_transit(tmp_path):
     folder = SpillFolder(tmp_path, 2**24, 2**20)
     model, x = model_and_rows()
-    with (
-        host_memory(4096),
-        spilling_to(folder),
-        pytest.raises(OffloadError, match=r"No host memory for .* more of moved tensors"),
-    ):
-        forward(model, x)
+    with host_memory(4096), pytest.raises(OffloadError, match=r"No host memory for .* more of moved tensors"):
+        forward(model, x, folder)
     gc.collect()
     wait_for(lambda: folder.used_bytes == 0)
     folder.close()
-
-
-def test_a_plan_for_a_disk_without_one(pool):
-    model, x = model_and_rows()
-    with spilling_to(None), pytest.raises(OffloadError, match="this process has no folder for them"):
-        forward(model, x)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ import torch
 
 from engine.test_offload import EVERYTHING, Blocks, moved
 from retape.torch.engine.host.spill import SpillFolder
-from support.hosts import spilling_to
 
 DEVICE = torch.device("cuda", 0)
 
 
 def test_gradients_are_the_same_and_nothing_is_left(tmp_path):
     folder = SpillFolder(tmp_path, 2**30, 2**27)
-    policy = replace(EVERYTHING, on_disk=True, moved_inputs=frozenset({0}))
+    policy = replace(EVERYTHING, disk=folder, moved_inputs=frozenset({0}))
     torch.manual_seed(0)
     model = Blocks(count=6, width=512).to(DEVICE)
     x = torch.randn(4096, 512, device=DEVICE, requires_grad=True)
@@ -24,8 +23,7 @@ def test_gradients_are_the_same_and_nothing_is_left(tmp_path):
     for call in (lambda layer, value: layer(value), partial(moved, policy=policy), partial(moved, policy=policy)):
         model.zero_grad()
         x.grad = None
-        with spilling_to(folder):
-            model(x, call=call).square().mean().backward()
+        model(x, call=call).square().mean().backward()
         gradients.append([x.grad.clone(), *(p.grad.clone() for p in model.parameters())])
     for other in gradients[1:]:
         assert all(map(torch.equal, gradients[0], other))

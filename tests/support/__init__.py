@@ -15,7 +15,7 @@
 `clocks`: `FakeClock` (advanced by the test), `OpClock` (advances with every op).
 `ranks`: two processes over gloo (`run_ranks(script)`, `run_cases(CASES)`), and `sharded(model)`, FSDP2 around its blocks.
 `forked`: ranks that are forks of one process: `ScriptCases(script, names)`, `raised_by_all`, `returned_by_all`.
-`hosts`: memory and a disk of the test's own for moved tensors (`host_memory`, `spilling_to`, `copies_through`), files of a host.
+`hosts`: memory of the test's own for moved tensors (`host_memory`, `copies_through`), files of a host.
 `loops`, `ode_cases`, `late_copies`, `report_page`, `warm_python`: for the tests of one package each, and hazards about it.
 
 Every test starts with all random streams seeded with 0 (`tests/conftest.py`), so a fixture for that is not needed.

@@ -20,16 +20,6 @@ def copies_through(copies):
 
 
 @contextmanager
-def spilling_to(folder):
-    """Let moved slots go on to this folder meanwhile; None is no folder."""
-    before, STREAMS.spill = STREAMS.spill, folder
-    try:
-        yield folder
-    finally:
-        STREAMS.spill = before
-
-
-@contextmanager
 def host_memory(limit_bytes=2**30):
     """Let tensors be moved to a pool of the test's own meanwhile: limits stay on the pool of the process."""
     pool = HostPool(pinned=False, limit_bytes=limit_bytes, available=lambda: 2**30)

@@ -12,6 +12,7 @@ from retape.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from retape.core.assignment import Passing
+    from retape.torch.engine.host.spill import SpillFolder
     from retape.torch.engine.recipe_mode import Recipe
 
 _LOG = logging.getLogger("retape")
@@ -56,8 +57,8 @@ class Policy:
     Inputs: `inputs` says whether those that another region made are dropped; only outputs of a `linkable` region can be. `stage` is
     the region's number in a plan, and `passing` the treatment of the regions, by their numbers, that are run again to make this one's
     dropped input; without it `inputs` decides. Held inputs with the numbers `moved_inputs` among the call's tensors go to the host,
-    with `on_disk` on to a disk; of those with the numbers `sharded_inputs` each rank of the process group `replicas`, on which they are
-    equal, holds a part.
+    with a `disk` on to files there; of those with the numbers `sharded_inputs` each rank of the process group `replicas`, on which they
+    are equal, holds a part.
 
     Re-runs: a `recipe` says which ops a re-run need not run; `proof` is whether that has been shown to give the same bits for this
     region, and without one each execution proves it for itself. Parts that treat rows independently are run in `tiles` slices. The
@@ -71,7 +72,7 @@ class Policy:
     reuse_inputs: bool = True
     inputs: Inputs = Inputs.HOLD
     moved_inputs: frozenset[int] = frozenset()
-    on_disk: bool = False
+    disk: SpillFolder | None = None
     linkable: bool = True
     stage: int = -1
     passing: tuple[Passing, ...] = ()

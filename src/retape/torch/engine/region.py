@@ -163,7 +163,7 @@ class Region:
         if observer is not None:
             self.observer = observer
         if policy.moved or policy.moved_inputs:
-            self._transfers = RegionTransfers(on_disk=policy.on_disk)
+            self._transfers = RegionTransfers(policy.disk)
         self._inputs = self._hold_inputs() if inputs is None else inputs
 
     @property

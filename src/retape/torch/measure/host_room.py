@@ -45,13 +45,17 @@ class HostRoom:
         self._device, self._optimizer, self._gradient_bytes = device, optimizer, gradient_bytes
         pool = STREAMS.of(device).pool
         self.limit_bytes = None if host_budget is None else _limited(pool, host_budget, gradient_bytes)
-        folder = spill_folder(device, disk)
-        self._staging_bytes = 0 if folder is None else folder.staging_bytes
-        self.disk = None if folder is None else _for_regions(disk_tier(folder), folder)
         self.states: HostStates | None = None
         self.states_bytes = 0
-        if moves_states:
-            self._move_states(pending_bytes)
+        self.folder = folder = spill_folder(device, disk)
+        self._staging_bytes = 0 if folder is None else folder.staging_bytes
+        try:
+            self.disk = None if folder is None else _for_regions(disk_tier(folder), folder)
+            if moves_states:
+                self._move_states(pending_bytes)
+        except BaseException:
+            self.remove()
+            raise
 
     def _move_states(self, pending_bytes: Callable[..., int]) -> None:
         if self._optimizer is None:
@@ -68,7 +72,9 @@ class HostRoom:
         self.states, self.states_bytes = HostStates(self._optimizer), needed
 
     def remove(self) -> None:
-        """Bring the optimizer's states back to the device."""
+        """Bring the optimizer's states back to the device, and close the folder on the disk."""
+        if self.folder is not None:
+            self.folder.close()
         if self.states is not None:
             self.states.remove()
 
@@ -99,7 +105,7 @@ class HostRoom:
 
 
 def spill_folder(device: torch.device, disk: DiskRequest) -> SpillFolder | None:
-    """Return the folder of this process on a disk, with its limits; None if no disk is asked for."""
+    """Return a new folder on a disk, with its limits; None if no disk is asked for."""
     root, disk_budget = disk
     if root is None:
         if disk_budget is not None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from retape.core.assignment import Assignment, Choice
-from retape.core.errors import PlanMismatch
+from retape.core.errors import InvalidInput, PlanMismatch
 from retape.torch.capture.arguments import Signature, elements, shapes, signature, tensors_of
 from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.engine.checkpoint import run_region
@@ -43,6 +43,7 @@ from retape.torch.planning.region_variants import (
 from retape.torch.planning.tuning import TUNING, PlanningTuning
 
 if TYPE_CHECKING:
+    from retape.torch.engine.host.spill import SpillFolder
     from retape.torch.engine.recipe_mode import Recipe
     from retape.torch.engine.region import Region
     from retape.torch.engine.trace import RegionTrace
@@ -70,7 +71,8 @@ class Executor:
     """Answers the calls of the modules that a fit has attached.
 
     A recipe is shared by regions of one kind and proven for each of them (`engine/policy.py`). With `trial` recipes are used unproven, for
-    steps whose gradients are thrown away; `end_trial` ends that. `replicas` is the process group whose ranks hold parts of inputs.
+    steps whose gradients are thrown away; `end_trial` ends that. `replicas` is the process group whose ranks hold parts of inputs,
+    and `disk` the folder for what goes to a disk.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Executor:
         check: Check,
         trial: bool = False,
         replicas: Any = None,
+        disk: SpillFolder | None = None,
         variants: VariantCache = VARIANTS,
         tuning: PlanningTuning = TUNING,
     ) -> None:
@@ -89,9 +92,13 @@ class Executor:
                 "The plan holds a part of each input on the ranks of a tensor-parallel group, and the weights of this model are sharded "
                 "over no such group, or over several. Parallelize it as when it was fitted, or call retape.fit again."
             )
+        if disk is None and any(choice.on_disk for choice in assignment.choices):
+            raise InvalidInput(
+                "This plan moves slots to a disk: give apply() a folder as `disk`, or fit again without one."
+            )
         self.assignment = assignment
         self._variants, self._tuning = variants, tuning
-        self._names, self._replicas = names, replicas
+        self._names, self._replicas, self._disk = names, replicas, disk
         self._check = check
         self._trial = trial
         self._choices = {(c.name, c.root_call, c.call): (number, c) for number, c in enumerate(assignment.choices)}
@@ -278,7 +285,7 @@ class Executor:
         region.policy = self._policy(region.policy.stage, choice, selection.recipe, selection.proof)
 
     def _policy(self, number: int, choice: Choice, recipe: Recipe | None, proof: Proof | None) -> Policy:
-        policy = policy_of(number, choice, recipe, proof)
+        policy = policy_of(number, choice, recipe, proof, self._disk if choice.on_disk else None)
         if not choice.sharded_inputs or current_runner() is not None:  # under a live budget each rank decides alone
             return policy
         return replace(policy, sharded_inputs=frozenset(choice.sharded_inputs), replicas=self._replicas)
@@ -403,7 +410,9 @@ def slots_there(choice: Choice) -> tuple[int, ...]:
     return tuple(sorted({*choice.held, *choice.moved}))
 
 
-def policy_of(number: int, choice: Choice, recipe: Recipe | None, proof: Proof | None) -> Policy:
+def policy_of(
+    number: int, choice: Choice, recipe: Recipe | None, proof: Proof | None, disk: SpillFolder | None
+) -> Policy:
     """Return the engine's policy for one call."""
     return Policy(
         held=frozenset(choice.held),
@@ -416,7 +425,7 @@ def policy_of(number: int, choice: Choice, recipe: Recipe | None, proof: Proof |
         tiles=choice.tiles,
         passing=choice.passing,
         hold_collectives=choice.hold_collectives,
-        on_disk=choice.on_disk,
+        disk=disk,
     )
 
 

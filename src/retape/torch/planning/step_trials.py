@@ -311,6 +311,7 @@ class StepTrials:
             check=self.check,
             trial=True,
             replicas=self.replicas,
+            disk=self.host_room.folder,
             variants=self.variants,
             tuning=self.tuning,
         )

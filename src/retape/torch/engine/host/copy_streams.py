@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from retape.core.errors import OffloadError
 from retape.core.problem import Tier
 from retape.core.units import format_bytes
 from retape.torch.compat.host_memory import available_host_bytes
-
-if TYPE_CHECKING:
-    from retape.torch.engine.host.spill import SpillFolder
 
 _UNKNOWN_BYTES = 2**62  # of a machine that does not report its memory: the allocation itself will tell
 
@@ -336,14 +333,12 @@ def _recorded(stream: torch.cuda.Stream) -> Event:
 class DeviceStreams:
     """The copy streams of each device, which all regions share; they are made when something is first moved.
 
-    `instead` is used for every device if it is set: to test or to time copies. `spill` is the folder on a disk for slots that the
-    host has no memory for, if a fit was given one.
+    `instead` is used for every device if it is set: to test or to time copies.
     """
 
     def __init__(self) -> None:
         self._made: dict[torch.device, CopyStreams] = {}
         self.instead: CopyStreams | None = None
-        self.spill: SpillFolder | None = None
 
     def of(self, device: torch.device) -> CopyStreams:
         """Return the copy streams of a device."""

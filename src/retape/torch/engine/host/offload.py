@@ -364,11 +364,11 @@ def can_be_moved(tensor: Tensor) -> bool:
 class RegionTransfers:
     """The host copies of one call of a region, in save order. It holds them weakly: their slots keep them alive."""
 
-    __slots__ = ("__weakref__", "_before", "_copies", "_inputs", "_on_disk", "_slots", "prefetch_hooked", "task")
+    __slots__ = ("__weakref__", "_before", "_copies", "_disk", "_inputs", "_slots", "prefetch_hooked", "task")
 
-    def __init__(self, *, on_disk: bool = False) -> None:
+    def __init__(self, disk: SpillFolder | None = None) -> None:
         self._before = _THREAD.last
-        self._on_disk = on_disk
+        self._disk = disk
         self._slots: list[weakref.ref[MovedSlot]] = []
         self._inputs: list[weakref.ref[HostCopy]] = []
         self._copies: list[weakref.ref[HostCopy]] = []
@@ -379,7 +379,7 @@ class RegionTransfers:
 
     def send_inputs(self, inputs: Sequence[MovedTensor]) -> None:
         """Start to copy inputs out, before the region runs."""
-        self._inputs = [weakref.ref(copy) for copy in _send(inputs, on_disk=self._on_disk)]
+        self._inputs = [weakref.ref(copy) for copy in _send(inputs, self._disk)]
 
     def move(self, slot: Slot, tensor: Tensor, moved: frozenset[int]) -> Slot:
         """Return a slot that leaves in place of `slot`, if it shows a moved input or its number is in `moved`."""
@@ -408,7 +408,7 @@ class RegionTransfers:
         """Start to copy the slots out, and free on the device what regions before this one moved."""
         found = [slot for slot in [reference() for reference in self._slots] if slot is not None]
         self._slots.clear()
-        self._copies = [weakref.ref(copy) for copy in _send(found, on_disk=self._on_disk)]
+        self._copies = [weakref.ref(copy) for copy in _send(found, self._disk)]
         _THREAD.outgoing.finish_region(self._inputs, self._copies)
         _THREAD.last = weakref.ref(self)
 
@@ -472,13 +472,8 @@ class OutgoingCopies:
             self._copies.popleft()
 
 
-def _send(leaving: Sequence[MovedTensor], *, on_disk: bool) -> list[HostCopy]:
+def _send(leaving: Sequence[MovedTensor], disk: SpillFolder | None) -> list[HostCopy]:
     """Start to copy out each storage among the tensors once; the tensors hold the copies."""
-    disk = STREAMS.spill if on_disk else None
-    if on_disk and disk is None:
-        raise OffloadError(
-            "A plan moves slots to a disk, and this process has no folder for them. Give apply() or fit() a folder as `disk`."
-        )
     by_storage: dict[int, list[MovedTensor]] = {}
     for each in leaving:
         if each.value is not None:

@@ -1,13 +1,14 @@
-"""Disk for moved slots: files in one folder of this process, written and read by threads of their own.
+"""Disk for moved slots: files in a folder of one fit, written and read by threads of their own.
 
 A slot that goes to disk passes through host memory: it is copied there as one that stays, and its memory is free again once the file is
-written. Back, the file is read when backward comes near, and checked. The folder is removed when the process ends, also after an
-exception; one that a killed process has left is recognised by its lock, which died with it, and removed by the next process of the same
-user on the same machine.
+written. Back, the file is read when backward comes near, and checked. The folder is removed when the fit is, once its last slot is gone,
+or when the process ends, also after an exception; one that a killed process has left is recognised by its lock, which died with it, and
+removed by the next process of the same user on the same machine.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import logging
@@ -21,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,13 @@ from retape.core.errors import InvalidInput, OffloadError
 from retape.core.problem import Tier
 from retape.core.units import format_bytes
 from retape.torch.engine.host import tensor_files
-from retape.torch.engine.host.copy_streams import STREAMS, TUNING, Event
+from retape.torch.engine.host.copy_streams import TUNING, Event
 
 _LOG = logging.getLogger("retape")
-_REMEDY = "Give fit() another folder as `disk`, a larger `disk_budget`, or a larger budget of the device so that less is moved."
+_MOVE_LESS = "another folder as `disk`, or a larger budget of the device so that less is moved."
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class SpillFile:
@@ -107,7 +112,7 @@ class SpillFile:
 
 
 class SpillFolder:
-    """The folder of this process below `root`, with at most `limit_bytes` of files and `staging_bytes` of host memory in transit."""
+    """The folder of one fit below `root`, with at most `limit_bytes` of files and `staging_bytes` of host memory in transit."""
 
     def __init__(self, root: Path, limit_bytes: int, staging_bytes: int) -> None:
         self.root, self.limit_bytes, self.staging_bytes = root, limit_bytes, staging_bytes
@@ -116,6 +121,7 @@ class SpillFolder:
         self._numbers = itertools.count()
         self._unwritten: deque[SpillFile] = deque()
         self._counting = threading.RLock()
+        self._closed = False
         try:
             remove_left_overs(root)
             self.path = Path(tempfile.mkdtemp(prefix=f"{_own_prefix()}{os.getpid()}-", dir=root))
@@ -127,14 +133,26 @@ class SpillFolder:
             ) from error
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="retape-spill-write")
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="retape-spill-read")
-        self.close = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
+        self._remove = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
+
+    def close(self) -> None:
+        """Remove the folder and end the threads, now or when the last file is gone: slots that still live can be read until then."""
+        with self._counting:
+            self._closed = True
+            self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._closed and not self.used_bytes and self._remove.alive:
+            self._remove()
+            # Threads end with their pools. `shutdown` has a lock that a destructor, which may be what comes here, must not wait for.
+            del self.writer, self.reader
 
     # --- files --------------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> SpillFile:
         """Return a file for `nbytes`, once as much host memory of earlier ones is free that these may be in transit too.
 
-        Raise what went wrong with earlier files, and OffloadError if the budget of the disk is used up.
+        Raise what went wrong with earlier files, and OffloadError if the budget of the disk is used up, or the folder was removed.
         """
         while self._unwritten:
             in_transit = sum(file.nbytes for file in self._unwritten)
@@ -142,15 +160,19 @@ class SpillFolder:
                 break
             self._unwritten.popleft().wait()
         with self._counting:
-            if self.used_bytes + nbytes > self.limit_bytes:
-                raise OffloadError(
-                    f"No room on disk for {format_bytes(nbytes)} more of moved slots: {format_bytes(self.used_bytes)} of "
-                    f"{format_bytes(self.limit_bytes)} are used in {self.root}. {_REMEDY}",
-                    wanted_bytes=nbytes,
-                    limit_bytes=self.limit_bytes,
-                )
-            self.used_bytes += nbytes
-        return SpillFile(self, self.path / f"{next(self._numbers)}.tensors", nbytes)
+            used = self.used_bytes
+            self.used_bytes += nbytes  # from here on the folder stays
+        if self._remove.alive and used + nbytes <= self.limit_bytes:
+            return SpillFile(self, self.path / f"{next(self._numbers)}.tensors", nbytes)
+        self._return(nbytes)
+        if self._remove.alive:
+            message = (
+                f"No room on disk for {format_bytes(nbytes)} more of moved slots: {format_bytes(used)} of "
+                f"{format_bytes(self.limit_bytes)} are used in {self.root}. Give fit() a larger `disk_budget`, {_MOVE_LESS}"
+            )
+        else:
+            message = f"{format_bytes(nbytes)} of slots cannot be moved to {self.root}: this fit was removed. Fit the model again."
+        raise OffloadError(message, wanted_bytes=nbytes, limit_bytes=self.limit_bytes)
 
     def note_start(self, file: SpillFile) -> None:
         """Note that the host memory of a file is in transit until it is written."""
@@ -162,20 +184,34 @@ class SpillFolder:
         try:
             self.write(path, {}, pieces, durable=durable)
         except OSError as error:
-            free = shutil.disk_usage(self.root).free if self.root.exists() else 0
             return OffloadError(
-                f"{format_bytes(nbytes)} of moved slots could not be written to {path}: {error.strerror}; {format_bytes(free)} are free "
-                f"there. {_REMEDY}",
+                f"{format_bytes(nbytes)} of moved slots could not be written to {path}: {error.strerror}. {self._remedy(error)}",
                 wanted_bytes=nbytes,
                 limit_bytes=self.limit_bytes,
             )
         return None
 
+    def _remedy(self, error: OSError) -> str:
+        """Return what helps against an error of a write."""
+        if error.errno in _FULL:
+            free = shutil.disk_usage(self.root).free
+            return f"{format_bytes(free)} are free there. Free some, or give fit() {_MOVE_LESS}"
+        if error.errno in _GONE:
+            return f"{self.path} was removed or renamed during the fit. Put it back, or fit again."
+        if error.errno in _FORBIDDEN:
+            return "This process may not write there any more. Allow it, or give fit() another folder as `disk`."
+        return "Give fit() another folder as `disk`."
+
     def forget(self, path: Path, nbytes: int) -> None:
         """Remove a file."""
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder that is gone, or cannot be written to any more
+            path.unlink()
+        self._return(nbytes)
+
+    def _return(self, nbytes: int) -> None:
         with self._counting:
             self.used_bytes -= nbytes
+            self._end_if_unused()
 
     # --- bandwidth ----------------------------------------------------------------------------------------------------
 
@@ -253,21 +289,14 @@ def _remove_own(path: Path, lock: Any, owner: int) -> None:
 
 
 def spill_at(root: str | Path, disk_budget: int | None, staging_bytes: int) -> SpillFolder:
-    """Return the folder of this process below `root`, with new limits if it is there already; slots may go there from now on.
-
-    Raise InvalidInput for a budget that the disk cannot hold.
-    """
+    """Return a new folder below `root`; raise InvalidInput for a budget that the disk cannot hold."""
     place = Path(root).expanduser().absolute()
     if not place.is_dir():
         raise InvalidInput(f"disk={str(root)!r} is not a folder. Give one on a disk with room.")
-    mine = STREAMS.spill if STREAMS.spill is not None and STREAMS.spill.root == place else None
-    free = shutil.disk_usage(place).free + (0 if mine is None else mine.used_bytes)
+    free = shutil.disk_usage(place).free
     limit = int(TUNING.disk_share * free) if disk_budget is None else disk_budget
     if limit > free:
         raise InvalidInput(
             f"disk_budget is {format_bytes(limit)}, and {format_bytes(free)} are free in {place}. Give at most that, or another folder."
         )
-    if mine is None:
-        mine = STREAMS.spill = SpillFolder(place, limit, staging_bytes)
-    mine.limit_bytes, mine.staging_bytes = limit, staging_bytes
-    return mine
+    return SpillFolder(place, limit, staging_bytes)
