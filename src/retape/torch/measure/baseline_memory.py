@@ -197,9 +197,11 @@ def release_cached_blocks(
     if optimizer is None or optimizer.state:
         return None
 
+    waiting = [release]  # the hook stays: removing it here would change the hooks that PyTorch is iterating over
+
     def before_first_step(*_: Any) -> None:
-        release()
-        handle.remove()
+        while waiting:
+            waiting.pop()()
 
     handle: RemovableHandle = optimizer.register_step_pre_hook(before_first_step)
     return handle
