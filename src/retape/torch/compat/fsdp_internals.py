@@ -24,7 +24,12 @@ def in_use() -> bool:
 
 
 def _groups_of(state: Any) -> Any:
-    return getattr(state, "_fsdp_param_groups", ())
+    """Return the groups of parameters of a state; PyTorch 2.11 has at most one, under another name."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    group = getattr(state, "_fsdp_param_group", None)
+    return () if group is None else (group,)
 
 
 def parameters() -> Iterator[Any]:
