@@ -83,30 +83,29 @@ class Float32AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
-                continue
-            states = [self._state_of(p, bool(group["fused"])) for p in parameters]
-            weights = [p.float() for p in parameters]
-            adamw(
-                weights,
-                [p.grad.float() for p in parameters],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=bool(group["fused"]),
-                foreach=False,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            for parameter, weight in zip(parameters, weights, strict=True):
-                parameter.copy_(weight)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter, group: dict) -> None:
+        fused = bool(group["fused"])
+        state, weight = self._state_of(parameter, fused), parameter.float()
+        adamw(
+            [weight],
+            [parameter.grad.float()],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=fused,
+            foreach=False,
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+        )
+        parameter.copy_(weight)
 
     def _state_of(self, parameter, fused: bool) -> dict:
         state = self.state[parameter]
