@@ -57,13 +57,16 @@ def test_every_name_has_a_canary():
 
 
 def test_is_compiler_setting():
-    """A setting that was changed is in a context variable of its name, and a patch leaves one with a name of PyTorch's."""
+    """A setting that was changed is in a context variable of its name, and a patch leaves one with a name of PyTorch's.
+
+    Settings of PyTorch 2.11 are in no context variable.
+    """
     from torch._dynamo import config
 
     before = set(contextvars.copy_context())
     with config.patch(verbose=True):
         names = [variable.name for variable in set(contextvars.copy_context()) - before]
-    assert "verbose" in names
+    assert "verbose" in names or torch.__version__ < "2.12"
     assert all(map(compiler_internals.is_compiler_setting, names))
     assert not compiler_internals.is_compiler_setting("COLLECTOR")
 
@@ -704,6 +707,7 @@ def test_a_scale_that_ends_inside_a_function_leaves_it_no_pointer(monkeypatch):
     assert names == {"[memory]"}
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # a profiler of PyTorch 2.11 says so
 def test_profiler_running():
     assert not internals.profiler_running()
     with internals.memory_events():
