@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.decisions import Decisions, Recording
 from retape.torch.capture.mutation import PLAIN_TENSORS, Digest, checksum, digest, hold, same_digests, version_of
 from retape.torch.capture.snapshot import Snapshot
@@ -43,7 +42,6 @@ from retape.torch.engine.messages import (
     wrote_to_held,
 )
 from retape.torch.engine.policy import DROP, Check, Inputs, Policy, Proof
-from retape.torch.engine.recipe_mode import Diverged, Recipe, RecipeMode
 from retape.torch.engine.rerun import (
     RERUN,
     Contexts,
@@ -60,6 +58,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from retape.torch.capture.call import Call
+    from retape.torch.engine.recipe_mode import Recipe
     from retape.torch.engine.trace import OpStopwatch, RegionTrace
 
 # Looked up with every region or every saved tensor: a global of this module is found fastest.
@@ -372,7 +371,7 @@ class Region:
             if only is not None:
                 targets = {number: slot for number, slot in targets.items() if number in only}
             outputs = self._rerun(targets, early_stop=False, made=made)
-            return [tensor.detach() for tensor in tensors_of(outputs)]
+            return sources.made_by(outputs)
 
     def trace(self, stopwatch: OpStopwatch | None = None) -> RegionTrace:
         """Run again to the end and return the trace of its ops; nothing is refilled."""
@@ -457,12 +456,12 @@ class Region:
         proving = proof.is_pending
         if proof.is_rejected or (proving and (self._digests is None or not self._digests.keys() >= targets.keys())):
             return False
-        mode = RecipeMode(recipe, self.held_values())
+        mode = recipe.mode(self.held_values())
         before = [digest(value) for value in mode.answers()] if proving and recipe.runs_custom_ops else []
         rerun = RegionRerun(self, self._slots, targets, True, None, mode)
         try:
             self._run_again(rerun, held)
-        except Diverged:
+        except mode.divergence:
             self.has_diverged = True
             proof.reject()
         if before and not all(map(same_digests, before, map(digest, mode.answers()))):
