@@ -82,10 +82,6 @@ class Recipe:
         """Return a mode that follows it through one re-run, given the held slots by number."""
         return RecipeMode(self, held)
 
-    @property
-    def run(self) -> int:
-        return sum(step is Step.RUN for step in self.steps)
-
 
 class Diverged(BaseException):
     """The re-run does other ops than the recipe was made for, and must start again without it."""
