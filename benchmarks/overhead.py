@@ -83,16 +83,19 @@ def tensor_of(output):
 
 
 def measure(calls, x, seconds):
-    """Microseconds of one forward and backward of each way: the median and the fastest twentieth of interleaved runs."""
+    """CPU microseconds of one forward and backward of each way: the median and the fastest twentieth of interleaved runs.
+
+    It is the time of this thread, in which a CPU's backward runs too: other processes of a loaded machine do not count.
+    """
     gradient = torch.ones_like(tensor_of(next(iter(calls.values()))(x)))
     times = {name: [] for name in calls}
     end, number = time.perf_counter() + seconds, 0
     while number <= WARM_UP_ROUNDS or time.perf_counter() < end:
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             tensor_of(call(x)).backward(gradient)
             if number >= WARM_UP_ROUNDS:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.thread_time() - start)
         number += 1
     return {
         name: {"median_us": 1e6 * statistics.median(t), "fast_us": 1e6 * sorted(t)[len(t) // 20]}

@@ -203,12 +203,11 @@ def test_nothing_held_needs_no_recipe():
     assert plan_recipe(traced_region(mlp, x), frozenset()) is None
 
 
-def test_the_counts_of_a_recipe_add_up():
+def test_a_recipe_has_a_step_for_each_op():
     x = torch.ones(4, 8, requires_grad=True)
     trace = traced_region(mlp, x)
     for held in subsets(len(trace.slots))[1:]:
         recipe = plan_recipe(trace, held)
-        assert recipe.run == sum(step is Step.RUN for step in recipe.steps)
         assert len(recipe.steps) == len(recipe.slots) == len(trace.ops)
 
 

@@ -99,6 +99,11 @@ def held_or_linked(tensors: list[Tensor], inputs: Inputs, checksum: Callable[[Te
     return HeldHere(held, linked=any(isinstance(each, Link) for each in held))
 
 
+def made_by(outputs: Any) -> list[Tensor]:
+    """Return the tensors of a region's output as they are given to the next region: without their history."""
+    return [tensor.detach() for tensor in tensors_of(outputs)]
+
+
 class Link:
     """A dropped input: output number `index` of `maker`, which is run again to refill it. With a `checksum` its bits are compared."""
 

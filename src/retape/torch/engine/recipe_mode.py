@@ -78,9 +78,9 @@ class Recipe:
             step is Step.RUN and op.op.namespace != "aten" for op, step in zip(self.ops, self.steps, strict=True)
         )
 
-    @property
-    def run(self) -> int:
-        return sum(step is Step.RUN for step in self.steps)
+    def mode(self, held: dict[int, Tensor]) -> RecipeMode:
+        """Return a mode that follows it through one re-run, given the held slots by number."""
+        return RecipeMode(self, held)
 
 
 class Diverged(BaseException):

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.decisions import Decisions, Recording
 from retape.torch.capture.mutation import PLAIN_TENSORS, Digest, checksum, digest, hold, same_digests, version_of
 from retape.torch.capture.snapshot import Snapshot
@@ -43,7 +42,6 @@ from retape.torch.engine.messages import (
     wrote_to_held,
 )
 from retape.torch.engine.policy import DROP, Check, Inputs, Policy, Proof
-from retape.torch.engine.recipe_mode import Diverged, Recipe, RecipeMode
 from retape.torch.engine.rerun import (
     RERUN,
     Contexts,
@@ -60,6 +58,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from retape.torch.capture.call import Call
+    from retape.torch.engine.recipe_mode import Recipe
     from retape.torch.engine.trace import OpStopwatch, RegionTrace
 
 # Looked up with every region or every saved tensor: a global of this module is found fastest.
@@ -120,9 +119,6 @@ class Region:
     copies: Mapping[int, MovedSlot] = MappingProxyType({})  # slots that are on the host too, by number
     _may_hold = False  # the policy holds some slots
     _examines_dropped = False  # a checksum or a digest is taken of dropped slots
-    _own_ids: set[int] | None = None
-    # The tensors with these ids, until the first run ends: one that it replaces (a cache's) would leave its id to another tensor.
-    _own_state: list[Tensor] = _NO_TENSORS
     _decisions: Decisions | None = None
     _digests: dict[int, Digest] | None = None  # of dropped slots, where a recipe is to be proven
     _transfers: RegionTransfers | None = None  # where slots or inputs are moved
@@ -156,22 +152,16 @@ class Region:
         if self._digests is not None or self.check is _VALUES:
             self._examines_dropped = True
         self._arguments: Collection[int] = set(map(id, call.tensors))
-        if not call.only_parameters:
-            self._own_state = call.state  # the snapshot holds others, without their history
-            self._own_ids = set(map(id, call.state))
+        # The tensors of modules and containers, until the first run ends: one that it replaces (a cache's) would leave its id to
+        # another tensor, and the snapshot holds others, without their history.
+        self._own_state = call.state
+        self._own = set(map(id, call.state))
         self.snapshot = Snapshot(call)
         if observer is not None:
             self.observer = observer
         if policy.moved or policy.moved_inputs:
             self._transfers = RegionTransfers(policy.disk)
         self._inputs = self._hold_inputs() if inputs is None else inputs
-
-    @property
-    def _own(self) -> set[int]:
-        """The ids of the tensors of modules and containers. Made late: a parameter that needs a gradient is known by that."""
-        if self._own_ids is None:
-            self._own_ids = set(map(id, self._call.state))
-        return self._own_ids
 
     @property
     def name(self) -> str:
@@ -231,8 +221,7 @@ class Region:
         finally:
             _pop_hooks()
             running.pop()
-            if self._own_ids is not None:
-                self._own_state = _NO_TENSORS
+            self._own_state = _NO_TENSORS
         self.snapshot.finish_forward(tensors)
         if self.snapshot.touches_data:  # what it puts there it may put back only at its end
             self.early_stop = False
@@ -295,7 +284,7 @@ class Region:
             slot.version = tensor._version if type(tensor) in _PLAIN else version_of(tensor)
             return slot
         else:
-            held = id(base) in (self._own if self._own_ids is None else self._own_ids)
+            held = id(base) in self._own
         slot.metadata = (tensor.shape, tensor.dtype, tensor.device) if self._compares else None
         if held or (self._may_hold and (self.policy.hold_all or index in self.policy.held)):
             slot.value = tensor if tensor.grad_fn is None else tensor.detach()
@@ -382,7 +371,7 @@ class Region:
             if only is not None:
                 targets = {number: slot for number, slot in targets.items() if number in only}
             outputs = self._rerun(targets, early_stop=False, made=made)
-            return [tensor.detach() for tensor in tensors_of(outputs)]
+            return sources.made_by(outputs)
 
     def trace(self, stopwatch: OpStopwatch | None = None) -> RegionTrace:
         """Run again to the end and return the trace of its ops; nothing is refilled."""
@@ -467,12 +456,12 @@ class Region:
         proving = proof.is_pending
         if proof.is_rejected or (proving and (self._digests is None or not self._digests.keys() >= targets.keys())):
             return False
-        mode = RecipeMode(recipe, self.held_values())
+        mode = recipe.mode(self.held_values())
         before = [digest(value) for value in mode.answers()] if proving and recipe.runs_custom_ops else []
         rerun = RegionRerun(self, self._slots, targets, True, None, mode)
         try:
             self._run_again(rerun, held)
-        except Diverged:
+        except mode.divergence:
             self.has_diverged = True
             proof.reject()
         if before and not all(map(same_digests, before, map(digest, mode.answers()))):
