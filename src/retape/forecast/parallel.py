@@ -122,6 +122,7 @@ class _Maker:
             trained=dense_trained // tensor + experts_trained,
             expert_bytes=experts,
             expert_trained=experts_trained,
+            gathered_bytes=weights.gathered_bytes * (dense // tensor + experts) // max(1, weights.bytes),
         )
 
     def _sharded(self, total: int, experts: int, *, from_stage: int) -> int:
@@ -183,17 +184,15 @@ class _Maker:
         whole = self._traced.chain.chain
         return Chain(stages=tuple(made), fixed_bytes=whole.fixed_bytes // layout.tensor, host=whole.host)
 
-    def _block_bytes(self, names: tuple[str, ...]) -> int:
-        largest = max((self._divided(self._traced.regions[name]).bytes for name in names), default=0)
-        return max(largest, self._divided(self._traced.rest).bytes // 2)
-
     def _buffer_bytes(self, names: tuple[str, ...], gradient_each: int, per_weight: int) -> int:
         """Return the bytes of FSDP's gathered blocks, and of the gradients of a block that wait to be reduced."""
-        layout, block = self._layout, self._block_bytes(names)
+        layout, rest = self._layout, _scaled_weights(self._divided(self._traced.rest), 2)
         if layout.fsdp == 1:
             return 0
-        reduced = block * gradient_each // per_weight if layout.zero >= 2 else 0
-        return (TUNING.gathered_blocks * block if layout.zero >= 3 else 0) + reduced
+        blocks = [rest, *(self._divided(self._traced.regions[name]) for name in names)]
+        reduced = max(block.bytes for block in blocks) * gradient_each // per_weight if layout.zero >= 2 else 0
+        gathered = TUNING.gathered_blocks * max(block.gathered_bytes for block in blocks)
+        return (gathered if layout.zero >= 3 else 0) + reduced
 
     # --- communication -----------------------------------------------------------------------------------------------
 
@@ -227,7 +226,8 @@ class _Maker:
             experts = 4 * 2 * regions * self._collective(hidden_state / layout.tensor, layout.expert, layout.tensor)
         shards = 0.0
         if layout.fsdp > 1 and layout.zero >= 3:  # gathered in forward and backward, reduced in backward
-            shards = 3 * self._collective(weights.bytes, layout.fsdp, layout.tensor)
+            shards = 2 * self._collective(weights.gathered_bytes, layout.fsdp, layout.tensor)
+            shards += self._collective(weights.bytes, layout.fsdp, layout.tensor)
         ring = 0.0
         if layout.context > 1:  # keys and values go round, behind attention
             ring = 3 * regions * self._collective(hidden_state / layout.tensor, layout.context, layout.tensor)

@@ -23,8 +23,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retape.core.errors import InvalidInput
 from retape.core.record import MemorySample
+from retape.forecast.float8 import Float8Linears
 from retape.forecast.op_seconds import CostModel
-from retape.forecast.op_work import op_name, tensors_in, work_of
+from retape.forecast.op_work import tensors_in, work_of
 from retape.torch.compat import internals
 from retape.torch.measure.memory_meter import MemoryReading
 
@@ -32,7 +33,6 @@ aten = torch.ops.aten
 META = torch.device("meta")
 _SMALL_BLOCK, _LARGE_REQUEST, _SEGMENT, _UNSPLIT = 512, 10 * 2**20, 2 * 2**20, 2**20
 _MOST_VALUES = 2**21  # elements of whole numbers that are really computed
-_FLOAT8_PRODUCTS = frozenset({"_scaled_mm", "_scaled_grouped_mm"})
 _PADDED = 8  # the width of an attention head is padded to a multiple
 
 
@@ -106,10 +106,6 @@ class SimulatedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._value_of(args[0])
-        if op_name(func) in _FLOAT8_PRODUCTS:
-            raise InvalidInput(
-                f"The model multiplies in float8 ({op_name(func)}), for which no rates were measured. Forecast it in bfloat16."
-            )
         out = func(*args, **kwargs)
         made = tensors_in(out)
         self._follow_values(func, args, kwargs, out, made)
@@ -165,10 +161,11 @@ class SimulatedDevice(TorchDispatchMode):
 
 
 class GpuKernels(TorchFunctionMode):
-    """Replaces functions for which a GPU has other kernels than the meta device: attention and dropout."""
+    """Replaces functions for which a GPU has other kernels than the meta device: attention and dropout; and linear layers in float8."""
 
-    def __init__(self, *, cudnn: bool) -> None:
+    def __init__(self, *, cudnn: bool, float8: Float8Linears | None) -> None:
         super().__init__()
+        self._float8 = float8
         self._cudnn = cudnn  # is preferred to flash attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,6 +173,8 @@ class GpuKernels(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention and _first(args, kwargs).device.type == "meta":
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             return _attention(**dict(zip(names, args, strict=False)), **kwargs, cudnn=self._cudnn)
+        if func is functional.linear and self._float8 is not None and self._float8.has(args[1]):
+            return self._float8.multiply(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:  # a mode is off while it answers, and checkpoints run the forward again in there
@@ -273,11 +272,11 @@ class SimulatedTracker:
 
 
 @contextmanager
-def simulated(costs: CostModel) -> Iterator[SimulatedDevice]:
-    """Run the code inside on a simulated device."""
+def simulated(costs: CostModel, *, float8: Float8Linears | None = None) -> Iterator[SimulatedDevice]:
+    """Run the code inside on a simulated device, with some linear layers in float8."""
     device = SimulatedDevice(costs)
     with ExitStack() as stack:
-        stack.enter_context(GpuKernels(cudnn=any("cudnn" in kernel for kernel in costs.kernels)))
+        stack.enter_context(GpuKernels(cudnn=any("cudnn" in kernel for kernel in costs.kernels), float8=float8))
         stack.enter_context(device)
         yield device
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RetapeError
 from retape.core.problem import Budget, Tier
+from retape.forecast.float8 import Float8Linears, Scaling, converted
 from retape.forecast.op_seconds import CostModel
 from retape.forecast.simulator import META, SimulatedDevice, SimulatedOpTimer, simulated, track_simulated
 from retape.torch.measure.sandbox import InitialGradients
@@ -33,12 +34,16 @@ _ENOUGH = Budget.of(1 << 61)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Trained and frozen bytes of a part of a model. `trained` counts elements; experts are those of modules named so."""
+    """Trained and frozen bytes of a part of a model. `trained` counts elements; experts are those of modules named so.
+
+    `gathered_bytes` are what FSDP gathers of it: less than `bytes` where weights are gathered in float8.
+    """
 
     bytes: int = 0
     trained: int = 0
     expert_bytes: int = 0
     expert_trained: int = 0
+    gathered_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,28 +80,46 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def weights_of(module: nn.Module, seen: set[int], name: str = "") -> Weights:
-    """Return the weights of a module that were not `seen` yet; tied ones count once."""
-    total = trained = experts = expert_trained = 0
+def weights_of(module: nn.Module, seen: set[int], name: str = "", float8: frozenset[int] = frozenset()) -> Weights:
+    """Return the weights of a module that were not `seen` yet; tied ones count once. `float8` are the ids of those gathered so."""
+    total = gathered = trained = experts = expert_trained = 0
     for own, parameter in module.named_parameters():
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
         elements = parameter.numel() if parameter.requires_grad else 0
         total, trained = total + parameter.nbytes, trained + elements
+        gathered += parameter.numel() if id(parameter) in float8 else parameter.nbytes
         if ".experts." in f".{name}.{own}.":
             experts, expert_trained = experts + parameter.nbytes, expert_trained + elements
-    return Weights(bytes=total, trained=trained, expert_bytes=experts, expert_trained=expert_trained)
+    return Weights(
+        bytes=total,
+        trained=trained,
+        expert_bytes=experts,
+        expert_trained=expert_trained,
+        gathered_bytes=gathered,
+    )
 
 
 def trace_step(
-    model: nn.Module, batch: Any, costs: CostModel, *, step: Step | None = None, host: bool = True, plan: bool = True
+    model: nn.Module,
+    batch: Any,
+    costs: CostModel,
+    *,
+    step: Step | None = None,
+    host: bool = True,
+    plan: bool = True,
+    float8: Scaling | None = None,
 ) -> TracedStep:
-    """Run a step of a meta model on a simulated device. Without `plan` only the plain step is run, and the chain is one stage."""
+    """Run a step of a meta model on a simulated device. Without `plan` only the plain step is run, and the chain is one stage.
+
+    With `float8` the linear layers of the model's blocks multiply in it.
+    """
     try:
-        with simulated(costs) as device:
+        linears = None if float8 is None else Float8Linears(float8, find_regions(model).values())
+        with simulated(costs, float8=linears) as device:
             known = pytree.tree_map_only(Tensor, lambda leaf: _meta_leaf(leaf, device), batch)
-            return _Tracer(model, known, device, step, host).run(plan)
+            return _Tracer(model, known, device, step, host).run(plan, float8)
     except RetapeError:
         raise
     except Exception as error:
@@ -126,11 +149,13 @@ class _Tracer:
                 read_bytes_per_second=base.from_host_bytes_per_second,
             )
 
-    def run(self, plan: bool) -> TracedStep:
+    def run(self, plan: bool, float8: Scaling | None) -> TracedStep:
         plain = self._plain_step()
         seen: set[int] = set()
         found = find_regions(self._model)
-        regions = {name: weights_of(module, seen, name) for name, module in found.items()}
+        gathered = (weight for block in found.values() for weight in converted(block) if float8 is Scaling.TENSORWISE)
+        small = frozenset(map(id, gathered))
+        regions = {name: weights_of(module, seen, name, small) for name, module in found.items()}
         chain = self._chain(found if plan else {})
         return TracedStep(
             chain=chain,
