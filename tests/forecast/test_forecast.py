@@ -344,32 +344,7 @@ def test_a_model_with_statistics_has_a_plan():
     assert less.peak_bytes <= (whole.floor_bytes + whole.peak_bytes) // 2
 
 
-class Float8Product(torch.autograd.Function):
-    @staticmethod
-    def forward(rows, weight):
-        one = torch.ones((), device=rows.device)
-        small = [each.to(torch.float8_e4m3fn) for each in (rows, weight)]
-        return torch._scaled_mm(small[0], small[1].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-
-    @staticmethod
-    def setup_context(context, inputs, output):
-        context.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(context, gradient):
-        rows, weight = context.saved_tensors
-        return gradient @ weight, gradient.t() @ rows
-
-
-def test_float8_and_compiled_models_are_refused(model, rows):
-    class Float8(nn.Linear):
-        def forward(self, rows):
-            return Float8Product.apply(rows, self.weight)
-
-    with torch.device("meta"):
-        small = nn.Sequential(*(Float8(1024, 1024) for _ in range(2))).to(torch.bfloat16)
-    with pytest.raises(InvalidInput, match="multiplies in float8"):
-        retape.forecast(small, rows, step=lambda model, rows: model(rows).float().mean())
+def test_compiled_models_are_refused(model, rows):
     with pytest.raises(InvalidInput, match="without torch"):
         retape.forecast(torch.compile(model, backend="eager"), rows)
     with torch.device("meta"):
@@ -377,3 +352,17 @@ def test_float8_and_compiled_models_are_refused(model, rows):
     blocks[1].compile(backend="eager")
     with pytest.raises(InvalidInput, match="without torch"):
         retape.forecast(blocks, torch.empty(4, 8, device="meta"), step=lambda model, rows: model(rows).mean())
+
+
+def test_buffers_of_the_model_count(model, rows):
+    class Masked(MlpModel):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(4096, 4096))
+
+    with torch.device("meta"):
+        masked = Masked().to(torch.bfloat16)
+    mesh = {"gpus": 4, "fsdp": 4}
+    for layout in (None, mesh):
+        whole, without = (retape.forecast(each, rows, mesh=layout) for each in (masked, model))
+        assert whole.peak_bytes - without.peak_bytes == masked.mask.nbytes

@@ -54,7 +54,9 @@ def add_parser(commands: _Commands) -> None:
     parser.add_argument(
         "--budget", metavar="B", help="bytes of each GPU such as 130GiB; by default what the device has"
     )
-    parser.add_argument("--float8", metavar="SCALING", help="linear layers of the blocks in float8: tensorwise or rowwise")
+    parser.add_argument(
+        "--float8", metavar="SCALING", help="linear layers of the blocks in float8: tensorwise or rowwise"
+    )
     parser.add_argument("--offload", action="store_true", help="let plans move activations to the host")
     parser.add_argument("--report", metavar="FILE", help="also write a page, as .html")
     parser.add_argument(

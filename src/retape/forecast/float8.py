@@ -123,4 +123,5 @@ def _product(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], dtype: to
     left, right = one[0].contiguous(), other[0]
     if right.stride(1) == 1:
         right = right.t().contiguous().t()
-    return torch._scaled_mm(left, right, one[1], other[1], out_dtype=dtype)
+    out: Tensor = torch.ops.aten._scaled_mm(left, right, one[1], other[1], out_dtype=dtype)
+    return out

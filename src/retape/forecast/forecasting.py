@@ -16,12 +16,13 @@ from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetKind
 from retape.core.units import format_bytes
 from retape.forecast.advice import Change
+from retape.forecast.allocator import reserved_bytes
 from retape.forecast.device import Device
 from retape.forecast.float8 import Scaling
 from retape.forecast.known_devices import cost_model, device_named
 from retape.forecast.known_models import batch_from, model_from
 from retape.forecast.layout import Layout, OptimizerKind, layout_from, optimizer_kind
-from retape.forecast.parallel import StageProblem, stage_problems
+from retape.forecast.parallel import StageProblem, run_of, stage_problems
 from retape.forecast.result import Forecast
 from retape.forecast.stage_plan import StagePlan, plan_stage, step_seconds
 from retape.forecast.tracing import Step, TracedStep, trace_step
@@ -104,9 +105,7 @@ class _Request:
     def trace(self, batch: Any) -> TracedStep:
         costs = cost_model(self.device, parts=self.layout.tensor)
         plan = not any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
-        return trace_step(
-            self.model, batch, costs, step=self.step, host=self.offload, plan=plan, float8=self.float8
-        )
+        return trace_step(self.model, batch, costs, step=self.step, host=self.offload, plan=plan, float8=self.float8)
 
     def problems(self, traced: TracedStep) -> list[StageProblem]:
         seconds = optimizer_step_seconds(self.device, self.optimizer)
@@ -148,6 +147,8 @@ class _Request:
 
     def result(self, traced: TracedStep, plans: list[StagePlan]) -> Forecast:
         layout = self.layout
+        run = run_of(traced, layout, self.optimizer, [*self.model.parameters()])
+        events = [(number, -(-size // layout.tensor)) for number, size in traced.events]
         return Forecast(
             model=type(self.model).__name__,
             device=self.device,
@@ -160,6 +161,7 @@ class _Request:
             flops=traced.flops * layout.context,
             tokens=traced.tokens * layout.context,
             plain_peak_bytes=traced.peak_bytes + _fixed_bytes(plans[0].problem, traced),
+            plain_reserved_bytes=reserved_bytes(events, run) if run else 0,
             plain_seconds=traced.seconds + plans[0].problem.once_seconds,
             rows=_rows_of(self.batch),
             length=self._length,
@@ -168,7 +170,7 @@ class _Request:
 
 
 def _fixed_bytes(problem: StageProblem, traced: TracedStep) -> int:
-    return problem.weight_bytes + problem.optimizer_bytes + problem.buffer_bytes + traced.batch_bytes
+    return problem.weight_bytes + problem.optimizer_bytes + problem.buffer_bytes + traced.resident_bytes
 
 
 def optimizer_step_seconds(device: Device, optimizer: OptimizerKind) -> Callable[[int], float]:

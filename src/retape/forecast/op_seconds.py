@@ -1,11 +1,11 @@
 """Cost model: the seconds of one op on a device, from the rates of a device file.
 
 Matrix products: the rate of the measured grid, interpolated in the logarithms of rows, columns and depth, for each memory layout.
-Products that are batched, grouped or not aligned have the rate of the nearest measured one, those in float8 that of bf16 times the ratio
-of the published rates (torchao/testing/training/roofline_utils.py assumes the same share of both to be reached). Attention: floating-point operations over
-a rate interpolated in the length. All other ops move memory: seconds interpolated in the bytes that they read and write, by name and
-by how they walk over memory. A device that was never measured has the rates of the measured device that it names, scaled by the
-published ones. Figures of a step are in `simulator`.
+Products that are batched, grouped or not aligned have the rate of the nearest measured one. Those in float8 have that of bf16 times the
+ratio of the published rates: torchao/testing/training/roofline_utils.py assumes that the same share of both is reached. Attention:
+floating-point operations over a rate interpolated in the length. All other ops move memory: seconds interpolated in the bytes that they
+read and write, by name and by how they walk over memory. A device that was never measured has the rates of the measured device that it
+names, scaled by the published ones. Figures of a step are in `simulator`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_MATMULS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_grouped_mm": (0, 1), "_scaled_mm": (0, 1)}
+_MATMULS = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
+    "_grouped_mm": (0, 1),
+    "_scaled_mm": (0, 1),
+}
 _ATTENTION = "_scaled_dot_product"
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "var_mean"})
 _READS_SOME_ROWS = frozenset(

@@ -9,11 +9,14 @@ tapes of its micro-batches in flight. Plans are solved in `stage_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+
+from torch import Tensor
 
 from retape.core.errors import InvalidInput
 from retape.core.problem import Chain, Option, Stage
+from retape.forecast.allocator import Run
 from retape.forecast.device import Device
 from retape.forecast.layout import Layout, OptimizerKind
 from retape.forecast.tracing import TracedStep, Weights
@@ -153,7 +156,7 @@ class _Maker:
         chain = self._chain(own, gradient_share=gradient_each / per_weight, keeps_gradients=keeps_gradients)
         kept_gradients = gradient_bytes if keeps_gradients else 0
         fixed = weight_bytes + optimizer_bytes + buffers + kept_gradients
-        chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.batch_bytes)
+        chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.resident_bytes)
         moved = updated * (2 * per_weight + gradient_each) + 2 * optimizer_bytes
         return StageProblem(
             chain=chain,
@@ -254,6 +257,38 @@ class _Maker:
         """Return what attention takes longer than traced: under context parallelism it sees the keys of all parts."""
         share = regions / max(1, len(self._region_numbers))
         return (self._layout.context - 1) * self._traced.attention_seconds * share
+
+
+def run_of(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]) -> Run | None:
+    """Return what a run holds beside its steps, on one GPU, with FSDP2 and with tensor parallelism; None for other layouts.
+
+    FSDP2 gathers blocks in a stream of its own and reduces gradients in another; the weights outside of blocks stay gathered in a step.
+    """
+    parts, sharded = layout.fsdp * layout.tensor, layout.fsdp > 1
+    if layout.pipeline * layout.expert * layout.accumulate > 1 or layout.sharing != layout.fsdp or layout.zero < 3:
+        return None
+    sizes = [(weight.numel() // parts, weight.element_size(), weight.requires_grad) for weight in weights]
+    kept = [
+        traced.resident_bytes,
+        *(count * (each + optimizer.master_bytes * trained) for count, each, trained in sizes),
+    ]
+    trained = [(count, each) for count, each, trained in sizes if trained]
+    states = [
+        count * (each if optimizer.state_bytes is None else optimizer.state_bytes)
+        for _ in range(optimizer.states)
+        for count, each in trained
+    ]
+    block = max((weights.gathered_bytes for weights in traced.regions.values()), default=0)
+    gathered = (traced.rest.gathered_bytes // layout.tensor, block // layout.tensor) if sharded else ()
+    reduced = sum(
+        count * (each if optimizer.gradient_bytes is None else optimizer.gradient_bytes) for count, each in trained
+    )
+    return Run(
+        kept=(*kept, *gathered),
+        states=tuple(states),
+        keeps_gradients=not sharded,
+        other_streams_bytes=sum(gathered) + reduced if sharded else 0,
+    )
 
 
 _SIZES = {

@@ -27,7 +27,9 @@ class Forecast:
     """Peak, seconds and plan of a training step on a device, per pipeline stage.
 
     `peak_bytes` is of the fullest GPU and counts everything that PyTorch allocates there, without the CUDA context.
-    `plain_peak_bytes` and `plain_seconds` are those of the model as it runs by itself on one GPU, if it had the memory.
+    `plain_peak_bytes` and `plain_seconds` are those of the model as it runs by itself on one GPU, if it had the memory;
+    `plain_reserved_bytes` what PyTorch reserves for that, fragments included: on one GPU, with FSDP or tensor parallelism; 0 for other
+    layouts.
     `again` forecasts the setup with a change.
     """
 
@@ -42,6 +44,7 @@ class Forecast:
     flops: int
     tokens: int
     plain_peak_bytes: int
+    plain_reserved_bytes: int
     plain_seconds: float
     rows: int
     length: int
@@ -137,6 +140,8 @@ class Forecast:
         ]
         if self.layout.gpus == 1:
             plain = f"{format_bytes(self.plain_peak_bytes)}, {format_seconds(self.plain_seconds)}"
+            if self.plain_reserved_bytes:
+                plain += f"; {format_bytes(self.plain_reserved_bytes)} reserved by PyTorch, fragments included"
             rows.insert(-1, ("as the model runs by itself", plain))
         if self.mfu:
             rows.insert(4, ("MFU", f"{self.mfu:.1%} of the published dense bf16 rate"))

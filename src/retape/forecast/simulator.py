@@ -8,13 +8,13 @@ dropout, are replaced by the ones that a GPU runs. Small whole numbers are reall
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retape.core.errors import InvalidInput
 from retape.core.record import MemorySample
+from retape.forecast.allocator import BLOCK, Event
 from retape.forecast.float8 import Float8Linears
 from retape.forecast.op_seconds import CostModel
 from retape.forecast.op_work import tensors_in, work_of
@@ -31,53 +32,59 @@ from retape.torch.measure.memory_meter import MemoryReading
 
 aten = torch.ops.aten
 META = torch.device("meta")
-_SMALL_BLOCK, _LARGE_REQUEST, _SEGMENT, _UNSPLIT = 512, 10 * 2**20, 2 * 2**20, 2**20
+_LARGE_REQUEST, _SEGMENT, _UNSPLIT = 10 * 2**20, 2 * 2**20, 2**20
 _MOST_VALUES = 2**21  # elements of whole numbers that are really computed
 _PADDED = 8  # the width of an attention head is padded to a multiple
 
 
 def allocated(size: int) -> int:
     """Return the bytes that PyTorch's CUDA allocator counts for a request: blocks of 512 bytes, and rests that are not split off."""
-    size = -(-size // _SMALL_BLOCK) * _SMALL_BLOCK
+    size = -(-size // BLOCK) * BLOCK
     rest = -size % _SEGMENT
     return size + rest if size >= _LARGE_REQUEST and rest <= _UNSPLIT else size
 
 
 class Memory:
-    """Live and peak bytes of the storages that were made since the start."""
+    """Live and peak bytes of the storages that were made since the start, and each of them as an event (`allocator`)."""
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
-        self._sizes: dict[Any, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._made = 0
         self.live = self.peak = 0
         self.timeline: list[MemorySample] = []
+        self.events: list[Event] = []
 
     def add(self, tensors: list[Tensor], scratch: int) -> None:
         """Count the storages of new tensors, and scratch bytes that are freed at once."""
-        grown = False
+        before = self.live
         for tensor in tensors:
             if tensor.device.type == "meta" and tensor.layout is torch.strided:
-                storage = internals.untyped_storage(tensor)
-                reference = StorageWeakRef(storage)
-                if reference not in self._sizes:
-                    self._sizes[reference] = size = allocated(storage.nbytes())
-                    self.live += size
-                    grown = grown or bool(size)
-        if (grown or scratch) and self.live + scratch > self.peak:
-            self.collect()
-            self.peak = max(self.peak, self.live + scratch)
-            self.timeline.append(MemorySample(seconds=self._seconds(), live_bytes=max(0, self.live + scratch)))
+                self._follow(internals.untyped_storage(tensor))
+        if scratch:
+            self._made += 1
+            self.events += [(self._made, scratch), (self._made, 0)]
+        if (self.live > before or scratch) and self.live + scratch > self.peak:
+            self.peak = self.live + scratch
+            self.timeline.append(MemorySample(seconds=self._seconds(), live_bytes=max(0, self.peak)))
 
-    def exclude(self, tensors: list[Tensor]) -> None:
-        """Do not count the storages of these tensors, which were there before."""
-        for tensor in tensors:
-            self._sizes.setdefault(StorageWeakRef(internals.untyped_storage(tensor)), 0)
+    def _follow(self, storage: Any) -> None:
+        """Count a storage until it is freed."""
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._alive:
+            return
+        self._made += 1
+        number = self._made
 
-    def collect(self) -> int:
-        """Forget the storages that were freed; return the live bytes."""
-        for reference in [each for each in self._sizes if each.expired()]:
-            self.live -= self._sizes.pop(reference)
-        return self.live
+        def freed(_: Any) -> None:
+            del self._alive[address]
+            self.live -= allocated(size)
+            self.events.append((number, 0))
+
+        self._alive[address] = weakref.ref(storage, freed)
+        self.live += allocated(size)
+        if size:
+            self.events.append((number, size))
 
 
 class SimulatedDevice(TorchDispatchMode):
@@ -259,12 +266,12 @@ class SimulatedTracker:
         self.readings: list[MemoryReading] = []
         self.timeline: list[MemorySample] = []
         self._memory = device.memory
-        self._start = self._memory.collect()
+        self._start = self._memory.live
         self._memory.peak = self._start
         self._memory.timeline = self.timeline
 
     def mark(self, label: Any) -> None:
-        live = self._memory.collect()
+        live = self._memory.live
         self.readings.append(
             MemoryReading(label=label, live_bytes=live - self._start, peak_bytes=self._memory.peak - self._start)
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RetapeError
 from retape.core.problem import Budget, Tier
+from retape.forecast.allocator import Event
 from retape.forecast.float8 import Float8Linears, Scaling, converted
 from retape.forecast.op_seconds import CostModel
 from retape.forecast.simulator import META, SimulatedDevice, SimulatedOpTimer, simulated, track_simulated
@@ -51,19 +52,21 @@ class TracedStep:
     """A step on a simulated device: its chain, and bytes and seconds of the step as the model runs it by itself.
 
     `chain` has no weights in its fixed bytes. `peak_bytes` are above weights, gradients included; `regions` are the weights of each
-    region by name, `rest` those outside. `attention_seconds` are those of fused attention, in forward and backward.
+    region by name, `rest` those outside; `resident_bytes` the batch and the model's buffers, whole on every GPU. `attention_seconds` are
+    those of fused attention, in forward and backward. `events` are what the step allocates and frees.
     """
 
     chain: RegionChain
     regions: dict[str, Weights]
     rest: Weights
-    batch_bytes: int
+    resident_bytes: int
     peak_bytes: int
     forward_peak_bytes: int
     seconds: float
     flops: int
     attention_seconds: float
     tokens: int
+    events: tuple[Event, ...] = field(repr=False)
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -161,7 +164,7 @@ class _Tracer:
             chain=chain,
             regions=regions,
             rest=weights_of(self._model, seen),
-            batch_bytes=sum(leaf.nbytes for leaf in pytree.tree_leaves(self._batch) if isinstance(leaf, Tensor)),
+            resident_bytes=_bytes([*pytree.tree_leaves(self._batch), *self._model.buffers()]),
             tokens=_tokens(self._batch),
             **plain,
         )
@@ -171,6 +174,7 @@ class _Tracer:
         device = self._device
         for _ in range(2):
             start, flops, attention = device.now(), device.flops, device.attention_seconds
+            device.memory.events.clear()
             with track_simulated(device) as tracker:
                 loss = scalar_loss(self._step or default_step, self._model, self._batch)
                 tracker.mark("loss")
@@ -181,6 +185,7 @@ class _Tracer:
                 "attention_seconds": device.attention_seconds - attention,
                 "peak_bytes": max(reading.peak_bytes for reading in tracker.readings),
                 "forward_peak_bytes": tracker.readings[1].peak_bytes,
+                "events": tuple(device.memory.events),
             }
             del loss
             self._model.zero_grad(set_to_none=True)
@@ -217,6 +222,12 @@ class _Tracer:
             allocated_bytes=lambda _: 0,
             devices_of=lambda *_: (META,),
         )
+
+
+def _bytes(leaves: list[Any]) -> int:
+    """Return the bytes of the tensors among some values; what is there twice counts once."""
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _tokens(batch: Any) -> int:
