@@ -50,7 +50,8 @@ the reserved bytes of a forecast, or with the allocated ones where there is a pi
 allocated and reserved bytes are, in table 1: logits in bf16 whose freed block no tensor of the loss fits in, fragments that the
 optimizer's states leave in the holes of the first step, and what cannot be shared between streams (sharded gradients in that of FSDP2's
 reductions, gathered weights in that of its gathers). Rows with torch.compile are forecast with eager kernels, which save and allocate more.
-Not modelled for pipelines: fragments, streams, buffers that stages receive in, and the outputs that the last stage keeps of every micro-batch.""",
+Not modelled for pipelines:
+fragments, streams, buffers that stages receive in, and the outputs that the last stage keeps of every micro-batch.""",
     "llama3": """The Llama 3 Herd of Models, arXiv 2407.21783, table 4 and section 3.3.2, in a copy in a public repository. It gives
 no bytes, only that 8K tokens were trained without activation checkpointing on 80 GB, with kernels and deallocation of their own; with
 eager kernels a part must be recomputed. The parts per pipeline rank are not given.""",

@@ -88,6 +88,8 @@ def test_a_step_in_float8_keeps_as_much_and_is_faster(model, rows, plain, scalin
     tapes = [[stage.tape_bytes for stage in each.stages[0].problem.chain.stages] for each in (found, plain)]
     assert tapes[0] == tapes[1]
     assert found.seconds < plain.seconds
+    assert "float8 never measured" in found.explain()
+    assert "float8" not in plain.explain()
     assert found.flops == plain.flops
 
 

@@ -17,6 +17,7 @@ from retape.forecast.calibration.run import calibrate
 from retape.forecast.device import read_device, write_device
 from retape.forecast.forecasting import search_layouts
 from retape.forecast.known_devices import device_named, device_names, measured_device
+from retape.forecast.layout import optimizer_kind
 from support.blocks import MlpBlock
 
 GIB = 2**30
@@ -366,3 +367,56 @@ def test_buffers_of_the_model_count(model, rows):
     for layout in (None, mesh):
         whole, without = (retape.forecast(each, rows, mesh=layout) for each in (masked, model))
         assert whole.peak_bytes - without.peak_bytes == masked.mask.nbytes
+
+
+def test_only_trained_weights_have_states_and_gradients(rows):
+    with torch.device("meta"):
+        model = MlpModel().to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    trained = [block.up.weight.requires_grad_(True) for block in model.blocks]
+    count = sum(weight.numel() for weight in trained)
+    alone = retape.forecast(model, rows, optimizer="adamw").stages[0].problem
+    assert (alone.optimizer_bytes, alone.gradient_bytes) == (2 * 2 * count, 2 * count)
+    sharded = retape.forecast(model, rows, optimizer="adamw", mesh={"gpus": 4, "fsdp": 4}).stages[0].problem
+    block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    assert sharded.buffer_bytes == 2 * block + trained[0].nbytes
+
+
+def test_optimizers_of_torch_are_known():
+    weights = [nn.Parameter(torch.zeros(1))]
+    assert optimizer_kind(torch.optim.AdamW) == optimizer_kind(torch.optim.AdamW(weights)) == optimizer_kind("adamw")
+    assert optimizer_kind(torch.optim.SGD(weights, momentum=0.9)) == optimizer_kind("sgd-momentum")
+    assert optimizer_kind(torch.optim.SGD(weights)) == optimizer_kind("sgd")
+    with pytest.raises(InvalidInput, match="There is no optimizer 'Adagrad'"):
+        optimizer_kind(torch.optim.Adagrad(weights))
+
+
+def test_models_that_take_no_tokens_say_what_to_give():
+    from transformers import T5Config, ViTConfig, ViTForImageClassification
+
+    vit = ViTConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4)
+    with pytest.raises(InvalidInput, match="no language model of a ViTConfig"):
+        retape.forecast(vit, {"pixel_values": (2, 3, 224, 224)})
+    with torch.device("meta"):
+        model = ViTForImageClassification(vit)
+    with pytest.raises(InvalidInput, match="ViTForImageClassification takes pixel_values"):
+        retape.forecast(model, (2, 224))
+    assert retape.forecast(model, {"pixel_values": (2, 3, 224, 224), "labels": (2,)}).rows == 2
+    sizes = {"num_layers": 2, "d_model": 64, "d_ff": 64, "num_heads": 4, "d_kv": 16, "vocab_size": 128}
+    both = retape.forecast(T5Config(**sizes, decoder_start_token_id=0), {"input_ids": (2, 64), "labels": (2, 32)})
+    assert len(both.treatments) == 4
+
+
+@pytest.mark.parametrize("batch", [((32, 64), (32, 64)), (2, 256, 3), (2, 256.0), None, "2x256", []])
+def test_a_batch_without_tensors_is_refused(model, batch):
+    with pytest.raises(InvalidInput, match="as its batch; give"):
+        retape.forecast(model, batch)
+
+
+def test_key_value_heads_are_divided_too():
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    with pytest.raises(InvalidInput, match="2 key-value heads cannot be divided by tensor 4"):
+        retape.forecast(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64), (2, 64), mesh={"tensor": 4})

@@ -165,6 +165,7 @@ class _Request:
             plain_seconds=traced.seconds + plans[0].problem.once_seconds,
             rows=_rows_of(self.batch),
             length=self._length,
+            float8=self.float8,
             again=partial(self.changed, traced),
         )
 
@@ -225,6 +226,7 @@ def _check_divisible(model: nn.Module, layout: Layout) -> None:
     config = getattr(model, "config", None)
     for field, parts, what in (
         ("num_attention_heads", layout.tensor, "attention heads cannot be divided by tensor"),
+        ("num_key_value_heads", layout.tensor, "key-value heads cannot be divided by tensor"),
         ("num_local_experts", layout.expert, "experts cannot be divided by expert"),
     ):
         count = getattr(config, field, None)

@@ -90,6 +90,10 @@ class _Maker:
         self._stages = traced.chain.chain.stages
         self._is_region = [stage.choice is not None for stage in traced.chain.stages]
         self._region_numbers = [number for number, is_region in enumerate(self._is_region) if is_region]
+        parts = [*traced.regions.values(), traced.rest]
+        trained = sum(part.trained for part in parts)
+        self._per_weight = sum(part.trained_bytes for part in parts) // trained if trained else 2
+        self._gradient_each = self._per_weight if optimizer.gradient_bytes is None else optimizer.gradient_bytes
 
     # --- division ----------------------------------------------------------------------------------------------------
 
@@ -144,14 +148,13 @@ class _Maker:
         if not self._region_numbers:  # a model that was not divided into regions
             names = tuple(self._traced.regions)
         weights = self._weights(names, number)
-        per_weight = weights.bytes // max(1, weights.trained) if weights.trained else 2
-        gradient_each = per_weight if optimizer.gradient_bytes is None else optimizer.gradient_bytes
+        per_weight, gradient_each = self._per_weight, self._gradient_each
         weight_bytes = self._sharded(weights.bytes, weights.expert_bytes, from_stage=3)
         trained, experts = weights.trained, weights.expert_trained
         gradient_bytes = gradient_each * self._sharded(trained, experts, from_stage=2)
         updated = self._sharded(trained, experts, from_stage=1)  # weights that this GPU's optimizer steps
         optimizer_bytes = updated * optimizer.bytes_per_weight(per_weight)
-        buffers = self._buffer_bytes(names, gradient_each, per_weight)
+        buffers = self._buffer_bytes(names)
         keeps_gradients = layout.accumulate > 1 or layout.pipeline > 1
         chain = self._chain(own, gradient_share=gradient_each / per_weight, keeps_gradients=keeps_gradients)
         kept_gradients = gradient_bytes if keeps_gradients else 0
@@ -187,13 +190,13 @@ class _Maker:
         whole = self._traced.chain.chain
         return Chain(stages=tuple(made), fixed_bytes=whole.fixed_bytes // layout.tensor, host=whole.host)
 
-    def _buffer_bytes(self, names: tuple[str, ...], gradient_each: int, per_weight: int) -> int:
+    def _buffer_bytes(self, names: tuple[str, ...]) -> int:
         """Return the bytes of FSDP's gathered blocks, and of the gradients of a block that wait to be reduced."""
         layout, rest = self._layout, _scaled_weights(self._divided(self._traced.rest), 2)
         if layout.fsdp == 1:
             return 0
         blocks = [rest, *(self._divided(self._traced.regions[name]) for name in names)]
-        reduced = max(block.bytes for block in blocks) * gradient_each // per_weight if layout.zero >= 2 else 0
+        reduced = max(block.trained for block in blocks) * self._gradient_each if layout.zero >= 2 else 0
         gathered = TUNING.gathered_blocks * max(block.gathered_bytes for block in blocks)
         return (gathered if layout.zero >= 3 else 0) + reduced
 
@@ -230,7 +233,7 @@ class _Maker:
         shards = 0.0
         if layout.fsdp > 1 and layout.zero >= 3:  # gathered in forward and backward, reduced in backward
             shards = 2 * self._collective(weights.gathered_bytes, layout.fsdp, layout.tensor)
-            shards += self._collective(weights.bytes, layout.fsdp, layout.tensor)
+            shards += self._collective(weights.trained * self._gradient_each, layout.fsdp, layout.tensor)
         ring = 0.0
         if layout.context > 1:  # keys and values go round, behind attention
             ring = 3 * regions * self._collective(hidden_state / layout.tensor, layout.context, layout.tensor)
@@ -242,13 +245,13 @@ class _Maker:
     def _once_seconds(self, weights: Weights, moved: int) -> float:
         """Return the seconds after the last micro-batch: gradients that are reduced once, and the optimizer."""
         layout = self._layout
-        seconds = 0.0
+        seconds, gradients = 0.0, weights.trained * self._gradient_each
         replicas = layout.sharing // layout.fsdp
         if layout.fsdp > 1 and layout.zero < 3:
-            seconds += 2 * self._collective(weights.bytes, layout.fsdp, layout.tensor)
+            seconds += 2 * self._collective(gradients, layout.fsdp, layout.tensor)
         if replicas > 1:
             share = layout.fsdp if layout.zero >= 2 else 1
-            seconds += 2 * self._collective(weights.bytes / share, replicas, layout.tensor * layout.fsdp)
+            seconds += 2 * self._collective(gradients / share, replicas, layout.tensor * layout.fsdp)
         if self._optimizer.name != "none":
             seconds += self._optimizer_seconds(moved)
         return float(seconds)

@@ -35,7 +35,7 @@ _ENOUGH = Budget.of(1 << 61)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Trained and frozen bytes of a part of a model. `trained` counts elements; experts are those of modules named so.
+    """Bytes of a part of a model. `trained` counts elements, and has `trained_bytes`; experts are those of modules named so.
 
     `gathered_bytes` are what FSDP gathers of it: less than `bytes` where weights are gathered in float8.
     """
@@ -45,6 +45,7 @@ class Weights:
     expert_bytes: int = 0
     expert_trained: int = 0
     gathered_bytes: int = 0
+    trained_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +86,14 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 def weights_of(module: nn.Module, seen: set[int], name: str = "", float8: frozenset[int] = frozenset()) -> Weights:
     """Return the weights of a module that were not `seen` yet; tied ones count once. `float8` are the ids of those gathered so."""
-    total = gathered = trained = experts = expert_trained = 0
+    total = gathered = trained = trained_bytes = experts = expert_trained = 0
     for own, parameter in module.named_parameters():
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
         elements = parameter.numel() if parameter.requires_grad else 0
         total, trained = total + parameter.nbytes, trained + elements
+        trained_bytes += elements * parameter.element_size()
         gathered += parameter.numel() if id(parameter) in float8 else parameter.nbytes
         if ".experts." in f".{name}.{own}.":
             experts, expert_trained = experts + parameter.nbytes, expert_trained + elements
@@ -101,6 +103,7 @@ def weights_of(module: nn.Module, seen: set[int], name: str = "", float8: frozen
         expert_bytes=experts,
         expert_trained=expert_trained,
         gathered_bytes=gathered,
+        trained_bytes=trained_bytes,
     )
 
 
