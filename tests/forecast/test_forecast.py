@@ -302,6 +302,8 @@ def test_the_command_forecasts_a_users_file(tmp_path, capsys):
         (["gpt2", "--seq", "0"], "whole numbers >= 1"),
         (["gpt2", "--budget", "0.5"], "needs a budget that counts everything"),
         (["gpt2", "--report", "x.pdf"], "ends in .html"),
+        (["llama-405b", "--report", "/not/there/x.html"], "there is no folder '/not/there'"),
+        (["llama-405b", "--export", "nemo"], "There is no export 'nemo'"),
         (["missing.py:f"], "There is no file"),
     ],
 )

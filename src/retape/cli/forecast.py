@@ -72,6 +72,12 @@ def run(options: argparse.Namespace) -> int:
     """Forecast one layout, or search."""
     if options.report is not None and Path(options.report).suffix != ".html":
         raise InvalidInput(f"--report {options.report!r}: give a file that ends in .html.")
+    if options.report is not None and not Path(options.report).parent.is_dir():
+        raise InvalidInput(f"--report {options.report!r}: there is no folder {str(Path(options.report).parent)!r}.")
+    from retape.forecast.export import check_export
+
+    if options.export is not None:
+        check_export(options.export)
     model, batch, step = _given(options)
     mesh = {field: getattr(options, name) for name, field in _PARTS.items() if getattr(options, name) is not None}
     from retape.forecast.forecasting import forecast
