@@ -167,3 +167,13 @@ def test_a_search_in_float8_and_the_command(model, rows, capsys):
     assert found["tensorwise"] < found[None]
     assert main(["forecast", "gpt2", "--float8", "blockwise"]) == 2
     assert "give 'tensorwise' or 'rowwise'" in capsys.readouterr().err
+
+
+def test_a_weight_given_by_name_is_multiplied_in_float8_too():
+    with torch.device("meta"):
+        linear, rows = nn.Linear(64, 32), torch.empty(16, 64)
+    linears = Float8Linears(Scaling.TENSORWISE, [linear])
+    with simulated(cost_model(measured_device()), float8=linears), Products() as products:
+        nn.functional.linear(input=rows.bfloat16(), weight=linear.weight.bfloat16())  # another tensor: not converted
+        nn.functional.linear(input=rows.bfloat16(), weight=linear.weight, bias=None)
+    assert products.names == ["mm", "_scaled_mm"]

@@ -70,8 +70,9 @@ class Float8Linears:
     def has(self, weight: Tensor) -> bool:
         return _storage(weight) in self._weights
 
-    def multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out: Tensor = _Float8Linear.apply(rows, weight, self.scaling is Scaling.ROWWISE)
+    def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Run `functional.linear` with such a weight."""
+        out: Tensor = _Float8Linear.apply(input, weight, self.scaling is Scaling.ROWWISE)
         return out if bias is None else out + bias
 
 

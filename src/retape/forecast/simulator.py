@@ -177,10 +177,17 @@ class GpuKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention and _first(args, kwargs).device.type == "meta":
+        if (
+            func is functional.scaled_dot_product_attention
+            and _argument(args, kwargs, 0, "query").device.type == "meta"
+        ):
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             return _attention(**dict(zip(names, args, strict=False)), **kwargs, cudnn=self._cudnn)
-        if func is functional.linear and self._float8 is not None and self._float8.has(args[1]):
+        if (
+            func is functional.linear
+            and self._float8 is not None
+            and self._float8.has(_argument(args, kwargs, 1, "weight"))
+        ):
             return self._float8.multiply(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
@@ -210,8 +217,8 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, training)[0]
 
 
-def _first(args: Any, kwargs: Any) -> Tensor:
-    found: Tensor = args[0] if args else kwargs["query"]
+def _argument(args: Any, kwargs: Any, place: int, name: str) -> Tensor:
+    found: Tensor = args[place] if len(args) > place else kwargs[name]
     return found
 
 
