@@ -45,7 +45,7 @@ def allocated(size: int) -> int:
 
 
 class Memory:
-    """Live and peak bytes of the storages that were made since the start, and each of them as an event (`allocator`)."""
+    """Live and peak bytes of the storages that were made since the start; each as an event (`allocator`) while `events` is a list."""
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
@@ -53,7 +53,7 @@ class Memory:
         self._made = 0
         self.live = self.peak = 0
         self.timeline: list[MemorySample] = []
-        self.events: list[Event] = []
+        self.events: list[Event] | None = None
 
     def add(self, tensors: list[Tensor], scratch: int) -> None:
         """Count the storages of new tensors, and scratch bytes that are freed at once."""
@@ -63,7 +63,7 @@ class Memory:
                 self._follow(internals.untyped_storage(tensor))
         if scratch:
             self._made += 1
-            self.events += [(self._made, scratch), (self._made, 0)]
+            self._note((self._made, scratch), (self._made, 0))
         if (self.live > before or scratch) and self.live + scratch > self.peak:
             self.peak = self.live + scratch
             self.timeline.append(MemorySample(seconds=self._seconds(), live_bytes=max(0, self.peak)))
@@ -79,12 +79,16 @@ class Memory:
         def freed(_: Any) -> None:
             del self._alive[address]
             self.live -= allocated(size)
-            self.events.append((number, 0))
+            self._note((number, 0))
 
         self._alive[address] = weakref.ref(storage, freed)
         self.live += allocated(size)
         if size:
-            self.events.append((number, size))
+            self._note((number, size))
+
+    def _note(self, *events: Event) -> None:
+        if self.events is not None:
+            self.events += events
 
 
 class SimulatedDevice(TorchDispatchMode):

@@ -177,7 +177,8 @@ class _Tracer:
         device = self._device
         for _ in range(2):
             start, flops, attention = device.now(), device.flops, device.attention_seconds
-            device.memory.events.clear()
+            events: list[Event] = []
+            device.memory.events = events
             with track_simulated(device) as tracker:
                 loss = scalar_loss(self._step or default_step, self._model, self._batch)
                 tracker.mark("loss")
@@ -188,13 +189,14 @@ class _Tracer:
                 "attention_seconds": device.attention_seconds - attention,
                 "peak_bytes": max(reading.peak_bytes for reading in tracker.readings),
                 "forward_peak_bytes": tracker.readings[1].peak_bytes,
-                "events": tuple(device.memory.events),
+                "events": tuple(events),
             }
             del loss
             self._model.zero_grad(set_to_none=True)
             for leaf in pytree.tree_leaves(self._batch):
                 if isinstance(leaf, Tensor) and leaf.is_leaf:
                     leaf.grad = None
+            device.memory.events = None
         return found
 
     def _chain(self, regions: dict[str, nn.Module]) -> RegionChain:
