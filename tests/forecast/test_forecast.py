@@ -17,6 +17,7 @@ from retape.forecast.calibration.run import calibrate
 from retape.forecast.device import read_device, write_device
 from retape.forecast.forecasting import search_layouts
 from retape.forecast.known_devices import device_named, device_names, measured_device
+from retape.forecast.layout import optimizer_kind
 from support.blocks import MlpBlock
 
 GIB = 2**30
@@ -301,6 +302,8 @@ def test_the_command_forecasts_a_users_file(tmp_path, capsys):
         (["gpt2", "--seq", "0"], "whole numbers >= 1"),
         (["gpt2", "--budget", "0.5"], "needs a budget that counts everything"),
         (["gpt2", "--report", "x.pdf"], "ends in .html"),
+        (["llama-405b", "--report", "/not/there/x.html"], "there is no folder '/not/there'"),
+        (["llama-405b", "--export", "nemo"], "There is no export 'nemo'"),
         (["missing.py:f"], "There is no file"),
     ],
 )
@@ -344,32 +347,7 @@ def test_a_model_with_statistics_has_a_plan():
     assert less.peak_bytes <= (whole.floor_bytes + whole.peak_bytes) // 2
 
 
-class Float8Product(torch.autograd.Function):
-    @staticmethod
-    def forward(rows, weight):
-        one = torch.ones((), device=rows.device)
-        small = [each.to(torch.float8_e4m3fn) for each in (rows, weight)]
-        return torch._scaled_mm(small[0], small[1].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-
-    @staticmethod
-    def setup_context(context, inputs, output):
-        context.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(context, gradient):
-        rows, weight = context.saved_tensors
-        return gradient @ weight, gradient.t() @ rows
-
-
-def test_float8_and_compiled_models_are_refused(model, rows):
-    class Float8(nn.Linear):
-        def forward(self, rows):
-            return Float8Product.apply(rows, self.weight)
-
-    with torch.device("meta"):
-        small = nn.Sequential(*(Float8(1024, 1024) for _ in range(2))).to(torch.bfloat16)
-    with pytest.raises(InvalidInput, match="multiplies in float8"):
-        retape.forecast(small, rows, step=lambda model, rows: model(rows).float().mean())
+def test_compiled_models_are_refused(model, rows):
     with pytest.raises(InvalidInput, match="without torch"):
         retape.forecast(torch.compile(model, backend="eager"), rows)
     with torch.device("meta"):
@@ -377,3 +355,70 @@ def test_float8_and_compiled_models_are_refused(model, rows):
     blocks[1].compile(backend="eager")
     with pytest.raises(InvalidInput, match="without torch"):
         retape.forecast(blocks, torch.empty(4, 8, device="meta"), step=lambda model, rows: model(rows).mean())
+
+
+def test_buffers_of_the_model_count(model, rows):
+    class Masked(MlpModel):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(4096, 4096))
+
+    with torch.device("meta"):
+        masked = Masked().to(torch.bfloat16)
+    mesh = {"gpus": 4, "fsdp": 4}
+    for layout in (None, mesh):
+        whole, without = (retape.forecast(each, rows, mesh=layout) for each in (masked, model))
+        assert whole.peak_bytes - without.peak_bytes == masked.mask.nbytes
+
+
+def test_only_trained_weights_have_states_and_gradients(rows):
+    with torch.device("meta"):
+        model = MlpModel().to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    trained = [block.up.weight.requires_grad_(True) for block in model.blocks]
+    count = sum(weight.numel() for weight in trained)
+    alone = retape.forecast(model, rows, optimizer="adamw").stages[0].problem
+    assert (alone.optimizer_bytes, alone.gradient_bytes) == (2 * 2 * count, 2 * count)
+    sharded = retape.forecast(model, rows, optimizer="adamw", mesh={"gpus": 4, "fsdp": 4}).stages[0].problem
+    block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    assert sharded.buffer_bytes == 2 * block + trained[0].nbytes
+
+
+def test_optimizers_of_torch_are_known():
+    weights = [nn.Parameter(torch.zeros(1))]
+    assert optimizer_kind(torch.optim.AdamW) == optimizer_kind(torch.optim.AdamW(weights)) == optimizer_kind("adamw")
+    assert optimizer_kind(torch.optim.SGD(weights, momentum=0.9)) == optimizer_kind("sgd-momentum")
+    assert optimizer_kind(torch.optim.SGD(weights)) == optimizer_kind("sgd")
+    with pytest.raises(InvalidInput, match="There is no optimizer 'Adagrad'"):
+        optimizer_kind(torch.optim.Adagrad(weights))
+
+
+def test_models_that_take_no_tokens_say_what_to_give():
+    from transformers import T5Config, ViTConfig, ViTForImageClassification
+
+    vit = ViTConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4)
+    with pytest.raises(InvalidInput, match="no language model of a ViTConfig"):
+        retape.forecast(vit, {"pixel_values": (2, 3, 224, 224)})
+    with torch.device("meta"):
+        model = ViTForImageClassification(vit)
+    with pytest.raises(InvalidInput, match="ViTForImageClassification takes pixel_values"):
+        retape.forecast(model, (2, 224))
+    assert retape.forecast(model, {"pixel_values": (2, 3, 224, 224), "labels": (2,)}).rows == 2
+    sizes = {"num_layers": 2, "d_model": 64, "d_ff": 64, "num_heads": 4, "d_kv": 16, "vocab_size": 128}
+    both = retape.forecast(T5Config(**sizes, decoder_start_token_id=0), {"input_ids": (2, 64), "labels": (2, 32)})
+    assert len(both.treatments) == 4
+
+
+@pytest.mark.parametrize("batch", [((32, 64), (32, 64)), (2, 256, 3), (2, 256.0), None, "2x256", []])
+def test_a_batch_without_tensors_is_refused(model, batch):
+    with pytest.raises(InvalidInput, match="as its batch; give"):
+        retape.forecast(model, batch)
+
+
+def test_key_value_heads_are_divided_too():
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    with pytest.raises(InvalidInput, match="2 key-value heads cannot be divided by tensor 4"):
+        retape.forecast(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64), (2, 64), mesh={"tensor": 4})

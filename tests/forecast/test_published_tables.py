@@ -112,7 +112,10 @@ def test_the_times_of_a_step(name):
 
 
 @pytest.mark.skipif("RETAPE_LONG" not in os.environ, reason="traces 32 layers; set RETAPE_LONG=1")
-def test_the_memory_of_torchtitan_is_below_what_it_reserved():
-    """Their figure is of reserved bytes, fragments included; a forecast counts allocated bytes."""
-    row = MEMORY["table 3, FSDP"]
-    assert 0.8 * row.gib <= titan_bytes(row) / 2**30 <= row.gib
+@pytest.mark.parametrize("name", ["table 1, FSDP", "table 3, FSDP"])
+def test_what_torchtitan_reserved(name):
+    """Their figure is of reserved bytes; their eager kernels in bf16 are those of a forecast."""
+    row = MEMORY[name]
+    peak, reserved = (size / 2**30 for size in titan_bytes(row))
+    assert reserved == pytest.approx(row.gib, rel=0.02)
+    assert 0.8 * row.gib <= peak <= reserved

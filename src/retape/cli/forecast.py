@@ -54,6 +54,9 @@ def add_parser(commands: _Commands) -> None:
     parser.add_argument(
         "--budget", metavar="B", help="bytes of each GPU such as 130GiB; by default what the device has"
     )
+    parser.add_argument(
+        "--float8", metavar="SCALING", help="linear layers of the blocks in float8: tensorwise or rowwise"
+    )
     parser.add_argument("--offload", action="store_true", help="let plans move activations to the host")
     parser.add_argument("--report", metavar="FILE", help="also write a page, as .html")
     parser.add_argument(
@@ -69,6 +72,12 @@ def run(options: argparse.Namespace) -> int:
     """Forecast one layout, or search."""
     if options.report is not None and Path(options.report).suffix != ".html":
         raise InvalidInput(f"--report {options.report!r}: give a file that ends in .html.")
+    if options.report is not None and not Path(options.report).parent.is_dir():
+        raise InvalidInput(f"--report {options.report!r}: there is no folder {str(Path(options.report).parent)!r}.")
+    from retape.forecast.export import check_export
+
+    if options.export is not None:
+        check_export(options.export)
     model, batch, step = _given(options)
     mesh = {field: getattr(options, name) for name, field in _PARTS.items() if getattr(options, name) is not None}
     from retape.forecast.forecasting import forecast
@@ -84,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
         budget=options.budget,
         step=step,
         offload=options.offload,
+        float8=options.float8,
     )
     print(found.explain())
     if options.largest:
@@ -117,6 +127,7 @@ def _searched(model: Any, batch: Any, step: Any, options: argparse.Namespace, me
         budget=options.budget,
         fixed=mesh,
         step=step,
+        float8=options.float8,
         tell=lambda text: print(text, file=sys.stderr),
     )
     print(f"layouts of {options.gpus} GPUs, the fastest first")

@@ -1,7 +1,8 @@
 """Peak memory, step time and the best plan of a training setup, without its hardware.
 
-`forecast` runs the step of a model on the meta device (`tracing`, `simulator`), with seconds from the rates of a device (`op_work`,
-`op_seconds`, `device`, `known_devices`), divides it over GPUs (`layout`, `parallel`) and solves it as `fit` does (`stage_plan`).
+`forecast` runs the step of a model on the meta device (`tracing`, `simulator`, `float8`, `allocator`), with seconds from the rates of a
+device (`op_work`, `op_seconds`, `device`, `known_devices`), divides it over GPUs (`layout`, `parallel`) and solves it
+as `fit` does (`stage_plan`).
 `calibration` measures a device. This module can be called: `retape.forecast(model, batch, ...)` is `forecasting.forecast`.
 """
 
@@ -29,12 +30,13 @@ class _CallableModule(ModuleType):
         budget: Any = None,
         step: Any = None,
         offload: bool = False,
+        float8: Any = None,
     ) -> Forecast:
         """Forecast a training step; see `retape.forecast.forecasting.forecast`."""
         from retape.forecast.forecasting import forecast
 
         settings = {"device": device, "mesh": mesh, "optimizer": optimizer, "budget": budget}
-        return forecast(model, batch, step=step, offload=offload, **settings)
+        return forecast(model, batch, step=step, offload=offload, float8=float8, **settings)
 
 
 forecast = sys.modules[__name__]

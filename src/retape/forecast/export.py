@@ -19,11 +19,16 @@ KINDS = ("megatron", "torchtitan", "huggingface", "deepspeed")
 _MEGATRON_SHARDS = {2: "optim_grads", 3: "optim_grads_params"}
 
 
+def check_export(kind: str) -> None:
+    """Raise InvalidInput for an unknown program."""
+    if kind not in KINDS:
+        raise InvalidInput(f"There is no export {kind!r}. Known: {', '.join(KINDS)}.")
+
+
 def export_settings(kind: str, layout: Layout, treatments: Mapping[str, int], *, rows: int, length: int) -> str:
     """Return the settings of one program; raise InvalidInput for an unknown one."""
+    check_export(kind)
     found = {"megatron": _megatron, "torchtitan": _torchtitan, "huggingface": _huggingface, "deepspeed": _deepspeed}
-    if kind not in found:
-        raise InvalidInput(f"There is no export {kind!r}. Known: {', '.join(KINDS)}.")
     return found[kind](layout, _Blocks(treatments), rows, length)
 
 

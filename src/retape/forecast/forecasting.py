@@ -16,11 +16,13 @@ from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetKind
 from retape.core.units import format_bytes
 from retape.forecast.advice import Change
+from retape.forecast.allocator import reserved_bytes
 from retape.forecast.device import Device
+from retape.forecast.float8 import Scaling
 from retape.forecast.known_devices import cost_model, device_named
 from retape.forecast.known_models import batch_from, model_from
 from retape.forecast.layout import Layout, OptimizerKind, layout_from, optimizer_kind
-from retape.forecast.parallel import StageProblem, stage_problems
+from retape.forecast.parallel import StageProblem, run_of, stage_problems
 from retape.forecast.result import Forecast
 from retape.forecast.stage_plan import StagePlan, plan_stage, step_seconds
 from retape.forecast.tracing import Step, TracedStep, trace_step
@@ -39,13 +41,15 @@ def forecast(
     budget: Any = None,
     step: Step | None = None,
     offload: bool = False,
+    float8: Any = None,
 ) -> Forecast:
     """Forecast a training step: peak bytes, seconds, and the fastest plan of what to keep and recompute inside the budget.
 
     `model` is a module (on the meta device, or one whose weights are not read), a Transformers configuration or the name of a known
     model; `batch` its (rows, length), shapes by name, or tensors: those of one micro-batch on one GPU, before context parallelism.
     The budget is bytes of each GPU; by default what the device has. A step that does not fit raises BudgetTooSmall with the floor.
-    With `offload` plans may move activations to the host.
+    With `offload` plans may move activations to the host. With `float8` ("tensorwise" or "rowwise") the linear layers of the blocks
+    multiply in it, as torchao's do.
     """
     return _Request.of(
         model,
@@ -56,6 +60,7 @@ def forecast(
         budget=budget,
         step=step,
         offload=offload,
+        float8=float8,
     ).forecast()
 
 
@@ -71,6 +76,7 @@ class _Request:
     budget_bytes: int
     step: Step | None
     offload: bool
+    float8: Scaling | None
 
     @classmethod
     def of(
@@ -84,6 +90,7 @@ class _Request:
         budget: Any,
         step: Step | None = None,
         offload: bool = False,
+        float8: Any = None,
     ) -> _Request:
         where = device_named(device)
         length = _length_of(batch)
@@ -92,12 +99,13 @@ class _Request:
         _check_divisible(made, layout)
         limit = _budget_bytes(budget, where)
         spec = batch_from(batch, made)
-        return cls(made, _local(spec, layout.context), where, layout, optimizer, limit, step, offload)
+        local = _local(spec, layout.context)
+        return cls(made, local, where, layout, optimizer, limit, step, offload, Scaling.of(float8))
 
     def trace(self, batch: Any) -> TracedStep:
         costs = cost_model(self.device, parts=self.layout.tensor)
         plan = not any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
-        return trace_step(self.model, batch, costs, step=self.step, host=self.offload, plan=plan)
+        return trace_step(self.model, batch, costs, step=self.step, host=self.offload, plan=plan, float8=self.float8)
 
     def problems(self, traced: TracedStep) -> list[StageProblem]:
         seconds = optimizer_step_seconds(self.device, self.optimizer)
@@ -139,6 +147,8 @@ class _Request:
 
     def result(self, traced: TracedStep, plans: list[StagePlan]) -> Forecast:
         layout = self.layout
+        run = run_of(traced, layout, self.optimizer, [*self.model.parameters()])
+        events = [(number, -(-size // layout.tensor)) for number, size in traced.events]
         return Forecast(
             model=type(self.model).__name__,
             device=self.device,
@@ -151,15 +161,17 @@ class _Request:
             flops=traced.flops * layout.context,
             tokens=traced.tokens * layout.context,
             plain_peak_bytes=traced.peak_bytes + _fixed_bytes(plans[0].problem, traced),
+            plain_reserved_bytes=reserved_bytes(events, run) if run else 0,
             plain_seconds=traced.seconds + plans[0].problem.once_seconds,
             rows=_rows_of(self.batch),
             length=self._length,
+            float8=self.float8,
             again=partial(self.changed, traced),
         )
 
 
 def _fixed_bytes(problem: StageProblem, traced: TracedStep) -> int:
-    return problem.weight_bytes + problem.optimizer_bytes + problem.buffer_bytes + traced.batch_bytes
+    return problem.weight_bytes + problem.optimizer_bytes + problem.buffer_bytes + traced.resident_bytes
 
 
 def optimizer_step_seconds(device: Device, optimizer: OptimizerKind) -> Callable[[int], float]:
@@ -214,6 +226,7 @@ def _check_divisible(model: nn.Module, layout: Layout) -> None:
     config = getattr(model, "config", None)
     for field, parts, what in (
         ("num_attention_heads", layout.tensor, "attention heads cannot be divided by tensor"),
+        ("num_key_value_heads", layout.tensor, "key-value heads cannot be divided by tensor"),
         ("num_local_experts", layout.expert, "experts cannot be divided by expert"),
     ):
         count = getattr(config, field, None)
@@ -286,6 +299,7 @@ def search_layouts(
     global_rows: int | None = None,
     fixed: dict[str, int] | None = None,
     step: Step | None = None,
+    float8: Any = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[LayoutChoice]:
     """Return layouts over `gpus`, the fastest first, then those that do not fit; `fixed` has the parts that are given.
@@ -297,7 +311,14 @@ def search_layouts(
     choices, traces = [], {}
     for layout in _layouts(made, where, gpus, fixed or {}, rows=rows, global_rows=global_rows):
         request = _Request.of(
-            made, batch, device=where, layout=layout, optimizer=optimizer_kind(optimizer), budget=budget, step=step
+            made,
+            batch,
+            device=where,
+            layout=layout,
+            optimizer=optimizer_kind(optimizer),
+            budget=budget,
+            step=step,
+            float8=float8,
         )
         key = (layout.tensor, layout.context)
         if key not in traces:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput
 
@@ -74,8 +75,15 @@ def model_from(given: Any, *, length: int = 4096, dtype: torch.dtype = torch.bfl
             f"forecast() got a {type(given).__name__} as its model; give an nn.Module, a Transformers configuration or a name."
         )
     config.use_cache = False
-    with torch.device("meta"):
-        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(config)
+    kind = "AutoModelForSeq2SeqLM" if getattr(config, "is_encoder_decoder", False) else "AutoModelForCausalLM"
+    try:
+        with torch.device("meta"):
+            model: nn.Module = getattr(_transformers(), kind).from_config(config)
+    except ValueError as error:
+        raise InvalidInput(
+            f"Transformers has no language model of a {type(config).__name__}. Build the model that you train on the meta device, and give "
+            "that: with torch.device('meta'): model = ..."
+        ) from error
     return model.to(dtype).train()
 
 
@@ -87,14 +95,20 @@ def batch_from(spec: Any, model: nn.Module) -> Any:
     if isinstance(spec, tuple) and len(spec) == 2 and all(isinstance(size, int) for size in spec):
         if min(spec) < 1:
             raise InvalidInput(f"forecast() got {spec} as its batch; rows and length are whole numbers >= 1.")
+        wanted = getattr(model, "main_input_name", "input_ids")
+        if wanted != "input_ids":
+            raise InvalidInput(
+                f"(rows, length) is a batch of tokens, and {type(model).__name__} takes {wanted}. Give shapes by name, such as "
+                f"{{{wanted!r}: (8, ...)}}."
+            )
         ids = torch.empty(spec, dtype=torch.long, device="meta")
         return {"input_ids": ids, "labels": ids}
     if isinstance(spec, Mapping):
         return {name: _leaf(name, value, model) for name, value in spec.items()}
-    if isinstance(spec, (Tensor, tuple, list)):
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(spec)):
         return spec
     raise InvalidInput(
-        f"forecast() got a {type(spec).__name__} as its batch; give (rows, length), a dict of shapes or tensors, or tensors."
+        f"forecast() got {spec!r:.60} as its batch; give (rows, length), a dict of shapes or tensors, or tensors."
     )
 
 

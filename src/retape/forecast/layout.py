@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim import SGD, Optimizer
+
 from retape.core import codec
 from retape.core.errors import InvalidInput
 
@@ -46,9 +48,14 @@ _OPTIMIZERS = {
 
 
 def optimizer_kind(given: Any) -> OptimizerKind:
-    """Return an optimizer by name; None is none. adamw has states of the weights' dtype, as torch.optim; adamw-fp32 is Megatron's."""
+    """Return an optimizer by name, or of torch.optim; None is none. adamw has states of the weights' dtype; adamw-fp32 is Megatron's."""
     if isinstance(given, OptimizerKind):
         return given
+    if isinstance(given, Optimizer):
+        momentum = "-momentum" if isinstance(given, SGD) and given.defaults["momentum"] else ""
+        given = type(given).__name__ + momentum
+    elif isinstance(given, type) and issubclass(given, Optimizer):
+        given = given.__name__
     name = "none" if given is None else str(given).lower()
     if name not in _OPTIMIZERS:
         raise InvalidInput(f"There is no optimizer {given!r}. Known: {', '.join(sorted(_OPTIMIZERS))}.")

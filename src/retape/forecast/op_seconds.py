@@ -1,10 +1,11 @@
 """Cost model: the seconds of one op on a device, from the rates of a device file.
 
 Matrix products: the rate of the measured grid, interpolated in the logarithms of rows, columns and depth, for each memory layout.
-Products that are batched, grouped or not aligned have the rate of the nearest measured one. Attention: floating-point operations over
-a rate interpolated in the length. All other ops move memory: seconds interpolated in the bytes that they read and write, by name and
-by how they walk over memory. A device that was never measured has the rates of the measured device that it names, scaled by the
-published ones. Figures of a step are in `simulator`.
+Products that are batched, grouped or not aligned have the rate of the nearest measured one. Those in float8 have that of bf16 times the
+ratio of the published rates: torchao/testing/training/roofline_utils.py assumes that the same share of both is reached. Attention:
+floating-point operations over a rate interpolated in the length. All other ops move memory: seconds interpolated in the bytes that they
+read and write, by name and by how they walk over memory. A device that was never measured has the rates of the measured device that it
+names, scaled by the published ones. Figures of a step are in `simulator`.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class CostModel:
         if shape.count > 1 and min(m, n) < 4096:
             return flops / self._nearest_rate("batched", shape, m, n, k)
         rate = self._grid_rate(shape.layout, m, n, k)
+        if dtype == "float8":
+            rate *= self._float8_gain
         if dtype in ("float32", "float64"):
             rate *= self._float32_share
         if not shape.is_aligned:
@@ -113,6 +116,14 @@ class CostModel:
             if point.dtype == "float32" and point.m >= 2048
         ]
         return float(np.median(shares)) if shares else 0.06
+
+    @cached_property
+    def _float8_gain(self) -> float:
+        """How much faster float8 products are than bf16 ones of the same shape: as the published rates are, as torchao assumes too."""
+        for device in (self.device, self.base):
+            if not device.peak_flops("float8"):
+                raise InvalidInput(f"No rate of float8 products is known for {device.name!r}. Forecast without float8.")
+        return self.base.peak_flops("float8") / self.base.peak_flops("bfloat16")
 
     @cached_property
     def _others(self) -> dict[str, list[MatmulPoint]]:

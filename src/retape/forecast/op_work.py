@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_MATMULS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_grouped_mm": (0, 1)}
+_MATMULS = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
+    "_grouped_mm": (0, 1),
+    "_scaled_mm": (0, 1),
+}
 _ATTENTION = "_scaled_dot_product"
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "var_mean"})
 _READS_SOME_ROWS = frozenset(
@@ -94,7 +101,9 @@ def op_name(func: Any) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).rpartition(".")[2]
+    """Return the name of a dtype; all of float8 have one, as the hardware multiplies them alike."""
+    name = str(dtype).rpartition(".")[2]
+    return "float8" if name.startswith("float8") else name
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> OpWork:

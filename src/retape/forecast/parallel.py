@@ -9,11 +9,14 @@ tapes of its micro-batches in flight. Plans are solved in `stage_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+
+from torch import Tensor
 
 from retape.core.errors import InvalidInput
 from retape.core.problem import Chain, Option, Stage
+from retape.forecast.allocator import Run
 from retape.forecast.device import Device
 from retape.forecast.layout import Layout, OptimizerKind
 from retape.forecast.tracing import TracedStep, Weights
@@ -87,6 +90,10 @@ class _Maker:
         self._stages = traced.chain.chain.stages
         self._is_region = [stage.choice is not None for stage in traced.chain.stages]
         self._region_numbers = [number for number, is_region in enumerate(self._is_region) if is_region]
+        parts = [*traced.regions.values(), traced.rest]
+        trained = sum(part.trained for part in parts)
+        self._per_weight = sum(part.trained_bytes for part in parts) // trained if trained else 2
+        self._gradient_each = self._per_weight if optimizer.gradient_bytes is None else optimizer.gradient_bytes
 
     # --- division ----------------------------------------------------------------------------------------------------
 
@@ -122,6 +129,7 @@ class _Maker:
             trained=dense_trained // tensor + experts_trained,
             expert_bytes=experts,
             expert_trained=experts_trained,
+            gathered_bytes=weights.gathered_bytes * (dense // tensor + experts) // max(1, weights.bytes),
         )
 
     def _sharded(self, total: int, experts: int, *, from_stage: int) -> int:
@@ -140,19 +148,18 @@ class _Maker:
         if not self._region_numbers:  # a model that was not divided into regions
             names = tuple(self._traced.regions)
         weights = self._weights(names, number)
-        per_weight = weights.bytes // max(1, weights.trained) if weights.trained else 2
-        gradient_each = per_weight if optimizer.gradient_bytes is None else optimizer.gradient_bytes
+        per_weight, gradient_each = self._per_weight, self._gradient_each
         weight_bytes = self._sharded(weights.bytes, weights.expert_bytes, from_stage=3)
         trained, experts = weights.trained, weights.expert_trained
         gradient_bytes = gradient_each * self._sharded(trained, experts, from_stage=2)
         updated = self._sharded(trained, experts, from_stage=1)  # weights that this GPU's optimizer steps
         optimizer_bytes = updated * optimizer.bytes_per_weight(per_weight)
-        buffers = self._buffer_bytes(names, gradient_each, per_weight)
+        buffers = self._buffer_bytes(names)
         keeps_gradients = layout.accumulate > 1 or layout.pipeline > 1
         chain = self._chain(own, gradient_share=gradient_each / per_weight, keeps_gradients=keeps_gradients)
         kept_gradients = gradient_bytes if keeps_gradients else 0
         fixed = weight_bytes + optimizer_bytes + buffers + kept_gradients
-        chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.batch_bytes)
+        chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.resident_bytes)
         moved = updated * (2 * per_weight + gradient_each) + 2 * optimizer_bytes
         return StageProblem(
             chain=chain,
@@ -183,17 +190,15 @@ class _Maker:
         whole = self._traced.chain.chain
         return Chain(stages=tuple(made), fixed_bytes=whole.fixed_bytes // layout.tensor, host=whole.host)
 
-    def _block_bytes(self, names: tuple[str, ...]) -> int:
-        largest = max((self._divided(self._traced.regions[name]).bytes for name in names), default=0)
-        return max(largest, self._divided(self._traced.rest).bytes // 2)
-
-    def _buffer_bytes(self, names: tuple[str, ...], gradient_each: int, per_weight: int) -> int:
+    def _buffer_bytes(self, names: tuple[str, ...]) -> int:
         """Return the bytes of FSDP's gathered blocks, and of the gradients of a block that wait to be reduced."""
-        layout, block = self._layout, self._block_bytes(names)
+        layout, rest = self._layout, _scaled_weights(self._divided(self._traced.rest), 2)
         if layout.fsdp == 1:
             return 0
-        reduced = block * gradient_each // per_weight if layout.zero >= 2 else 0
-        return (TUNING.gathered_blocks * block if layout.zero >= 3 else 0) + reduced
+        blocks = [rest, *(self._divided(self._traced.regions[name]) for name in names)]
+        reduced = max(block.trained for block in blocks) * self._gradient_each if layout.zero >= 2 else 0
+        gathered = TUNING.gathered_blocks * max(block.gathered_bytes for block in blocks)
+        return (gathered if layout.zero >= 3 else 0) + reduced
 
     # --- communication -----------------------------------------------------------------------------------------------
 
@@ -227,7 +232,8 @@ class _Maker:
             experts = 4 * 2 * regions * self._collective(hidden_state / layout.tensor, layout.expert, layout.tensor)
         shards = 0.0
         if layout.fsdp > 1 and layout.zero >= 3:  # gathered in forward and backward, reduced in backward
-            shards = 3 * self._collective(weights.bytes, layout.fsdp, layout.tensor)
+            shards = 2 * self._collective(weights.gathered_bytes, layout.fsdp, layout.tensor)
+            shards += self._collective(weights.trained * self._gradient_each, layout.fsdp, layout.tensor)
         ring = 0.0
         if layout.context > 1:  # keys and values go round, behind attention
             ring = 3 * regions * self._collective(hidden_state / layout.tensor, layout.context, layout.tensor)
@@ -239,13 +245,13 @@ class _Maker:
     def _once_seconds(self, weights: Weights, moved: int) -> float:
         """Return the seconds after the last micro-batch: gradients that are reduced once, and the optimizer."""
         layout = self._layout
-        seconds = 0.0
+        seconds, gradients = 0.0, weights.trained * self._gradient_each
         replicas = layout.sharing // layout.fsdp
         if layout.fsdp > 1 and layout.zero < 3:
-            seconds += 2 * self._collective(weights.bytes, layout.fsdp, layout.tensor)
+            seconds += 2 * self._collective(gradients, layout.fsdp, layout.tensor)
         if replicas > 1:
             share = layout.fsdp if layout.zero >= 2 else 1
-            seconds += 2 * self._collective(weights.bytes / share, replicas, layout.tensor * layout.fsdp)
+            seconds += 2 * self._collective(gradients / share, replicas, layout.tensor * layout.fsdp)
         if self._optimizer.name != "none":
             seconds += self._optimizer_seconds(moved)
         return float(seconds)
@@ -254,6 +260,38 @@ class _Maker:
         """Return what attention takes longer than traced: under context parallelism it sees the keys of all parts."""
         share = regions / max(1, len(self._region_numbers))
         return (self._layout.context - 1) * self._traced.attention_seconds * share
+
+
+def run_of(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]) -> Run | None:
+    """Return what a run holds beside its steps, on one GPU, with FSDP2 and with tensor parallelism; None for other layouts.
+
+    FSDP2 gathers blocks in a stream of its own and reduces gradients in another; the weights outside of blocks stay gathered in a step.
+    """
+    parts, sharded = layout.fsdp * layout.tensor, layout.fsdp > 1
+    if layout.pipeline * layout.expert * layout.accumulate > 1 or layout.sharing != layout.fsdp or layout.zero < 3:
+        return None
+    sizes = [(weight.numel() // parts, weight.element_size(), weight.requires_grad) for weight in weights]
+    kept = [
+        traced.resident_bytes,
+        *(count * (each + optimizer.master_bytes * trained) for count, each, trained in sizes),
+    ]
+    trained = [(count, each) for count, each, trained in sizes if trained]
+    states = [
+        count * (each if optimizer.state_bytes is None else optimizer.state_bytes)
+        for _ in range(optimizer.states)
+        for count, each in trained
+    ]
+    block = max((weights.gathered_bytes for weights in traced.regions.values()), default=0)
+    gathered = (traced.rest.gathered_bytes // layout.tensor, block // layout.tensor) if sharded else ()
+    reduced = sum(
+        count * (each if optimizer.gradient_bytes is None else optimizer.gradient_bytes) for count, each in trained
+    )
+    return Run(
+        kept=(*kept, *gathered),
+        states=tuple(states),
+        keeps_gradients=not sharded,
+        other_streams_bytes=sum(gathered) + reduced if sharded else 0,
+    )
 
 
 _SIZES = {

@@ -15,6 +15,7 @@ from retape.core.units import format_bytes, format_seconds
 from retape.forecast.advice import NO_LIMIT, Advice, Change, page_of, what_to_change
 from retape.forecast.device import Device
 from retape.forecast.export import export_settings
+from retape.forecast.float8 import Scaling
 from retape.forecast.layout import Layout, OptimizerKind
 from retape.forecast.stage_plan import StagePlan
 from retape.report.page.forecast import write_forecast_page
@@ -27,7 +28,9 @@ class Forecast:
     """Peak, seconds and plan of a training step on a device, per pipeline stage.
 
     `peak_bytes` is of the fullest GPU and counts everything that PyTorch allocates there, without the CUDA context.
-    `plain_peak_bytes` and `plain_seconds` are those of the model as it runs by itself on one GPU, if it had the memory.
+    `plain_peak_bytes` and `plain_seconds` are those of the model as it runs by itself on one GPU, if it had the memory;
+    `plain_reserved_bytes` what PyTorch reserves for that, fragments included: on one GPU, with FSDP or tensor parallelism; 0 for other
+    layouts.
     `again` forecasts the setup with a change.
     """
 
@@ -42,9 +45,11 @@ class Forecast:
     flops: int
     tokens: int
     plain_peak_bytes: int
+    plain_reserved_bytes: int
     plain_seconds: float
     rows: int
     length: int
+    float8: Scaling | None
     again: Callable[[Change], Forecast] = field(repr=False, compare=False)
 
     @property
@@ -85,6 +90,14 @@ class Forecast:
     @property
     def accuracy(self) -> str:
         """The errors of forecasts for this device where they were compared with measurements."""
+        if self.float8 is not None:
+            return (
+                "float8 never measured: bf16's rates by the ratio of the published ones; else " + self._device_accuracy
+            )
+        return self._device_accuracy
+
+    @property
+    def _device_accuracy(self) -> str:
         if self.device.is_measured and self.layout.gpus > 1:
             return "never measured on several GPUs; on one: " + (self.device.error or self.device.source)
         if self.device.is_measured:
@@ -127,8 +140,9 @@ class Forecast:
     def rows_of_figures(self) -> list[tuple[str, str]]:
         """Return the names and texts of the table."""
         peak = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}"
+        used = "" if self.float8 is None else f", float8 {self.float8.value}"
         rows = [
-            ("device", f"{self.device.name}, {self.layout.described()}"),
+            ("device", f"{self.device.name}, {self.layout.described()}{used}"),
             ("peak", peak if self.fits else f"{peak}: does not fit"),
             ("floor", format_bytes(self.floor_bytes)),
             ("step", f"{format_seconds(self.seconds)}, {self.tokens_per_second:,.0f} tokens/s"),
@@ -137,6 +151,8 @@ class Forecast:
         ]
         if self.layout.gpus == 1:
             plain = f"{format_bytes(self.plain_peak_bytes)}, {format_seconds(self.plain_seconds)}"
+            if self.plain_reserved_bytes:
+                plain += f"; {format_bytes(self.plain_reserved_bytes)} reserved by PyTorch, fragments included"
             rows.insert(-1, ("as the model runs by itself", plain))
         if self.mfu:
             rows.insert(4, ("MFU", f"{self.mfu:.1%} of the published dense bf16 rate"))

@@ -8,13 +8,13 @@ dropout, are replaced by the ones that a GPU runs. Small whole numbers are reall
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -23,61 +23,72 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retape.core.errors import InvalidInput
 from retape.core.record import MemorySample
+from retape.forecast.allocator import BLOCK, Event
+from retape.forecast.float8 import Float8Linears
 from retape.forecast.op_seconds import CostModel
-from retape.forecast.op_work import op_name, tensors_in, work_of
+from retape.forecast.op_work import tensors_in, work_of
 from retape.torch.compat import internals
 from retape.torch.measure.memory_meter import MemoryReading
 
 aten = torch.ops.aten
 META = torch.device("meta")
-_SMALL_BLOCK, _LARGE_REQUEST, _SEGMENT, _UNSPLIT = 512, 10 * 2**20, 2 * 2**20, 2**20
+_LARGE_REQUEST, _SEGMENT, _UNSPLIT = 10 * 2**20, 2 * 2**20, 2**20
 _MOST_VALUES = 2**21  # elements of whole numbers that are really computed
-_FLOAT8_PRODUCTS = frozenset({"_scaled_mm", "_scaled_grouped_mm"})
 _PADDED = 8  # the width of an attention head is padded to a multiple
 
 
 def allocated(size: int) -> int:
     """Return the bytes that PyTorch's CUDA allocator counts for a request: blocks of 512 bytes, and rests that are not split off."""
-    size = -(-size // _SMALL_BLOCK) * _SMALL_BLOCK
+    size = -(-size // BLOCK) * BLOCK
     rest = -size % _SEGMENT
     return size + rest if size >= _LARGE_REQUEST and rest <= _UNSPLIT else size
 
 
 class Memory:
-    """Live and peak bytes of the storages that were made since the start."""
+    """Live and peak bytes of the storages that were made since the start; each as an event (`allocator`) while `events` is a list."""
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
-        self._sizes: dict[Any, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._made = 0
         self.live = self.peak = 0
         self.timeline: list[MemorySample] = []
+        self.events: list[Event] | None = None
 
     def add(self, tensors: list[Tensor], scratch: int) -> None:
         """Count the storages of new tensors, and scratch bytes that are freed at once."""
-        grown = False
+        before = self.live
         for tensor in tensors:
             if tensor.device.type == "meta" and tensor.layout is torch.strided:
-                storage = internals.untyped_storage(tensor)
-                reference = StorageWeakRef(storage)
-                if reference not in self._sizes:
-                    self._sizes[reference] = size = allocated(storage.nbytes())
-                    self.live += size
-                    grown = grown or bool(size)
-        if (grown or scratch) and self.live + scratch > self.peak:
-            self.collect()
-            self.peak = max(self.peak, self.live + scratch)
-            self.timeline.append(MemorySample(seconds=self._seconds(), live_bytes=max(0, self.live + scratch)))
+                self._follow(internals.untyped_storage(tensor))
+        if scratch:
+            self._made += 1
+            self._note((self._made, scratch), (self._made, 0))
+        if (self.live > before or scratch) and self.live + scratch > self.peak:
+            self.peak = self.live + scratch
+            self.timeline.append(MemorySample(seconds=self._seconds(), live_bytes=max(0, self.peak)))
 
-    def exclude(self, tensors: list[Tensor]) -> None:
-        """Do not count the storages of these tensors, which were there before."""
-        for tensor in tensors:
-            self._sizes.setdefault(StorageWeakRef(internals.untyped_storage(tensor)), 0)
+    def _follow(self, storage: Any) -> None:
+        """Count a storage until it is freed."""
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._alive:
+            return
+        self._made += 1
+        number = self._made
 
-    def collect(self) -> int:
-        """Forget the storages that were freed; return the live bytes."""
-        for reference in [each for each in self._sizes if each.expired()]:
-            self.live -= self._sizes.pop(reference)
-        return self.live
+        def freed(_: Any) -> None:
+            del self._alive[address]
+            self.live -= allocated(size)
+            self._note((number, 0))
+
+        self._alive[address] = weakref.ref(storage, freed)
+        self.live += allocated(size)
+        if size:
+            self._note((number, size))
+
+    def _note(self, *events: Event) -> None:
+        if self.events is not None:
+            self.events += events
 
 
 class SimulatedDevice(TorchDispatchMode):
@@ -106,10 +117,6 @@ class SimulatedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._value_of(args[0])
-        if op_name(func) in _FLOAT8_PRODUCTS:
-            raise InvalidInput(
-                f"The model multiplies in float8 ({op_name(func)}), for which no rates were measured. Forecast it in bfloat16."
-            )
         out = func(*args, **kwargs)
         made = tensors_in(out)
         self._follow_values(func, args, kwargs, out, made)
@@ -165,17 +172,27 @@ class SimulatedDevice(TorchDispatchMode):
 
 
 class GpuKernels(TorchFunctionMode):
-    """Replaces functions for which a GPU has other kernels than the meta device: attention and dropout."""
+    """Replaces functions for which a GPU has other kernels than the meta device: attention and dropout; and linear layers in float8."""
 
-    def __init__(self, *, cudnn: bool) -> None:
+    def __init__(self, *, cudnn: bool, float8: Float8Linears | None) -> None:
         super().__init__()
+        self._float8 = float8
         self._cudnn = cudnn  # is preferred to flash attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention and _first(args, kwargs).device.type == "meta":
+        if (
+            func is functional.scaled_dot_product_attention
+            and _argument(args, kwargs, 0, "query").device.type == "meta"
+        ):
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             return _attention(**dict(zip(names, args, strict=False)), **kwargs, cudnn=self._cudnn)
+        if (
+            func is functional.linear
+            and self._float8 is not None
+            and self._float8.has(_argument(args, kwargs, 1, "weight"))
+        ):
+            return self._float8.multiply(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:  # a mode is off while it answers, and checkpoints run the forward again in there
@@ -204,8 +221,8 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, training)[0]
 
 
-def _first(args: Any, kwargs: Any) -> Tensor:
-    found: Tensor = args[0] if args else kwargs["query"]
+def _argument(args: Any, kwargs: Any, place: int, name: str) -> Tensor:
+    found: Tensor = args[place] if len(args) > place else kwargs[name]
     return found
 
 
@@ -260,12 +277,12 @@ class SimulatedTracker:
         self.readings: list[MemoryReading] = []
         self.timeline: list[MemorySample] = []
         self._memory = device.memory
-        self._start = self._memory.collect()
+        self._start = self._memory.live
         self._memory.peak = self._start
         self._memory.timeline = self.timeline
 
     def mark(self, label: Any) -> None:
-        live = self._memory.collect()
+        live = self._memory.live
         self.readings.append(
             MemoryReading(label=label, live_bytes=live - self._start, peak_bytes=self._memory.peak - self._start)
         )
@@ -273,11 +290,11 @@ class SimulatedTracker:
 
 
 @contextmanager
-def simulated(costs: CostModel) -> Iterator[SimulatedDevice]:
-    """Run the code inside on a simulated device."""
+def simulated(costs: CostModel, *, float8: Float8Linears | None = None) -> Iterator[SimulatedDevice]:
+    """Run the code inside on a simulated device, with some linear layers in float8."""
     device = SimulatedDevice(costs)
     with ExitStack() as stack:
-        stack.enter_context(GpuKernels(cudnn=any("cudnn" in kernel for kernel in costs.kernels)))
+        stack.enter_context(GpuKernels(cudnn=any("cudnn" in kernel for kernel in costs.kernels), float8=float8))
         stack.enter_context(device)
         yield device
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RetapeError
 from retape.core.problem import Budget, Tier
+from retape.forecast.allocator import Event
+from retape.forecast.float8 import Float8Linears, Scaling, converted
 from retape.forecast.op_seconds import CostModel
 from retape.forecast.simulator import META, SimulatedDevice, SimulatedOpTimer, simulated, track_simulated
 from retape.torch.measure.sandbox import InitialGradients
@@ -33,12 +35,17 @@ _ENOUGH = Budget.of(1 << 61)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Trained and frozen bytes of a part of a model. `trained` counts elements; experts are those of modules named so."""
+    """Bytes of a part of a model. `trained` counts elements, and has `trained_bytes`; experts are those of modules named so.
+
+    `gathered_bytes` are what FSDP gathers of it: less than `bytes` where weights are gathered in float8.
+    """
 
     bytes: int = 0
     trained: int = 0
     expert_bytes: int = 0
     expert_trained: int = 0
+    gathered_bytes: int = 0
+    trained_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +53,21 @@ class TracedStep:
     """A step on a simulated device: its chain, and bytes and seconds of the step as the model runs it by itself.
 
     `chain` has no weights in its fixed bytes. `peak_bytes` are above weights, gradients included; `regions` are the weights of each
-    region by name, `rest` those outside. `attention_seconds` are those of fused attention, in forward and backward.
+    region by name, `rest` those outside; `resident_bytes` the batch and the model's buffers, whole on every GPU. `attention_seconds` are
+    those of fused attention, in forward and backward. `events` are what the step allocates and frees.
     """
 
     chain: RegionChain
     regions: dict[str, Weights]
     rest: Weights
-    batch_bytes: int
+    resident_bytes: int
     peak_bytes: int
     forward_peak_bytes: int
     seconds: float
     flops: int
     attention_seconds: float
     tokens: int
+    events: tuple[Event, ...] = field(repr=False)
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -75,28 +84,48 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def weights_of(module: nn.Module, seen: set[int], name: str = "") -> Weights:
-    """Return the weights of a module that were not `seen` yet; tied ones count once."""
-    total = trained = experts = expert_trained = 0
+def weights_of(module: nn.Module, seen: set[int], name: str = "", float8: frozenset[int] = frozenset()) -> Weights:
+    """Return the weights of a module that were not `seen` yet; tied ones count once. `float8` are the ids of those gathered so."""
+    total = gathered = trained = trained_bytes = experts = expert_trained = 0
     for own, parameter in module.named_parameters():
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
         elements = parameter.numel() if parameter.requires_grad else 0
         total, trained = total + parameter.nbytes, trained + elements
+        trained_bytes += elements * parameter.element_size()
+        gathered += parameter.numel() if id(parameter) in float8 else parameter.nbytes
         if ".experts." in f".{name}.{own}.":
             experts, expert_trained = experts + parameter.nbytes, expert_trained + elements
-    return Weights(bytes=total, trained=trained, expert_bytes=experts, expert_trained=expert_trained)
+    return Weights(
+        bytes=total,
+        trained=trained,
+        expert_bytes=experts,
+        expert_trained=expert_trained,
+        gathered_bytes=gathered,
+        trained_bytes=trained_bytes,
+    )
 
 
 def trace_step(
-    model: nn.Module, batch: Any, costs: CostModel, *, step: Step | None = None, host: bool = True, plan: bool = True
+    model: nn.Module,
+    batch: Any,
+    costs: CostModel,
+    *,
+    step: Step | None = None,
+    host: bool = True,
+    plan: bool = True,
+    float8: Scaling | None = None,
 ) -> TracedStep:
-    """Run a step of a meta model on a simulated device. Without `plan` only the plain step is run, and the chain is one stage."""
+    """Run a step of a meta model on a simulated device. Without `plan` only the plain step is run, and the chain is one stage.
+
+    With `float8` the linear layers of the model's blocks multiply in it.
+    """
     try:
-        with simulated(costs) as device:
+        linears = None if float8 is None else Float8Linears(float8, find_regions(model).values())
+        with simulated(costs, float8=linears) as device:
             known = pytree.tree_map_only(Tensor, lambda leaf: _meta_leaf(leaf, device), batch)
-            return _Tracer(model, known, device, step, host).run(plan)
+            return _Tracer(model, known, device, step, host).run(plan, float8)
     except RetapeError:
         raise
     except Exception as error:
@@ -126,17 +155,19 @@ class _Tracer:
                 read_bytes_per_second=base.from_host_bytes_per_second,
             )
 
-    def run(self, plan: bool) -> TracedStep:
+    def run(self, plan: bool, float8: Scaling | None) -> TracedStep:
         plain = self._plain_step()
         seen: set[int] = set()
         found = find_regions(self._model)
-        regions = {name: weights_of(module, seen, name) for name, module in found.items()}
+        gathered = (weight for block in found.values() for weight in converted(block) if float8 is Scaling.TENSORWISE)
+        small = frozenset(map(id, gathered))
+        regions = {name: weights_of(module, seen, name, small) for name, module in found.items()}
         chain = self._chain(found if plan else {})
         return TracedStep(
             chain=chain,
             regions=regions,
             rest=weights_of(self._model, seen),
-            batch_bytes=sum(leaf.nbytes for leaf in pytree.tree_leaves(self._batch) if isinstance(leaf, Tensor)),
+            resident_bytes=_bytes([*pytree.tree_leaves(self._batch), *self._model.buffers()]),
             tokens=_tokens(self._batch),
             **plain,
         )
@@ -146,6 +177,8 @@ class _Tracer:
         device = self._device
         for _ in range(2):
             start, flops, attention = device.now(), device.flops, device.attention_seconds
+            events: list[Event] = []
+            device.memory.events = events
             with track_simulated(device) as tracker:
                 loss = scalar_loss(self._step or default_step, self._model, self._batch)
                 tracker.mark("loss")
@@ -156,12 +189,14 @@ class _Tracer:
                 "attention_seconds": device.attention_seconds - attention,
                 "peak_bytes": max(reading.peak_bytes for reading in tracker.readings),
                 "forward_peak_bytes": tracker.readings[1].peak_bytes,
+                "events": tuple(events),
             }
             del loss
             self._model.zero_grad(set_to_none=True)
             for leaf in pytree.tree_leaves(self._batch):
                 if isinstance(leaf, Tensor) and leaf.is_leaf:
                     leaf.grad = None
+            device.memory.events = None
         return found
 
     def _chain(self, regions: dict[str, nn.Module]) -> RegionChain:
@@ -192,6 +227,12 @@ class _Tracer:
             allocated_bytes=lambda _: 0,
             devices_of=lambda *_: (META,),
         )
+
+
+def _bytes(leaves: list[Any]) -> int:
+    """Return the bytes of the tensors among some values; what is there twice counts once."""
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _tokens(batch: Any) -> int:

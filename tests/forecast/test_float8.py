@@ -1,0 +1,179 @@
+"""Linear layers in float8: what autograd saves, the products, FSDP's buffers, refusals."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import retape
+from retape.cli.main import main
+from retape.errors import InvalidInput
+from retape.forecast.float8 import Float8Linears, Scaling
+from retape.forecast.forecasting import search_layouts
+from retape.forecast.known_devices import cost_model, measured_device
+from retape.forecast.simulator import simulated
+from support.blocks import MlpBlock
+
+SCALINGS = ["tensorwise", "rowwise"]
+
+
+class Model(nn.Module):
+    def __init__(self, width=4096, blocks=4):
+        super().__init__()
+        self.blocks = nn.ModuleList(MlpBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 128)
+
+    def forward(self, rows):
+        for block in self.blocks:
+            rows = block(rows)
+        return self.head(rows).float().logsumexp(-1).mean()
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.device("meta"):
+        return Model().to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return torch.empty(32768, 4096, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture(scope="module")
+def plain(model, rows):
+    return retape.forecast(model, rows, optimizer="adamw")
+
+
+class Products(TorchDispatchMode):
+    """Counts products by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.__name__.split(".")[0] in ("mm", "addmm", "_scaled_mm"):
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_input_and_weight_are_saved_as_they_are(scaling):
+    """As torchao's Float8Linear does: `ctx.save_for_backward(input_hp, weight_hp_t)`; three products in float8."""
+    with torch.device("meta"):
+        linear, rows = nn.Linear(64, 32).to(torch.bfloat16), torch.empty(2, 16, 64, dtype=torch.bfloat16)
+    rows.requires_grad_(True)
+    saved = []
+    linears = Float8Linears(Scaling(scaling), [linear])
+    with simulated(cost_model(measured_device()), float8=linears), Products() as products:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            out = linear(rows)
+        out.sum().backward()
+    assert [(tensor.shape, tensor.dtype) for tensor in saved] == [
+        (rows.shape, torch.bfloat16),
+        (linear.weight.shape, torch.bfloat16),
+    ]
+    assert out.shape == (2, 16, 32)
+    assert out.dtype == rows.grad.dtype == linear.weight.grad.dtype == torch.bfloat16
+    assert linear.weight.grad.shape == linear.weight.shape
+    assert products.names == ["_scaled_mm"] * 3
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_step_in_float8_keeps_as_much_and_is_faster(model, rows, plain, scaling):
+    found = retape.forecast(model, rows, optimizer="adamw", float8=scaling)
+    tapes = [[stage.tape_bytes for stage in each.stages[0].problem.chain.stages] for each in (found, plain)]
+    assert tapes[0] == tapes[1]
+    assert found.seconds < plain.seconds
+    assert "float8 never measured" in found.explain()
+    assert "float8" not in plain.explain()
+    assert found.flops == plain.flops
+
+
+def test_a_smaller_budget_recomputes_blocks_in_float8(model, rows, plain):
+    budget = (plain.floor_bytes + plain.peak_bytes) // 2
+    tight = retape.forecast(model, rows, optimizer="adamw", float8="tensorwise", budget=budget)
+    assert tight.peak_bytes <= budget
+    assert tight.seconds > retape.forecast(model, rows, optimizer="adamw", float8="tensorwise").seconds
+
+
+def test_weights_of_blocks_are_gathered_in_float8_with_one_scale(model, rows):
+    mesh = {"gpus": 8, "fsdp": 8}
+    buffers = {
+        scaling: retape.forecast(model, rows, mesh=mesh, float8=scaling).stages[0].problem.buffer_bytes
+        for scaling in (None, *SCALINGS)
+    }
+    weights = sum(parameter.numel() for parameter in model.blocks[0].parameters() if parameter.dim() == 2)
+    assert buffers["rowwise"] == buffers[None]
+    assert buffers["tensorwise"] == buffers[None] - 2 * weights  # of two gathered blocks, one byte less each
+
+
+def test_a_model_that_multiplies_in_float8_by_itself(rows):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows, weight):
+            ctx.save_for_backward(rows, weight)
+            one = torch.ones((), device=rows.device)
+            small = [each.to(torch.float8_e4m3fn) for each in (rows, weight)]
+            return torch._scaled_mm(small[0], small[1].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            rows, weight = ctx.saved_tensors
+            return gradient @ weight, gradient.t() @ rows
+
+    class Own(nn.Linear):
+        def forward(self, rows):
+            return Product.apply(rows, self.weight)
+
+    def step(model, rows):
+        return model(rows).float().mean()
+
+    flops = {}
+    for kind in (Own, nn.Linear):
+        with torch.device("meta"):
+            model = nn.Sequential(*(kind(4096, 4096, bias=False) for _ in range(2))).to(torch.bfloat16)
+        flops[kind] = retape.forecast(model, rows, step=step).flops
+        if kind is Own:
+            with pytest.raises(InvalidInput, match="No rate of float8 products is known for 'a100-80g'"):
+                retape.forecast(model, rows, step=step, device="a100")
+    assert (
+        flops[Own] == flops[nn.Linear] + 2 * 32768 * 4096**2
+    )  # its first layer computes the gradient of the batch too
+
+
+def test_what_cannot_be(model, rows):
+    with pytest.raises(InvalidInput, match="No rate of float8 products is known for 'a100-80g'"):
+        retape.forecast(model, rows, device="a100", float8="tensorwise")
+    with pytest.raises(InvalidInput, match="give 'tensorwise' or 'rowwise'"):
+        retape.forecast(model, rows, float8="blockwise")
+    with torch.device("meta"):
+        odd = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+    with pytest.raises(InvalidInput, match="multiples of 16; forecast it without float8"):
+        retape.forecast(
+            odd, torch.empty(8, 24, device="meta"), step=lambda model, rows: model(rows).sum(), float8="rowwise"
+        )
+
+
+def test_a_search_in_float8_and_the_command(model, rows, capsys):
+    fixed = {"tensor": 1, "pipeline": 1}
+    found = {
+        scaling: search_layouts(model, rows, gpus=2, fixed=fixed, float8=scaling)[0].forecast.seconds
+        for scaling in (None, "tensorwise")
+    }
+    assert found["tensorwise"] < found[None]
+    assert main(["forecast", "gpt2", "--float8", "blockwise"]) == 2
+    assert "give 'tensorwise' or 'rowwise'" in capsys.readouterr().err
+
+
+def test_a_weight_given_by_name_is_multiplied_in_float8_too():
+    with torch.device("meta"):
+        linear, rows = nn.Linear(64, 32), torch.empty(16, 64)
+    linears = Float8Linears(Scaling.TENSORWISE, [linear])
+    with simulated(cost_model(measured_device()), float8=linears), Products() as products:
+        nn.functional.linear(input=rows.bfloat16(), weight=linear.weight.bfloat16())  # another tensor: not converted
+        nn.functional.linear(input=rows.bfloat16(), weight=linear.weight, bias=None)
+    assert products.names == ["mm", "_scaled_mm"]
