@@ -122,13 +122,15 @@ class FittedSteps:
     def _teach_live(self, fitted: Fit, model: nn.Module, batch: Any, step: StepFunction, optimizer: Any) -> None:
         """Let the live budget measure steps of the fitted size, apart from training: such a step is not held inside the budget.
 
-        The last begins with gradients, as when they accumulate: then backward needs the most.
+        The last begins with gradients, as when they accumulate, if the fit has a plan for that: then backward needs the most.
         """
+        later = fitted.record.accumulating
+        last = InitialGradients.ZERO if later is None or later.fits else InitialGradients.NONE
         live = self.live = Adaptive(unwrapped(model), Budget.of(fitted.record.budget_bytes))
         try:
             with sandboxed(model, batch, step, optimizer, gradients=InitialGradients.NONE) as sandbox:
                 for number in range(AdaptiveTuning().first_measured_steps):
-                    sandbox.rewind(InitialGradients.ZERO if number else InitialGradients.NONE)
+                    sandbox.rewind(last if number else InitialGradients.NONE)
                     step(model, batch).backward()
                 self._reruns_of_fit = fitted.regions_run + live.stats().reruns
         except BaseException:
