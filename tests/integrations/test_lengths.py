@@ -6,7 +6,18 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from benchmarks.trainer_cells import LENGTH, RAGGED, ROWS, Cell, LiveBytes, compared, lengths_of, run_cell, train
+from benchmarks.trainer_cells import (
+    LENGTH,
+    RAGGED,
+    ROWS,
+    Cell,
+    LiveBytes,
+    compared,
+    lengths_of,
+    run_cell,
+    state_of,
+    train,
+)
 from transformers import BartConfig, BartForConditionalGeneration, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import retape
@@ -85,6 +96,25 @@ def test_what_counts_as_larger():
     assert not is_live(tokens(3, 24))
     assert is_live(tokens(4, 24, masked=True))
     steps.remove()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_error_while_the_live_budget_learns_leaves_the_model_as_it_was(failing):
+    model, batch, learned = small_llama(use_cache=False), tokens(4, 24), 0
+    before, steps = state_of(model), FittedSteps(0.9, progress=False)
+
+    def compute(model, batch):
+        nonlocal learned
+        learned += steps.live is not None and steps.fitted is None
+        if learned == failing:
+            raise ValueError("an error of the user's")
+        return model(**batch).loss
+
+    with pytest.raises(ValueError, match="an error of the user's"):
+        steps.loss(model, batch, compute)
+    steps.remove()
+    assert state_of(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_weights_that_are_unfrozen_are_fitted_again(caplog):
