@@ -64,7 +64,7 @@ class FittedSteps:
         self._is_removed = False
         self._sizes: list[TensorSize] = []
         self._trained: tuple[bool, ...] = ()
-        self._reruns_of_fit = 0
+        self._other_reruns = 0  # of steps that teach the live budget; less by those that `fitted` has forgotten when it was removed
         self.is_live = False
         self._taken_over: OwnCheckpointing | None = None
 
@@ -106,6 +106,7 @@ class FittedSteps:
         self, model: nn.Module, batch: Any, compute: ComputeLoss, *, optimizer: Any = None, keepers: Iterable[Any] = ()
     ) -> Fit:
         """Fit on a batch, and leave model, batch and keepers as they were."""
+        self._other_reruns = 0
         options = {"optimizer": optimizer, **self._options}
         with plain_state_restored(keepers) as restore:
 
@@ -132,7 +133,7 @@ class FittedSteps:
                 for number in range(AdaptiveTuning().first_measured_steps):
                     sandbox.rewind(last if number else InitialGradients.NONE)
                     step(model, batch).backward()
-                self._reruns_of_fit = fitted.regions_run + live.stats().reruns
+                self._other_reruns = fitted.regions_run + live.stats().reruns
         except BaseException:
             live.remove()
             fitted.remove()
@@ -165,6 +166,7 @@ class FittedSteps:
     def _detach(self) -> None:
         self._stop_live()
         if self.fitted is not None:
+            self._other_reruns -= self.fitted.regions_run
             self.fitted.remove()
 
     def _put_back(self) -> None:
@@ -186,7 +188,7 @@ class FittedSteps:
             "retape/budget_bytes": float(record.budget_bytes),
             "retape/peak_bytes": float(max(peaks)),
             "retape/slowdown": self.fitted.promised.slowdown,
-            "retape/reruns": float(max(0, reruns - self._reruns_of_fit)),
+            "retape/reruns": float(reruns - self._other_reruns),
         }
 
 
