@@ -64,7 +64,7 @@ class FittedSteps:
         self._is_removed = False
         self._sizes: list[TensorSize] = []
         self._trained: tuple[bool, ...] = ()
-        self._other_reruns = 0  # of steps that teach the live budget; less by those that `fitted` has forgotten when it was removed
+        self._other_reruns = 0  # of steps that teach the live budget, less those that a removed fit no longer counts
         self.is_live = False
         self._taken_over: OwnCheckpointing | None = None
 
