@@ -9,7 +9,8 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,7 @@ from transformers import TrainerCallback
 
 ROWS, LENGTH, VOCABULARY = 4, 48, 64
 BUDGET = 0.6  # of the activations; TRL's loss has buffers of a fixed size that do not fit then, and the floor is taken
-ALL_MEMORY = 1 << 40
 ABOVE_FLOOR, MOST_REFUSALS = 1.03, 3
-ROUNDING = 1e-5  # of the losses, where a plan compiles other parts than the run that keeps everything
 COMPILED, RAGGED, BF16, RANKS = "torch_compile", "dynamic padding", "bf16 + accumulation", "two processes"
 
 
@@ -36,6 +35,7 @@ class Cell:
     tuned: str
     setting: str
     steps: int = 10
+    shares: tuple[tuple[str, float | None], ...] = ()  # of the parts that a run without retape compiles
 
     @property
     def name(self) -> str:
@@ -84,6 +84,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
+_WRAPPED = "_orig_mod."  # where a model is that torch.compile has wrapped
+
+
 def _storages(value: Any) -> dict[StorageWeakRef, int]:
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     return {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -129,6 +132,13 @@ def _plain(batch: Any) -> Any:
 
 def model_of(cell: Cell) -> nn.Module:
     """A Llama of four layers (compiled: two, which take half as long), whole or with an adapter, seeded."""
+    model = _whole_or_adapted(cell)
+    if cell.shares:
+        compile_parts(model, dict(cell.shares))
+    return model
+
+
+def _whole_or_adapted(cell: Cell) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
@@ -141,6 +151,35 @@ def model_of(cell: Cell) -> nn.Module:
         config.num_labels = 1
         return _adapted(transformers.LlamaForSequenceClassification(config), cell, "SEQ_CLS")
     return _adapted(transformers.LlamaForCausalLM(config), cell, "CAUSAL_LM")
+
+
+def compile_parts(model: nn.Module, shares: dict[str, float | None]) -> None:
+    """Compile parts of a model with `torch.compile`, each by itself, and leave everything around them as it is.
+
+    `shares` has their names, and what share of its tensors each saves (a setting of PyTorch's partitioner); None leaves one eager.
+    """
+    if not any(name.startswith(_WRAPPED) for name in shares):
+        model.__class__ = _called_by_python(type(model), None)
+    for name, share in shares.items():
+        module = model.get_submodule(name.removeprefix(_WRAPPED))
+        module.__class__ = _called_by_python(type(module), share)
+
+
+@cache
+def _called_by_python(kind: type[nn.Module], share: float | None) -> type[nn.Module]:
+    """A class whose calls end a graph around them; in training they run compiled, if a share is given."""
+    from retape.torch.compat.compiler_internals import inductor_saving
+
+    def run(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        return kind.__call__(module, *arguments, **keywords)
+
+    compiled = run if share is None else torch.compile(run, backend=inductor_saving(share))
+
+    @torch.compiler.disable
+    def call(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else run)(self, *arguments, **keywords)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
 def _adapted(model: nn.Module, cell: Cell, task: str) -> nn.Module:
@@ -319,7 +358,7 @@ def _dpo(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
 
     return trl.DPOTrainer(
         model_of(cell),
-        ref_model=model_of(cell) if cell.tuned == "full" else None,
+        ref_model=model_of(replace(cell, shares=())) if cell.tuned == "full" else None,
         args=trl.DPOConfig(**_settings(cell, folder, not callbacks)),
         train_dataset=_pairs(cell),
         processing_class=tokenizer(),
@@ -389,6 +428,9 @@ def train_lightning(cell: Cell, budget: float | None, folder: Path, **options: A
             run.losses += [loss.item()] if real else []
             return loss
 
+        def on_fit_start(self) -> None:
+            run.state = state_of(self)
+
         def on_after_backward(self) -> None:
             meter.stop()
 
@@ -411,9 +453,10 @@ def train_lightning(cell: Cell, budget: float | None, folder: Path, **options: A
         callbacks=[] if callback is None else [callback],
         default_root_dir=str(folder),
     )
-    trainer.fit(torch.compile(module) if cell.setting == COMPILED else module, loader)
+    # With parts that are compiled alone nothing else is, as with a callback.
+    trainer.fit(torch.compile(module) if cell.setting == COMPILED and not cell.shares else module, loader)
     run.peaks, run.weights = meter.peaks, weights_of(module)
-    run.state = state_of(module)
+    run.state ^= state_of(module)
     run.logs = [{"loss": float(trainer.callback_metrics["loss"])}]
     return run
 
@@ -493,24 +536,30 @@ def train(cell: Cell, budget: float | None, **options: Any) -> Run:
         return runs.get(cell.trainer, train_huggingface)(cell, budget, Path(folder), **options)
 
 
-def run_cell(cell: Cell, plain: Run | None = None) -> CellResult:
+def run_cell(cell: Cell) -> CellResult:
     """Train with and without retape, and compare."""
     from retape.errors import BudgetTooSmall
 
-    # Compiled blocks round differently from the graph of the whole model, so they are compared with compiled blocks.
-    plain = plain or train(cell, ALL_MEMORY if cell.setting == COMPILED else None)
+    is_compiled = cell.setting == COMPILED  # then the run without retape compiles the parts that the plan compiles
+    plain = None if is_compiled else train(cell, None)
     budget: float = BUDGET
-    if cell.setting == RAGGED or cell.trainer == "grpo":  # one for all batches, also where the first is small
-        recomputes = cell.trainer in TRL and cell.tuned != "prefix"  # by TRL's default
-        mostly_loss = cell.trainer in ("sft", "dpo", "grpo")
-        share = 1.02 if recomputes else 0.97 if mostly_loss else 0.85
-        budget = int(_most(max(plain.peaks)) * share)
+    if plain is not None and (cell.setting == RAGGED or cell.trainer == "grpo"):
+        budget = _for_all_batches(cell, plain)
     for _ in range(MOST_REFUSALS):
         try:
-            return compared(cell, plain, train(cell, budget))
+            fitted = train(cell, budget)
+            return compared(cell, plain or train(replace(cell, shares=_shares(fitted)), None), fitted)
         except BudgetTooSmall as error:
             budget = int(ABOVE_FLOOR * error.floor_bytes)
     return CellResult(outcome=f"no budget fits, {budget} neither")
+
+
+def _for_all_batches(cell: Cell, plain: Run) -> int:
+    """One budget for all batches, also where the first is small."""
+    recomputes = cell.trainer in TRL and cell.tuned != "prefix"  # by TRL's default
+    mostly_loss = cell.trainer in ("sft", "dpo", "grpo")
+    share = 1.02 if recomputes else 0.97 if mostly_loss else 0.85
+    return int(_most(max(plain.peaks)) * share)
 
 
 def _most(value: int) -> int:
@@ -525,9 +574,10 @@ def _most(value: int) -> int:
 def compared(cell: Cell, plain: Run, fitted: Run) -> CellResult:
     """Compare two runs."""
     made, live = fitted.callback.fitted, fitted.callback.live
-    rounded = cell.setting == COMPILED and _forms(fitted) != _forms(plain)
-    wrong = _wrong_losses(cell, plain.losses, fitted.losses, ROUNDING if rounded else 0.0)
-    names = [] if rounded else [n for n in plain.weights if plain.weights[n] != fitted.weights[n]]
+    count = cell.steps * cell.micro_steps
+    wrong = [] if fitted.losses == plain.losses else [f"losses {fitted.losses} instead of {plain.losses}"]
+    wrong += [] if len(fitted.losses) == count else [f"{len(fitted.losses)} losses instead of {count}"]
+    names = [n for n in plain.weights if plain.weights[n] != fitted.weights[n]]
     wrong += [f"{len(names)} weights differ, first {names[0]}"] if names else []
     over = [(n, peak) for n, peak in enumerate(fitted.peaks) if peak > made.budget_bytes]
     wrong += [f"steps over the budget of {made.budget_bytes}: {over}"] if over else []
@@ -535,9 +585,9 @@ def compared(cell: Cell, plain: Run, fitted: Run) -> CellResult:
         wrong.append(f"{len(fitted.peaks)} peaks")
     # TRL adds a hook in each step in which it turns its checkpointing off and on again; there is nothing to turn off here.
     wrong += [f"changed: {sorted(fitted.state - plain.state)[:3]}"] if fitted.state - plain.state else []
-    wrong += [f"logs: {_differing(plain.logs, fitted.logs)}"] if plain.logs != fitted.logs and not rounded else []
+    wrong += [f"logs: {_differing(plain.logs, fitted.logs)}"] if plain.logs != fitted.logs else []
     return CellResult(
-        outcome="; ".join(wrong) or ("right to rounding: other parts are compiled" if rounded else "right"),
+        outcome="; ".join(wrong) or "right",
         budget_bytes=made.budget_bytes,
         highest_peak_bytes=max(fitted.peaks, default=0),
         live_steps=0 if live is None else live.stats().steps,
@@ -545,16 +595,8 @@ def compared(cell: Cell, plain: Run, fitted: Run) -> CellResult:
     )
 
 
-def _wrong_losses(cell: Cell, wanted: list[float], found: list[float], tolerance: float) -> list[str]:
-    same = len(found) == len(wanted) == cell.steps * cell.micro_steps
-    if same and all(abs(one - other) <= tolerance * abs(one) for one, other in zip(wanted, found, strict=True)):
-        return []
-    return [f"losses {found} instead of {wanted}"]
-
-
-def _forms(run: Run) -> set[tuple[str, float]]:
-    """The parts of a model that were compiled, and the share of its tape that each saves: other forms round otherwise."""
-    return {(choice.name, choice.saved_share) for choice in run.callback.fitted.record.assignment.choices}
+def _shares(run: Run) -> tuple[tuple[str, float | None], ...]:
+    return tuple((each.name, each.saved_share) for each in run.callback.fitted.record.assignment.choices)
 
 
 def _differing(one: Any, other: Any) -> str:

@@ -4,10 +4,10 @@
 
 A cell trains ten optimizer steps twice (`benchmarks.trainer_cells`). It is right if losses, logs and weights are equal bit for bit, if
 every step's peak, counted by a meter that knows nothing of the plan, is inside the budget, and if model and trainer are afterwards as
-they were. Compiled cells are compared with compiled blocks that keep everything; a plan that compiles parts of blocks, or variants that
-save less, rounds otherwise, and only its losses are compared, to 1e-5. Each cell runs in processes of its own. The record is
-written after each cell, with the commit that it ran on; `--continue` runs the cells that are not right in earlier records, and
-writes all of them to the last. With `--only` nothing is recorded unless `--out` or `--continue` is given.
+they were. In compiled cells the run without retape compiles the parts that the plan compiles, each by itself, with `torch.compile`. Each
+cell runs in processes of its own. The record is written after each cell, with the commit that it ran on; `--continue` runs the cells
+that are not right in earlier records, and writes all of them to the last. With `--only` nothing is recorded unless `--out` or
+`--continue` is given.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_apart(cell: Cell, limit_seconds: int = LIMIT_SECONDS) -> CellResult:
         for process in started:
             process.kill()
     results = [_read(out, err) for out, err in said]
-    result = next((each for each in results if not each.outcome.startswith("right")), results[0])
+    result = next((each for each in results if each.outcome != "right"), results[0])
     return replace(result, seconds=round(time.monotonic() - begun, 1))
 
 
@@ -116,8 +116,10 @@ def main() -> None:
     for path in given.earlier:
         earlier = json.loads(Path(path).read_text())["results"] if Path(path).exists() else {}
         results |= {name: result for name, result in earlier.items() if not result["outcome"].startswith("not run")}
+    if given.earlier:
+        _write(results, given.out or given.earlier[-1])
     for cell in cells(given.steps):
-        is_known = cell.name in results and results[cell.name]["outcome"].startswith("right")
+        is_known = cell.name in results and results[cell.name]["outcome"] == "right"
         if is_known or (given.only and not any(part in cell.name for part in given.only)):
             continue
         results[cell.name] = asdict(run_apart(cell)) | {"commit": _commit()}

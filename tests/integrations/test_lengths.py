@@ -6,7 +6,18 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from benchmarks.trainer_cells import LENGTH, RAGGED, ROWS, Cell, LiveBytes, compared, lengths_of, run_cell, train
+from benchmarks.trainer_cells import (
+    LENGTH,
+    RAGGED,
+    ROWS,
+    Cell,
+    LiveBytes,
+    compared,
+    lengths_of,
+    run_cell,
+    state_of,
+    train,
+)
 from transformers import BartConfig, BartForConditionalGeneration, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import retape
@@ -72,13 +83,74 @@ def test_what_counts_as_larger():
         loss.backward()
         return steps.is_live
 
-    teaching = [is_live(tokens(4, 24)) for _ in range(2)]
-    assert teaching == [True, True], "the live budget learns what a step of the fitted size takes"
     assert not is_live(tokens(4, 24))
+    assert steps.live.stats().steps == 2, (
+        "the live budget has learned from steps of the fitted size, apart from training"
+    )
+    others = steps.fitted.regions_run - steps.metrics()["retape/reruns"]
+    assert others > 0, "re-runs of these steps are not logged"
+    model.zero_grad()
+    assert not is_live(tokens(4, 24))
+    assert steps.metrics()["retape/reruns"] == steps.fitted.regions_run - others
     assert is_live(tokens(4, 25))
     assert not is_live(tokens(3, 24))
     assert is_live(tokens(4, 24, masked=True))
     steps.remove()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_error_while_the_live_budget_learns_leaves_the_model_as_it_was(failing):
+    model, batch, learned = small_llama(use_cache=False), tokens(4, 24), 0
+    before, steps = state_of(model), FittedSteps(0.9, progress=False)
+
+    def compute(model, batch):
+        nonlocal learned
+        learned += steps.live is not None and steps.fitted is None
+        if learned == failing:
+            raise ValueError("an error of the user's")
+        return model(**batch).loss
+
+    with pytest.raises(ValueError, match="an error of the user's"):
+        steps.loss(model, batch, compute)
+    steps.remove()
+    assert state_of(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_weights_that_are_unfrozen_are_fitted_again(caplog):
+    """The last layer alone needs little memory; with all layers, a plan for the last one would pass the budget."""
+    model, batch = small_llama(use_cache=False), tokens(4, 24)
+    model.requires_grad_(False)
+    model.model.layers[-1].requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps, budget = FittedSteps("430KiB", progress=False), 430 << 10
+
+    def compute(model, batch):
+        return model(**batch).loss
+
+    def peak():
+        optimizer.zero_grad()
+        steps.prepare(model, batch, compute, optimizer=optimizer)
+        there = [*model.parameters(), *model.buffers(), *batch.values()]
+        there += [each for state in optimizer.state.values() for each in state.values()]
+        with LiveBytes() as live:
+            compute(model, batch).backward()
+        return sum(each.nbytes for each in there) + live.peak
+
+    few = [peak() for _ in range(2)]
+    optimizer.step()
+    fitted_before = steps.fitted
+    model.requires_grad_(True)
+    many = [peak() for _ in range(2)]
+    assert max(few) < fitted_before.measured.peak_bytes + 4096 < max(many) <= budget
+    assert steps.fitted is not fitted_before
+    assert "were frozen or unfrozen: it is fitted again" in caplog.text
+    assert retape.verify(model, batch).equal
+    steps.remove()
+    optimizer.zero_grad()
+    with LiveBytes() as live:
+        compute(model, batch).backward()
+    assert live.peak + sum(each.nbytes for each in model.parameters()) > budget, "without the second fit"
 
 
 def wav2vec2():

@@ -1,8 +1,8 @@
 """The hook that all trainers share: a fit inside their first training step, on the loss that they compute themselves.
 
-A trainer's adapter calls `FittedSteps.loss` wherever the trainer computes the loss of a batch. The first call fits; later ones
-compare the batch with the fitted one, and give larger batches a live budget. What belongs to one trainer (where its steps and
-loggers are) is in that trainer's module.
+A trainer's adapter calls `FittedSteps.loss` wherever the trainer computes the loss of a batch. The first call fits, and so does one
+before which weights were frozen or unfrozen; later ones compare the batch with the fitted one, and give larger batches a live budget.
+What belongs to one trainer (where its steps and loggers are) is in that trainer's module.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from retape.core.problem import EXACT, Budget, BudgetLike, OptionSet
 from retape.integrations.trainer_state import OwnCheckpointing, TensorSize, is_within, plain_state_restored, sizes_of
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning
+from retape.torch.measure.sandbox import InitialGradients, sandboxed
+from retape.torch.measure.step_function import StepFunction
 from retape.torch.planning.attach import unwrapped
 
 ComputeLoss = Callable[[nn.Module, Any], Any]  # a trainer's own: returns the loss, or a tuple or dict that contains it
@@ -46,7 +48,7 @@ class FittedSteps:
     """Training steps inside a budget: the first is fitted, and larger ones get a live budget over the plan.
 
     `options` are those of `retape.fit`. `fitted` is the Fit, None before the first step; `live` the live budget, None before that;
-    `is_live` says whether it runs the current step. It also runs the first steps, whatever their size, and learns from them.
+    `is_live` says whether it runs the current step. It learns from steps of the fitted batch that are only measured.
     """
 
     def __init__(self, budget: BudgetLike, *, lengths: Lengths | str = Lengths.ADAPTIVE, **options: Any) -> None:
@@ -61,8 +63,9 @@ class FittedSteps:
         self.live: Adaptive | None = None
         self._is_removed = False
         self._sizes: list[TensorSize] = []
+        self._trained: tuple[bool, ...] = ()
+        self._other_reruns = 0  # of steps that teach the live budget, less those that a removed fit no longer counts
         self.is_live = False
-        self._learning = AdaptiveTuning().first_measured_steps  # a live budget must know steps of the fitted size first
         self._taken_over: OwnCheckpointing | None = None
 
     def take_over(self, model: nn.Module) -> OwnCheckpointing:
@@ -91,14 +94,19 @@ class FittedSteps:
             raise InvalidInput(
                 "This budget was removed from the model, so nothing holds the step inside it. Make a new one for further training."
             )
+        if self.fitted is not None and _trained_of(model) != self._trained:
+            _LOG.warning("retape: weights of %s were frozen or unfrozen: it is fitted again.", self.fitted.record.model)
+            self._detach()
+            self.fitted = self.live = None
         if self.fitted is None:
             self.fit(model, batch, compute, optimizer=optimizer, keepers=keepers)
-        self._choose(model, batch)
+        self._choose(batch)
 
     def fit(
         self, model: nn.Module, batch: Any, compute: ComputeLoss, *, optimizer: Any = None, keepers: Iterable[Any] = ()
     ) -> Fit:
         """Fit on a batch, and leave model, batch and keepers as they were."""
+        self._other_reruns = 0
         options = {"optimizer": optimizer, **self._options}
         with plain_state_restored(keepers) as restore:
 
@@ -106,31 +114,43 @@ class FittedSteps:
                 restore()
                 return loss_in(compute(model, batch))
 
-            self.fitted = fit(model, batch, budget=self._budget, step=step, **options)
-        self._sizes = sizes_of(batch)
-        return self.fitted
+            fitted = fit(model, batch, budget=self._budget, step=step, **options)
+            if self.lengths is Lengths.ADAPTIVE and not fitted.record.devices:
+                self._teach_live(fitted, model, batch, step, optimizer)
+        self.fitted, self._sizes, self._trained = fitted, sizes_of(batch), _trained_of(model)
+        return fitted
 
-    def _choose(self, model: nn.Module, batch: Any) -> None:
+    def _teach_live(self, fitted: Fit, model: nn.Module, batch: Any, step: StepFunction, optimizer: Any) -> None:
+        """Let the live budget measure steps of the fitted size, apart from training: such a step is not held inside the budget.
+
+        The last begins with gradients, as when they accumulate, if the fit has a plan for that: then backward needs the most.
+        """
+        later = fitted.record.accumulating
+        last = InitialGradients.ZERO if later is None or later.fits else InitialGradients.NONE
+        live = self.live = Adaptive(unwrapped(model), Budget.of(fitted.record.budget_bytes))
+        try:
+            with sandboxed(model, batch, step, optimizer, gradients=InitialGradients.NONE) as sandbox:
+                for number in range(AdaptiveTuning().first_measured_steps):
+                    sandbox.rewind(last if number else InitialGradients.NONE)
+                    step(model, batch).backward()
+                self._other_reruns = fitted.regions_run + live.stats().reruns
+        except BaseException:
+            live.remove()
+            fitted.remove()
+            raise
+        live.remove()
+
+    def _choose(self, batch: Any) -> None:
         """Let the plan run batches that are not larger than the fitted one, and the live budget those that are."""
         assert self.fitted is not None
-        is_larger = not is_within(sizes_of(batch), self._sizes)
-        wants_live = self.lengths is Lengths.ADAPTIVE and (is_larger or self._learning > 0)
-        self._learning -= 1
-        if wants_live and self.fitted.record.devices:
-            _log_devices(self.fitted)
-            return
-        if self.is_live and not wants_live:
+        wants_live = self.lengths is Lengths.ADAPTIVE and not is_within(sizes_of(batch), self._sizes)
+        if not wants_live:
             self._stop_live()
-        elif wants_live and not self.is_live:
-            self._start_live(model)
-
-    def _start_live(self, model: nn.Module) -> None:
-        assert self.fitted is not None
-        if self.live is None:
-            self.live = Adaptive(unwrapped(model), Budget.of(self.fitted.record.budget_bytes))
+        elif self.live is None:
+            _log_devices(self.fitted)
         else:
             self.live.attach()
-        self.is_live = True
+            self.is_live = True
 
     def _stop_live(self) -> None:
         if self.live is not None and self.is_live:
@@ -140,10 +160,14 @@ class FittedSteps:
     def remove(self) -> None:
         """Restore the model as it was before the first step; `fitted` keeps its record."""
         self._is_removed = self.fitted is not None
+        self._detach()
+        self._put_back()
+
+    def _detach(self) -> None:
         self._stop_live()
         if self.fitted is not None:
+            self._other_reruns -= self.fitted.regions_run
             self.fitted.remove()
-        self._put_back()
 
     def _put_back(self) -> None:
         if self._taken_over is not None:
@@ -155,6 +179,7 @@ class FittedSteps:
         if self.fitted is None:
             return {}
         record, live = self.fitted.record, self.live
+        reruns = self.fitted.regions_run + (live.stats().reruns if live is not None else 0)
         peaks = [
             record.measured.peak_bytes,
             *(live.stats().peak_bytes[-1:] if live is not None and self.is_live else ()),
@@ -163,8 +188,12 @@ class FittedSteps:
             "retape/budget_bytes": float(record.budget_bytes),
             "retape/peak_bytes": float(max(peaks)),
             "retape/slowdown": self.fitted.promised.slowdown,
-            "retape/reruns": float(self.fitted.regions_run + (live.stats().reruns if live is not None else 0)),
+            "retape/reruns": float(reruns - self._other_reruns),
         }
+
+
+def _trained_of(model: nn.Module) -> tuple[bool, ...]:
+    return tuple([parameter.requires_grad for parameter in model.parameters()])
 
 
 def loss_in(result: Any) -> Tensor:
