@@ -306,6 +306,29 @@ def test_what_earlier_scales_saw_is_not_seen_going_in_a_later_one():
     assert stats.peak_bytes[0] - stats.base_bytes >= 0.9 * wanted
 
 
+def test_gradients_that_a_step_frees_and_makes_again_are_no_need_of_its_regions():
+    """A block that begins with gradients of before, and frees them: the next ones take their place."""
+    model, x, kept = Model(), X[:16], []
+    model(x).backward()
+    live = Adaptive(None, Budget.activations("50KiB"))
+    for _ in range(4):
+        with live:
+            model.zero_grad()
+            y = x
+            for block in model.blocks:
+                y = retape.checkpoint(block, y, use_reentrant=False)
+            model.head(y).square().mean().backward()
+        before = live.stats()
+        kept += [parameter.grad for parameter in model.parameters()] if not kept else []  # the next ones are elsewhere
+        model.zero_grad()
+        model(x).backward()
+    live.remove()
+    assert before.weighed_steps == 2
+    assert before.reruns
+    assert not before.over_budget
+    assert before.peak_bytes[-1] - before.base_bytes <= 50 << 10
+
+
 # --- what is refused, and said ---------------------------------------------------------------------------------------
 
 

@@ -676,6 +676,16 @@ def test_memory_events():
     assert [at for at, _ in events] == sorted(at for at, _ in events)
 
 
+def test_memory_events_leave_out_frees_of_what_was_there_before():
+    """PyTorch knows the address from the earlier profile, and the bytes that were there then."""
+    with internals.memory_events():
+        kept = torch.UntypedStorage(1 << 20)
+    with internals.memory_events() as events:
+        del kept
+        held = torch.UntypedStorage(1 << 10)
+    assert [size for _, size in events] == [held.nbytes()]
+
+
 def test_mark_memory():
     with internals.memory_events() as events:
         for _ in range(100):

@@ -1,5 +1,6 @@
 """Cases of test_together.py: ranks that fit and apply together; one of them fails, is killed, or is given something else."""
 
+import ctypes
 import os
 import signal
 import time
@@ -221,6 +222,20 @@ def sequence_fitted(rank):
     return fitted.regions_run, all(map(torch.equal, local_gradients(own, batch), wanted)), fitted.record.plan_hash
 
 
+def busy_rank(rank):
+    """One rank holds the interpreter's lock for longer than a rank may be silent once a collective has failed."""
+    calls = []
+
+    def step(model, batch):
+        calls.append(0)
+        if rank == FAULTY and len(calls) == 1:
+            ctypes.PyDLL(None).sleep(7)
+        return model(batch)
+
+    fitted = retape.fit(seeded_blocks(), torch.randn(128, 16), step=step, budget=0.6, progress=False)
+    return fitted.record.plan_hash
+
+
 def unequal_rows(rank):
     """The larger batch of one rank decides for both."""
     fitted = retape.fit(seeded_blocks(), torch.randn(64 + 64 * rank, 16), budget=0.6, progress=False)
@@ -288,6 +303,7 @@ CASES = FIT_CASES | {
     ),
     "power sgd": Case(run=power_sgd),
     "sequence parallel": Case(run=sequence_fitted),
+    "busy rank": Case(run=busy_rank, timeout_s=60),
     "unequal rows": Case(run=unequal_rows),
     "group of two": Case(run=group_of_two, ranks=4),
     "stages of pairs": Case(run=stages_of_pairs, ranks=4),

@@ -279,6 +279,36 @@ def steps_with_skipped_microbatches(rank, planned):
     return found, two_forwards.count
 
 
+def shown_weights(rank, planned):
+    """What the model shows of its weights after a forward without backward, and what `model.zero_grad()` leaves of gradients."""
+    torch.manual_seed(0)
+    model = sharded(Transformer(blocks=4))
+    weights = list(model.parameters())
+    torch.manual_seed(rank)
+    one, other = torch.randint(0, WORDS, (2, 8, 16))
+    fit = fit_with_room(model, one) if planned else None
+    loss(model, one).backward()
+    loss(model, other)
+    shown = [
+        tuple(weight.to_local().shape if isinstance(weight, DTensor) else weight.shape) for weight in model.parameters()
+    ]
+    of_blocks = all(isinstance(weight, DTensor) for block in model.blocks for weight in block.parameters())
+    with_gradients = [weight.grad is not None for weight in model.parameters()]
+    model.zero_grad()
+    left = [weight.grad is None for weight in weights]
+    loss(model, other).backward()
+    if fit is not None:
+        assert all(choice.keep_gathered for choice in fit.record.assignment.choices)
+    return [shown, with_gradients, left], of_blocks, [whole(weight.grad) for weight in weights]
+
+
+def weights_are_shown_as_shards(rank):
+    wanted, _, plain_gradients = shown_weights(rank, planned=False)
+    got, of_blocks, gradients = shown_weights(rank, planned=True)
+    assert_equal(gradients, plain_gradients)
+    return got == wanted, of_blocks
+
+
 def fit_with_room(model, ids):
     """Fit so that all weights stay gathered until backward; the clock counts ops."""
     with op_clock() as instruments:
@@ -297,6 +327,7 @@ def skipped_microbatches(rank):
 
 CASES = {
     "skipped microbatches": Case(run=skipped_microbatches, timeout_s=90),
+    "shown weights": Case(run=weights_are_shown_as_shards, timeout_s=90),
     "weights": Case(run=weights_stay_gathered, timeout_s=90),
     "weights that the user keeps": Case(run=partial(weights_stay_gathered, reshard=False), timeout_s=90),
     "parts on 2 ranks": Case(run=parts_are_held),

@@ -16,12 +16,12 @@ PARTS = ("parts on 2 ranks", "parts on 4 ranks")
 PLANS = ("plan on 2 ranks", "plan with fsdp2", *(["plan on 4 ranks"] if os.environ.get("RETAPE_LONG") else []))
 OTHERS = ("other layouts", "other inputs", "written to")
 WEIGHTS = ("weights", "weights that the user keeps")
-SKIPPED = "skipped microbatches"
+SKIPPED, SHOWN = "skipped microbatches", "shown weights"
 
 
 @pytest.fixture(scope="module")
 def ends():
-    return run_script(SCRIPT, [*PARTS, *PLANS, *OTHERS, *WEIGHTS, SKIPPED], timeout_s=600)
+    return run_script(SCRIPT, [*PARTS, *PLANS, *OTHERS, *WEIGHTS, SKIPPED, SHOWN], timeout_s=600)
 
 
 def values(ends, name):
@@ -104,6 +104,11 @@ def test_what_the_user_has_set_is_restored(ends):
 def test_after_a_forward_without_backward_and_a_step_they_are_gathered_again(ends):
     for found in values(ends, SKIPPED):  # which has compared losses and gradients with those of the plain model
         assert found["plain"] - found["planned"] == 4  # two forwards, one backward: it finds those of the later forward
+
+
+def test_a_model_shows_the_shards_of_weights_that_only_the_plan_keeps(ends):
+    """So that `model.zero_grad()` and clipping find their gradients after a forward without backward, as without a plan."""
+    assert values(ends, SHOWN) == [[True, True]] * 2
 
 
 def test_the_table_says_so(ends):

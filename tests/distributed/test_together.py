@@ -41,6 +41,7 @@ OTHERS = SAMPLE | {
     "one fits",
     "alone",
     "power sgd",
+    "busy rank",
     "not a member",
     "out of memory while measuring the plan",
 }
@@ -104,6 +105,10 @@ def test_the_largest_rank_decides():
     assert found[0] == found[1]
     _, peaks, budget = found[0]
     assert peaks[0] < peaks[1] <= budget
+
+
+def test_a_rank_that_only_computes_is_waited_for():
+    assert len(set(returned_by_all(ends("busy rank")))) == 1
 
 
 def test_all_ranks_go_on_with_less():

@@ -106,15 +106,14 @@ def right_beside(between, group=False):
     wanted = block_gradients(model, x, regions=False)
     count = started() - before
     assert count >= len(model)
-    # Together, regions with collectives are dropped at first; gloo frees some tensors a moment late, which needs more room.
-    budgets = ("650KiB", "750KiB") if group is False else ("800KiB", "900KiB")
-    live = retape.adaptive(budget=retape.Budget.activations(budgets[dist.get_rank()]), group=group)
-    for number in range(4):
+    # The least that a rank needs is 648 KiB. Each of gloo's two threads may hold 16 KiB of a collective a moment longer.
+    live = retape.adaptive(budget=retape.Budget.activations("750KiB" if dist.get_rank() else "680KiB"), group=group)
+    for _ in range(4):
         before = started()
         with live:
             got = block_gradients(model, x, regions=True)
         again = started() - before - count
-        assert again == 0 if group is False else again >= (len(model) // 2 if number < 3 else 1), again
+        assert again == 0 if group is False else again >= len(model) // 2, again
         assert all(map(torch.equal, got, wanted))
     live.remove()
     assert live.stats().reruns, "regions without collectives are dropped"
@@ -122,22 +121,20 @@ def right_beside(between, group=False):
 
 def group_of_one():
     """A collective in a group of this rank alone concerns no other: its region is dropped like any other."""
-    calls = Notes()
-
-    def alone(x):
-        calls()
-        x = x.clone()
-        dist.all_reduce(x, group=GROUPS["own"])
-        return x
-
-    model = nn.ModuleList(Joined(alone) for _ in range(10))
+    model = blocks(alone)
     wanted = block_gradients(model, torch.ones(ROWS, WIDTH), regions=False)
-    live = retape.adaptive(budget=retape.Budget.activations("600KiB"), group=False)
+    live = retape.adaptive(budget=retape.Budget.activations("420KiB"), group=False)
     for _ in range(4):
         with live:
             got = block_gradients(model, torch.ones(ROWS, WIDTH), regions=True)
         assert all(map(torch.equal, got, wanted))
-    assert len(calls.all) > 5 * len(model), "some were run again"
+    assert live.stats().reruns > 2 * len(model), "more than the regions without collectives"
+
+
+def alone(x):
+    x = x.clone()
+    dist.all_reduce(x, group=GROUPS["own"])
+    return x
 
 
 class RunsOut(nn.Module):

@@ -93,6 +93,7 @@ def test_an_interruption_leaves_the_model_as_it_was(error, at, late):
     tightest(model, BATCH, 0.6).remove()  # nothing is left that would hinder another fit
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # a profiler of PyTorch 2.11 says so
 def test_a_profiler_that_runs_already_is_refused():
     model = blocks_in_a_row()
     with torch.profiler.profile(), pytest.raises(InvalidInput, match="profiler"):

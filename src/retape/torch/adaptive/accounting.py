@@ -151,54 +151,60 @@ class StorageAccount:
 
 
 class ParameterGradients:
-    """The parameters of a step, and which of them had no gradient when it began."""
+    """The parameters of a step, and the gradients that they had when it began."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
-        self._missing: list[weakref.ref[Tensor]] = []
+        self._before: dict[int, weakref.ref[Tensor]] = {}  # gradients when the step began, by parameter
 
     def add(self, tensors: list[Tensor]) -> None:
         """Take note of the parameters among these tensors."""
         for tensor in tensors:
             if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._parameters:
                 self._parameters[id(tensor)] = weakref.ref(tensor)
-                if tensor.grad is None:
-                    self._missing.append(self._parameters[id(tensor)])
+                self._note_gradient(tensor)
 
     def begin_step(self) -> None:
-        """Find out again which parameters have no gradient."""
+        """Find out again which parameters have a gradient."""
         self._parameters = {key: reference for key, reference in self._parameters.items() if reference() is not None}
-        self._missing = []
-        for reference in self._parameters.values():
-            parameter = reference()
-            if parameter is not None and parameter.grad is None and parameter.requires_grad:
-                self._missing.append(reference)
+        self._before = {}
+        for parameter in self.parameters():
+            self._note_gradient(parameter)
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._before[id(parameter)] = weakref.ref(parameter.grad)
 
     def parameters(self) -> list[Tensor]:
         """The parameters that are still alive."""
         return [p for r in self._parameters.values() if (p := r()) is not None]
+
+    def _missing(self) -> list[Tensor]:
+        """The parameters that had no gradient when the step began, and will have one."""
+        return [p for p in self.parameters() if p.requires_grad and id(p) not in self._before]
 
     def optimizer_traces(self) -> tuple[Any, int]:
         """The versions and the number of missing gradients: a step of an optimizer changes the ones or raises the other.
 
         A fused optimizer writes without a new version.
         """
-        return versions_of(self.parameters()), len(self._missing)
+        return versions_of(self.parameters()), len(self._missing())
 
     def missing_bytes(self, device: torch.device) -> int:
         """Bytes that the gradients will take which did not exist when the step began."""
-        return sum(p.nbytes for r in self._missing if (p := r()) is not None and p.device == device)
+        return sum(p.nbytes for p in self._missing() if p.device == device)
 
     def allocated_bytes(self, device: torch.device) -> int:
-        """Bytes of those gradients that exist by now."""
-        return sum(
-            p.nbytes for r in self._missing if (p := r()) is not None and p.grad is not None and p.device == device
-        )
+        """Bytes of the gradients that the step has made, also of those that replace one of before."""
+        return sum(p.nbytes for p in self.parameters() if p.device == device and self._has_new_gradient(p))
+
+    def _has_new_gradient(self, parameter: Tensor) -> bool:
+        before = self._before.get(id(parameter))
+        return parameter.grad is not None and (before is None or before() is not parameter.grad)
 
     def present_bytes(self, device: torch.device) -> int:
         """Bytes of the gradients that existed when the step began."""
-        missing = {id(reference()) for reference in self._missing}
-        gradients = [p.grad for p in self.parameters() if id(p) not in missing and p.device == device]
+        gradients = [p.grad for p in self.parameters() if id(p) in self._before and p.device == device]
         return sum(g.nbytes if g.layout is torch.strided else nbytes_of(g) for g in gradients if g is not None)
 
 

@@ -7,7 +7,6 @@ are in there. `StepMeasurement` measures one step. When to measure is decided in
 from __future__ import annotations
 
 import atexit
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -362,11 +361,8 @@ class StepMeasurement:
 
         `on_interrupt` must end the measurement: it is called when another one begins, and at the end of the process.
         """
-        if account.device.type == "cpu":
-            if internals.profiler_running():
-                return None
-            # Garbage in reference cycles that earlier measurements saw allocated would be freed in this one, and lower its peak.
-            gc.collect()
+        if account.device.type == "cpu" and internals.profiler_running():
+            return None
         measurement = cls(account, base_bytes, gradients, instruments, on_interrupt)
         BACKGROUND_TRACKERS.append(on_interrupt)
         # The profiler crashes if it is still running when the interpreter ends.

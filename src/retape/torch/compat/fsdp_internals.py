@@ -83,9 +83,19 @@ def free_after_forward(module: nn.Module, frees: bool) -> None:
 
 def free_left(module: nn.Module) -> None:
     """Free the weights that a forward of a module has left gathered, unless a forward or backward of it is running."""
-    for group in _groups_of(_state_of(module)):
-        if group._training_state.name == "IDLE":
-            group.reshard()
+    for group in _idle_groups(module):
+        group.reshard()
+
+
+def shards_of_left(module: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the shards of weights that a forward of a module has left gathered, by the addresses of the gathered ones."""
+    weights = [weight for group in _idle_groups(module) if group.is_unsharded for weight in group.fsdp_params]
+    return {id(weight._unsharded_param): weight.sharded_param for weight in weights}
+
+
+def _idle_groups(module: nn.Module) -> list[Any]:
+    """Return the parameter groups of a module, unless a forward or backward of it is running."""
+    return [group for group in _groups_of(_state_of(module)) if group._training_state.name == "IDLE"]
 
 
 def gathered_weights(module: nn.Module) -> list[Tensor]:

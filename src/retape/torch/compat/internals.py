@@ -407,8 +407,8 @@ def memory_events() -> Iterator[list[tuple[int, int | None]]]:
     """Collect the CPU allocator's reports inside the context, as (nanoseconds, bytes); None is a `mark_memory`.
 
     The list is filled when the context is left, with reports of the calling thread and of the backward passes that it starts, and with
-    what other threads (of gloo) allocated and freed between them. A profiler that the user starts meanwhile replaces this one, and what
-    was counted is lost.
+    what other threads (of gloo) allocated and freed between them. Frees of what was there before are left out. A profiler that the user
+    starts meanwhile replaces this one, and what was counted is lost.
     Functions are not recorded: a profiler that ends inside a recorded function leaves it a pointer to freed memory, to which the next
     profiler writes.
     """
@@ -441,26 +441,40 @@ def memory_events() -> Iterator[list[tuple[int, int | None]]]:
         )
     kind = profiler._EventType.Allocation
     found = [(e.start_time_ns, e.extra_fields) for e in results.experimental_event_tree() if e.tag == kind]
-    events += _with_marks([(at, f.alloc_size, f.total_allocated) for at, f in found if f.device.type == "cpu"])
+    events += _with_marks([(at, f.alloc_size, f.total_allocated, f.ptr) for at, f in found if f.device.type == "cpu"])
 
 
-def _with_marks(reports: list[tuple[int, int, int]]) -> Iterator[tuple[int, int | None]]:
-    """Yield reports of (nanoseconds, bytes, all bytes then) without the last, those of marks as None.
+def _with_marks(reports: list[tuple[int, int, int, int]]) -> Iterator[tuple[int, int | None]]:
+    """Yield reports of (nanoseconds, bytes, all bytes then, address) as (nanoseconds, bytes), those of marks as (nanoseconds, None).
 
-    What other threads did since the report before shows in the sum of all bytes, and is yielded first.
+    What other threads did since the report before shows in the sum of all bytes, and is yielded first. A free of what was there before
+    the first report is left out: PyTorch reports it only if an earlier profile has seen its address, and with the bytes that were there
+    then.
     """
     reports.sort(key=lambda report: report[0])
-    sizes = [size for _, size, _ in reports]
-    position = 0
+    sizes = [size for _, size, _, _ in reports]
+    position, known, others_bytes = 0, set(), 0
     present = reports[0][2] - reports[0][1] if reports else 0
     while position < len(reports):
-        at, size, total = reports[position]
-        if total - size != present:
-            yield at, total - size - present
-        is_mark = size == _MARK_BYTES[0] and sizes[position : position + 4] == _MARK
-        present = total - size if is_mark else total
-        yield at, None if is_mark else size
-        position += 4 if is_mark else 1
+        at, size, total, address = reports[position]
+        by_others = total - size - present
+        if by_others:
+            others_bytes = max(0, others_bytes + by_others)
+            yield at, by_others
+        if size == _MARK_BYTES[0] and sizes[position : position + 4] == _MARK:
+            yield at, None
+            present, position = total - size, position + 4
+            continue
+        if size > 0:
+            known.add(address)
+            yield at, size
+        elif address in known:
+            known.discard(address)
+            yield at, size
+        elif -size <= others_bytes:
+            others_bytes += size
+            yield at, size
+        present, position = total, position + 1
 
 
 @functools.cache

@@ -277,7 +277,7 @@ class StepWatch:
         """Return the error of the rank that has made a collective of this one fail."""
         self._watcher.hurry()
         slowest = self._tuning.forwards_apart * self._forward_seconds
-        end = time.monotonic() + self._tuning.patience_seconds + self._tuning.silence_seconds + slowest
+        end = time.monotonic() + self._tuning.patience_seconds + self._tuning.hurried_silence_seconds + slowest
         while not self._channel.wait([FAILURE], seconds=self._tuning.beat_seconds) and time.monotonic() < end:
             ended = self._watcher.ended(self._channel)
             if ended is not None:

@@ -198,7 +198,7 @@ class Together(Ranks):
         if isinstance(error, StoreLost):
             raise error
         if process_internals.is_of_collective(error):  # an effect: give the cause time to be noticed
-            self._channel.wait([FAILURE], seconds=self._tuning.silence_seconds + 2 * self._tuning.beat_seconds)
+            self._channel.wait([FAILURE], seconds=self._tuning.hurried_silence_seconds + 2 * self._tuning.beat_seconds)
         mine = failure_of(error, self.members[self.number], self.phase)
         first: Failure = (
             self._channel.peek(FAILURE) if isinstance(error, OthersFailed) else self._channel.put_first(FAILURE, mine)
@@ -249,6 +249,8 @@ def working_together(
         ranks.of_all(None)  # a rank that fails at the very end fails on all of them
     except BaseException as error:
         own = error.error if isinstance(error, _OwnFailure) else error
+        if process_internals.is_of_collective(own):
+            watcher.hurry()
         raised = ranks.failure_for(own)
         if raised is error:
             raise

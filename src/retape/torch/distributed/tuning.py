@@ -13,7 +13,10 @@ class DistributedTuning:
         20.0  # between the first rank that begins a fit and the last one: data loaders are not equally fast
     )
     beat_seconds: float = 0.25  # between two signs of life, and two looks at what the others posted
-    silence_seconds: float = 5.0  # without a sign of life: the process was killed, or no thread of it runs
+    silence_seconds: float = (
+        60.0  # without a sign of life in a fit: compiling or unpickling holds the interpreter's lock for many seconds
+    )
+    hurried_silence_seconds: float = 5.0  # the same once a collective has failed: the process was killed
     patience_seconds: float = (
         3.0  # beyond twice the longest attempt: after it, ranks that did not fail wait in a collective
     )

@@ -106,7 +106,7 @@ class Watcher(threading.Thread):
 
     def hurry(self) -> None:
         """Look at once, and more often: a collective has failed, so that a silent rank has been killed."""
-        self._beat_seconds, self._silence_seconds = self._tuning.beat_seconds, self._tuning.silence_seconds
+        self._beat_seconds, self._silence_seconds = self._tuning.beat_seconds, self._tuning.hurried_silence_seconds
         self._hurries = True
         self._wake.set()
 

@@ -2,7 +2,7 @@
 
 CUDA: the counters of the caching allocator, which follow program order and need no synchronisation. CPU: the allocation and
 free events of this thread in PyTorch's profiler; tensors that existed before tracking started are counted by a walk over the
-program's variables (`TensorWalk`).
+program's variables (`TensorWalk`), and stay counted if they are freed meanwhile.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def track_memory(device: torch.device, *, clock: Clock = time.perf_counter) -> I
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Run no garbage collection inside: it would free tensors of before, and a step seem to need that much less."""
+    """Run no garbage collection inside: it would free cycles of the step at random, and on CUDA tensors of before it."""
     enabled = gc.isenabled()
     gc.disable()
     try:

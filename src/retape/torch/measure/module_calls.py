@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from retape.core.assignment import checkpoint_name
 from retape.torch.capture.arguments import tensors_of
-from retape.torch.compat.compiler_internals import is_compiled, replays_cuda_graphs, uncompiled
+from retape.torch.compat.compiler_internals import is_compiled, left_alone, replays_cuda_graphs, uncompiled
 from retape.torch.engine.context import RegionRequest, running_regions
 from retape.torch.engine.policy import DROP_IN
 from retape.torch.measure.memory_meter import storages_of
@@ -185,6 +185,7 @@ class _Recorder:
     def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._running.pop().outputs = self._numbers_of(tensors_of(outputs))
 
+    @left_alone
     def _save(self, keep: bool, tensor: Tensor) -> Tensor | None:
         self._running[-1].events += self._numbers_of([tensor]) - self._weights
         return tensor.detach() if keep else None

@@ -105,6 +105,12 @@ class _Attached:
         answer = _answered_uncompiled if compiling else _answered
         return answer(module, plain_call, arguments, keywords)
 
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the shards of weights that FSDP2 would have freed without the plan: they have the gradients."""
+        shards = _shards_of_kept(cast(nn.Module, self))
+        for name, weight in super().named_parameters(*arguments, **keywords):  # type: ignore[misc]
+            yield name, shards.get(id(weight), weight)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return process_internals.reduced_as(original_class(type(self)), super().__reduce_ex__(protocol))
 
@@ -122,6 +128,16 @@ def _call_of_sharded(module: nn.Module, *arguments: Any, **keywords: Any) -> Any
     return original_class(type(module)).__call__(module, *arguments, **keywords)
 
 
+def _shards_of_kept(root: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the shards of weights that stay gathered only because of the plan, by the gathered ones."""
+    kept = [module for module in root.modules() if _is_kept(module)] if _FREED else []
+    return {whole: shard for module in kept for whole, shard in fsdp_internals.shards_of_left(module).items()}
+
+
+def _is_kept(module: nn.Module) -> bool:
+    return bool(_FREED.get(module)) and not fsdp_internals.freed_after_forward(module)
+
+
 @compiler_internals.uncompiled
 def _free_stale(module: nn.Module) -> None:
     """Free weights that stay gathered only because of the plan.
@@ -129,7 +145,7 @@ def _free_stale(module: nn.Module) -> None:
     They are those of a forward whose backward has not run, and never will if its loss was dropped: an optimizer step may have changed
     the sharded ones since, also by a kernel that moves no version. The next forward or backward gathers them again.
     """
-    if _FREED.get(module) and not fsdp_internals.freed_after_forward(module):
+    if _is_kept(module):
         fsdp_internals.free_left(module)
 
 
