@@ -397,8 +397,8 @@ def _forecast_plan(setup: Setup, share: float, device: str, *, toy: bool):
     from retape.forecast.known_devices import cost_model, device_named
     from retape.forecast.layout import Layout, optimizer_kind
     from retape.forecast.parallel import stage_problems
+    from retape.forecast.simulation.tracing import trace_step
     from retape.forecast.stage_plan import plan_stage
-    from retape.forecast.tracing import trace_step
 
     model, batch = build(setup, "meta", toy=toy)
     where, none = device_named(device), optimizer_kind("none")

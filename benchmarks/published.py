@@ -23,14 +23,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import retape
 from retape.core.problem import Option, OptionKind, Stage
 from retape.forecast.device import Device
-from retape.forecast.float8 import Scaling
 from retape.forecast.forecasting import USABLE_SHARE, optimizer_step_seconds
 from retape.forecast.known_devices import cost_model, device_named
 from retape.forecast.known_models import batch_from, config_named, model_from
 from retape.forecast.layout import Layout, OptimizerKind, optimizer_kind
 from retape.forecast.parallel import StageProblem, stage_problems
+from retape.forecast.simulation.float8 import Scaling
+from retape.forecast.simulation.tracing import TracedStep, trace_step
 from retape.forecast.stage_plan import plan_stage, step_seconds
-from retape.forecast.tracing import TracedStep, trace_step
 
 LENGTH, VOCABULARY = 2048, 51200
 SOURCES = {

@@ -161,7 +161,7 @@ def by_adaptive(model, ids, wanted):
 WAYS = {"fit": by_fit, "adaptive": by_adaptive}
 
 
-def outcome(name, way, rank):
+def end_of_case(name, way, rank):
     model = MODELS[name]()
     torch.manual_seed(0 if name.startswith("tensor") else rank)
     ids = torch.randint(0, WORDS, (8, 16))
@@ -211,7 +211,7 @@ def returns_early(rank):
         loss(model, ids).backward()
 
 
-CASES = {f"{name}: {way}": Case(run=partial(outcome, name, way), timeout_s=120) for name in MODELS for way in WAYS}
+CASES = {f"{name}: {way}": Case(run=partial(end_of_case, name, way), timeout_s=120) for name in MODELS for way in WAYS}
 CASES |= {
     "without gradients": Case(run=without_gradients, timeout_s=90),
     "other world": Case(run=other_world, ranks=4, timeout_s=90),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import retape
-from retape.forecast.allocator import Allocator, Run, reserved_bytes
+from retape.forecast.simulation.allocator import Allocator, Run, reserved_bytes
 
 MIB = 2**20
 

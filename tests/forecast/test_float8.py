@@ -8,16 +8,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retape
 from retape.cli.main import main
 from retape.errors import InvalidInput
-from retape.forecast.float8 import Float8Linears, Scaling
 from retape.forecast.forecasting import search_layouts
 from retape.forecast.known_devices import cost_model, measured_device
-from retape.forecast.simulator import simulated
+from retape.forecast.simulation.float8 import Float8Linears, Scaling
+from retape.forecast.simulation.simulator import simulated
 from support.blocks import MlpBlock
 
 SCALINGS = ["tensorwise", "rowwise"]
 
 
-class Model(nn.Module):
+class WideMlps(nn.Module):
     def __init__(self, width=4096, blocks=4):
         super().__init__()
         self.blocks = nn.ModuleList(MlpBlock(width) for _ in range(blocks))
@@ -30,19 +30,19 @@ class Model(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def model():
+def wide():
     with torch.device("meta"):
-        return Model().to(torch.bfloat16)
+        return WideMlps().to(torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
-def rows():
+def wide_rows():
     return torch.empty(32768, 4096, dtype=torch.bfloat16, device="meta")
 
 
 @pytest.fixture(scope="module")
-def plain(model, rows):
-    return retape.forecast(model, rows, optimizer="adamw")
+def in_bf16(wide, wide_rows):
+    return retape.forecast(wide, wide_rows, optimizer="adamw")
 
 
 class Products(TorchDispatchMode):
@@ -83,85 +83,85 @@ def test_input_and_weight_are_saved_as_they_are(scaling):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_step_in_float8_keeps_as_much_and_is_faster(model, rows, plain, scaling):
-    found = retape.forecast(model, rows, optimizer="adamw", float8=scaling)
-    tapes = [[stage.tape_bytes for stage in each.stages[0].problem.chain.stages] for each in (found, plain)]
+def test_a_step_in_float8_keeps_as_much_and_is_faster(wide, wide_rows, in_bf16, scaling):
+    found = retape.forecast(wide, wide_rows, optimizer="adamw", float8=scaling)
+    tapes = [[stage.tape_bytes for stage in each.stages[0].problem.chain.stages] for each in (found, in_bf16)]
     assert tapes[0] == tapes[1]
-    assert found.seconds < plain.seconds
+    assert found.seconds < in_bf16.seconds
     assert "float8 never measured" in found.explain()
-    assert "float8" not in plain.explain()
-    assert found.flops == plain.flops
+    assert "float8" not in in_bf16.explain()
+    assert found.flops == in_bf16.flops
 
 
-def test_a_smaller_budget_recomputes_blocks_in_float8(model, rows, plain):
-    budget = (plain.floor_bytes + plain.peak_bytes) // 2
-    tight = retape.forecast(model, rows, optimizer="adamw", float8="tensorwise", budget=budget)
+def test_a_smaller_budget_recomputes_blocks_in_float8(wide, wide_rows, in_bf16):
+    budget = (in_bf16.floor_bytes + in_bf16.peak_bytes) // 2
+    tight = retape.forecast(wide, wide_rows, optimizer="adamw", float8="tensorwise", budget=budget)
     assert tight.peak_bytes <= budget
-    assert tight.seconds > retape.forecast(model, rows, optimizer="adamw", float8="tensorwise").seconds
+    assert tight.seconds > retape.forecast(wide, wide_rows, optimizer="adamw", float8="tensorwise").seconds
 
 
-def test_weights_of_blocks_are_gathered_in_float8_with_one_scale(model, rows):
+def test_weights_of_blocks_are_gathered_in_float8_with_one_scale(wide, wide_rows):
     mesh = {"gpus": 8, "fsdp": 8}
     buffers = {
-        scaling: retape.forecast(model, rows, mesh=mesh, float8=scaling).stages[0].problem.buffer_bytes
+        scaling: retape.forecast(wide, wide_rows, mesh=mesh, float8=scaling).stages[0].problem.buffer_bytes
         for scaling in (None, *SCALINGS)
     }
-    weights = sum(parameter.numel() for parameter in model.blocks[0].parameters() if parameter.dim() == 2)
+    weights = sum(parameter.numel() for parameter in wide.blocks[0].parameters() if parameter.dim() == 2)
     assert buffers["rowwise"] == buffers[None]
     assert buffers["tensorwise"] == buffers[None] - 2 * weights  # of two gathered blocks, one byte less each
 
 
-def test_a_model_that_multiplies_in_float8_by_itself(rows):
+def test_a_model_that_multiplies_in_float8_by_itself(wide_rows):
     class Product(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, rows, weight):
-            ctx.save_for_backward(rows, weight)
-            one = torch.ones((), device=rows.device)
-            small = [each.to(torch.float8_e4m3fn) for each in (rows, weight)]
+        def forward(ctx, wide_rows, weight):
+            ctx.save_for_backward(wide_rows, weight)
+            one = torch.ones((), device=wide_rows.device)
+            small = [each.to(torch.float8_e4m3fn) for each in (wide_rows, weight)]
             return torch._scaled_mm(small[0], small[1].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
         @staticmethod
         def backward(ctx, gradient):
-            rows, weight = ctx.saved_tensors
-            return gradient @ weight, gradient.t() @ rows
+            wide_rows, weight = ctx.saved_tensors
+            return gradient @ weight, gradient.t() @ wide_rows
 
     class Own(nn.Linear):
-        def forward(self, rows):
-            return Product.apply(rows, self.weight)
+        def forward(self, wide_rows):
+            return Product.apply(wide_rows, self.weight)
 
-    def step(model, rows):
-        return model(rows).float().mean()
+    def step(model, wide_rows):
+        return model(wide_rows).float().mean()
 
     flops = {}
     for kind in (Own, nn.Linear):
         with torch.device("meta"):
             model = nn.Sequential(*(kind(4096, 4096, bias=False) for _ in range(2))).to(torch.bfloat16)
-        flops[kind] = retape.forecast(model, rows, step=step).flops
+        flops[kind] = retape.forecast(model, wide_rows, step=step).flops
         if kind is Own:
             with pytest.raises(InvalidInput, match="No rate of float8 products is known for 'a100-80g'"):
-                retape.forecast(model, rows, step=step, device="a100")
+                retape.forecast(model, wide_rows, step=step, device="a100")
     assert (
         flops[Own] == flops[nn.Linear] + 2 * 32768 * 4096**2
     )  # its first layer computes the gradient of the batch too
 
 
-def test_what_cannot_be(model, rows):
+def test_what_cannot_be(wide, wide_rows):
     with pytest.raises(InvalidInput, match="No rate of float8 products is known for 'a100-80g'"):
-        retape.forecast(model, rows, device="a100", float8="tensorwise")
+        retape.forecast(wide, wide_rows, device="a100", float8="tensorwise")
     with pytest.raises(InvalidInput, match="give 'tensorwise' or 'rowwise'"):
-        retape.forecast(model, rows, float8="blockwise")
+        retape.forecast(wide, wide_rows, float8="blockwise")
     with torch.device("meta"):
         odd = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
     with pytest.raises(InvalidInput, match="multiples of 16; forecast it without float8"):
         retape.forecast(
-            odd, torch.empty(8, 24, device="meta"), step=lambda model, rows: model(rows).sum(), float8="rowwise"
+            odd, torch.empty(8, 24, device="meta"), step=lambda wide, wide_rows: wide(wide_rows).sum(), float8="rowwise"
         )
 
 
-def test_a_search_in_float8_and_the_command(model, rows, capsys):
+def test_a_search_in_float8_and_the_command(wide, wide_rows, capsys):
     fixed = {"tensor": 1, "pipeline": 1}
     found = {
-        scaling: search_layouts(model, rows, gpus=2, fixed=fixed, float8=scaling)[0].forecast.seconds
+        scaling: search_layouts(wide, wide_rows, gpus=2, fixed=fixed, float8=scaling)[0].forecast.seconds
         for scaling in (None, "tensorwise")
     }
     assert found["tensorwise"] < found[None]

@@ -17,7 +17,7 @@ from retape.core.problem import OptionKind
 from retape.forecast.known_devices import cost_model, device_named, measured_device
 from retape.forecast.layout import Layout, OptimizerKind
 from retape.forecast.parallel import stage_problems
-from retape.forecast.tracing import trace_step
+from retape.forecast.simulation.tracing import trace_step
 
 LENGTH = 2048
 MODELS = {"22B": (64, 6144), "175B": (96, 12288), "530B": (128, 20480), "1T": (160, 25600)}

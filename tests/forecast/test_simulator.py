@@ -7,8 +7,8 @@ from torch.nn import functional
 
 from retape.errors import InvalidInput
 from retape.forecast.known_devices import cost_model, measured_device
-from retape.forecast.simulator import allocated, simulated, track_simulated
-from retape.forecast.tracing import on_meta, trace_step
+from retape.forecast.simulation.simulator import allocated, simulated, track_simulated
+from retape.forecast.simulation.tracing import on_meta, trace_step
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Peak memory, step time and the best plan of a training setup, without its hardware.
 
-`forecast` runs the step of a model on the meta device (`tracing`, `simulator`, `float8`, `allocator`), with seconds from the rates of a
-device (`op_work`, `op_seconds`, `device`, `known_devices`), divides it over GPUs (`layout`, `parallel`) and solves it
-as `fit` does (`stage_plan`).
+`forecast` runs the step of a model on a simulated device (`simulation`, with the rates of `device` and `known_devices`), divides it over
+GPUs (`layout`, `parallel`) and solves it as `fit` does (`stage_plan`).
 `calibration` measures a device. This module can be called: `retape.forecast(model, batch, ...)` is `forecasting.forecast`.
 """
 

@@ -16,16 +16,16 @@ from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.problem import Budget, BudgetKind
 from retape.core.units import format_bytes
 from retape.forecast.advice import Change
-from retape.forecast.allocator import reserved_bytes
 from retape.forecast.device import Device
-from retape.forecast.float8 import Scaling
 from retape.forecast.known_devices import cost_model, device_named
 from retape.forecast.known_models import batch_from, model_from
 from retape.forecast.layout import Layout, OptimizerKind, layout_from, optimizer_kind
 from retape.forecast.parallel import StageProblem, run_of, stage_problems
 from retape.forecast.result import Forecast
+from retape.forecast.simulation.allocator import reserved_bytes
+from retape.forecast.simulation.float8 import Scaling
+from retape.forecast.simulation.tracing import Step, TracedStep, trace_step
 from retape.forecast.stage_plan import StagePlan, plan_stage, step_seconds
-from retape.forecast.tracing import Step, TracedStep, trace_step
 from retape.torch.compat.compiler_internals import is_compiled
 
 USABLE_SHARE = 0.94  # of a device's memory: the CUDA context, libraries and fragments take the rest

@@ -16,7 +16,7 @@ from pathlib import Path
 from retape.core import codec
 from retape.core.errors import InvalidInput
 from retape.forecast.device import Device, PeakRate, read_device
-from retape.forecast.op_seconds import CostModel
+from retape.forecast.simulation.op_seconds import CostModel
 
 MEASURED = "h200"
 _GIB = 2**30

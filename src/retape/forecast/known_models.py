@@ -65,7 +65,7 @@ def config_named(name: str, *, length: int = 4096) -> Any:
 
 def model_from(given: Any, *, length: int = 4096, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Return a model on the meta device, from a module, a Transformers configuration, or the name of a known model."""
-    from retape.forecast.tracing import on_meta
+    from retape.forecast.simulation.tracing import on_meta
 
     if isinstance(given, nn.Module):
         return on_meta(given)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput
 from retape.core.problem import Chain, Option, Stage
-from retape.forecast.allocator import Run
 from retape.forecast.device import Device
 from retape.forecast.layout import Layout, OptimizerKind
-from retape.forecast.tracing import TracedStep, Weights
+from retape.forecast.simulation.allocator import Run
+from retape.forecast.simulation.tracing import TracedStep, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from retape.core.units import format_bytes, format_seconds
 from retape.forecast.advice import NO_LIMIT, Advice, Change, page_of, what_to_change
 from retape.forecast.device import Device
 from retape.forecast.export import export_settings
-from retape.forecast.float8 import Scaling
 from retape.forecast.layout import Layout, OptimizerKind
+from retape.forecast.simulation.float8 import Scaling
 from retape.forecast.stage_plan import StagePlan
 from retape.report.page.forecast import write_forecast_page
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retape.forecast.calibration.meter import CalibrationTuning, DeviceMeter
 from retape.forecast.calibration.ops import POINTWISE, ROWWISE
 from retape.forecast.device import AttentionPoint, Device, MatmulPoint, OpPoint, OptimizerPoint
-from retape.forecast.op_work import dtype_name, op_name, work_of
+from retape.forecast.simulation.op_work import dtype_name, op_name, work_of
 
 aten = torch.ops.aten
 Tell = Callable[[str], None]

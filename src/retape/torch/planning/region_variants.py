@@ -33,13 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retape.core.errors import RetapeError, UnsupportedTransform
 from retape.torch.capture.arguments import Signature, tensors_of, weights_signature
-from retape.torch.capture.call import capture_call
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.context import current_runs, is_plain
 from retape.torch.engine.policy import Policy
-from retape.torch.engine.region import Region
 from retape.torch.engine.trace import OpStopwatch, RegionTrace
 from retape.torch.measure.memory_meter import synchronize, track_memory, without_collection
 from retape.torch.model_libraries import LIBRARIES
@@ -478,9 +476,9 @@ def _measured(  # noqa: PLR0917 - one user
 def _traced(call: Callable[..., Any], given: Any, tiles: int, stopwatch: OpStopwatch) -> RegionTrace:
     """Return the trace of a region with its parts in tiles."""
     (args, keywords), _ = _fresh(given)
-    region = Region(capture_call(call, args, keywords), Policy(tiles=tiles))
-    region.run(call, args, keywords)
-    return region.trace(stopwatch)
+    regions: list[Any] = []  # the one that runs
+    run_region(call, *args, keywords=keywords, policy=Policy(tiles=tiles), done=regions.append)
+    return regions[0].trace(stopwatch)
 
 
 def _fresh(given: Any) -> tuple[Any, list[Tensor]]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from retape.core.errors import InvalidInput
 from retape.forecast.device import AttentionPoint, Device, MatmulPoint
-from retape.forecast.op_work import AttentionShape, MatmulShape, OpWork
+from retape.forecast.simulation.op_work import AttentionShape, MatmulShape, OpWork
 
 Array = NDArray[np.float64]
 _LEAST_SIDE = 64  # a product with a smaller side takes about as long as with this one
@@ -119,7 +119,7 @@ class CostModel:
 
     @cached_property
     def _float8_gain(self) -> float:
-        """How much faster float8 products are than bf16 ones of the same shape: as the published rates are, as torchao assumes too."""
+        """Rate of float8 products over that of bf16 ones of the same shape: the published ratio, as torchao assumes too."""
         for device in (self.device, self.base):
             if not device.peak_flops("float8"):
                 raise InvalidInput(f"No rate of float8 products is known for {device.name!r}. Forecast without float8.")

@@ -19,15 +19,15 @@ _UNIT = 2 * 2**20
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A part of a segment."""
 
     address: int
     size: int
     is_small: bool
     is_free: bool = False
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
 
 
 class Allocator:
@@ -35,9 +35,9 @@ class Allocator:
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._free: dict[bool, list[tuple[int, int, MemoryBlock]]] = {True: [], False: []}
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> MemoryBlock:
         size = max(BLOCK, -(-size // BLOCK) * BLOCK)
         small = size <= _SMALL
         free = self._free[small]
@@ -49,7 +49,7 @@ class Allocator:
         block.is_free = False
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         block.is_free = True
         for other in (block.before, block.after):
             if other is not None and other.is_free:
@@ -58,21 +58,21 @@ class Allocator:
                 block = self._merged(other, block) if other is block.before else self._merged(block, other)
         insort(self._free[block.is_small], (block.size, block.address, block))
 
-    def _segment(self, size: int, small: bool) -> Block:
+    def _segment(self, size: int, small: bool) -> MemoryBlock:
         whole = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _UNIT) * _UNIT
-        block = Block(self.reserved_bytes, whole, small)
+        block = MemoryBlock(self.reserved_bytes, whole, small)
         self.reserved_bytes += whole
         return block
 
-    def _divide(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.is_small, True, block, block.after)
+    def _divide(self, block: MemoryBlock, size: int) -> None:
+        rest = MemoryBlock(block.address + size, block.size - size, block.is_small, True, block, block.after)
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
         insort(self._free[block.is_small], (rest.size, rest.address, rest))
 
     @staticmethod
-    def _merged(block: Block, other: Block) -> Block:
+    def _merged(block: MemoryBlock, other: MemoryBlock) -> MemoryBlock:
         """Return two neighbours as one block."""
         block.size, block.after, block.is_free = block.size + other.size, other.after, True
         if other.after is not None:
@@ -82,7 +82,7 @@ class Allocator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a training run holds beside its steps: sizes from the start, and of the optimizer's states, made after the first step.
+    """Memory that a training run holds beside its steps: sizes from the start, and of the optimizer's states, made after the first step.
 
     `keeps_gradients` is false if gradients are reduced to shards as soon as they are made; these are then in `other_streams_bytes`, as
     streams do not share blocks.
@@ -101,7 +101,7 @@ def reserved_bytes(step: Sequence[Event], run: Run, *, steps: int = 3) -> int:
     for size in run.kept:
         allocator.allocate(size)
     for number in range(steps):
-        alive: dict[int, Block] = {}
+        alive: dict[int, MemoryBlock] = {}
         for name, size in step:
             if size:
                 alive[name] = allocator.allocate(size)

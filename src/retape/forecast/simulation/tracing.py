@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RetapeError
 from retape.core.problem import Budget, Tier
-from retape.forecast.allocator import Event
-from retape.forecast.float8 import Float8Linears, Scaling, converted
-from retape.forecast.op_seconds import CostModel
-from retape.forecast.simulator import META, SimulatedDevice, SimulatedOpTimer, simulated, track_simulated
+from retape.forecast.simulation.allocator import Event
+from retape.forecast.simulation.float8 import Float8Linears, Scaling, converted
+from retape.forecast.simulation.op_seconds import CostModel
+from retape.forecast.simulation.simulator import META, SimulatedDevice, SimulatedOpTimer, simulated, track_simulated
 from retape.torch.measure.sandbox import InitialGradients
 from retape.torch.measure.step_function import default_step, scalar_loss
 from retape.torch.planning.chain_builder import RegionChain, build_chain

@@ -23,10 +23,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retape.core.errors import InvalidInput
 from retape.core.record import MemorySample
-from retape.forecast.allocator import BLOCK, Event
-from retape.forecast.float8 import Float8Linears
-from retape.forecast.op_seconds import CostModel
-from retape.forecast.op_work import tensors_in, work_of
+from retape.forecast.simulation.allocator import BLOCK, Event
+from retape.forecast.simulation.float8 import Float8Linears
+from retape.forecast.simulation.op_seconds import CostModel
+from retape.forecast.simulation.op_work import tensors_in, work_of
 from retape.torch.compat import internals
 from retape.torch.measure.memory_meter import MemoryReading
 
