@@ -20,9 +20,8 @@ from retape.forecast.device import Device
 from retape.forecast.known_devices import cost_model, device_named
 from retape.forecast.known_models import batch_from, model_from
 from retape.forecast.layout import Layout, OptimizerKind, layout_from, optimizer_kind
-from retape.forecast.parallel import StageProblem, run_of, stage_problems
+from retape.forecast.parallel import StageProblem, plain_reserved_bytes, stage_problems
 from retape.forecast.result import Forecast
-from retape.forecast.simulation.allocator import reserved_bytes
 from retape.forecast.simulation.float8 import Scaling
 from retape.forecast.simulation.tracing import Step, TracedStep, trace_step
 from retape.forecast.stage_plan import StagePlan, plan_stage, step_seconds
@@ -147,8 +146,7 @@ class _Request:
 
     def result(self, traced: TracedStep, plans: list[StagePlan]) -> Forecast:
         layout = self.layout
-        run = run_of(traced, layout, self.optimizer, [*self.model.parameters()])
-        events = [(number, -(-size // layout.tensor)) for number, size in traced.events]
+        weights = [*self.model.parameters()]
         return Forecast(
             model=type(self.model).__name__,
             device=self.device,
@@ -161,7 +159,7 @@ class _Request:
             flops=traced.flops * layout.context,
             tokens=traced.tokens * layout.context,
             plain_peak_bytes=traced.peak_bytes + _fixed_bytes(plans[0].problem, traced),
-            plain_reserved_bytes=reserved_bytes(events, run) if run else 0,
+            plain_reserved_bytes=plain_reserved_bytes(traced, layout, self.optimizer, weights),
             plain_seconds=traced.seconds + plans[0].problem.once_seconds,
             rows=_rows_of(self.batch),
             length=self._length,

@@ -18,7 +18,7 @@ from retape.core.errors import InvalidInput
 from retape.core.problem import Chain, Option, Stage
 from retape.forecast.device import Device
 from retape.forecast.layout import Layout, OptimizerKind
-from retape.forecast.simulation.allocator import Run
+from retape.forecast.simulation.allocator import Run, reserved_bytes
 from retape.forecast.simulation.tracing import TracedStep, Weights
 
 
@@ -262,7 +262,17 @@ class _Maker:
         return (self._layout.context - 1) * self._traced.attention_seconds * share
 
 
-def run_of(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]) -> Run | None:
+def plain_reserved_bytes(
+    traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]
+) -> int:
+    """Return the bytes that PyTorch reserves for a run that keeps everything; 0 for layouts of which that is not known."""
+    run = _run_of(traced, layout, optimizer, weights)
+    if run is None:
+        return 0
+    return reserved_bytes([(number, -(-size // layout.tensor)) for number, size in traced.events], run)
+
+
+def _run_of(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]) -> Run | None:
     """Return what a run holds beside its steps, on one GPU, with FSDP2 and with tensor parallelism; None for other layouts.
 
     FSDP2 gathers blocks in a stream of its own and reduces gradients in another; the weights outside of blocks stay gathered in a step.

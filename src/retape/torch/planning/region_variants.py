@@ -478,7 +478,8 @@ def _traced(call: Callable[..., Any], given: Any, tiles: int, stopwatch: OpStopw
     (args, keywords), _ = _fresh(given)
     regions: list[Any] = []  # the one that runs
     run_region(call, *args, keywords=keywords, policy=Policy(tiles=tiles), done=regions.append)
-    return regions[0].trace(stopwatch)
+    trace: RegionTrace = regions[0].trace(stopwatch)
+    return trace
 
 
 def _fresh(given: Any) -> tuple[Any, list[Tensor]]:
