@@ -256,7 +256,7 @@ def train_huggingface(cell: Cell, budget: float | None, folder: Path, **options:
     trainer = _huggingface_trainer(cell, folder, [] if callback is None else [callback])
     run, meter = Run(callback=callback), StepMeter(cell)
     _meter_trainer(trainer, run, meter, callback)
-    found = _StateAtBegin()
+    found = _StateAtBegin(cell)
     trainer.callback_handler.callbacks.insert(0, found)
     before = sorted(vars(trainer))
     trainer.train()
@@ -268,9 +268,18 @@ def train_huggingface(cell: Cell, budget: float | None, folder: Path, **options:
 
 
 class _StateAtBegin(TrainerCallback):
-    """The state of the model when training begins."""
+    """The state of the model when training begins; parts compiled alone do not recompute by Transformers' switch, as under a plan.
+
+    The compiler recomputes all of a checkpointed part, whatever share it was asked to save, and rounds other values.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        switched = [m for m in kwargs["model"].modules() if vars(m).get("gradient_checkpointing") and self._cell.shares]
+        for module in switched:
+            module.gradient_checkpointing = False
         self.state = state_of(kwargs["model"])
 
 

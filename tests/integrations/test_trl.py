@@ -8,7 +8,7 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 import datasets
-from benchmarks.trainer_cells import RAGGED, Cell, run_cell, train
+from benchmarks.trainer_cells import COMPILED, RAGGED, Cell, run_cell, train
 
 from retape.errors import InvalidInput
 
@@ -35,6 +35,16 @@ def no_progress_bars():
 def test_losses_weights_logs_peaks_and_state(trainer, tuned, setting):
     result = run_cell(Cell(trainer=trainer, tuned=tuned, setting=setting, steps=STEPS))
     assert result.outcome == "right"
+
+
+def test_a_run_to_compare_with_saves_the_shares_that_it_is_given():
+    """Under TRL's own checkpointing the compiler would recompute whole layers whatever their share, and round other values."""
+
+    def peak(share):
+        shares = tuple((f"_orig_mod.base_model.model.model.layers.{number}", share) for number in range(2))
+        return train(Cell(trainer="sft", tuned="lora", setting=COMPILED, steps=2, shares=shares), None).peaks[-1]
+
+    assert peak(1.0) > peak(0.0)
 
 
 def test_the_longest_batch_of_a_trainer_that_generates_its_batches_is_not_known():
