@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from retape.torch.compat import fsdp_internals, internals
+from retape.torch.measure.sandbox import sandboxed
 
 
 @pytest.fixture
@@ -97,3 +99,18 @@ def test_weights_that_a_forward_has_left_are_freed_outside_of_forward_and_backwa
 
 def test_groups_of_data_parallelism(sharded):
     assert fsdp_internals.data_groups(sharded) == {dist.group.WORLD.group_name}
+
+
+def hooks_of_state_dict(model):
+    return sum(len(module._state_dict_pre_hooks) for module in model.modules())  # PyTorch's own name
+
+
+def test_hooks_of_the_first_forward_stay_when_its_step_is_undone(sharded):
+    rows = torch.randn(2, 4)
+    with sandboxed(sharded, rows):
+        sharded(rows).sum().backward()
+        registered = hooks_of_state_dict(sharded)
+    assert registered > 0
+    assert hooks_of_state_dict(sharded) == registered
+    sharded(rows)
+    assert all(isinstance(each, DTensor) for each in sharded.state_dict().values()), "shards, after a forward alone"

@@ -117,6 +117,35 @@ def test_an_error_while_the_live_budget_learns_leaves_the_model_as_it_was(failin
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+CRITERION = torch.nn.Linear(64, 3)  # weights of a loss, which only code of the trainer reaches
+
+
+class WithCriterion:
+    """A trainer whose methods, and no closure, lead to those weights."""
+
+    def training_step(self, model, batch):
+        return self.compute_loss(model, batch)
+
+    def compute_loss(self, model, batch):
+        return CRITERION(model(**batch).logits).square().mean()
+
+
+def test_gradients_of_steps_that_teach_are_thrown_away_also_outside_of_the_model():
+    trainer, steps, gradients = WithCriterion(), FittedSteps(0.9, progress=False), []
+    for fits in (False, True):
+        torch.manual_seed(0)
+        model, batch = small_llama(use_cache=False), tokens(4, 24)
+        CRITERION.zero_grad()
+        if fits:
+            steps.loss(model, batch, trainer.training_step).backward()
+        else:
+            trainer.training_step(model, batch).backward()
+        gradients.append(CRITERION.weight.grad.clone())
+    assert steps.live is not None
+    steps.remove()
+    assert torch.equal(*gradients)
+
+
 def test_weights_that_are_unfrozen_are_fitted_again(caplog):
     """The last layer alone needs little memory; with all layers, a plan for the last one would pass the budget."""
     model, batch = small_llama(use_cache=False), tokens(4, 24)

@@ -127,15 +127,19 @@ class FittedSteps:
         """
         later = fitted.record.accumulating
         last = InitialGradients.ZERO if later is None or later.fits else InitialGradients.NONE
-        live = self.live = Adaptive(unwrapped(model), Budget.of(fitted.record.budget_bytes))
+        live = Adaptive(unwrapped(model), Budget.of(fitted.record.budget_bytes))
+        self.live = live
         try:
             with sandboxed(model, batch, step, optimizer, gradients=InitialGradients.NONE) as sandbox:
                 for number in range(AdaptiveTuning().first_measured_steps):
                     sandbox.rewind(last if number else InitialGradients.NONE)
-                    step(model, batch).backward()
+                    loss = step(model, batch)
+                    sandbox.add_leaves(loss)  # those of the step function too: their gradients are restored
+                    loss.backward()
                 self._other_reruns = fitted.regions_run + live.stats().reruns
         except BaseException:
             live.remove()
+            self.live = None
             fitted.remove()
             raise
         live.remove()

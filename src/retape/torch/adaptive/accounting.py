@@ -196,7 +196,9 @@ class ParameterGradients:
 
     def allocated_bytes(self, device: torch.device) -> int:
         """Bytes of the gradients that the step has made, also of those that replace one of before."""
-        return sum(p.nbytes for p in self.parameters() if p.device == device and self._has_new_gradient(p))
+        made = [p for p in self.parameters() if p.device == device and self._has_new_gradient(p)]
+        # One that was missing counts as in `missing_bytes`, which is what it was expected to take.
+        return sum(p.nbytes if id(p) not in self._before else _size_of(p.grad) for p in made)
 
     def _has_new_gradient(self, parameter: Tensor) -> bool:
         before = self._before.get(id(parameter))
@@ -205,7 +207,13 @@ class ParameterGradients:
     def present_bytes(self, device: torch.device) -> int:
         """Bytes of the gradients that existed when the step began."""
         gradients = [p.grad for p in self.parameters() if id(p) in self._before and p.device == device]
-        return sum(g.nbytes if g.layout is torch.strided else nbytes_of(g) for g in gradients if g is not None)
+        return sum(map(_size_of, gradients))
+
+
+def _size_of(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return 0
+    return gradient.nbytes if gradient.layout is torch.strided else nbytes_of(gradient)
 
 
 # --- the limit ---------------------------------------------------------------------------------------------------

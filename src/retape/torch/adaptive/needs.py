@@ -7,6 +7,7 @@ are in there. `StepMeasurement` measures one step. When to measure is decided in
 from __future__ import annotations
 
 import atexit
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -361,8 +362,11 @@ class StepMeasurement:
 
         `on_interrupt` must end the measurement: it is called when another one begins, and at the end of the process.
         """
-        if account.device.type == "cpu" and internals.profiler_running():
-            return None
+        if account.device.type == "cpu":
+            if internals.profiler_running():
+                return None
+            # Garbage in reference cycles of before would be freed inside, and by another thread that lowers the measured peak.
+            gc.collect()
         measurement = cls(account, base_bytes, gradients, instruments, on_interrupt)
         BACKGROUND_TRACKERS.append(on_interrupt)
         # The profiler crashes if it is still running when the interpreter ends.

@@ -58,6 +58,19 @@ def _groups_in(root: nn.Module) -> list[Any]:
     return [group for state in states.values() for group in _groups_of(state)]
 
 
+def initialise(root: nn.Module) -> None:
+    """Do at once what FSDP2 does in the first forward of a model, so that undoing a step does not undo it.
+
+    It registers hooks, without which `state_dict` has gathered weights instead of shards after a forward alone.
+    """
+    if not in_use():
+        return
+    for module in root.modules():
+        state = _state_of(module)
+        if hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group"):
+            state._lazy_init()
+
+
 def freed_after_forward(module: nn.Module) -> bool | None:
     """True if the weights that a sharded module gathers are freed after its forward, False if they stay until its backward.
 

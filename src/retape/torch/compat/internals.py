@@ -407,8 +407,8 @@ def memory_events() -> Iterator[list[tuple[int, int | None]]]:
     """Collect the CPU allocator's reports inside the context, as (nanoseconds, bytes); None is a `mark_memory`.
 
     The list is filled when the context is left, with reports of the calling thread and of the backward passes that it starts, and with
-    what other threads (of gloo) allocated and freed between them. Frees of what was there before are left out. A profiler that the user
-    starts meanwhile replaces this one, and what was counted is lost.
+    what other threads (of gloo) allocated and freed between them. Frees of what was there before are left out, if no other thread
+    makes them. A profiler that the user starts meanwhile replaces this one, and what was counted is lost.
     Functions are not recorded: a profiler that ends inside a recorded function leaves it a pointer to freed memory, to which the next
     profiler writes.
     """

@@ -277,6 +277,7 @@ def sandboxed(
 ) -> Iterator[Sandbox]:
     """Yield a Sandbox at its start; leave the model, the batch and every stream as they were. FSDP2 reduces gradients meanwhile."""
     _refuse_unreduced(model)
+    fsdp_internals.initialise(model)
     sandbox = Sandbox(model, batch, step, optimizer, gradients=gradients)
     with fsdp_internals.synchronised(model):
         try:
