@@ -310,7 +310,8 @@ def test_reason_of():
 
 def test_the_reason_of_code_that_cannot_be_traced():
     found = compiler_internals.reason_of(compiler_error(lambda a: str(a.sum().item()), backend="eager", fullgraph=True))
-    assert found.startswith("Unsupported: Dynamo does not know how to trace builtin operator `str`")
+    assert found.startswith("Unsupported: ")
+    assert len(found) > len("Unsupported: ")
     assert "\n" not in found
 
 

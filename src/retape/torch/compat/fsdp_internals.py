@@ -187,7 +187,9 @@ def set_unsharded_gradients(root: nn.Module, *, zero: bool) -> None:
     """Give every gathered parameter an unreduced gradient of zeros, as a micro-step without synchronisation does, or none."""
     for group in _groups_in(root):
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            apart = _accumulates_apart(parameter)
+            if apart:
+                parameter.unsharded_accumulated_grad = None
             whole = _gathered(parameter)
             if whole is None:
                 continue
@@ -195,10 +197,18 @@ def set_unsharded_gradients(root: nn.Module, *, zero: bool) -> None:
             if not zero or not whole.requires_grad:
                 continue
             dtype = parameter.reduce_dtype
-            if dtype is None or dtype == whole.dtype:
-                whole.grad = torch.zeros_like(whole)
-            else:
+            if apart and dtype is not None and dtype != whole.dtype:
                 parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+            else:
+                whole.grad = torch.zeros_like(whole, dtype=None if apart else whole.grad_dtype)
+
+
+def _accumulates_apart(parameter: Any) -> bool:
+    """True if unreduced gradients of another dtype than the weight's have a field of their own.
+
+    After PyTorch 2.13 they are in `.grad` of the gathered weight, and the field is a property of that name.
+    """
+    return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
 @contextmanager
