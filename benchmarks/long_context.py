@@ -292,9 +292,13 @@ class Rows:
 
     def training_step(self, tokens: int) -> dict:
         """A step of the fitted model; one of fewer tokens before it proves the partial re-runs, once for all lengths."""
-        self.model(**self.batch(self.profiled[0])).loss.backward()
-        batch = self.batch(tokens)
-        found = measured(lambda: self.model(**batch).loss.backward())
+        batches = {length: self.batch(length) for length in (self.profiled[0], tokens)}
+
+        def run(length: int) -> None:
+            self.model(**batches[length]).loss.backward()
+
+        run(self.profiled[0])
+        found = measured(lambda: run(tokens))
         return {**found, "tokens_per_second": tokens / found["seconds"]}
 
     def recipe_elsewhere(self, tokens: int) -> dict:
