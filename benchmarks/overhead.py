@@ -4,6 +4,9 @@
 
 Forward and backward of five real blocks at tiny widths, where the engine's own time is the largest share: a Llama, a GPT-2 and a ViT
 layer of transformers, PyTorch's TransformerEncoderLayer, and convolution, batch norm and ReLU.
+
+"bare" is the least that recomputation by saved-tensor hooks can cost in Python: it restores no state, checks nothing, and is right only
+for blocks without randomness, buffers and modules that change. What retape takes beyond it is the state that it captures and checks.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from contextlib import suppress
 
 import torch
 from benchmarks.records import record
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import retape
@@ -63,6 +68,40 @@ def convolution():
     return block, torch.randn(2, 4, 8, 8, requires_grad=True), {}
 
 
+class Bare:
+    """One call whose saved tensors are dropped, and filled by running it again; nothing else is looked at."""
+
+    def __init__(self, block, x, keywords):
+        self.block, self.x, self.keywords = block, x, keywords
+        self.slots = []
+        self.next = 0
+
+    def run(self):
+        with saved_tensors_hooks(self.save, self.load):
+            return self.block(self.x, **self.keywords)
+
+    def save(self, tensor):
+        self.slots.append([None])
+        return self.slots[-1]
+
+    def load(self, slot):
+        if slot[0] is None:
+            inner = self.x.detach().requires_grad_(self.x.requires_grad)
+            with torch.enable_grad(), suppress(Full), saved_tensors_hooks(self.refill, self.load):
+                self.block(inner, **self.keywords)
+        return slot[0]
+
+    def refill(self, tensor):
+        self.slots[self.next][0] = tensor.detach()
+        self.next += 1
+        if self.next == len(self.slots):
+            raise Full
+
+
+class Full(BaseException):
+    """Every slot is filled."""
+
+
 BLOCKS = {"llama": llama, "gpt2": gpt2, "vit": vit, "encoder layer": encoder, "conv-norm-relu": convolution}
 
 
@@ -75,6 +114,7 @@ def ways(block, keywords):
         "plain": lambda x: block(x, **keywords),
         "torch": lambda x: torch_checkpoint(block, x, use_reentrant=False, **keywords),
         "retape": lambda x: retape.checkpoint(block, x, use_reentrant=False, **keywords),
+        "bare": lambda x: Bare(block, x, keywords).run(),
     }
 
 
@@ -103,10 +143,10 @@ def measure(calls, x, seconds):
     }
 
 
-def over_plain(result):
-    """The time that a region adds to plain autograd, as a ratio to what PyTorch's checkpoint adds."""
+def over_plain(result, way):
+    """The time that a way adds to plain autograd, as a ratio to what PyTorch's checkpoint adds."""
     return {
-        key: (result["retape"][key] - result["plain"][key]) / (result["torch"][key] - result["plain"][key])
+        key: (result[way][key] - result["plain"][key]) / (result["torch"][key] - result["plain"][key])
         for key in ("median_us", "fast_us")
     }
 
@@ -124,7 +164,11 @@ def main() -> None:
     for name in [options.block] if options.block else BLOCKS:
         block, x, keywords = BLOCKS[name]()
         result = measure(ways(block, keywords), x, options.seconds)
-        results[name] = {**result, "ratio of time over plain": over_plain(result)}
+        ratios = {
+            "ratio of time over plain": over_plain(result, "retape"),
+            "bare, likewise": over_plain(result, "bare"),
+        }
+        results[name] = {**result, **ratios}
         for key, value in results[name].items():
             print(f"{name}: {key}: " + ", ".join(f"{k} {v:.3g}" for k, v in value.items()), flush=True)
     middle = statistics.median(each["ratio of time over plain"]["median_us"] for each in results.values())
