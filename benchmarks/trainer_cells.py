@@ -25,6 +25,9 @@ ROWS, LENGTH, VOCABULARY = 4, 48, 64
 BUDGET = 0.6  # of the activations; TRL's loss has buffers of a fixed size that do not fit then, and the floor is taken
 ABOVE_FLOOR, MOST_REFUSALS = 1.03, 3
 COMPILED, RAGGED, BF16, RANKS = "torch_compile", "dynamic padding", "bf16 + accumulation", "two processes"
+SHARDED = "two processes, FSDP2"
+LAYER = "LlamaDecoderLayer"
+FSDP_CONFIG = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": [LAYER]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,10 @@ class Cell:
     @property
     def micro_steps(self) -> int:
         return 2 if self.setting == BF16 else 1
+
+    @property
+    def in_two_processes(self) -> bool:
+        return self.setting in (RANKS, SHARDED)
 
 
 @dataclass(kw_only=True)
@@ -88,8 +95,14 @@ _WRAPPED = "_orig_mod."  # where a model is that torch.compile has wrapped
 
 
 def _storages(value: Any) -> dict[StorageWeakRef, int]:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    leaves = [_local(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if leaf.layout is torch.strided]
     return {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the rank's shard of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class StepMeter:
@@ -97,14 +110,15 @@ class StepMeter:
 
     def __init__(self, cell: Cell) -> None:
         self.peaks: list[int] = []
-        self._compiled = cell.setting == COMPILED
+        # A dispatch mode would change compiled code, and does not see the storages that FSDP2 frees and fills again.
+        self._profiled = cell.setting in (COMPILED, SHARDED)
         self._running: tuple[Any, Any, int] | None = None
 
     def start(self, model: nn.Module, batch: Any, optimizer: Any) -> None:
         state = [list(inner.values()) for inner in optimizer.state.values()] if optimizer is not None else []
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         held = _storages(([*model.parameters(), *model.buffers()], gradients, state, _plain(batch)))
-        context = _tracked() if self._compiled else LiveBytes()  # a dispatch mode would change compiled code
+        context = _tracked() if self._profiled else LiveBytes()
         self._running = (context, context.__enter__(), sum(held.values()))
 
     def stop(self) -> None:
@@ -243,7 +257,7 @@ def state_of(model: nn.Module) -> set[str]:
 
 def weights_of(model: nn.Module) -> dict[str, bytes]:
     """The bits of the weights. Not as tensors: those of the first run would count in the budget of the second."""
-    return {name: parameter.detach().numpy().tobytes() for name, parameter in model.named_parameters()}
+    return {name: _local(parameter.detach()).numpy().tobytes() for name, parameter in model.named_parameters()}
 
 
 # --- Hugging Face's Trainer and TRL's ------------------------------------------------------------------------------------------
@@ -319,16 +333,34 @@ def _settings(cell: Cell, folder: Path, is_plain: bool) -> dict[str, Any]:
         common |= {"bf16": True, "gradient_accumulation_steps": 2}
     if cell.setting == COMPILED:
         common |= {"torch_compile": True}
+    if cell.setting == SHARDED:
+        common |= {"fsdp": True, "fsdp_config": FSDP_CONFIG}
     if cell.tuned == "prefix" and is_plain:
         common |= {"gradient_checkpointing": False}  # Transformers' checkpointing leaves the prefix out, and fails
     return common
+
+
+def _arguments(kind: Any, cell: Cell, folder: Path, callbacks: list[Any], **settings: Any) -> Any:
+    made = kind(**_settings(cell, folder, not callbacks), **settings)
+    if cell.setting == SHARDED:
+        assert made.device.type == "cpu"  # asked for first: accelerate then sets up the processes
+        _shard_on_a_cpu()
+    return made
+
+
+def _shard_on_a_cpu() -> None:
+    """Let accelerate shard models with FSDP over processes on a CPU: it does so for kinds of GPUs alone."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def _huggingface_trainer(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
     import transformers
 
     if cell.trainer == "trainer":
-        arguments = transformers.TrainingArguments(**_settings(cell, folder, not callbacks))
+        arguments = _arguments(transformers.TrainingArguments, cell, folder, callbacks)
         return transformers.Trainer(
             model_of(cell), arguments, train_dataset=token_rows(cell), data_collator=padded, callbacks=callbacks
         )
@@ -343,7 +375,7 @@ def _sft(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
     rows = Dataset.from_list([{"text": words(length, draw)} for length in lengths_of(cell, 80)])
     return trl.SFTTrainer(
         model_of(cell),
-        trl.SFTConfig(**_settings(cell, folder, not callbacks)),
+        _arguments(trl.SFTConfig, cell, folder, callbacks),
         train_dataset=rows,
         processing_class=tokenizer(),
         callbacks=callbacks,
@@ -368,7 +400,7 @@ def _dpo(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
     return trl.DPOTrainer(
         model_of(cell),
         ref_model=model_of(replace(cell, shares=())) if cell.tuned == "full" else None,
-        args=trl.DPOConfig(**_settings(cell, folder, not callbacks)),
+        args=_arguments(trl.DPOConfig, cell, folder, callbacks),
         train_dataset=_pairs(cell),
         processing_class=tokenizer(),
         callbacks=callbacks,
@@ -380,7 +412,7 @@ def _reward(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
 
     return trl.RewardTrainer(
         model_of(cell),
-        args=trl.RewardConfig(**_settings(cell, folder, not callbacks)),
+        args=_arguments(trl.RewardConfig, cell, folder, callbacks),
         train_dataset=_pairs(cell),
         processing_class=tokenizer(),
         callbacks=callbacks,
@@ -397,11 +429,11 @@ def _grpo(cell: Cell, folder: Path, callbacks: list[Any]) -> Any:
     def even_words(completions: list[str], **_: Any) -> list[float]:
         return [sum(int(word[1:]) % 2 == 0 for word in text.split() if word[0] == "w") / 8 for text in completions]
 
-    settings = _settings(cell, folder, not callbacks) | {"num_generations": 2, "max_completion_length": 16}
+    settings = {"num_generations": 2, "max_completion_length": 16}
     return trl.GRPOTrainer(
         model_of(cell),
         even_words,
-        args=trl.GRPOConfig(**settings),
+        args=_arguments(trl.GRPOConfig, cell, folder, callbacks, **settings),
         train_dataset=rows,
         processing_class=tokenizer(),
         callbacks=callbacks,
@@ -416,6 +448,8 @@ TRL: dict[str, Callable[..., Any]] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo, "
 
 def train_lightning(cell: Cell, budget: float | None, folder: Path, **options: Any) -> Run:
     import lightning.pytorch as lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
 
     from retape.integrations.lightning import FitCallback
 
@@ -446,13 +480,20 @@ def train_lightning(cell: Cell, budget: float | None, folder: Path, **options: A
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
+        def configure_model(self) -> None:
+            if cell.setting == SHARDED:
+                for layer in [m for m in self.modules() if type(m).__name__ == LAYER]:
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
     module = Module()
     loader = torch.utils.data.DataLoader(token_rows(cell), ROWS, collate_fn=padded)
+    strategies = {RANKS: "ddp", SHARDED: ModelParallelStrategy(process_group_backend="gloo")}
     trainer = lightning.Trainer(
         max_steps=cell.steps,
         accelerator="cpu",
-        devices=2 if cell.setting == RANKS else 1,
-        strategy="ddp" if cell.setting == RANKS else "auto",
+        devices=2 if cell.in_two_processes else 1,
+        strategy=strategies.get(cell.setting, "auto"),
         precision="bf16-mixed" if cell.setting == BF16 else "32-true",
         accumulate_grad_batches=cell.micro_steps,
         logger=False,
@@ -472,15 +513,22 @@ def train_lightning(cell: Cell, budget: float | None, folder: Path, **options: A
 
 def train_accelerate(cell: Cell, budget: float | None, folder: Path, **options: Any) -> Run:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import set_seed
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 
     from retape.integrations.accelerate import FittedLoss
 
-    AcceleratorState._reset_state(reset_partial_state=cell.setting != RANKS)
+    AcceleratorState._reset_state(reset_partial_state=not cell.in_two_processes)
+    sharding = None
+    if cell.setting == SHARDED:
+        PartialState(cpu=True)
+        _shard_on_a_cpu()
+        wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": [LAYER]}
+        sharding = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **wrapped)
     set_seed(3)
     accelerator = Accelerator(
         cpu=True,
+        fsdp_plugin=sharding,
         mixed_precision="bf16" if cell.setting == BF16 else "no",
         gradient_accumulation_steps=cell.micro_steps,
         dynamo_backend="inductor" if cell.setting == COMPILED else None,

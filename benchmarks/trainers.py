@@ -27,11 +27,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trainer_cells import BF16, COMPILED, RAGGED, RANKS, Cell, CellResult, run_cell
+from benchmarks.trainer_cells import BF16, COMPILED, RAGGED, RANKS, SHARDED, Cell, CellResult, run_cell
 
 TRAINERS = ("trainer", "sft", "dpo", "grpo", "reward", "lightning", "accelerate")
 TUNED = ("full", "lora", "prefix")
-SETTINGS = ("defaults", BF16, COMPILED, RAGGED, RANKS)
+SETTINGS = ("defaults", BF16, COMPILED, RAGGED, RANKS, SHARDED)
 LIMIT_SECONDS = 900
 
 
@@ -42,7 +42,7 @@ def cells(steps: int = 10) -> list[Cell]:
 
 def run_apart(cell: Cell, limit_seconds: int = LIMIT_SECONDS) -> CellResult:
     """Run a cell in a process of its own, or in two; return the first result that is not right."""
-    count = 2 if cell.setting == RANKS else 1
+    count = 2 if cell.in_two_processes else 1
     begun = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.trainers", "--cell", json.dumps(asdict(cell))]
     port = _free_port()

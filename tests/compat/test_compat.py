@@ -1064,6 +1064,28 @@ def test_keeps_its_own_books():
     assert torch.nn.parallel.DistributedDataParallel.__name__ in hook_internals._WRAPPERS
 
 
+@pytest.mark.parametrize("kind", ["checkpoint_wrapper", "offload_wrapper"])
+def test_activation_wrappers(kind):
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+
+    model = torch.nn.Sequential(getattr(wrapping, kind)(torch.nn.Linear(2, 2)), torch.nn.ReLU())
+    calls = []
+    model[0]._checkpoint_wrapped_module.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert hook_internals.activation_wrappers(model) == [model[0]]
+    fields = dict(vars(model[0]))
+    undo = hook_internals.call_wrapped(model[0])
+    assert hook_internals.activation_wrappers(model) == []
+    output = model(torch.ones(1, 2))
+    assert type(output.grad_fn.next_functions[0][0]).__name__ == "AddmmBackward0"
+    output.sum().backward()
+    assert len(calls) == 1
+    undo()
+    assert vars(model[0]) == fields
+    assert hook_internals.activation_wrappers(model) == [model[0]]
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert len(calls) == (3 if kind == "checkpoint_wrapper" else 2)
+
+
 def test_communication_states():
     source = inspect.getsource(torch.nn.parallel.DistributedDataParallel.register_comm_hook)
     assert "self._comm_hooks.append((hook, state))" in source

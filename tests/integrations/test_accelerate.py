@@ -8,7 +8,10 @@ pytest.importorskip("transformers")
 
 import accelerate
 from accelerate.state import AcceleratorState
-from benchmarks.trainer_cells import BF16, RAGGED, Cell, run_cell, state_of
+from benchmarks.trainer_cells import BF16, RAGGED, SHARDED, Cell, run_cell, state_of
+from benchmarks.trainers import run_apart
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 
 import retape
 from retape.errors import BatchTooLarge, InvalidInput
@@ -24,6 +27,10 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 @pytest.mark.parametrize(("tuned", "setting"), [("full", BF16), ("full", RAGGED)])
 def test_losses_weights_peaks_and_state(tuned, setting):
     assert run_cell(Cell(trainer="accelerate", tuned=tuned, setting=setting, steps=4)).outcome == "right"
+
+
+def test_a_sharded_model_in_two_processes():
+    assert run_apart(Cell(trainer="accelerate", tuned="lora", setting=SHARDED, steps=3)).outcome == "right"
 
 
 @pytest.fixture
@@ -60,6 +67,44 @@ def test_the_first_call_in_training_fits(prepared):
     with pytest.raises(InvalidInput, match="This budget was removed from the model"):
         loss(BATCH)
     model.gradient_checkpointing_disable()
+
+
+def wrapped_blocks(kind):
+    """Blocks in the wrappers that Accelerate's FSDP plugin makes with `activation_checkpointing`, and the calls of each."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)]
+    calls = []
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    return nn.Sequential(*(getattr(wrapping, kind)(block) for block in blocks)), calls
+
+
+@pytest.mark.parametrize("kind", ["checkpoint_wrapper", "offload_wrapper"])
+def test_wrappers_of_layers_are_taken_over(kind):
+    model, calls = wrapped_blocks(kind)
+    batch, step = torch.randn(64, 16), lambda model, batch: model(batch).square().mean()
+    before = state_of(model)
+    step(model, batch).backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    again, calls[:] = len(calls), []
+    model.zero_grad()
+    with FittedLoss(model, budget=1.0, step=step, progress=False) as loss:
+        loss(batch).backward()
+        assert all(map(torch.equal, [p.grad for p in model.parameters()], wanted))
+        calls.clear()
+        loss(batch).backward()
+        assert len(calls) == 4, "everything is kept"
+    assert state_of(model) == before
+    calls.clear()
+    step(model, batch).backward()
+    assert len(calls) == again
+
+
+def test_a_fit_of_wrapped_layers_says_that_it_has_no_choice(caplog):
+    model, _ = wrapped_blocks("checkpoint_wrapper")
+    fitted = retape.fit(model, torch.randn(64, 16), budget=1.0, step=lambda m, b: m(b).square().mean(), progress=False)
+    fitted.remove()
+    assert "4 modules of Sequential are inside PyTorch's checkpoint_wrapper" in caplog.text
 
 
 def test_the_largest_batch_can_be_fitted_before(prepared):

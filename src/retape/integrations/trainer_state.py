@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from retape.torch.compat.hook_internals import activation_wrappers, call_wrapped
 from retape.torch.measure.sandbox import SavedContainer, save_container
 
 _SWITCH = "gradient_checkpointing"  # a field of the modules that recompute
@@ -32,22 +33,29 @@ TUNING = TrainerTuning()
 
 
 class OwnCheckpointing:
-    """A model's own switches for gradient checkpointing, as Transformers and Diffusers have them: off until `put_back`."""
+    """A model's own activation checkpointing: off until `put_back`.
+
+    It is a switch of the modules that recompute, as in Transformers and Diffusers, or PyTorch's `checkpoint_wrapper` and
+    `offload_wrapper` around layers, which Accelerate adds where an FSDP configuration asks for `activation_checkpointing`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._switched_on = [module for module in model.modules() if vars(module).get(_SWITCH)]
         for module in self._switched_on:
             setattr(module, _SWITCH, False)
+        self._undo = [call_wrapped(wrapper) for wrapper in activation_wrappers(model)]
 
     @property
     def was_on(self) -> bool:
-        return bool(self._switched_on)
+        return bool(self._switched_on or self._undo)
 
     def put_back(self) -> None:
         """Switch on again what was on."""
         for module in self._switched_on:
             setattr(module, _SWITCH, True)
-        self._switched_on = []
+        for undo in self._undo:
+            undo()
+        self._switched_on, self._undo = [], []
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import functools
 import logging
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -37,6 +38,7 @@ from retape.torch.capture.containers import (
     PlainObjectsHolder,
     SetHolder,
     SlotHolder,
+    ThreadLocalHolder,
     saved_item,
     slots_of,
     values_at,
@@ -225,7 +227,7 @@ class Call:
         try:
             if type(getattr(value, "__dict__", None)) is dict:
                 if fields_are_restored(kind):
-                    self._follow(value.__dict__)
+                    self._follow(value.__dict__, value if isinstance(value, threading.local) else None)
                 else:
                     self._meet_all(tuple(value.__dict__.values()))
             if slots_of(kind):  # a subclass may have a dict beside the slots of its base
@@ -317,10 +319,10 @@ class Call:
         """Return how much was found so far, apart from plain objects."""
         return tuple(map(len, (self.extras, self.state, self.roots, self.modules, self.codes, self.generators)))
 
-    def _follow(self, container: dict[Any, Any]) -> None:
-        """Add a dict that is no module's."""
+    def _follow(self, container: dict[Any, Any], local: threading.local | None = None) -> None:
+        """Add a dict that is no module's; `local` is the object whose fields it has in this thread."""
         saved = dict(container)
-        self.holders.append(DictHolder(container, saved))
+        self.holders.append(DictHolder(container, saved) if local is None else ThreadLocalHolder(local, saved))
         for key, value in [(key, value) for key, value in saved.items() if type(value) not in ATOMS]:
             if issubclass(type(value), Tensor):
                 self._place(container, key, value)

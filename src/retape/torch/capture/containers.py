@@ -144,6 +144,20 @@ class DictHolder:
             _put(self.container, found)
 
 
+class ThreadLocalHolder(DictHolder):
+    """The fields of a `threading.local`, as the thread of the first run saw them; a re-run may be in another thread."""
+
+    __slots__ = ("_local",)
+
+    def __init__(self, local: threading.local, saved: dict[Any, Any]) -> None:
+        super().__init__(local.__dict__, saved)
+        self._local = local
+
+    def enter(self) -> None:
+        self.container = self._local.__dict__
+        super().enter()
+
+
 def _is_alike(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     """True if two dicts hold the same objects under the same keys, in the same order."""
     return (

@@ -11,7 +11,9 @@ import builtins
 import dis
 import sys
 import sysconfig
+import threading
 import types
+import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache, partial
@@ -20,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from retape.torch.capture.containers import ATOMS
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
 # Functions whose integer, boolean or Python results decide what is computed next (`decisions.py`).
@@ -126,6 +130,21 @@ def attributes_stored_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(found).union(*inner)
 
 
+@lru_cache(maxsize=4096)
+def globals_with_attributes_stored_in(code: types.CodeType) -> frozenset[str]:
+    """Return the globals on which code assigns an attribute, as in `helper.calls += 1`, with those of functions made in it."""
+    found, before = set(), None
+    for each in dis.get_instructions(code):
+        if each.opname in _STORES_ON and before is not None and before.opname == "LOAD_GLOBAL":
+            found.add(before.argval)
+        before = each
+    inner = [globals_with_attributes_stored_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return frozenset(found).union(*inner)
+
+
+_STORES_ON = frozenset({"STORE_ATTR", "COPY", "DUP_TOP"})  # the latter two begin `+=`
+
+
 def _loads_self(instruction: dis.Instruction | None) -> bool:
     if instruction is None or "LOAD_FAST" not in instruction.opname:
         return False
@@ -139,7 +158,10 @@ _LIBRARIES = frozenset({"torch", "numpy", "retape", "triton", "builtins", "tqdm"
 _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _STANDARD = sysconfig.get_path("stdlib")
 # Classes of libraries in whose objects users keep settings.
-SETTINGS_OBJECTS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
+SETTINGS_OBJECTS = (
+    *(types.SimpleNamespace, argparse.Namespace, UserDict, UserList, threading.local),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+)
 
 
 @cache
@@ -177,10 +199,10 @@ def fields_are_restored(kind: type) -> bool:
 
 
 class Place(NamedTuple):
-    """One name among the globals of a Python module, or among the attributes of a class."""
+    """One name among the globals of a Python module, the attributes of a class or a function, or a function's defaults."""
 
     values: Mapping[str, Any]
-    owner: type | None  # the class
+    owner: type | None  # the class, if it is one's attribute
     name: str
     read: Callable[[str, Any], Any]  # `values.get`, looked up once: every region reads its places three times
 
@@ -291,8 +313,24 @@ class _Places:
             self._places.setdefault((id(space), name), Place(space, None, name, space.get))
         for name in globals_in(function.__code__) & space.keys():
             self._meet(space, None, name, space[name])
+        for name in globals_with_attributes_stored_in(function.__code__) & space.keys():
+            if type(space[name]) is types.FunctionType:
+                self._add_space(vars(space[name]))
         if function not in self._roots:
             self._pending += _called(function)
+            self._enter_defaults(function)
+
+    def _enter_defaults(self, function: types.FunctionType) -> None:
+        """Register what a function keeps from call to call: defaults that can change, and attributes."""
+        defaults = {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {})}
+        lasting = {str(key): value for key, value in defaults.items() if not _is_plain(value)}
+        for name, value in lasting.items():
+            self._meet(lasting, None, name, value)
+        if not all(name.startswith("__") for name in vars(function)):
+            self._add_space(vars(function))
+
+    def _add_space(self, values: Mapping[str, Any]) -> None:
+        self._spaces.setdefault(id(values), (values, None, set()))
 
     def _enter_class(self, kind: type) -> None:
         """Register the attributes of a class; an object of it may be made in the call, but not a module."""
@@ -311,11 +349,16 @@ class _Places:
             self._enter_class(value)
         elif isinstance(value, types.ModuleType):
             if self._enters(value.__name__):
-                self._spaces.setdefault(id(value), (vars(value), None, set()))
+                self._add_space(vars(value))
         elif not name.startswith("__") and (issubclass(kind, _READ) or not of_library(kind)):
             self._places.setdefault((id(values), name), Place(values, owner, name, values.get))
             if not of_library(kind):
                 self._enter_class(kind)
+
+
+def _is_plain(value: Any) -> bool:
+    """True for an immutable value through which nothing is reached, and a tuple of such values."""
+    return type(value) in ATOMS or (type(value) is tuple and ATOMS.issuperset(map(type, value)))
 
 
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "__call__"})

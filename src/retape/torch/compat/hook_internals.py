@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial, wraps
@@ -17,6 +18,33 @@ def keeps_its_own_books(module: torch.nn.Module) -> bool:
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
+
+
+def activation_wrappers(model: torch.nn.Module) -> list[Any]:
+    """Return the modules of PyTorch's `checkpoint_wrapper` and `offload_wrapper`, less those of `call_wrapped`.
+
+    Nothing is imported: a process that has wrapped no module has not loaded them.
+    """
+    wrapping = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    if wrapping is None:
+        return []
+    found = [module for module in model.modules() if isinstance(module, wrapping.ActivationWrapper)]
+    return [each for each in found if vars(each).get("checkpoint_fn") is not _call and "forward" not in vars(each)]
+
+
+def call_wrapped(wrapper: Any) -> Callable[[], None]:
+    """Let an activation wrapper simply call the module inside; return what undoes that."""
+    fields, function = vars(wrapper), "checkpoint_fn"
+    if function in fields:
+        before = fields[function]
+        fields[function] = _call
+        return partial(fields.__setitem__, function, before)
+    fields["forward"] = wrapper._checkpoint_wrapped_module.__call__  # `offload_wrapper` has no such function
+    return partial(fields.pop, "forward")
+
+
+def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    return function(*arguments, **keywords)
 
 
 def communication_states(module: torch.nn.Module) -> list[Any]:

@@ -7,6 +7,7 @@ experts the layer is a region, not each expert. Models that cannot be managed ar
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import nn
 
 from retape.core.errors import InvalidInput, UnsupportedTransform
-from retape.torch.compat import compiler_internals
+from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.measure.module_calls import recorded_calls, regions_by_bytes
 from retape.torch.measure.sequential_slices import region_named
 from retape.torch.model_libraries import LIBRARIES
@@ -24,6 +25,7 @@ from retape.torch.planning.instruments import OutOfMemory
 if TYPE_CHECKING:
     from retape.torch.planning.step_trials import StepTrials
 
+_LOG = logging.getLogger("retape")
 Wanted: TypeAlias = "Iterable[type[nn.Module] | str | nn.Module] | type[nn.Module] | str | nn.Module"
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -56,6 +58,18 @@ def find_by_bytes(steps: StepTrials, tried: Mapping[str, nn.Module]) -> dict[str
         chosen = choose(divided=set(tried)) if set(chosen) == set(tried) else chosen
     names = steps.ranks.decided_by_first(lambda: list(chosen))
     return {name: region_named(steps.root, name) for name in names}
+
+
+def warn_of_wrappers(model: nn.Module) -> None:
+    """Log that a plan has no choice inside PyTorch's own wrappers for activation checkpointing and offload."""
+    wrappers = hook_internals.activation_wrappers(model)
+    if wrappers:
+        _LOG.warning(
+            "retape: %d modules of %s are inside PyTorch's checkpoint_wrapper or offload_wrapper, which recompute or move everything "
+            "that they save, whatever the plan. Build the model without these wrappers (activation_checkpointing of FSDP settings).",
+            len(wrappers),
+            type(model).__name__,
+        )
 
 
 def refuse_graph_replays(regions: dict[str, nn.Module]) -> None:

@@ -45,7 +45,7 @@ from retape.torch.planning.candidates import (
     ran_out,
 )
 from retape.torch.planning.chain_builder import RegionChain, build_chain
-from retape.torch.planning.discover import Wanted, find_by_bytes, find_regions, refuse_graph_replays
+from retape.torch.planning.discover import Wanted, find_by_bytes, find_regions, refuse_graph_replays, warn_of_wrappers
 from retape.torch.planning.instruments import (
     OutOfMemory,
     in_turns,
@@ -108,6 +108,7 @@ class PlanSearch:
         trials.ranks.require_equal("have different numbers of microbatches in flight", budget.in_flight, OTHER_MODELS)
         LIBRARIES.check_model(trials.root)
         refuse_graph_replays({"the model itself": trials.root, **self._regions})
+        warn_of_wrappers(trials.root)
         if trials.is_spread:
             self._check_spread()
         self._budgets = budgets_of(budget, trials.devices)
