@@ -322,8 +322,8 @@ class _Places:
 
     def _enter_defaults(self, function: types.FunctionType) -> None:
         """Register what a function keeps from call to call: defaults that can change, and attributes."""
-        defaults = {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {})}
-        lasting = {str(key): value for key, value in defaults.items() if not _is_plain(value)}
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        lasting = {str(number): value for number, value in enumerate(defaults) if not _is_plain(value)}
         for name, value in lasting.items():
             self._meet(lasting, None, name, value)
         if not all(name.startswith("__") for name in vars(function)):
