@@ -335,6 +335,10 @@ def _settings(cell: Cell, folder: Path, is_plain: bool) -> dict[str, Any]:
         common |= {"torch_compile": True}
     if cell.setting == SHARDED:
         common |= {"fsdp": True, "fsdp_config": FSDP_CONFIG}
+        if (
+            cell.tuned == "prefix"
+        ):  # TRL's bf16 with FSDP makes queries bf16, and leaves the prefix in float32: attention fails
+            common |= {"bf16": False}
     if cell.tuned == "prefix" and is_plain:
         common |= {"gradient_checkpointing": False}  # Transformers' checkpointing leaves the prefix out, and fails
     return common

@@ -31,6 +31,7 @@ from retape.torch.capture.containers import (
     ATOMS,
     WEAK_PROXIES,
     ArrayHolder,
+    CellHolder,
     DictHolder,
     ListHolder,
     PlaceHolder,
@@ -39,18 +40,20 @@ from retape.torch.capture.containers import (
     SetHolder,
     SlotHolder,
     ThreadLocalHolder,
+    content_of,
     saved_item,
     slots_of,
     values_at,
 )
 from retape.torch.capture.functions import (
-    NEVER_READ,
     RRELU,
     CompiledCall,
     Opaque,
     Place,
+    behind_descriptor,
     fields_are_restored,
-    frozen_copy,
+    has_state_in_closure,
+    is_library,
     may_decide,
     may_write_unseen,
     names_of_function,
@@ -191,24 +194,24 @@ class Call:
         self.generators += (generator,)
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        if self._tables:
-            self._meet_all(_behind_function(function))
-            return
-        self.codes += (function.__code__,)
-        names = names_of_function(function)
-        self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
-        self.decides = self.decides or may_decide(names)
-        self.writes_unseen = self.writes_unseen or may_write_unseen(names)
-        places = places_of_function(function)
-        if places:
-            self._named += self._hold_places(places)
+        if not self._tables:
+            self.codes += (function.__code__,)
+            names = names_of_function(function)
+            self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
+            self.decides = self.decides or may_decide(names)
+            self.writes_unseen = self.writes_unseen or may_write_unseen(names)
+            places = places_of_function(function)
+            if places:
+                self._named += self._hold_places(places)
+        if function.__closure__ and not is_library(str(function.__globals__.get("__name__"))):
+            self.holders.append(CellHolder(function.__closure__))
         self._meet_all(_behind_function(function))
 
     def _hold_places(self, places: tuple[Place, ...]) -> list[Any]:
         """Hold globals and class attributes; return those of their values through which more is reached."""
         values = values_at(places)
         self.holders.append(PlaceHolder(places, values))
-        return [value for value in values if type(value) not in ATOMS and value is not ABSENT]
+        return list(filter(_leads_on, map(behind_descriptor, values)))
 
     def _visit_wrapper(self, value: Any) -> None:
         """Visit the function and the object behind a method, a partial or a compiled call."""
@@ -372,10 +375,6 @@ class Call:
     def name(self) -> str:
         return name_of(self.function)
 
-    def function_again(self) -> Callable[..., Any]:
-        """Return the function over variables of its own: a re-run may write to them, which the next one must not see."""
-        return frozen_copy(self.function) if type(self.function) is types.FunctionType else self.function
-
 
 # Classes of objects whose attributes say nothing about what a forward reads.
 _NOT_FOLLOWED = (
@@ -430,28 +429,22 @@ def _is_generator(kind: type) -> bool:
     )
 
 
+def _leads_on(value: Any) -> bool:
+    """True if more may be reached through the value of a global or a class attribute."""
+    if type(value) is types.FunctionType:
+        return has_state_in_closure(value)
+    return type(value) not in ATOMS and value is not ABSENT
+
+
 def _behind_function(function: types.FunctionType) -> list[Any]:
-    """Return the values of a function's closure, defaults, attributes and globals."""
-    found: list[Any] = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a variable that has no value yet
-            continue
+    """Return the values of a function's closure, defaults and attributes."""
+    found: list[Any] = [content for content in map(content_of, function.__closure__ or ()) if content is not ABSENT]
     if function.__defaults__:
         found.extend(function.__defaults__)
     if function.__kwdefaults__:
         found.extend(function.__kwdefaults__.values())
     if function.__dict__:
         found.append(function.__dict__)
-    names = function.__globals__
-    found.extend(
-        [
-            names[name]
-            for name in function.__code__.co_names
-            if type(names.get(name)) not in NEVER_READ and name in names
-        ]
-    )
     return found
 
 
@@ -496,7 +489,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.find_shared()
         return call
     call.meet(function)
-    call.function = frozen_copy(function) if type(function) is types.FunctionType else function
+    call.function = function
     call.find_shared()
     return call
 

@@ -41,20 +41,22 @@ def tracked(tensor: Tensor) -> Tensor:
 
 
 def tracked_item(item: Any) -> Any:
-    """Return `tracked` of a tensor or of the tensors in a tuple; any other item unchanged."""
+    """Return `tracked` of a tensor or of the tensors in a tuple; any other item, and a tuple without a history, unchanged."""
     kind: Any = type(item)
     if issubclass(kind, Tensor):
         return tracked(item)
-    if issubclass(kind, tuple) and holds_state(item):
-        return tuple.__new__(type(item), [tracked_item(each) for each in item])
-    return item
+    if not issubclass(kind, tuple) or not _has_history(item):
+        return item
+    items = [tracked_item(each) for each in item]
+    # `torch.return_types.max` and other tuples of C types are made of a sequence; classes of users may take something else.
+    return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
 
 
 def without_history(item: Any) -> Any:
     """Return `tracked_item` of a tuple, or of the arguments of a partial, in which a tensor has a history; any other item unchanged."""
     kind: Any = type(item)
     if issubclass(kind, tuple):
-        return tracked_item(item) if _has_history(item) else item
+        return tracked_item(item)
     if kind is functools.partial and (_has_history(item.args) or _has_history(tuple(item.keywords.values()))):
         keywords = {name: tracked_item(value) for name, value in item.keywords.items()}
         return functools.partial(item.func, *tracked_item(item.args), **keywords)
@@ -434,7 +436,46 @@ class PlaceHolder:
 
 
 def _saved_value(value: Any) -> Any:
-    return value if value is ABSENT else saved_item(value)
+    """Return a value as it is kept for a re-run, which sees it again even if it is an object that is not followed."""
+    return without_history(tracked_item(value))
+
+
+class CellHolder:
+    """The variables that a function closes over, and what they were bound to."""
+
+    __slots__ = ("_cells", "_found", "_saved")
+
+    def __init__(self, cells: Sequence[types.CellType]) -> None:
+        self._cells = cells
+        self._saved = [_saved_value(content_of(cell)) for cell in cells]
+        self._found: list[Any] = []
+
+    def enter(self) -> None:
+        self._found = found = list(map(content_of, self._cells))
+        if not all(map(operator.is_, found, self._saved)):
+            self._put(found, self._saved, _same)
+
+    def leave(self) -> None:
+        found, self._found = self._found, []
+        now = list(map(content_of, self._cells))
+        if not all(map(operator.is_, now, found)):
+            self._put(now, found, operator.is_)
+
+    def _put(self, now: list[Any], wanted: list[Any], same: Callable[[Any, Any], bool]) -> None:
+        # Nothing is wanted where it was not entered.
+        for cell, present, value in zip(self._cells, now, wanted, strict=False):
+            if value is ABSENT and present is not ABSENT:
+                del cell.cell_contents
+            elif not same(present, value):
+                cell.cell_contents = value
+
+
+def content_of(cell: types.CellType) -> Any:
+    """Return what a variable of a closure is bound to; `ABSENT` if it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
 
 
 class ModuleHolder:

@@ -1,4 +1,4 @@
-"""Functions that a call runs: the names in their code, which are a library's, copies over variables of their own, retape's callables.
+"""Functions that a call runs: the names in their code, which are a library's, what they keep from call to call, retape's callables.
 
 Names say what a region may run, not what it runs, so that costly precautions are taken only where they may matter. Each code object
 is read once.
@@ -17,13 +17,14 @@ import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retape.torch.capture.containers import ATOMS
+from retape.torch.capture.containers import ATOMS, content_of
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
 # Functions whose integer, boolean or Python results decide what is computed next (`decisions.py`).
@@ -128,6 +129,23 @@ def attributes_stored_in(code: types.CodeType) -> frozenset[str]:
         before = each
     inner = [attributes_stored_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
     return frozenset(found).union(*inner)
+
+
+def imported_in(code: types.CodeType, package: str) -> list[types.ModuleType]:
+    """Return the modules that code imports when it runs, as far as they are loaded."""
+    found = [sys.modules.get(f"{package}.{name}".strip(".") if level else name) for name, level in _imports_in(code)]
+    return [module for module in found if isinstance(module, types.ModuleType)]
+
+
+@lru_cache(maxsize=4096)
+def _imports_in(code: types.CodeType) -> tuple[tuple[str, int], ...]:
+    """Return the names of the modules that code imports and their levels (1 for `from .name import ...`)."""
+    instructions = list(dis.get_instructions(code))
+    found = [
+        (each.argval, instructions[n - 2].argval) for n, each in enumerate(instructions) if each.opname == "IMPORT_NAME"
+    ]
+    inner = [_imports_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return (*found, *chain.from_iterable(inner))
 
 
 @lru_cache(maxsize=4096)
@@ -243,14 +261,11 @@ class _PlacesByCode:
         self._found: dict[int, tuple[types.CodeType, tuple[Place, ...]]] = {}
 
     def of(self, function: types.FunctionType) -> tuple[Place, ...]:
-        """Return the globals and class attributes that a function may read through others; its own globals are not among them."""
+        """Return its globals, and the globals and class attributes that it may read through others."""
         code = function.__code__
         known = self._found.get(id(code))
         if known is None:
-            own = set(code.co_names)
-            found = _Places((function,), ()).found()
-            found = tuple([p for p in found if p.values is not function.__globals__ or p.name not in own])
-            known = self._found[id(code)] = (code, found)
+            known = self._found[id(code)] = (code, _Places((function,), ()).found())
         return known[1]
 
 
@@ -286,7 +301,7 @@ class _Places:
                 self._enter_function(self._pending.pop())
         for values, owner, _ in self._spaces.values():
             for name in self._stored - values.keys():  # no value yet
-                self._places.setdefault((id(values), name), Place(values, owner, name, values.get))
+                self._add(values, owner, name)
         return tuple(self._places.values())
 
     def _named_since(self) -> bool:
@@ -307,16 +322,23 @@ class _Places:
         if id(function) in self._seen or not self._enters(str(space.get("__name__") or "")):
             return
         self._seen.add(id(function))
-        self._names |= names_in(function.__code__)
-        self._stored |= attributes_stored_in(function.__code__)
-        for name in globals_in(function.__code__) - vars(builtins).keys() - space.keys():  # no value yet
-            self._places.setdefault((id(space), name), Place(space, None, name, space.get))
-        for name in globals_in(function.__code__) & space.keys():
+        code, is_root = function.__code__, function in self._roots
+        self._names |= names_in(code)
+        self._stored |= attributes_stored_in(code)
+        for name in globals_in(code) - vars(builtins).keys() - space.keys():  # no value yet
+            self._add(space, None, name)
+        for name in globals_in(code) & space.keys():
             self._meet(space, None, name, space[name])
-        for name in globals_with_attributes_stored_in(function.__code__) & space.keys():
+            if (
+                is_root and type(space[name]) is not types.ModuleType
+            ):  # whatever it is, another may be bound to its name
+                self._add(space, None, name)
+        for name in globals_with_attributes_stored_in(code) & space.keys():
             if type(space[name]) is types.FunctionType:
                 self._add_space(vars(space[name]))
-        if function not in self._roots:
+        for module in imported_in(code, str(space.get("__package__") or "")):
+            self._meet({}, None, "", module)
+        if not is_root:
             self._pending += _called(function)
             self._enter_defaults(function)
 
@@ -328,6 +350,9 @@ class _Places:
             self._meet(lasting, None, name, value)
         if not all(name.startswith("__") for name in vars(function)):
             self._add_space(vars(function))
+
+    def _add(self, values: Mapping[str, Any], owner: type | None, name: str) -> None:
+        self._places.setdefault((id(values), name), Place(values, owner, name, values.get))
 
     def _add_space(self, values: Mapping[str, Any]) -> None:
         self._spaces.setdefault(id(values), (values, None, set()))
@@ -341,19 +366,38 @@ class _Places:
                 self._pending += [value for value in map(vars(base).get, made) if type(value) is types.FunctionType]
 
     def _meet(self, values: Mapping[str, Any], owner: type | None, name: str, value: Any) -> None:
-        value = _behind_descriptor(value)
+        value = behind_descriptor(value)
         kind: Any = type(value)
         if kind is types.FunctionType:
             self._pending.append(value)
+            if has_state_in_closure(value):
+                self._add(values, owner, name)
         elif isinstance(value, type):
             self._enter_class(value)
         elif isinstance(value, types.ModuleType):
             if self._enters(value.__name__):
                 self._add_space(vars(value))
         elif not name.startswith("__") and (issubclass(kind, _READ) or not of_library(kind)):
-            self._places.setdefault((id(values), name), Place(values, owner, name, values.get))
+            self._add(values, owner, name)
             if not of_library(kind):
                 self._enter_class(kind)
+
+
+def has_state_in_closure(function: types.FunctionType) -> bool:
+    """True if variables that a function closes over, or functions among them do, hold anything but functions, classes and modules."""
+    pending, seen = [function], {id(function)}
+    while pending:
+        for value in map(content_of, pending.pop().__closure__ or ()):
+            if type(value) is types.FunctionType:
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    pending.append(value)
+            elif not isinstance(value, _CODE):
+                return True
+    return False
+
+
+_CODE = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
 def _is_plain(value: Any) -> bool:
@@ -368,79 +412,18 @@ _READ = (
 )
 
 
-def _behind_descriptor(value: Any) -> Any:
+def behind_descriptor(value: Any) -> Any:
     """Return the function behind a method, a partial, a property or a function with a cache; other values unchanged."""
     if type(value) in (staticmethod, classmethod, types.MethodType):
         return value.__func__
     if isinstance(value, partial):
-        return _behind_descriptor(value.func)
+        return behind_descriptor(value.func)
     if type(value) is _CACHED:
         return value.__wrapped__
     return value.fget if type(value) is property else value
 
 
 _CACHED = type(lru_cache(lambda: None))
-
-
-# --- a function over variables of its own -----------------------------------------------------------------------------
-
-# Types of globals that hold no state: most of what a function names.
-NEVER_READ = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type}
-
-
-class _Globals(dict[str, Any]):
-    """The globals of a copied function: a few names as they were, the others as they are."""
-
-    __slots__ = ("real",)
-
-    def __init__(self, pinned: dict[str, Any], real: dict[str, Any]) -> None:
-        super().__init__(pinned)
-        self.real = real
-        # The interpreter reads these without __missing__: builtins, and for imports the names of the module.
-        self.update({name: value for name, value in real.items() if name.startswith("__")})
-        self.setdefault("__builtins__", __builtins__)
-
-    def __missing__(self, name: str) -> Any:
-        return self.real[name]
-
-
-def frozen_copy(function: types.FunctionType, depth: int = 0) -> types.FunctionType:
-    """Return the same function over variables of its own, so that rebinding one later does not reach the re-run.
-
-    A lambda in a loop closes over the loop's variable, not over its value: run again after the loop it would see the last.
-    """
-    names = function.__globals__
-    pinned = {
-        name: names[name]
-        for name in function.__code__.co_names
-        if name in names and type(names[name]) not in NEVER_READ
-    }
-    if not pinned and not function.__closure__:
-        return function
-    cells = _copied_cells(function, depth)
-    if cells is None:
-        return function
-    real = names.real if isinstance(names, _Globals) else names
-    space = _Globals(pinned, real) if pinned and type(real) is dict else names
-    twin = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__qualname__ = function.__qualname__
-    if function.__dict__:
-        twin.__dict__.update(function.__dict__)
-    return twin
-
-
-def _copied_cells(function: types.FunctionType, depth: int) -> tuple[Any, ...] | None:
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # a variable that has no value yet: the function itself, perhaps
-            return None
-        if type(content) is types.FunctionType and content is not function and depth < 4:
-            content = frozen_copy(content, depth + 1)
-        cells.append(types.CellType(content))
-    return tuple(cells)
 
 
 # --- callables of retape's own ----------------------------------------------------------------------------------------

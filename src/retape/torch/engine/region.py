@@ -609,7 +609,7 @@ class Region:
                 args, keywords = self._call.arguments.rebuild(restored.arguments)
                 _push_hooks(pack, unpack)
                 try:
-                    answer = self._call.function_again()(*args, **keywords)
+                    answer = self._call.function(*args, **keywords)
                 finally:
                     _pop_hooks()
                 return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(answer)]

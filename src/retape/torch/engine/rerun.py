@@ -11,7 +11,6 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -306,10 +305,7 @@ class RegionRerun(RegionRun):
     def _hooked(self, call: Call, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _push_hooks(self.pack, _identity)
         try:
-            function = call.function
-            if type(function) is FunctionType:
-                function = call.function_again()
-            return function(*args, **keywords)
+            return call.function(*args, **keywords)
         except Stop as stop:
             if stop.rerun is not self:
                 raise
