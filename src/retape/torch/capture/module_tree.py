@@ -254,6 +254,8 @@ class TreeLayout:
             tree.saved_objects = list(map(without_history, objects[: self.restored_count]))
         if self._pick_functions is not None:
             tree.others = [*tree.others, *filter(_reaches_state, self._pick_functions(now))]
+        if tree.hooks:
+            tree.others = [*tree.others, *tree.hooks]
         return tree
 
     def _are_plain(self, now: list[Any]) -> bool:
@@ -358,6 +360,11 @@ class ModuleTree:
     def _content(self) -> tuple[dict[Any, Any], ...]:
         """The dicts of buffers, children and parameters of each module in turn."""
         return self.layout.pick_content(self._saved)  # type: ignore[no-any-return]
+
+    @property
+    def hooks(self) -> list[Any]:
+        """The functions and objects that are hooks of the modules."""
+        return list(_flat(map(_values, self._hook_copies or ())))
 
     def place(self, number: int) -> tuple[dict[Any, Any], str]:
         """Return the dict and the key of tensor `number` of `state`."""
