@@ -17,7 +17,7 @@ from retape.torch.planning import attach
 from retape.torch.planning.attach import original_class
 from retape.torch.planning.region_options import tape_storages
 from retape.torch.planning.region_variants import VARIANTS
-from support.comparing import assert_equal, seed, step_gradients
+from support.comparing import Notes, assert_equal, seed, step_gradients
 from support.fits import regions_run
 from support.trials import fit_with
 
@@ -457,9 +457,13 @@ def test_a_whole_step_that_is_compiled_runs_the_plan_as_it_is():
     model, batch = made()
     wanted = step_gradients(model, batch)
     fit = retape.fit(model, (batch,), budget=0.5, progress=False)
-    seen = []
+    seen = Notes()
+
+    def note(module, args):
+        seen((retape.recomputing(), compiler_is_on()))
+
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda module, args: seen.append((retape.recomputing(), compiler_is_on())))
+        block.register_forward_pre_hook(note)
 
     def train(batch):
         model(batch).backward()
@@ -469,8 +473,8 @@ def test_a_whole_step_that_is_compiled_runs_the_plan_as_it_is():
         model.zero_grad()
         compiled_step(batch)
         assert_equal([parameter.grad for parameter in model.parameters()], wanted[1:])
-    assert {again for again, _ in seen} == {False, True}
-    assert not any(on for _, on in seen)
+    assert {again for again, _ in seen.all} == {False, True}
+    assert not any(on for _, on in seen.all)
     fit.remove()
 
 
