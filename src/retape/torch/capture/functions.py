@@ -17,6 +17,7 @@ import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache, partial
+from importlib.util import resolve_name
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -133,8 +134,10 @@ def attributes_stored_in(code: types.CodeType) -> frozenset[str]:
 
 def imported_in(code: types.CodeType, package: str) -> list[types.ModuleType]:
     """Return the modules that code imports when it runs, as far as they are loaded."""
-    found = [sys.modules.get(f"{package}.{name}".strip(".") if level else name) for name, level in _imports_in(code)]
-    return [module for module in found if isinstance(module, types.ModuleType)]
+    names = [
+        resolve_name("." * level + name, package) if package or not level else "" for name, level in _imports_in(code)
+    ]
+    return [module for module in map(sys.modules.get, names) if isinstance(module, types.ModuleType)]
 
 
 @lru_cache(maxsize=4096)
