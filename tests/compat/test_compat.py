@@ -1064,8 +1064,16 @@ def test_keeps_its_own_books():
     assert torch.nn.parallel.DistributedDataParallel.__name__ in hook_internals._WRAPPERS
 
 
+def test_activation_wrappers():
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+
+    plain, first, second = (torch.nn.Linear(2, 2) for _ in range(3))
+    wrapped = [wrapping.checkpoint_wrapper(first), wrapping.offload_wrapper(second)]
+    assert hook_internals.activation_wrappers(torch.nn.Sequential(plain, *wrapped)) == wrapped
+
+
 @pytest.mark.parametrize("kind", ["checkpoint_wrapper", "offload_wrapper"])
-def test_activation_wrappers(kind):
+def test_call_wrapped(kind):
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 
     model = torch.nn.Sequential(getattr(wrapping, kind)(torch.nn.Linear(2, 2)), torch.nn.ReLU())
