@@ -89,6 +89,40 @@ def cache(call):
     return x.grad
 
 
+def forward_hook(call):
+    """An observer that scales an output by its moving average, as in quantization-aware training."""
+    x, scale, layer = leaf(), torch.ones(()), nn.Linear(4, 4)
+
+    def observe(module, inputs, output):
+        scale.mul_(0.9).add_(output.detach().abs().max(), alpha=0.1)
+        return output / scale.clone()
+
+    layer.register_forward_hook(observe)
+    call(nn.Sequential(layer, nn.Tanh()), x).sum().backward()
+    return x.grad
+
+
+def counted(function):
+    calls = 0
+
+    def run(a):
+        nonlocal calls
+        calls += 1
+        return function(a) * calls
+
+    return run
+
+
+counting_sin = counted(torch.sin)
+
+
+def decorated_helper(call):
+    globals()["counting_sin"] = counted(torch.sin)
+    x = leaf()
+    call(lambda a: counting_sin(a).tanh(), x).sum().backward()
+    return x.grad
+
+
 def saves_bernoulli():
     saved = torch.ops.aten.bernoulli.default
     return create_selective_checkpoint_contexts(
@@ -114,6 +148,8 @@ RIGHT = {
     "moving average": moving_average,
     "lambda in a loop": lambda_in_a_loop,
     "cache": cache,
+    "forward hook": forward_hook,
+    "decorated helper": decorated_helper,
     "one random op saved": one_random_op_saved,
 }
 
@@ -170,6 +206,6 @@ def test_weights_changed_before_backward():
 def test_every_row_of_the_table_has_its_case():
     table = re.search(r"\| inside the checkpointed function .*?\n\n", README.read_text(encoding="utf-8"), re.S)[0]
     assert (
-        len(table.strip().splitlines()) - 2 == 8
+        len(table.strip().splitlines()) - 2 == 10
     )  # random numbers are one row with three cases, and so are changed tensors
-    assert len(RIGHT) - 2 + 1 + 1 == 8
+    assert len(RIGHT) - 2 + 1 + 1 == 10

@@ -1,4 +1,4 @@
-"""State in closures: of global helpers, decorators, functions in arguments, lists, partials and fields; modules imported inside."""
+"""State in closures of helpers, decorators and functions in arguments, lists, partials and fields; of hooks; of modules imported inside."""
 
 import functools
 import sys
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import retape
 from retape.errors import StateChanged
 from support.comparing import as_region, every_way, leaf, plainly, same_as_plain
 
@@ -205,6 +206,100 @@ def test_a_tensor_in_the_closure_of_a_helper_is_checked():
     scale.add_(1.0)
     with pytest.raises(StateChanged):
         y.sum().backward()
+
+
+class Observer(nn.Module):
+    """A module whose method is a hook of another, as in quantization-aware training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+        self.calls = 0
+
+    def observe(self, module, inputs, output):
+        self.calls += 1
+        self.mean.mul_(0.9).add_(output.detach().abs().mean(), alpha=0.1)
+        return output * self.mean.clone() * self.calls
+
+
+class Drawing:
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, module, inputs, output):
+        return output + torch.randn(output.shape, generator=self.generator)
+
+
+def clip_weights(module, inputs):
+    module.weight.data.mul_(0.9)
+
+
+def hooked(kind):
+    """A block, and what tells the state of its hook."""
+    torch.manual_seed(1)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    if kind == "a method":
+        observer = Observer()
+        block[0].register_forward_hook(observer.observe)
+        return block, lambda: (observer.mean, observer.calls)
+    if kind == "an object with a generator":
+        drawing = Drawing()
+        block[0].register_forward_hook(drawing)
+        return block, drawing.generator.get_state
+    if kind == "a pre-hook that writes to .data":
+        block[0].register_forward_pre_hook(clip_weights)
+        return block, lambda: block[0].weight
+    helper = HELPERS["a moving average"]()
+    block[0].register_forward_hook(lambda module, inputs, output: helper(output))
+    return block, lambda: helper(torch.ones(4))
+
+
+HOOKS = ["a method", "an object with a generator", "a pre-hook that writes to .data", "a closure"]
+
+
+@every_way
+@pytest.mark.parametrize("kind", HOOKS)
+def test_state_that_a_forward_hook_owns(kind, way):
+    def case(call):
+        block, state = hooked(kind)
+        x = leaf(3, 4)
+        for scale in (1.0, 2.0, 3.0):
+            call(block, x * scale).sum().backward()
+        return x.grad, state()
+
+    same_as_plain(case, way)
+
+
+@pytest.mark.parametrize("budget", [0.55, 0.8])
+def test_hooks_of_a_fitted_model(budget):
+    """The hook of each block is a method of the model, as in `register_forward_hook(self.observe)`."""
+
+    class Observed(Observer):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)
+            )
+            for block in self.blocks:
+                block[0].register_forward_hook(self.observe)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def trained(budget):
+        torch.manual_seed(0)
+        model, batch = Observed(), torch.randn(48, 64)
+        step = lambda model, batch: model(batch).square().mean()  # noqa: E731
+        fitted = None if budget is None else retape.fit(model, batch, budget=budget, step=step, progress=False)
+        for _ in range(3):
+            step(model, batch).backward()
+        assert fitted is None or fitted.regions_run
+        return [model.mean, model.calls, *[parameter.grad for parameter in model.parameters()]]
+
+    for wanted, got in zip(trained(None), trained(budget), strict=True):
+        assert wanted == got if isinstance(wanted, int) else torch.equal(wanted, got)
 
 
 @pytest.fixture
