@@ -171,6 +171,37 @@ def test_parameters_frozen_or_thawed_in_between(before, after):
     same_as_plain(freezing(before, after))
 
 
+def as_argument(call, weight, x):
+    return call(lambda a, b: (a.sin() @ b).cos(), x, weight)
+
+
+def in_a_closure(call, weight, x):
+    return call(lambda a: (a.sin() @ weight).cos(), x)
+
+
+def in_both(call, weight, x):
+    return call(lambda a, b: (a.sin() @ weight).cos() * b.sin(), x, weight)
+
+
+def made_a_tensor(weight):
+    return weight.detach().requires_grad_(weight.requires_grad)
+
+
+@pytest.mark.parametrize("given", [as_argument, in_a_closure, in_both])
+@pytest.mark.parametrize("kind", [nn.Parameter, made_a_tensor])
+@pytest.mark.parametrize("before", [True, False], ids=["frozen", "thawed"])
+def test_a_weight_of_no_module_frozen_or_thawed_in_between(given, kind, before):
+    def case(call):
+        x, weight = leaf(), kind(leaf().requires_grad_(before))
+        weight.requires_grad_(before)
+        y = given(call, weight, x)
+        weight.requires_grad_(not before)
+        y.sum().backward()
+        return x.grad, weight.grad, weight.requires_grad
+
+    same_as_plain(case)
+
+
 class Attribute(nn.Module):
     def __init__(self):
         super().__init__()

@@ -82,7 +82,7 @@ class Snapshot:
     _fsdp: dict[int, Tensor] | None = None
     _after: list[Any] | None = None
     _copies: Copies | None = None
-    _leaves: list[bool] | None = None
+    _leaves: list[bool] | None = None  # of `_rest`
     _plain = True  # every tensor has a version of its own
     _modes: tuple[Any, ...] = ()  # dispatch modes of the user around the call
     touches_data = False  # the call asks for the `.data` of a parameter
@@ -90,6 +90,7 @@ class Snapshot:
     draws: rng.Draws  # random streams and their positions before the call; after it, those that it moved
     kind: tuple[Any, Any]  # the module or code that was called, and the kind of the call
     _rest: list[Tensor]  # the tensors of closures and modules
+    _needs_grad: list[bool]  # of those
     # Those of them that have a history, by number: they themselves, which the function sees, and which are not held.
     _originals: dict[int, weakref.ref[Tensor]] = {}  # noqa: RUF012 - never changed, only replaced
 
@@ -105,34 +106,32 @@ class Snapshot:
     def _take(self, call: Call) -> None:
         self._swaps_seen = SWAPS.last
         tensors, state = call.tensors, call.state
+        reached = call.extras + state if call.extras else state
         if call.fsdp:
             self._fsdp = _sharded_parameters(state)
         self.kind = key, kind = _kind_of(call)
         self._known_changes = changes = _CHANGES.of(key) if call.kinds is None else call.kinds
-        watched, known_types = tensors + call.extras + state, call.only_parameters and not call.extras
+        watched, known_types = tensors + reached, call.only_parameters and not call.extras
         self._plain = not self._fsdp and PLAIN_TENSORS.issuperset(map(type, tensors if known_types else watched))
         self._known = known = changes.get(kind)
         self._before = self._versions(watched)
         self._arguments_need_grad = needed = list(map(_needs_grad, tensors))
-        self._needs_grad = list(map(_needs_grad, state))
+        self._needs_grad = list(map(_needs_grad, reached))
         # Parameters alone have no history to drop, and are not copied: only arguments may have to be.
         only_arguments = known is _NOTHING and known_types
         if not only_arguments or False in needed:
             copied = self._indices_to_copy(tensors if only_arguments else watched)
             if copied:
                 self._copies = Copies(watched, copied)
-        if only_arguments:
-            self._rest = state
-        else:
-            self._rest = reached = call.extras + state
-            if any(tensor.grad_fn is not None for tensor in reached):
-                self._drop_histories(call)
+        self._rest = reached
+        if not only_arguments and any(tensor.grad_fn is not None for tensor in reached):
+            self._drop_histories(call)
         self._ambient = _capture_ambient()
         self.draws = _capture_streams(call.generators)
 
     def _drop_histories(self, call: Call) -> None:
         """Hold tensors of closures and modules without their history, which could close a cycle through the graph."""
-        self._leaves = [tensor.grad_fn is None for tensor in call.state]
+        self._leaves = [tensor.grad_fn is None for tensor in self._rest]
         self._originals = {n: weakref.ref(t) for n, t in enumerate(self._rest) if t.grad_fn is not None}
         call.state = list(map(hold, call.state))
         call.extras = list(map(hold, call.extras))
@@ -421,29 +420,29 @@ class RestoredState:
         call = snapshot._call
         for holder in call.holders:
             holder.enter()
-        if snapshot._needs_grad != list(map(_needs_grad, call.state)):
-            self._restore_needs_grad(call, snapshot)
+        if snapshot._needs_grad != list(map(_needs_grad, snapshot._rest)):
+            leaves = snapshot._leaves or [True] * len(snapshot._rest)
+            for tensor, needed, leaf in zip(snapshot._rest, snapshot._needs_grad, leaves, strict=True):
+                if leaf:
+                    self._restore_needs_grad(tensor, needed)
         if snapshot._copies is not None:
             with internals.unobserved():
                 self._restore_copies(call, snapshot._copies, held)
         if _any_hooks(self._leaves):
             self._hook_counts = _hook_counts(self._leaves)
 
-    def _restore_needs_grad(self, call: Call, snapshot: Snapshot) -> None:
-        """Undo freezing and unfreezing of parameters: what autograd saves depends on it."""
-        self._needs_grad = changed = []
-        leaves = snapshot._leaves or [True] * len(call.state)
-        for tensor, needed, leaf in zip(call.state, snapshot._needs_grad, leaves, strict=True):
-            if leaf and tensor.requires_grad is not needed:
-                tensor.requires_grad_(needed)
-                changed.append((tensor, not needed))
+    def _restore_needs_grad(self, tensor: Tensor, needed: bool) -> None:
+        """Undo freezing or unfreezing of a leaf: what autograd saves depends on it."""
+        if tensor.requires_grad is not needed:
+            tensor.requires_grad_(needed)
+            self._needs_grad = [*self._needs_grad, (tensor, not needed)]
 
     def _restore_copies(self, call: Call, copies: Copies, held: list[Tensor]) -> None:
         snapshot = self._snapshot
         self._overwritten, self._replaced = overwritten, replaced = [], []
         first = snapshot._first_state
         extras = first - len(call.extras)
-        needed = snapshot._arguments_need_grad + [False] * len(call.extras) + snapshot._needs_grad
+        needed = snapshot._arguments_need_grad + [False] * len(call.extras) + snapshot._needs_grad[len(call.extras) :]
         needs_grad = {index for index in copies.indices if needed[index]}
         self._copies = copies.rebuild(needs_grad)
         in_place = copies.sharing_with(range(extras, first))
@@ -464,9 +463,10 @@ class RestoredState:
 
     def _arguments(self, held: list[Tensor]) -> list[Tensor]:
         snapshot, copies = self._snapshot, self._copies
+        needed = snapshot._arguments_need_grad
         tensors = [
             tensor if type(tensor) is nn.Parameter else _as_leaf(tensor, need)
-            for tensor, need in zip(held, snapshot._arguments_need_grad, strict=True)
+            for tensor, need in zip(held, needed, strict=True)
         ]
         for index in copies:
             if index < len(tensors):
@@ -478,6 +478,9 @@ class RestoredState:
             tensors[place] = tensors[first]
         if nn.Parameter in map(type, tensors):  # passed on as they are
             mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
+            for tensor, need in zip(tensors, needed, strict=True):
+                if type(tensor) is nn.Parameter:
+                    self._restore_needs_grad(tensor, need)
             self._hook_counts = (self._hook_counts or [_NO_HOOKS] * len(self._leaves)) + _hook_counts(mine)
             self._leaves = [*self._leaves, *mine]
         return tensors
@@ -492,7 +495,7 @@ class RestoredState:
 
     def keep_gradients(self) -> None:
         """Also put `.grad` back when left: the region runs a backward pass of its own."""
-        leaves = [tensor for tensor in self._snapshot._call.state if tensor.requires_grad and tensor.is_leaf]
+        leaves = [tensor for tensor in self._leaves if tensor.requires_grad and tensor.is_leaf]
         self._grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
 
     def __enter__(self) -> RestoredState:
