@@ -232,6 +232,12 @@ def test_unobserved():
             torch.ones(3).sin()
         with pytest.raises(AssertionError, match="noticed"):
             torch.ones(3)
+        with RefusingFunctions(), internals.unobserved():
+            torch.ones(3).sin()
+    with RefusingFunctions() as mode:
+        with internals.unobserved():
+            torch.ones(3)
+        assert internals.function_modes() == (mode,)
     with internals.unobserved():
         torch.ones(3)
 

@@ -39,7 +39,7 @@ _version = operator.attrgetter("_version")
 _needs_grad = operator.attrgetter("requires_grad")
 _backward_hooks = operator.attrgetter("_backward_hooks")
 _accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
-_count_dispatch_modes = internals.count_dispatch_modes
+_count_dispatch_modes, _count_function_modes = internals.count_dispatch_modes, internals.count_function_modes
 _capture_ambient, _RestoredAmbient = ambient.capture, ambient.RestoredAmbient
 _capture_streams, _drawn = rng.capture, rng.drawn
 _NO_COPIES: dict[int, Tensor] = {}
@@ -96,14 +96,15 @@ class Snapshot:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        if _count_dispatch_modes():
+        if _count_dispatch_modes() or _count_function_modes():
             self._modes = _user_modes()
+            function_modes = ambient.function_modes()
             with internals.unobserved():
-                self._take(call)
+                self._take(call, function_modes)
         else:
-            self._take(call)
+            self._take(call, ())
 
-    def _take(self, call: Call) -> None:
+    def _take(self, call: Call, function_modes: tuple[Any, ...]) -> None:
         self._swaps_seen = SWAPS.last
         tensors, state = call.tensors, call.state
         reached = call.extras + state if call.extras else state
@@ -126,7 +127,7 @@ class Snapshot:
         self._rest = reached
         if not only_arguments and any(tensor.grad_fn is not None for tensor in reached):
             self._drop_histories(call)
-        self._ambient = _capture_ambient()
+        self._ambient = _capture_ambient(function_modes)
         self.draws = _capture_streams(call.generators)
 
     def _drop_histories(self, call: Call) -> None:
@@ -195,7 +196,7 @@ class Snapshot:
     def finish_forward(self, arguments: list[Tensor]) -> None:
         """Record which streams the call drew from and which tensors it changed; free the copies of the others."""
         self.draws = _drawn(self.draws)
-        if _count_dispatch_modes():
+        if _count_dispatch_modes() or _count_function_modes():
             with internals.unobserved():
                 self._record_changes(arguments)
         else:

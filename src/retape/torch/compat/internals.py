@@ -129,8 +129,21 @@ def run_backward(loss: torch.Tensor, gradient: torch.Tensor, *, keep_graph: bool
 
 
 def unobserved() -> AbstractContextManager[Any]:
-    """Return a context in which no dispatch mode sees retape's own ops."""
+    """Return a context in which no mode, of dispatch or of torch functions, sees retape's own ops."""
+    if torch._C._len_torch_function_stack():
+        return _without_function_modes()
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_MODES
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with unobserved():
+            yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def parametrizations_cached() -> bool:
