@@ -27,6 +27,7 @@ _EXPOSING = frozenset(
     }
 )
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
+_GETTER = type(_DATA[0])  # of a method of a C type that is bound, as those of all attributes of tensors are
 _CUDA_ARRAY = Tensor.__cuda_array_interface__.__get__
 
 
@@ -55,9 +56,9 @@ class DataAccess(TransparentMode):
         self._tell = tell
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DATA and isinstance(args[0], Tensor):
+        if type(func) is _GETTER and func in _DATA and isinstance(args[0], Tensor):
             self._tell(args[0])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class Observer(TorchDispatchMode):

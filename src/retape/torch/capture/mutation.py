@@ -334,9 +334,10 @@ class Copies:
         return kept
 
     def joined(self, other: Copies) -> Copies:
-        """Return these copies and others, of other storages."""
+        """Return these copies and others, which take the place of those of the same storages."""
         both = object.__new__(Copies)
-        both._groups, both.indices = [*self._groups, *other._groups], self.indices | other.indices
+        kept = [group for group in self._groups if other.indices.isdisjoint(group.numbers)]
+        both._groups, both.indices = [*kept, *other._groups], self.indices | other.indices
         return both
 
     def different(self, watched: list[Tensor], skip: Set[int] = frozenset()) -> set[int]:
@@ -362,6 +363,20 @@ class Copies:
     def on_the_cpu(self, watched: list[Tensor]) -> bool:
         """True if comparing them waits for no device."""
         return all(watched[index].is_cpu for index in self.indices)
+
+
+def by_storages(tensors: Sequence[Tensor]) -> dict[int, list[int]]:
+    """Return the numbers of plain tensors that can be copied, by the storage that they share."""
+    found: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if is_plain(tensor):
+            found.setdefault(tensor.untyped_storage()._cdata, []).append(number)
+    return found
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """True if a tensor is of no subclass, and can be copied."""
+    return type(tensor) in PLAIN_TENSORS and copyable(tensor)
 
 
 def copyable(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ import types
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,16 @@ from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.containers import SWAPS
 from retape.torch.capture.host_access import DataAccess, ReadGuard
-from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
+from retape.torch.capture.mutation import (
+    PLAIN_TENSORS,
+    Copies,
+    alias,
+    by_storages,
+    copyable,
+    hold,
+    is_plain,
+    version_of,
+)
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import fsdp_internals, internals
 
@@ -46,7 +56,6 @@ _NO_COPIES: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _NOT_HELD = torch.empty(0)  # in place of an argument that the region does not hold, and that its owner checks
 
-_DATA = "data"  # marks, among the known changes, kinds of calls that ask for the `.data` of a parameter
 KnownChanges = dict[Any, frozenset[int]]
 
 
@@ -85,7 +94,7 @@ class Snapshot:
     _leaves: list[bool] | None = None  # of `_rest`
     _plain = True  # every tensor has a version of its own
     _modes: tuple[Any, ...] = ()  # dispatch modes of the user around the call
-    touches_data = False  # the call asks for the `.data` of a parameter
+    touches_data = False  # the call asks for the `.data` of a tensor that it was given or reaches
     changed: frozenset[int] = _NOTHING  # indices of the tensors that the call itself changes
     draws: rng.Draws  # random streams and their positions before the call; after it, those that it moved
     kind: tuple[Any, Any]  # the module or code that was called, and the kind of the call
@@ -167,29 +176,29 @@ class Snapshot:
         ]
         return small if len(small) <= TUNING.max_copies else sorted(known)
 
-    def watch_data(self) -> DataAccess | None:
-        """Return a mode for the call in which parameters are copied when their `.data` is asked for; None if it never was.
+    def watch_data(self, arguments: list[Tensor]) -> DataAccess:
+        """Return a mode for the call in which a tensor that it is given or reaches is copied before its `.data` is asked for.
 
-        A write through `.data` leaves the version as it is, and copies of all parameters in case of one would be large.
+        A write through `.data` leaves the version as it is, and copies of all tensors in case of one would be large.
         """
-        key = (_DATA, self.kind[1])
-        if self._call.writes_unseen and (self._known is None or key in self._known_changes):
-            return DataAccess(self._copy_parameter)
-        return None
+        return DataAccess(partial(self._copy_storage, arguments + self._rest, {}))
 
-    def _copy_parameter(self, tensor: Tensor) -> None:
-        if type(tensor) is not nn.Parameter or not copyable(tensor):
-            return
-        self.touches_data = True
-        self._known_changes[(_DATA, self.kind[1])] = _NOTHING
-        watched = self._call.extras + self._call.state
-        first = len(self._before) - len(watched)
-        places = [first + n for n, other in enumerate(watched) if other is tensor]
-        if places and (self._copies is None or self._copies.indices.isdisjoint(places)):
-            holes = [_NOT_HELD] * first
-            with internals.unobserved():
-                copied = Copies([*holes, *watched], places)
-            self._copies = copied if self._copies is None else self._copies.joined(copied)
+    def _copy_storage(self, watched: list[Tensor], by_storage: dict[int, list[int]], tensor: Tensor) -> None:
+        """Copy the watched tensors that share memory with one, unless they were copied before."""
+        with internals.unobserved():
+            if not by_storage:
+                by_storage.update(by_storages(watched))
+            numbers = by_storage.get(tensor.untyped_storage()._cdata, []) if is_plain(tensor) else []
+            if not numbers:
+                return
+            self.touches_data = True
+            copies = self._copies
+            if copies is not None and copies.indices.issuperset(numbers):
+                return
+            if self._versions([watched[n] for n in numbers]) != [self._before[n] for n in numbers]:
+                return  # its value before the call is lost, which is reported when the call has returned
+            copied = Copies(watched, numbers)
+            self._copies = copied if copies is None else copies.joined(copied)
 
     # --- after the call ------------------------------------------------------------------------------------------
 
@@ -212,8 +221,9 @@ class Snapshot:
         changed = set(self._known or ())
         if after != self._before:
             changed.update([i for i, (old, new) in enumerate(zip(self._before, after, strict=True)) if old != new])
-        # Comparing values waits for a GPU, so there only the first call of a kind is compared.
-        if copies is not None and not copies.indices <= changed and (self._known is None or copies.on_the_cpu(watched)):
+        # Comparing values waits for a GPU, so there only the first call of a kind is compared, and what `.data` was asked of.
+        compared = self._known is None or self.touches_data
+        if copies is not None and not copies.indices <= changed and (compared or copies.on_the_cpu(watched)):
             changed |= copies.different(watched, changed)
         if self._known is _NOTHING and not changed:
             return
