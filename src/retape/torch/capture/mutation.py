@@ -8,6 +8,8 @@ over one new storage.
 
 from __future__ import annotations
 
+import types
+import weakref
 import zlib
 from collections.abc import Callable, Sequence, Set
 from functools import partial
@@ -401,3 +403,30 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+# --- known changes ----------------------------------------------------------------------------------------------------
+
+KnownChanges = dict[Any, frozenset[int]]
+
+
+class _ChangesByKind:
+    """Indices of the tensors that calls are known to change: by module or code, then by kind of call."""
+
+    def __init__(self) -> None:
+        self._weak: weakref.WeakKeyDictionary[Any, KnownChanges] = weakref.WeakKeyDictionary()
+        self._lasting: dict[Any, KnownChanges] = {}
+
+    def of(self, key: Any) -> KnownChanges:
+        try:
+            known = self._weak.get(key)
+            if known is None:
+                known = self._weak[key] = {}
+        except TypeError:  # no weak reference can be made
+            known = self._lasting.setdefault(key if isinstance(key, _IMMORTAL) else type(key), {})
+        return known
+
+
+# Methods of C types are never freed; other objects without weak references are looked up by their type.
+_IMMORTAL = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+CHANGES = _ChangesByKind()

@@ -15,11 +15,11 @@ engine).
 from __future__ import annotations
 
 import operator
-import types
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from retape.torch.capture import ambient, rng
 from retape.torch.capture.containers import SWAPS
 from retape.torch.capture.host_access import DataAccess, ReadGuard
 from retape.torch.capture.mutation import (
+    CHANGES,
     PLAIN_TENSORS,
     Copies,
     alias,
@@ -39,6 +40,19 @@ from retape.torch.capture.mutation import (
     is_plain,
     version_of,
 )
+from retape.torch.capture.tensor_attributes import (
+    NO_HOOKS,
+    Attributes,
+    HookCounts,
+    RestoredAttributes,
+    any_attributes,
+    any_hooks,
+    attributes_by_number,
+    attributes_of,
+    drop_hooks,
+    hook_counts,
+    put_attributes,
+)
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import fsdp_internals, internals
 
@@ -47,8 +61,6 @@ if TYPE_CHECKING:
 
 _version = operator.attrgetter("_version")
 _needs_grad = operator.attrgetter("requires_grad")
-_backward_hooks = operator.attrgetter("_backward_hooks")
-_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 _count_dispatch_modes, _count_function_modes = internals.count_dispatch_modes, internals.count_function_modes
 _capture_ambient, _RestoredAmbient = ambient.capture, ambient.RestoredAmbient
 _capture_streams, _drawn = rng.capture, rng.drawn
@@ -56,32 +68,8 @@ _NO_COPIES: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _NOT_HELD = torch.empty(0)  # in place of an argument that the region does not hold, and that its owner checks
 
-KnownChanges = dict[Any, frozenset[int]]
-
 
 # --- the state that a call reads --------------------------------------------------------------------------------------
-
-
-class _ChangesByKind:
-    """Indices of the tensors that calls are known to change: by module or code, then by kind of call."""
-
-    def __init__(self) -> None:
-        self._weak: weakref.WeakKeyDictionary[Any, KnownChanges] = weakref.WeakKeyDictionary()
-        self._lasting: dict[Any, KnownChanges] = {}
-
-    def of(self, key: Any) -> KnownChanges:
-        try:
-            known = self._weak.get(key)
-            if known is None:
-                known = self._weak[key] = {}
-        except TypeError:  # no weak reference can be made
-            known = self._lasting.setdefault(key if isinstance(key, _IMMORTAL) else type(key), {})
-        return known
-
-
-# Methods of C types are never freed; other objects without weak references are looked up by their type.
-_IMMORTAL = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-_CHANGES = _ChangesByKind()
 
 
 class Snapshot:
@@ -92,6 +80,7 @@ class Snapshot:
     _after: list[Any] | None = None
     _copies: Copies | None = None
     _leaves: list[bool] | None = None  # of `_rest`
+    _attributes: Mapping[int, Attributes] = MappingProxyType({})  # that users set on tensors, by number
     _plain = True  # every tensor has a version of its own
     _modes: tuple[Any, ...] = ()  # dispatch modes of the user around the call
     touches_data = False  # the call asks for the `.data` of a tensor that it was given or reaches
@@ -120,7 +109,7 @@ class Snapshot:
         if call.fsdp:
             self._fsdp = _sharded_parameters(state)
         self.kind = key, kind = _kind_of(call)
-        self._known_changes = changes = _CHANGES.of(key) if call.kinds is None else call.kinds
+        self._known_changes = changes = CHANGES.of(key) if call.kinds is None else call.kinds
         watched, known_types = tensors + reached, call.only_parameters and not call.extras
         self._plain = not self._fsdp and PLAIN_TENSORS.issuperset(map(type, tensors if known_types else watched))
         self._known = known = changes.get(kind)
@@ -133,6 +122,8 @@ class Snapshot:
             copied = self._indices_to_copy(tensors if only_arguments else watched)
             if copied:
                 self._copies = Copies(watched, copied)
+        if any_attributes(watched):
+            self._attributes = attributes_by_number(watched)
         self._rest = reached
         if not only_arguments and any(tensor.grad_fn is not None for tensor in reached):
             self._drop_histories(call)
@@ -400,6 +391,7 @@ class RestoredState:
     _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # tensors set differently for the re-run, and their setting before
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
     _hook_counts: list[HookCounts] | None = None
+    _attributes: RestoredAttributes | None = None
     _swap: int | None = None
     _entered: ExitStack | None = None  # dispatch modes
 
@@ -439,8 +431,22 @@ class RestoredState:
         if snapshot._copies is not None:
             with internals.unobserved():
                 self._restore_copies(call, snapshot._copies, held)
-        if _any_hooks(self._leaves):
-            self._hook_counts = _hook_counts(self._leaves)
+        if any_hooks(self._leaves):
+            self._hook_counts = hook_counts(self._leaves)
+        if snapshot._attributes or any_attributes(self._leaves):
+            self._restore_attributes(snapshot)
+
+    def _restore_attributes(self, snapshot: Snapshot) -> None:
+        """Give tensors of closures and modules, and copies in their place, the attributes that they had."""
+        self._attributes, first = RestoredAttributes(), len(snapshot._arguments_need_grad)
+        for number, tensor in enumerate(snapshot._rest):
+            original = snapshot._originals.get(number)
+            owner = tensor if original is None else original()
+            wanted = snapshot._attributes.get(first + number, {})
+            if owner is not None:
+                self._attributes.put(owner, wanted)
+            if first + number in self._copies:
+                put_attributes(self._copies[first + number], wanted)
 
     def _restore_needs_grad(self, tensor: Tensor, needed: bool) -> None:
         """Undo freezing or unfreezing of a leaf: what autograd saves depends on it."""
@@ -482,6 +488,8 @@ class RestoredState:
         for index in copies:
             if index < len(tensors):
                 tensors[index] = copies[index]
+        if snapshot._attributes or any_attributes(tensors):
+            self._give_attributes(tensors, held)
         for index, number in snapshot._call.shared if self._same_arguments else ():
             shared = self._shared(number)
             tensors[index] = tensors[index] if shared is None else shared
@@ -492,9 +500,20 @@ class RestoredState:
             for tensor, need in zip(tensors, needed, strict=True):
                 if type(tensor) is nn.Parameter:
                     self._restore_needs_grad(tensor, need)
-            self._hook_counts = (self._hook_counts or [_NO_HOOKS] * len(self._leaves)) + _hook_counts(mine)
+            self._hook_counts = (self._hook_counts or [NO_HOOKS] * len(self._leaves)) + hook_counts(mine)
             self._leaves = [*self._leaves, *mine]
         return tensors
+
+    def _give_attributes(self, tensors: list[Tensor], held: list[Tensor]) -> None:
+        """Give arguments the attributes that they had; parameters, which are passed on as they are, until this is left."""
+        for index, tensor in enumerate(tensors):
+            wanted = self._snapshot._attributes.get(index, {})
+            if type(tensor) is nn.Parameter:
+                self._attributes = self._attributes or RestoredAttributes()
+                self._attributes.put(tensor, wanted)
+            elif wanted or attributes_of(tensor):
+                tensors[index] = tensor.detach() if tensor is held[index] else tensor
+                put_attributes(tensors[index], wanted)
 
     def _shared(self, number: int) -> Tensor | None:
         """Return the tensor that a closure, a container or a module holds now under a number; None if it is gone."""
@@ -523,8 +542,10 @@ class RestoredState:
         try:
             if self._overwritten or self._needs_grad or self._grads:
                 self._undo_writes()
-            if _any_hooks(self._leaves):
-                drop_hooks(self._leaves, self._hook_counts or [_NO_HOOKS] * len(self._leaves))
+            if self._attributes is not None:
+                self._attributes.leave()
+            if any_hooks(self._leaves):
+                drop_hooks(self._leaves, self._hook_counts or [NO_HOOKS] * len(self._leaves))
             if self._swap is not None:
                 self._put_back_replaced()
             for holder in reversed(self._snapshot._call.holders):
@@ -549,36 +570,6 @@ class RestoredState:
             leaf.grad = gradient
             if gradient is not None and before is not None:
                 internals.write_unseen(gradient, before)
-
-
-HookCounts = tuple[int, int]  # hooks of a tensor's gradient, and hooks after its accumulation
-_NO_HOOKS: HookCounts = (0, 0)
-
-
-def drop_hooks(tensors: Sequence[Tensor], counts: list[HookCounts]) -> None:
-    """Remove hooks that a re-run has registered once more; `counts` are the numbers of hooks before it."""
-    for tensor, before in zip(tensors, counts, strict=True):
-        for hooks, count in zip((tensor._backward_hooks, _accumulate_hooks(tensor)), before, strict=True):
-            while hooks and len(hooks) > count:
-                hooks.popitem()
-
-
-@contextmanager
-def without_new_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Remove the hooks that steps, run again inside, register on tensors once more."""
-    counts = _hook_counts(tensors)
-    try:
-        yield
-    finally:
-        drop_hooks(tensors, counts)
-
-
-def _any_hooks(tensors: Sequence[Tensor]) -> bool:
-    return any(map(_backward_hooks, tensors)) or any(map(_accumulate_hooks, tensors))
-
-
-def _hook_counts(tensors: Sequence[Tensor]) -> list[HookCounts]:
-    return [(len(t._backward_hooks or ()), len(_accumulate_hooks(t) or ())) for t in tensors]
 
 
 def _user_modes() -> tuple[Any, ...]:
