@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retape.core.errors import RegionError
+from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
 
@@ -403,6 +403,40 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+class ReadGradients:
+    """The `.grad` of leaves, among some, when a call first read them; the gradients themselves are not held."""
+
+    __slots__ = ("_known", "_read")
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        self._known = frozenset(map(id, known))
+        self._read: dict[int, tuple[Tensor, weakref.ref[Tensor] | None, Any]] = {}
+
+    def note(self, leaf: Tensor) -> None:
+        """Note that the gradient of a tensor is about to be read."""
+        if id(leaf) in self._known and id(leaf) not in self._read:
+            with internals.unobserved():
+                gradient = leaf.grad if leaf.is_leaf else None
+                version = None if gradient is None else version_of(gradient)
+                self._read[id(leaf)] = (leaf, None if gradient is None else weakref.ref(gradient), version)
+
+    def check(self, name: str) -> None:
+        """Raise if a gradient that region `name` read is not what it was."""
+        for leaf, reference, version in self._read.values():
+            now = leaf.grad if leaf.is_leaf else None
+            if now is None and reference is None:
+                continue
+            if now is None or reference is None or now is not reference() or version_of(now) != version:
+                raise StateChanged(
+                    f"Region {name} must be run again for backward, and reads the .grad of a tensor of shape {tuple(leaf.shape)}, which "
+                    "has changed since its forward, so that its gradients would be wrong. Read it before the region, and pass a copy of it "
+                    "(.clone()) as an argument."
+                )
 
 
 # --- known changes ----------------------------------------------------------------------------------------------------

@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.containers import SWAPS
-from retape.torch.capture.host_access import DataAccess, ReadGuard
+from retape.torch.capture.host_access import FieldAccess, ReadGuard
 from retape.torch.capture.mutation import (
     CHANGES,
     PLAIN_TENSORS,
     Copies,
+    ReadGradients,
     alias,
     by_storages,
     copyable,
@@ -84,6 +85,7 @@ class Snapshot:
     _plain = True  # every tensor has a version of its own
     _modes: tuple[Any, ...] = ()  # dispatch modes of the user around the call
     touches_data = False  # the call asks for the `.data` of a tensor that it was given or reaches
+    _gradients: ReadGradients | None = None  # that the call read
     changed: frozenset[int] = _NOTHING  # indices of the tensors that the call itself changes
     draws: rng.Draws  # random streams and their positions before the call; after it, those that it moved
     kind: tuple[Any, Any]  # the module or code that was called, and the kind of the call
@@ -167,12 +169,15 @@ class Snapshot:
         ]
         return small if len(small) <= TUNING.max_copies else sorted(known)
 
-    def watch_data(self, arguments: list[Tensor]) -> DataAccess:
+    def watch_fields(self, arguments: list[Tensor]) -> FieldAccess:
         """Return a mode for the call in which a tensor that it is given or reaches is copied before its `.data` is asked for.
 
-        A write through `.data` leaves the version as it is, and copies of all tensors in case of one would be large.
+        A write through `.data` leaves the version as it is, and copies of all tensors in case of one would be large. Reads of `.grad`
+        are noted: another gradient in the re-run is an error.
         """
-        return DataAccess(partial(self._copy_storage, arguments + self._rest, {}))
+        watched = arguments + self._rest
+        self._gradients = ReadGradients(watched)
+        return FieldAccess(partial(self._copy_storage, watched, {}), self._gradients.note)
 
     def _copy_storage(self, watched: list[Tensor], by_storage: dict[int, list[int]], tensor: Tensor) -> None:
         """Copy the watched tensors that share memory with one, unless they were copied before."""
@@ -294,6 +299,8 @@ class Snapshot:
         """Return tensors of closures and modules that were written to since the call; raise if an argument was."""
         if self._after is None:  # the call has not returned: it takes gradients itself
             return []
+        if self._gradients is not None:
+            self._gradients.check(self.name)
         watched = arguments + self._rest
         now = list(map(_version, watched)) if self._plain else self._versions(watched)
         if now == self._after:
@@ -488,6 +495,10 @@ class RestoredState:
         for index in copies:
             if index < len(tensors):
                 tensors[index] = copies[index]
+        if snapshot._gradients is not None:
+            for tensor, given in zip(tensors, held, strict=True):
+                if tensor is not given and given.is_leaf and tensor.is_leaf:
+                    tensor.grad = given.grad
         if snapshot._attributes or any_attributes(tensors):
             self._give_attributes(tensors, held)
         for index, number in snapshot._call.shared if self._same_arguments else ():

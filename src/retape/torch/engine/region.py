@@ -243,8 +243,8 @@ class Region:
             listener(self)
 
     def _watched(self, function: Callable[..., Any], tensors: list[Tensor]) -> Callable[..., Any]:
-        """Return the function under a mode that copies tensors whose `.data` it asks for, where it may write to them."""
-        return function if is_compiled(self._call) else partial(_under, self.snapshot.watch_data(tensors), function)
+        """Return the function under a mode that copies tensors whose `.data` it asks for, and notes those whose `.grad` it reads."""
+        return function if is_compiled(self._call) else partial(_under, self.snapshot.watch_fields(tensors), function)
 
     def _run_within(
         self,
