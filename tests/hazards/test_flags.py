@@ -106,6 +106,49 @@ def test_matmul_precision():
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+# Reads a setting, and sets it.
+SETTINGS = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "fast path": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    "filled memory": (
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        lambda value: setattr(torch.utils.deterministic, "fill_uninitialized_memory", value),
+    ),
+}
+
+
+@pytest.mark.parametrize(("get", "put"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_setting_that_a_region_puts_back_itself(get, put):
+    """The re-run stops before it does."""
+    before = get()
+    other = before + 1 if type(before) is int else not before
+
+    def case(call):
+        def region(a):
+            put(other)
+            y = (a * get()).sin().cos()
+            put(before)
+            return y * 2
+
+        x = leaf()
+        call(region, x).sum().backward()
+        return x.grad, get()
+
+    same_as_plain(case)
+    assert get() == before
+
+
+@pytest.mark.parametrize(("get", "put"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_setting_that_differs_in_backward(get, put):
+    before = get()
+    other = before + 1 if type(before) is int else not before
+    same_as_plain(between(lambda: put(other), lambda: put(before), lambda a: (a * (get() + 1)).sin()))
+    assert get() == before
+
+
 def test_default_device():
     same_as_plain(
         between(
