@@ -232,6 +232,12 @@ def test_unobserved():
             torch.ones(3).sin()
         with pytest.raises(AssertionError, match="noticed"):
             torch.ones(3)
+        with RefusingFunctions(), internals.unobserved():
+            torch.ones(3).sin()
+    with RefusingFunctions() as mode:
+        with internals.unobserved():
+            torch.ones(3)
+        assert internals.function_modes() == (mode,)
     with internals.unobserved():
         torch.ones(3)
 
@@ -635,7 +641,7 @@ def test_detach_below_autograd():
 def test_settings(setting):
     _, get, put = setting
     before = get()
-    other = {bool: lambda v: not v, tuple: lambda v: (not v[0], v[1]), str: lambda v: "medium"}
+    other = {bool: lambda v: not v, tuple: lambda v: (not v[0], v[1]), str: lambda v: "medium", int: lambda v: v + 1}
     changed = other.get(type(before), lambda v: torch.float64)(before)
     try:
         put(changed)

@@ -20,6 +20,7 @@ from support.comparing import (
     plainly,
     refuses,
     right_or_refused,
+    same_as_plain,
 )
 
 Pair = namedtuple("Pair", "first second")
@@ -257,3 +258,81 @@ def test_what_a_region_can_reach_but_does_not_read_may_change(call):
     optimizer.step()
     model.critic(fake).sum().backward()
     return z.grad, [parameter.grad for parameter in model.parameters()]
+
+
+def ahead(a, weight):
+    """Looks ahead by a step of gradient descent."""
+    gradient = weight.grad
+    return (a * (weight - 0.5 * (0 if gradient is None else gradient))).sin()
+
+
+class Ahead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, a):
+        return ahead(a, self.weight)
+
+
+def zeroed(weight):
+    weight.grad.zero_()
+
+
+def replaced(weight):
+    weight.grad = weight.grad.clone()
+
+
+def removed(weight):
+    weight.grad = None
+
+
+def untouched(weight):
+    pass
+
+
+def reading_a_gradient(given, change, *, present=True):
+    def case(call):
+        model, x = Ahead(), torch.randn(4, requires_grad=True)
+        weight = model.weight if given != "leaf" else torch.randn(4, requires_grad=True)
+        weight.grad = torch.randn(4) if present else None
+        if given == "module":
+            y = call(model, x)
+        elif given == "closure":
+            y = call(lambda a: ahead(a, weight), x)
+        else:
+            y = call(ahead, x, weight)
+        change(weight)
+        y.sum().backward()
+        return x.grad, weight.grad
+
+    return case
+
+
+OWNERS = ["module", "closure", "argument", "leaf"]
+
+
+@pytest.mark.parametrize("given", OWNERS)
+@pytest.mark.parametrize("change", [zeroed, replaced, removed])
+def test_a_gradient_that_a_region_reads_has_changed(given, change):
+    refuses(reading_a_gradient(given, change), StateChanged, "reads the .grad", "as an argument")
+
+
+@pytest.mark.parametrize("given", OWNERS)
+@pytest.mark.parametrize("present", [True, False])
+def test_a_gradient_that_a_region_reads_is_still_there(given, present):
+    same_as_plain(reading_a_gradient(given, untouched, present=present))
+
+
+@equals_plain
+def test_gradients_that_no_region_reads_may_change(call):
+    """Code that takes gradients itself names `grad` too."""
+    linear, x = nn.Linear(4, 4), leaf()
+
+    def function(a):
+        (gradient,) = torch.autograd.grad(linear(a).sin().sum(), a, create_graph=True)
+        return (gradient * a).sin()
+
+    for _ in range(2):
+        torch.stack([call(function, x).sum(), call(function, x.sin()).sum()]).sum().backward()
+    return x.grad, linear.weight.grad

@@ -8,7 +8,7 @@ from torch import nn
 
 import retape
 from retape.errors import RetapeError
-from support.comparing import equal, plainly
+from support.comparing import equal, leaf, plainly, results, same_as_plain
 
 
 def noise(like):
@@ -142,6 +142,52 @@ def test_a_fit_and_a_live_budget_repeat_it(name):
             pytest.fail("the budget is wide enough")
     assert live.stats().reruns
     live.remove()
+
+
+class Counted(nn.Module):
+    """Has buffers whose values a region compares in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        return self.norm(x).sin() * self.scale.sum()
+
+
+@pytest.mark.parametrize("check", ["metadata", "values"])
+def test_what_a_region_inside_compares_is_no_decision_of_the_region_around_it(check):
+    def case(call):
+        def outer(a):
+            h = inner(a) if call is plainly else retape.checkpoint(inner, a, check=check)
+            h = h * 2 if torch.equal(h, a) else h * 3
+            return (h * a).tanh() if (h.mean() > 0).item() else (h * a).sin()
+
+        inner, x = Counted(), leaf(8, 4)
+        for _ in range(2):
+            call(outer, x * 1).sum().backward()
+        return results(inner, x)
+
+    same_as_plain(case)
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    """Notes which functions are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_user_sees_no_comparison_of_a_region():
+    with Watching() as mode:
+        retape.checkpoint(Counted(), leaf(8, 4)).sum().backward()
+    assert not {"equal", "clone", "eq"} & set(mode.names)
 
 
 def test_what_is_large_is_not_kept():

@@ -106,6 +106,49 @@ def test_matmul_precision():
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+# Reads a setting, and sets it.
+SETTINGS = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "fast path": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    "filled memory": (
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        lambda value: setattr(torch.utils.deterministic, "fill_uninitialized_memory", value),
+    ),
+}
+
+
+@pytest.mark.parametrize(("get", "put"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_setting_that_a_region_puts_back_itself(get, put):
+    """The re-run stops before it does."""
+    before = get()
+    other = before + 1 if type(before) is int else not before
+
+    def case(call):
+        def region(a):
+            put(other)
+            y = (a * get()).sin().cos()
+            put(before)
+            return y * 2
+
+        x = leaf()
+        call(region, x).sum().backward()
+        return x.grad, get()
+
+    same_as_plain(case)
+    assert get() == before
+
+
+@pytest.mark.parametrize(("get", "put"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_setting_that_differs_in_backward(get, put):
+    before = get()
+    other = before + 1 if type(before) is int else not before
+    same_as_plain(between(lambda: put(other), lambda: put(before), lambda a: (a * (get() + 1)).sin()))
+    assert get() == before
+
+
 def test_default_device():
     same_as_plain(
         between(
@@ -169,6 +212,37 @@ def freezing(before, after):
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)], ids=["frozen", "thawed"])
 def test_parameters_frozen_or_thawed_in_between(before, after):
     same_as_plain(freezing(before, after))
+
+
+def as_argument(call, weight, x):
+    return call(lambda a, b: (a.sin() @ b).cos(), x, weight)
+
+
+def in_a_closure(call, weight, x):
+    return call(lambda a: (a.sin() @ weight).cos(), x)
+
+
+def in_both(call, weight, x):
+    return call(lambda a, b: (a.sin() @ weight).cos() * b.sin(), x, weight)
+
+
+def made_a_tensor(weight):
+    return weight.detach().requires_grad_(weight.requires_grad)
+
+
+@pytest.mark.parametrize("given", [as_argument, in_a_closure, in_both])
+@pytest.mark.parametrize("kind", [nn.Parameter, made_a_tensor])
+@pytest.mark.parametrize("before", [True, False], ids=["frozen", "thawed"])
+def test_a_weight_of_no_module_frozen_or_thawed_in_between(given, kind, before):
+    def case(call):
+        x, weight = leaf(), kind(leaf().requires_grad_(before))
+        weight.requires_grad_(before)
+        y = given(call, weight, x)
+        weight.requires_grad_(not before)
+        y.sum().backward()
+        return x.grad, weight.grad, weight.requires_grad
+
+    same_as_plain(case)
 
 
 class Attribute(nn.Module):

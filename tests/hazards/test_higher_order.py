@@ -88,6 +88,21 @@ def test_grad_inside_a_region_that_counts_first(call):
     return results(model, x)
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["closure", "argument"])
+def test_backward_inside_a_region_for_a_weight_of_no_module(given):
+    def case(call):
+        x, weight = leaf(), nn.Parameter(torch.randn(4, 4))
+
+        def function(a, b=weight):
+            (b * a.detach()).sin().sum().backward()
+            return (a * b).sin()
+
+        call(function, *([x, weight] if given else [x])).sum().backward()
+        return x.grad, weight.grad
+
+    same_as_plain(case)
+
+
 class Product(torch.autograd.Function):
     """Reads its saved tensors twice, and keeps one on ctx where no hook sees it."""
 

@@ -1,12 +1,13 @@
-"""Regions that write to parameters through `.data`, which leaves their versions as they are."""
+"""Regions that write to tensors through `.data`, which leaves their versions as they are."""
 
 import pytest
 import torch
 from torch import nn
 
 import retape
+from retape.errors import StateChanged
 from support.blocks import Stack, mean_square
-from support.comparing import assert_equal, equals_plain, every_way, leaf, results, same_as_plain, steps_of
+from support.comparing import assert_equal, equals_plain, every_way, leaf, refuses, results, same_as_plain, steps_of
 
 
 class Decayed(nn.Module):
@@ -60,7 +61,79 @@ class AfterAWhile(Binarised):
         return self.linear(a.sin()).sin()
 
 
-KINDS = [Decayed, Binarised, Scaled, AfterAWhile]
+class FirstLater(nn.Module):
+    """Asks for `.data` in no call but the last ones."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, a):
+        self.calls += 1
+        if self.calls > 2:
+            self.written().data.mul_(0.5)
+        return self.used(self.linear(a)).sin()
+
+    def written(self):
+        return self.linear.weight
+
+    def used(self, y):
+        return y
+
+
+class LargeBuffer(FirstLater):
+    """Changes a buffer that is too large to be copied before each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(200, 100))
+
+    def written(self):
+        return self.table
+
+    def used(self, y):
+        return y * self.table[0, :4]
+
+
+class ViewOfBuffer(LargeBuffer):
+    """Changes a part of it through a view that the module holds too."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = self.table[:1, :4]
+
+    def written(self):
+        return self.part
+
+
+class OneOfMany(FirstLater):
+    """Changes one of more small buffers than are copied before each call."""
+
+    def __init__(self):
+        super().__init__()
+        for number in range(300):
+            self.register_buffer(f"b{number}", torch.ones(4))
+
+    def written(self):
+        return self.b7
+
+    def used(self, y):
+        return y * self.b7
+
+
+class Flattened(FirstLater):
+    """Writes through a function of PyTorch."""
+
+    def forward(self, a):
+        flat = nn.utils.parameters_to_vector(self.linear.parameters()).detach() * 0.5
+        nn.utils.vector_to_parameters(flat, self.linear.parameters())
+        return self.linear(a).tanh()
+
+
+LATE = [FirstLater, LargeBuffer, ViewOfBuffer, OneOfMany, Flattened]
+KINDS = [Decayed, Binarised, Scaled, AfterAWhile, *LATE]
 
 
 @every_way
@@ -81,7 +154,36 @@ def test_a_weight_in_a_closure(call):
     return results(linear, x), linear.weight
 
 
-@pytest.mark.parametrize("kind", [Decayed, Binarised, Scaled])
+@pytest.mark.parametrize("where", ["closure", "argument"])
+@equals_plain
+def test_a_large_tensor_that_is_first_written_in_a_later_call(call, where):
+    x, other, steps = leaf(), torch.randn(200, 100), [1.0, 1.0, 0.5]
+
+    def function(a, factor, b=other):
+        if factor < 1:
+            b.data.mul_(factor)
+        return a.sin() * b[0, :4]
+
+    for factor in steps:
+        given = [torch.tensor(factor)] if where == "closure" else [torch.tensor(factor), other]
+        call(function, x, *given).sum().backward()
+    return x.grad, other
+
+
+def test_a_tensor_that_is_first_written_with_and_without_a_new_version_in_a_later_call():
+    """Its value before the call is lost, and what it was between the two writes does not stand in for it."""
+
+    class Both(LargeBuffer):
+        def written(self):
+            return self.table.add_(1)
+
+    def case(call):
+        return steps_of(Both, steps=3)(call)
+
+    refuses(case, StateChanged, "buffer 'table'", "Run the step again")
+
+
+@pytest.mark.parametrize("kind", [Decayed, Binarised, Scaled, *LATE])
 def test_a_fitted_model(kind):
     class Wide(nn.Module):
         def __init__(self):

@@ -338,9 +338,10 @@ Ambient = tuple[
 ]
 
 
-def capture() -> Ambient:
-    """Return the settings around the caller."""
-    modes = _user_modes() if _count_function_modes() else ()
+def capture(modes: tuple[Any, ...] | None = None) -> Ambient:
+    """Return the settings around the caller; `modes` are its torch-function modes, if they are known."""
+    if modes is None:
+        modes = function_modes() if _count_function_modes() else ()
     context = copy_context()
     bound, collecting = _LAST.look(context) if context else ((), ())
     if not _CUDA_BUILT:
@@ -356,7 +357,8 @@ def capture() -> Ambient:
     )
 
 
-def _user_modes() -> tuple[Any, ...]:
+def function_modes() -> tuple[Any, ...]:
+    """Return the torch-function modes around the caller, without retape's own."""
     return tuple(mode for mode in internals.function_modes() if not isinstance(mode, TransparentMode))
 
 

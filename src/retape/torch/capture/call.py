@@ -84,7 +84,7 @@ class Call:
     generators: tuple[Any, ...] = ()
     codes: tuple[Any, ...] = ()  # of functions met: one wrapper may wrap several
     fills_what_it_saved = False  # it may run `rrelu`, whose output autograd saves before the kernel has filled it
-    writes_unseen = False  # its code names a way to write to a tensor that leaves its version as it is
+    writes_unseen = False  # its code names `.data`, by which a tensor's version stays as it is, or `.grad`
     decides = False  # its code names a function that decides (`decisions.py`)
     renormalised: frozenset[int] = _NOTHING  # parameters that their own module writes to in its forward
     # Buffers that their module writes to, though its first batch may not change their values.

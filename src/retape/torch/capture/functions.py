@@ -36,11 +36,13 @@ _DECIDING = frozenset(
         *("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"),
     }
 )
+# `.grad`, `.data`, and functions of PyTorch that write through it.
+_FIELDS = frozenset({"grad", "data", "vector_to_parameters"})
 
 
 def may_write_unseen(names: frozenset[str]) -> bool:
-    """True if code that mentions these names may write to a parameter without increasing its version: `weight.data.mul_(2)`."""
-    return "data" in names
+    """True if code that mentions these names may use fields of tensors unseen: no version shows `weight.data.mul_(2)`, or `weight.grad`."""
+    return not _FIELDS.isdisjoint(names)
 
 
 def may_decide(names: frozenset[str]) -> bool:

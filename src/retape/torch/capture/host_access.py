@@ -27,6 +27,8 @@ _EXPOSING = frozenset(
     }
 )
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
+_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+_GETTER = type(_DATA[0])  # of a method of a C type that is bound, as those of all attributes of tensors are
 _CUDA_ARRAY = Tensor.__cuda_array_interface__.__get__
 
 
@@ -47,17 +49,20 @@ class Exposure(TransparentMode):
         return func(*args, **(kwargs or {}))
 
 
-class DataAccess(TransparentMode):
-    """A mode that reports every tensor whose `.data` is read or set, before that happens."""
+class FieldAccess(TransparentMode):
+    """A mode that reports every tensor whose `.data` is read or set, or whose `.grad` is read, before that happens."""
 
-    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+    def __init__(self, on_data: Callable[[Tensor], None], on_gradient: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._on_data, self._on_gradient = on_data, on_gradient
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DATA and isinstance(args[0], Tensor):
-            self._tell(args[0])
-        return func(*args, **(kwargs or {}))
+        if type(func) is _GETTER and isinstance(args[0], Tensor):
+            if func in _DATA:
+                self._on_data(args[0])
+            elif func == _GRADIENT:
+                self._on_gradient(args[0])
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class Observer(TorchDispatchMode):

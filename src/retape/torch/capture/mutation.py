@@ -8,6 +8,8 @@ over one new storage.
 
 from __future__ import annotations
 
+import types
+import weakref
 import zlib
 from collections.abc import Callable, Sequence, Set
 from functools import partial
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retape.core.errors import RegionError
+from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import internals
 
@@ -109,7 +111,8 @@ def same_digests(one: Digest, other: Digest) -> bool:
 
 def _same_part(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.device == other.device and bool(one == other)
+        with internals.unobserved():
+            return one.device == other.device and bool(one == other)
     if type(one) is tuple and type(other) is tuple and one and isinstance(one[-1], (Tensor, tuple)):
         return same_digests(one, other)
     return bool(one == other)
@@ -333,9 +336,10 @@ class Copies:
         return kept
 
     def joined(self, other: Copies) -> Copies:
-        """Return these copies and others, of other storages."""
+        """Return these copies and others, which take the place of those of the same storages."""
         both = object.__new__(Copies)
-        both._groups, both.indices = [*self._groups, *other._groups], self.indices | other.indices
+        kept = [group for group in self._groups if other.indices.isdisjoint(group.numbers)]
+        both._groups, both.indices = [*kept, *other._groups], self.indices | other.indices
         return both
 
     def different(self, watched: list[Tensor], skip: Set[int] = frozenset()) -> set[int]:
@@ -363,6 +367,20 @@ class Copies:
         return all(watched[index].is_cpu for index in self.indices)
 
 
+def by_storages(tensors: Sequence[Tensor]) -> dict[int, list[int]]:
+    """Return the numbers of plain tensors that can be copied, by the storage that they share."""
+    found: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if is_plain(tensor):
+            found.setdefault(tensor.untyped_storage()._cdata, []).append(number)
+    return found
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """True if a tensor is of no subclass, and can be copied."""
+    return type(tensor) in PLAIN_TENSORS and copyable(tensor)
+
+
 def copyable(tensor: Tensor) -> bool:
     """True if a tensor has plain memory of its own to copy and compare."""
     return (
@@ -385,3 +403,64 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+class ReadGradients:
+    """The `.grad` of leaves, among some, when a call first read them; the gradients themselves are not held."""
+
+    __slots__ = ("_known", "_read")
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        self._known = frozenset(map(id, known))
+        self._read: dict[int, tuple[Tensor, weakref.ref[Tensor] | None, Any]] = {}
+
+    def note(self, leaf: Tensor) -> None:
+        """Note that the gradient of a tensor is about to be read."""
+        if id(leaf) in self._known and id(leaf) not in self._read:
+            with internals.unobserved():
+                gradient = leaf.grad if leaf.is_leaf else None
+                version = None if gradient is None else version_of(gradient)
+                self._read[id(leaf)] = (leaf, None if gradient is None else weakref.ref(gradient), version)
+
+    def check(self, name: str) -> None:
+        """Raise if a gradient that region `name` read is not what it was."""
+        for leaf, reference, version in self._read.values():
+            now = leaf.grad if leaf.is_leaf else None
+            if now is None and reference is None:
+                continue
+            if now is None or reference is None or now is not reference() or version_of(now) != version:
+                raise StateChanged(
+                    f"Region {name} must be run again for backward, and reads the .grad of a tensor of shape {tuple(leaf.shape)}, which "
+                    "has changed since its forward, so that its gradients would be wrong. Read it before the region, and pass a copy of it "
+                    "(.clone()) as an argument."
+                )
+
+
+# --- known changes ----------------------------------------------------------------------------------------------------
+
+KnownChanges = dict[Any, frozenset[int]]
+
+
+class _ChangesByKind:
+    """Indices of the tensors that calls are known to change: by module or code, then by kind of call."""
+
+    def __init__(self) -> None:
+        self._weak: weakref.WeakKeyDictionary[Any, KnownChanges] = weakref.WeakKeyDictionary()
+        self._lasting: dict[Any, KnownChanges] = {}
+
+    def of(self, key: Any) -> KnownChanges:
+        try:
+            known = self._weak.get(key)
+            if known is None:
+                known = self._weak[key] = {}
+        except TypeError:  # no weak reference can be made
+            known = self._lasting.setdefault(key if isinstance(key, _IMMORTAL) else type(key), {})
+        return known
+
+
+# Methods of C types are never freed; other objects without weak references are looked up by their type.
+_IMMORTAL = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+CHANGES = _ChangesByKind()

@@ -15,10 +15,11 @@ engine).
 from __future__ import annotations
 
 import operator
-import types
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,32 @@ from torch import Tensor, nn
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.containers import SWAPS
-from retape.torch.capture.host_access import DataAccess, ReadGuard
-from retape.torch.capture.mutation import PLAIN_TENSORS, Copies, alias, copyable, hold, version_of
+from retape.torch.capture.host_access import FieldAccess, ReadGuard
+from retape.torch.capture.mutation import (
+    CHANGES,
+    PLAIN_TENSORS,
+    Copies,
+    ReadGradients,
+    alias,
+    by_storages,
+    copyable,
+    hold,
+    is_plain,
+    version_of,
+)
+from retape.torch.capture.tensor_attributes import (
+    NO_HOOKS,
+    Attributes,
+    HookCounts,
+    RestoredAttributes,
+    any_attributes,
+    any_hooks,
+    attributes_by_number,
+    attributes_of,
+    drop_hooks,
+    hook_counts,
+    put_attributes,
+)
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import fsdp_internals, internals
 
@@ -37,42 +62,15 @@ if TYPE_CHECKING:
 
 _version = operator.attrgetter("_version")
 _needs_grad = operator.attrgetter("requires_grad")
-_backward_hooks = operator.attrgetter("_backward_hooks")
-_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
-_count_dispatch_modes = internals.count_dispatch_modes
+_count_dispatch_modes, _count_function_modes = internals.count_dispatch_modes, internals.count_function_modes
 _capture_ambient, _RestoredAmbient = ambient.capture, ambient.RestoredAmbient
 _capture_streams, _drawn = rng.capture, rng.drawn
 _NO_COPIES: dict[int, Tensor] = {}
 _NOTHING: frozenset[int] = frozenset()
 _NOT_HELD = torch.empty(0)  # in place of an argument that the region does not hold, and that its owner checks
 
-_DATA = "data"  # marks, among the known changes, kinds of calls that ask for the `.data` of a parameter
-KnownChanges = dict[Any, frozenset[int]]
-
 
 # --- the state that a call reads --------------------------------------------------------------------------------------
-
-
-class _ChangesByKind:
-    """Indices of the tensors that calls are known to change: by module or code, then by kind of call."""
-
-    def __init__(self) -> None:
-        self._weak: weakref.WeakKeyDictionary[Any, KnownChanges] = weakref.WeakKeyDictionary()
-        self._lasting: dict[Any, KnownChanges] = {}
-
-    def of(self, key: Any) -> KnownChanges:
-        try:
-            known = self._weak.get(key)
-            if known is None:
-                known = self._weak[key] = {}
-        except TypeError:  # no weak reference can be made
-            known = self._lasting.setdefault(key if isinstance(key, _IMMORTAL) else type(key), {})
-        return known
-
-
-# Methods of C types are never freed; other objects without weak references are looked up by their type.
-_IMMORTAL = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-_CHANGES = _ChangesByKind()
 
 
 class Snapshot:
@@ -82,57 +80,61 @@ class Snapshot:
     _fsdp: dict[int, Tensor] | None = None
     _after: list[Any] | None = None
     _copies: Copies | None = None
-    _leaves: list[bool] | None = None
+    _leaves: list[bool] | None = None  # of `_rest`
+    _attributes: Mapping[int, Attributes] = MappingProxyType({})  # that users set on tensors, by number
     _plain = True  # every tensor has a version of its own
     _modes: tuple[Any, ...] = ()  # dispatch modes of the user around the call
-    touches_data = False  # the call asks for the `.data` of a parameter
+    touches_data = False  # the call asks for the `.data` of a tensor that it was given or reaches
+    _gradients: ReadGradients | None = None  # that the call read
     changed: frozenset[int] = _NOTHING  # indices of the tensors that the call itself changes
     draws: rng.Draws  # random streams and their positions before the call; after it, those that it moved
     kind: tuple[Any, Any]  # the module or code that was called, and the kind of the call
     _rest: list[Tensor]  # the tensors of closures and modules
+    _needs_grad: list[bool]  # of those
     # Those of them that have a history, by number: they themselves, which the function sees, and which are not held.
     _originals: dict[int, weakref.ref[Tensor]] = {}  # noqa: RUF012 - never changed, only replaced
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        if _count_dispatch_modes():
+        if _count_dispatch_modes() or _count_function_modes():
             self._modes = _user_modes()
+            function_modes = ambient.function_modes()
             with internals.unobserved():
-                self._take(call)
+                self._take(call, function_modes)
         else:
-            self._take(call)
+            self._take(call, ())
 
-    def _take(self, call: Call) -> None:
+    def _take(self, call: Call, function_modes: tuple[Any, ...]) -> None:
         self._swaps_seen = SWAPS.last
         tensors, state = call.tensors, call.state
+        reached = call.extras + state if call.extras else state
         if call.fsdp:
             self._fsdp = _sharded_parameters(state)
         self.kind = key, kind = _kind_of(call)
-        self._known_changes = changes = _CHANGES.of(key) if call.kinds is None else call.kinds
-        watched, known_types = tensors + call.extras + state, call.only_parameters and not call.extras
+        self._known_changes = changes = CHANGES.of(key) if call.kinds is None else call.kinds
+        watched, known_types = tensors + reached, call.only_parameters and not call.extras
         self._plain = not self._fsdp and PLAIN_TENSORS.issuperset(map(type, tensors if known_types else watched))
         self._known = known = changes.get(kind)
         self._before = self._versions(watched)
         self._arguments_need_grad = needed = list(map(_needs_grad, tensors))
-        self._needs_grad = list(map(_needs_grad, state))
+        self._needs_grad = list(map(_needs_grad, reached))
         # Parameters alone have no history to drop, and are not copied: only arguments may have to be.
         only_arguments = known is _NOTHING and known_types
         if not only_arguments or False in needed:
             copied = self._indices_to_copy(tensors if only_arguments else watched)
             if copied:
                 self._copies = Copies(watched, copied)
-        if only_arguments:
-            self._rest = state
-        else:
-            self._rest = reached = call.extras + state
-            if any(tensor.grad_fn is not None for tensor in reached):
-                self._drop_histories(call)
-        self._ambient = _capture_ambient()
+        if any_attributes(watched):
+            self._attributes = attributes_by_number(watched)
+        self._rest = reached
+        if not only_arguments and any(tensor.grad_fn is not None for tensor in reached):
+            self._drop_histories(call)
+        self._ambient = _capture_ambient(function_modes)
         self.draws = _capture_streams(call.generators)
 
     def _drop_histories(self, call: Call) -> None:
         """Hold tensors of closures and modules without their history, which could close a cycle through the graph."""
-        self._leaves = [tensor.grad_fn is None for tensor in call.state]
+        self._leaves = [tensor.grad_fn is None for tensor in self._rest]
         self._originals = {n: weakref.ref(t) for n, t in enumerate(self._rest) if t.grad_fn is not None}
         call.state = list(map(hold, call.state))
         call.extras = list(map(hold, call.extras))
@@ -167,36 +169,39 @@ class Snapshot:
         ]
         return small if len(small) <= TUNING.max_copies else sorted(known)
 
-    def watch_data(self) -> DataAccess | None:
-        """Return a mode for the call in which parameters are copied when their `.data` is asked for; None if it never was.
+    def watch_fields(self, arguments: list[Tensor]) -> FieldAccess:
+        """Return a mode for the call in which a tensor that it is given or reaches is copied before its `.data` is asked for.
 
-        A write through `.data` leaves the version as it is, and copies of all parameters in case of one would be large.
+        A write through `.data` leaves the version as it is, and copies of all tensors in case of one would be large. Reads of `.grad`
+        are noted: another gradient in the re-run is an error.
         """
-        key = (_DATA, self.kind[1])
-        if self._call.writes_unseen and (self._known is None or key in self._known_changes):
-            return DataAccess(self._copy_parameter)
-        return None
+        watched = arguments + self._rest
+        self._gradients = ReadGradients(watched)
+        return FieldAccess(partial(self._copy_storage, watched, {}), self._gradients.note)
 
-    def _copy_parameter(self, tensor: Tensor) -> None:
-        if type(tensor) is not nn.Parameter or not copyable(tensor):
-            return
-        self.touches_data = True
-        self._known_changes[(_DATA, self.kind[1])] = _NOTHING
-        watched = self._call.extras + self._call.state
-        first = len(self._before) - len(watched)
-        places = [first + n for n, other in enumerate(watched) if other is tensor]
-        if places and (self._copies is None or self._copies.indices.isdisjoint(places)):
-            holes = [_NOT_HELD] * first
-            with internals.unobserved():
-                copied = Copies([*holes, *watched], places)
-            self._copies = copied if self._copies is None else self._copies.joined(copied)
+    def _copy_storage(self, watched: list[Tensor], by_storage: dict[int, list[int]], tensor: Tensor) -> None:
+        """Copy the watched tensors that share memory with one, unless they were copied before."""
+        with internals.unobserved():
+            if not by_storage:
+                by_storage.update(by_storages(watched))
+            numbers = by_storage.get(tensor.untyped_storage()._cdata, []) if is_plain(tensor) else []
+            if not numbers:
+                return
+            self.touches_data = True
+            copies = self._copies
+            if copies is not None and copies.indices.issuperset(numbers):
+                return
+            if self._versions([watched[n] for n in numbers]) != [self._before[n] for n in numbers]:
+                return  # its value before the call is lost, which is reported when the call has returned
+            copied = Copies(watched, numbers)
+            self._copies = copied if copies is None else copies.joined(copied)
 
     # --- after the call ------------------------------------------------------------------------------------------
 
     def finish_forward(self, arguments: list[Tensor]) -> None:
         """Record which streams the call drew from and which tensors it changed; free the copies of the others."""
         self.draws = _drawn(self.draws)
-        if _count_dispatch_modes():
+        if _count_dispatch_modes() or _count_function_modes():
             with internals.unobserved():
                 self._record_changes(arguments)
         else:
@@ -212,8 +217,9 @@ class Snapshot:
         changed = set(self._known or ())
         if after != self._before:
             changed.update([i for i, (old, new) in enumerate(zip(self._before, after, strict=True)) if old != new])
-        # Comparing values waits for a GPU, so there only the first call of a kind is compared.
-        if copies is not None and not copies.indices <= changed and (self._known is None or copies.on_the_cpu(watched)):
+        # Comparing values waits for a GPU, so there only the first call of a kind is compared, and what `.data` was asked of.
+        compared = self._known is None or self.touches_data
+        if copies is not None and not copies.indices <= changed and (compared or copies.on_the_cpu(watched)):
             changed |= copies.different(watched, changed)
         if self._known is _NOTHING and not changed:
             return
@@ -293,6 +299,8 @@ class Snapshot:
         """Return tensors of closures and modules that were written to since the call; raise if an argument was."""
         if self._after is None:  # the call has not returned: it takes gradients itself
             return []
+        if self._gradients is not None:
+            self._gradients.check(self.name)
         watched = arguments + self._rest
         now = list(map(_version, watched)) if self._plain else self._versions(watched)
         if now == self._after:
@@ -390,6 +398,7 @@ class RestoredState:
     _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # tensors set differently for the re-run, and their setting before
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
     _hook_counts: list[HookCounts] | None = None
+    _attributes: RestoredAttributes | None = None
     _swap: int | None = None
     _entered: ExitStack | None = None  # dispatch modes
 
@@ -421,29 +430,43 @@ class RestoredState:
         call = snapshot._call
         for holder in call.holders:
             holder.enter()
-        if snapshot._needs_grad != list(map(_needs_grad, call.state)):
-            self._restore_needs_grad(call, snapshot)
+        if snapshot._needs_grad != list(map(_needs_grad, snapshot._rest)):
+            leaves = snapshot._leaves or [True] * len(snapshot._rest)
+            for tensor, needed, leaf in zip(snapshot._rest, snapshot._needs_grad, leaves, strict=True):
+                if leaf:
+                    self._restore_needs_grad(tensor, needed)
         if snapshot._copies is not None:
             with internals.unobserved():
                 self._restore_copies(call, snapshot._copies, held)
-        if _any_hooks(self._leaves):
-            self._hook_counts = _hook_counts(self._leaves)
+        if any_hooks(self._leaves):
+            self._hook_counts = hook_counts(self._leaves)
+        if snapshot._attributes or any_attributes(self._leaves):
+            self._restore_attributes(snapshot)
 
-    def _restore_needs_grad(self, call: Call, snapshot: Snapshot) -> None:
-        """Undo freezing and unfreezing of parameters: what autograd saves depends on it."""
-        self._needs_grad = changed = []
-        leaves = snapshot._leaves or [True] * len(call.state)
-        for tensor, needed, leaf in zip(call.state, snapshot._needs_grad, leaves, strict=True):
-            if leaf and tensor.requires_grad is not needed:
-                tensor.requires_grad_(needed)
-                changed.append((tensor, not needed))
+    def _restore_attributes(self, snapshot: Snapshot) -> None:
+        """Give tensors of closures and modules, and copies in their place, the attributes that they had."""
+        self._attributes, first = RestoredAttributes(), len(snapshot._arguments_need_grad)
+        for number, tensor in enumerate(snapshot._rest):
+            original = snapshot._originals.get(number)
+            owner = tensor if original is None else original()
+            wanted = snapshot._attributes.get(first + number, {})
+            if owner is not None:
+                self._attributes.put(owner, wanted)
+            if first + number in self._copies:
+                put_attributes(self._copies[first + number], wanted)
+
+    def _restore_needs_grad(self, tensor: Tensor, needed: bool) -> None:
+        """Undo freezing or unfreezing of a leaf: what autograd saves depends on it."""
+        if tensor.requires_grad is not needed:
+            tensor.requires_grad_(needed)
+            self._needs_grad = [*self._needs_grad, (tensor, not needed)]
 
     def _restore_copies(self, call: Call, copies: Copies, held: list[Tensor]) -> None:
         snapshot = self._snapshot
         self._overwritten, self._replaced = overwritten, replaced = [], []
         first = snapshot._first_state
         extras = first - len(call.extras)
-        needed = snapshot._arguments_need_grad + [False] * len(call.extras) + snapshot._needs_grad
+        needed = snapshot._arguments_need_grad + [False] * len(call.extras) + snapshot._needs_grad[len(call.extras) :]
         needs_grad = {index for index in copies.indices if needed[index]}
         self._copies = copies.rebuild(needs_grad)
         in_place = copies.sharing_with(range(extras, first))
@@ -464,13 +487,20 @@ class RestoredState:
 
     def _arguments(self, held: list[Tensor]) -> list[Tensor]:
         snapshot, copies = self._snapshot, self._copies
+        needed = snapshot._arguments_need_grad
         tensors = [
             tensor if type(tensor) is nn.Parameter else _as_leaf(tensor, need)
-            for tensor, need in zip(held, snapshot._arguments_need_grad, strict=True)
+            for tensor, need in zip(held, needed, strict=True)
         ]
         for index in copies:
             if index < len(tensors):
                 tensors[index] = copies[index]
+        if snapshot._gradients is not None:
+            for tensor, given in zip(tensors, held, strict=True):
+                if tensor is not given and given.is_leaf and tensor.is_leaf:
+                    tensor.grad = given.grad
+        if snapshot._attributes or any_attributes(tensors):
+            self._give_attributes(tensors, held)
         for index, number in snapshot._call.shared if self._same_arguments else ():
             shared = self._shared(number)
             tensors[index] = tensors[index] if shared is None else shared
@@ -478,9 +508,23 @@ class RestoredState:
             tensors[place] = tensors[first]
         if nn.Parameter in map(type, tensors):  # passed on as they are
             mine = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
-            self._hook_counts = (self._hook_counts or [_NO_HOOKS] * len(self._leaves)) + _hook_counts(mine)
+            for tensor, need in zip(tensors, needed, strict=True):
+                if type(tensor) is nn.Parameter:
+                    self._restore_needs_grad(tensor, need)
+            self._hook_counts = (self._hook_counts or [NO_HOOKS] * len(self._leaves)) + hook_counts(mine)
             self._leaves = [*self._leaves, *mine]
         return tensors
+
+    def _give_attributes(self, tensors: list[Tensor], held: list[Tensor]) -> None:
+        """Give arguments the attributes that they had; parameters, which are passed on as they are, until this is left."""
+        for index, tensor in enumerate(tensors):
+            wanted = self._snapshot._attributes.get(index, {})
+            if type(tensor) is nn.Parameter:
+                self._attributes = self._attributes or RestoredAttributes()
+                self._attributes.put(tensor, wanted)
+            elif wanted or attributes_of(tensor):
+                tensors[index] = tensor.detach() if tensor is held[index] else tensor
+                put_attributes(tensors[index], wanted)
 
     def _shared(self, number: int) -> Tensor | None:
         """Return the tensor that a closure, a container or a module holds now under a number; None if it is gone."""
@@ -492,7 +536,7 @@ class RestoredState:
 
     def keep_gradients(self) -> None:
         """Also put `.grad` back when left: the region runs a backward pass of its own."""
-        leaves = [tensor for tensor in self._snapshot._call.state if tensor.requires_grad and tensor.is_leaf]
+        leaves = [tensor for tensor in self._leaves if tensor.requires_grad and tensor.is_leaf]
         self._grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
 
     def __enter__(self) -> RestoredState:
@@ -509,8 +553,10 @@ class RestoredState:
         try:
             if self._overwritten or self._needs_grad or self._grads:
                 self._undo_writes()
-            if _any_hooks(self._leaves):
-                drop_hooks(self._leaves, self._hook_counts or [_NO_HOOKS] * len(self._leaves))
+            if self._attributes is not None:
+                self._attributes.leave()
+            if any_hooks(self._leaves):
+                drop_hooks(self._leaves, self._hook_counts or [NO_HOOKS] * len(self._leaves))
             if self._swap is not None:
                 self._put_back_replaced()
             for holder in reversed(self._snapshot._call.holders):
@@ -535,36 +581,6 @@ class RestoredState:
             leaf.grad = gradient
             if gradient is not None and before is not None:
                 internals.write_unseen(gradient, before)
-
-
-HookCounts = tuple[int, int]  # hooks of a tensor's gradient, and hooks after its accumulation
-_NO_HOOKS: HookCounts = (0, 0)
-
-
-def drop_hooks(tensors: Sequence[Tensor], counts: list[HookCounts]) -> None:
-    """Remove hooks that a re-run has registered once more; `counts` are the numbers of hooks before it."""
-    for tensor, before in zip(tensors, counts, strict=True):
-        for hooks, count in zip((tensor._backward_hooks, _accumulate_hooks(tensor)), before, strict=True):
-            while hooks and len(hooks) > count:
-                hooks.popitem()
-
-
-@contextmanager
-def without_new_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Remove the hooks that steps, run again inside, register on tensors once more."""
-    counts = _hook_counts(tensors)
-    try:
-        yield
-    finally:
-        drop_hooks(tensors, counts)
-
-
-def _any_hooks(tensors: Sequence[Tensor]) -> bool:
-    return any(map(_backward_hooks, tensors)) or any(map(_accumulate_hooks, tensors))
-
-
-def _hook_counts(tensors: Sequence[Tensor]) -> list[HookCounts]:
-    return [(len(t._backward_hooks or ()), len(_accumulate_hooks(t) or ())) for t in tensors]
 
 
 def _user_modes() -> tuple[Any, ...]:

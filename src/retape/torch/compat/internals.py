@@ -129,8 +129,21 @@ def run_backward(loss: torch.Tensor, gradient: torch.Tensor, *, keep_graph: bool
 
 
 def unobserved() -> AbstractContextManager[Any]:
-    """Return a context in which no dispatch mode sees retape's own ops."""
+    """Return a context in which no mode, of dispatch or of torch functions, sees retape's own ops."""
+    if torch._C._len_torch_function_stack():
+        return _without_function_modes()
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_MODES
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with unobserved():
+            yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def parametrizations_cached() -> bool:
@@ -571,7 +584,22 @@ _warn_only, _mem_efficient = torch._C._get_deterministic_algorithms_warn_only, t
 _mkldnn, _flash, _math = torch._C._get_mkldnn_enabled, torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled
 _cudnn, _benchmark = torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark
 _cudnn_deterministic, _cudnn_attention = torch._C._get_cudnn_deterministic, torch._C._get_cudnn_sdp_enabled
-# PyTorch's switches that change what a kernel computes: name, getter, setter.
+_threads, _anomaly, _fast_path = (
+    torch.get_num_threads,
+    torch.is_anomaly_enabled,
+    torch.backends.mha.get_fastpath_enabled,
+)
+_filled, _math_reduced = (
+    torch._C._get_deterministic_fill_uninitialized_memory,
+    torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+)
+
+
+def _put_anomaly(enabled: bool) -> None:
+    torch.set_anomaly_enabled(enabled, torch.is_anomaly_check_nan_enabled())
+
+
+# PyTorch's switches that change what a kernel computes, and such as a region may set for a while: name, getter, setter.
 SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("default dtype", _default_dtype, torch.set_default_dtype),
     ("deterministic algorithms", _deterministic, _put_deterministic),
@@ -580,6 +608,11 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("mkldnn enabled", _mkldnn, torch._C._set_mkldnn_enabled),
     ("flash attention", _flash, torch._C._set_sdp_use_flash),
     ("math attention", _math, torch._C._set_sdp_use_math),
+    ("sums of math attention", _math_reduced, torch._C._set_math_sdp_allow_fp16_bf16_reduction),
+    ("threads", _threads, torch.set_num_threads),
+    ("anomaly detection", _anomaly, _put_anomaly),
+    ("filled memory", _filled, torch._C._set_deterministic_fill_uninitialized_memory),
+    ("fast path of attention", _fast_path, torch.backends.mha.set_fastpath_enabled),
 )
 if CUDA_BUILT:  # CPU kernels do not read these
     SETTINGS += (
@@ -597,7 +630,8 @@ def read_settings() -> list[Any]:
         precision: Any = _one_precision()
     except RuntimeError:
         precision = _matmul_precision()
-    seen = [_default_dtype(), _deterministic(), _warn_only(), precision, _mkldnn(), _flash(), _math()]
+    seen = [_default_dtype(), _deterministic(), _warn_only(), precision, _mkldnn(), _flash(), _math(), _math_reduced()]
+    seen += (_threads(), _anomaly(), _filled(), _fast_path())
     if CUDA_BUILT:
         seen += [_cudnn(), _benchmark(), _cudnn_deterministic(), _mem_efficient(), _cudnn_attention()]
     return seen

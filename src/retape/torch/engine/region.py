@@ -197,7 +197,7 @@ class Region:
         tensors, call.tensors = call.tensors, _NO_TENSORS
         running = THREAD.runs
         if call.writes_unseen:
-            function = self._watched(function)
+            function = self._watched(function, tensors)
         if self.policy.hold_collectives and not is_compiled(call):
             self._held_collectives = held = HeldCollectives(self.name, self.policy.hold_collectives)
             function = partial(_under, HoldingCollectives(held), function)
@@ -242,10 +242,9 @@ class Region:
         for listener in PROCESS.region_listeners:
             listener(self)
 
-    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function under a mode that copies parameters whose `.data` it asks for, where it may write to them."""
-        watch = None if is_compiled(self._call) else self.snapshot.watch_data()
-        return function if watch is None else partial(_under, watch, function)
+    def _watched(self, function: Callable[..., Any], tensors: list[Tensor]) -> Callable[..., Any]:
+        """Return the function under a mode that copies tensors whose `.data` it asks for, and notes those whose `.grad` it reads."""
+        return function if is_compiled(self._call) else partial(_under, self.snapshot.watch_fields(tensors), function)
 
     def _run_within(
         self,

@@ -19,7 +19,7 @@ from retape.core.errors import InvalidInput, RegionError, StateChanged, Unsuppor
 from retape.core.schedules.online import forward_phase
 from retape.torch.capture import ambient, rng
 from retape.torch.capture.mutation import versions_of
-from retape.torch.capture.snapshot import without_new_hooks
+from retape.torch.capture.tensor_attributes import without_new_hooks
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.loops.plan import StepAction, TapeSteps, reversal
 from retape.torch.loops.side_state import NOTHING_SAVED, SideState

@@ -189,16 +189,22 @@ def assert_rowwise(
             "rows. Fit the model as it is now, or leave out options=retape.ALL."
         )
     known.note_change(reading, region.name)
-    check = _RowCheck(region, given, slicing)
+    with internals.unobserved():
+        if _passes(_RowCheck(region, given, slicing), region, outputs, slicing):
+            known.add(reading)
+
+
+def _passes(check: _RowCheck, region: Region, outputs: list[Any], slicing: Slicing) -> bool:
+    """True if the check passed; False if nothing could be checked. Raise if it failed."""
     length = next(slicing.parts())[1]
     if length < 2:  # one row cannot mix; two can
         length = min(2, slicing.count)
         outputs = check.run(check.first(length))
     if length < 2 or not check.keeps_ends(length, outputs):
-        return
+        return False
     if not region.snapshot.drew and not region.kept:
         check.assert_any_length(length, outputs)
-    known.add(reading)
+    return True
 
 
 class _RowCheck:
