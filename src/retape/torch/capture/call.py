@@ -39,6 +39,7 @@ from retape.torch.capture.containers import (
     SetHolder,
     SlotHolder,
     ThreadLocalHolder,
+    held_ids,
     saved_item,
     slots_of,
     values_at,
@@ -356,6 +357,8 @@ class Call:
 
     def find_shared(self) -> None:
         """Find the arguments that are reached in another way too; parameters are passed to a re-run as they are."""
+        if self.arguments.has_containers:
+            self.arguments.share(held_ids(self.holders))
         seen = self._seen
         for index, tensor in enumerate(self.tensors):
             if id(tensor) in seen and type(tensor) is not nn.Parameter:

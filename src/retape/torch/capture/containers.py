@@ -256,6 +256,10 @@ class PlainObjects:
             holder.found = holder.saved
         return holders
 
+    def ids(self) -> set[int]:
+        """Return the ids of these containers."""
+        return {id(holder.container) for holder in self._holders}
+
     def separately(self) -> list[DictHolder | ListHolder]:
         """Return a new holder of each container, with the contents of the walk."""
         return [type(holder)(holder.container, holder.saved) for holder in self._holders]  # type: ignore[arg-type]
@@ -296,6 +300,17 @@ class PlainObjectsHolder:
             return
         for holder in self.objects.separately_entered() if holders is None else holders:
             holder.leave()
+
+
+def held_ids(holders: Iterable[Any]) -> set[int]:
+    """Return the ids of the containers, dicts of fields and objects with slots that holders restore."""
+    found: set[int] = set()
+    for holder in holders:
+        if type(holder) is PlainObjectsHolder:
+            found |= holder.objects.ids()
+        elif hasattr(holder, "container"):
+            found.add(id(holder.container))
+    return found
 
 
 class SetHolder:
@@ -351,29 +366,29 @@ class ArrayHolder:
 class SlotHolder:
     """An object with slots, and what they held."""
 
-    __slots__ = ("_found", "_object", "_saved")
+    __slots__ = ("_found", "_saved", "container")
 
     def __init__(self, value: Any, names: Sequence[str]) -> None:
-        self._object = value
+        self.container = value
         held = _slots(value, names).items()
         self._saved = {name: item if item is ABSENT else saved_item(item) for name, item in held}
         self._found: dict[str, Any] = {}
 
     def enter(self) -> None:
-        self._found = found = _slots(self._object, self._saved)
+        self._found = found = _slots(self.container, self._saved)
         self._put({name: item for name, item in self._saved.items() if not _same(found[name], item)})
 
     def leave(self) -> None:
         found, self._found = self._found, {}
-        now = _slots(self._object, found)
+        now = _slots(self.container, found)
         self._put({name: item for name, item in found.items() if now[name] is not item})
 
     def _put(self, items: dict[str, Any]) -> None:
         for name, item in items.items():
             if item is ABSENT:
-                object.__delattr__(self._object, name)
+                object.__delattr__(self.container, name)
             elif item is not LEFT:
-                object.__setattr__(self._object, name, item)
+                object.__setattr__(self.container, name, item)
 
 
 _NOT_STATE = ("__dict__", "__weakref__")  # in `__slots__`

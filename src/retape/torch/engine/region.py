@@ -606,7 +606,7 @@ class Region:
         around, running[:] = list(running), [run]
         try:
             with RERUN, internals.unobserved(), self.snapshot.restored(tensors, same_arguments=False) as restored:
-                args, keywords = self._call.arguments.rebuild(restored.arguments)
+                args, keywords = self._call.arguments.rebuild(restored.arguments, as_given=False)
                 _push_hooks(pack, unpack)
                 try:
                     answer = self._call.function_again()(*args, **keywords)
