@@ -40,6 +40,7 @@ from retape.torch.capture.containers import (
     SlotHolder,
     ThreadLocalHolder,
     held_ids,
+    is_value_of_torch,
     saved_item,
     slots_of,
     values_at,
@@ -407,7 +408,8 @@ def _visitor_of(kind: type) -> _Visitor | None:
         if issubclass(kind, classes):
             return visitor
     # PyTorch's own objects (FSDP's state, process groups) keep their own record, and so do those of retape.
-    return None if str(getattr(kind, "__module__", "")).startswith(("torch.", "retape.")) else Call._visit_object
+    own = str(getattr(kind, "__module__", "")).startswith(("torch.", "retape.")) and not is_value_of_torch(kind)
+    return None if own else Call._visit_object
 
 
 _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (

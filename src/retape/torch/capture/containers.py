@@ -78,13 +78,22 @@ _LEADING_TO_STATE = (
 )
 
 
+# Packages of PyTorch whose objects are values that code of the user's makes: distributions and their transforms, sequences, masks.
+_VALUES_OF_TORCH = ("torch.distributions.", "torch.quasirandom", "torch.nn.attention.")
+
+
+def is_value_of_torch(kind: type) -> bool:
+    """True for classes of PyTorch whose objects are looked at as a user's are; others (FSDP's state, groups) keep their own record."""
+    return str(getattr(kind, "__module__", "")).startswith(_VALUES_OF_TORCH)
+
+
 @functools.lru_cache(maxsize=4096)
 def is_restored(kind: type) -> bool:
     """True if a field that holds an object of this class is put back where another object has been bound to it.
 
     These are modules, containers, callables and objects of users' classes, whose tensors a call holds anyway.
     """
-    if issubclass(kind, _LEADING_TO_STATE):
+    if issubclass(kind, _LEADING_TO_STATE) or is_value_of_torch(kind):
         return True
     made_at_run_time = kind.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
     return bool(made_at_run_time) and not str(kind.__module__).startswith(("torch.", "functools", "builtins"))

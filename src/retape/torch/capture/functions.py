@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retape.torch.capture.containers import ATOMS
+from retape.torch.capture.containers import ATOMS, is_value_of_torch
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
 # Functions whose integer, boolean or Python results decide what is computed next (`decisions.py`).
@@ -192,7 +192,7 @@ def of_library(kind: Any) -> bool:
 
 def fields_are_restored(kind: type) -> bool:
     """True if a re-run sees the plain fields of such an object as they were; those of a library's lock, pool or file change at any time."""
-    return not of_library(kind) or issubclass(kind, SETTINGS_OBJECTS)
+    return not of_library(kind) or issubclass(kind, SETTINGS_OBJECTS) or is_value_of_torch(kind)
 
 
 # --- globals and class attributes ---------------------------------------------------------------------------------------
@@ -365,6 +365,7 @@ _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "__call__"
 _READ = (
     *(type(None), int, float, complex, str, bytes, slice, range, torch.dtype, torch.device),
     *(Tensor, dict, list, tuple, set, deque, np.ndarray, torch.Generator, *SETTINGS_OBJECTS),
+    *(torch.distributions.Distribution, torch.distributions.Transform, torch.quasirandom.SobolEngine),
 )
 
 
