@@ -10,7 +10,6 @@ from retape.errors import StateChanged
 from support.comparing import equals_plain, equals_plain_every_way, leaf, refuses
 
 
-
 def entropy(made):
     return made.entropy()
 
@@ -35,6 +34,10 @@ MADE = {
 PRIOR = None
 
 
+def log_probability(distribution, drawn):
+    return (PRIOR or distribution).log_prob(drawn).sin().sum()
+
+
 @pytest.mark.parametrize("place", ["argument", "closure", "field", "global of a helper"])
 @pytest.mark.parametrize(("make", "read"), MADE.values(), ids=MADE)
 @equals_plain
@@ -42,10 +45,7 @@ def test_a_distribution_that_computes_parameters_on_first_use(call, make, read, 
     global PRIOR  # noqa: PLW0603 - the hazard itself
 
     def terms(a, distribution):
-        return (distribution.log_prob(drawn).sin().sum() * a.cos() * read(distribution).sin().sum()).sin()
-
-    def with_prior(a):
-        return terms(a, PRIOR)
+        return log_probability(distribution, drawn) * (a.cos() * read(distribution).sin().sum()).sin()
 
     class Holding(nn.Module):
         def __init__(self, held):
@@ -58,12 +58,12 @@ def test_a_distribution_that_computes_parameters_on_first_use(call, make, read, 
     x = leaf()
     made = make(x)
     drawn = made.sample()
-    PRIOR = made
+    PRIOR = made if place == "global of a helper" else None
     calls = {
         "argument": lambda: call(terms, x, made),
         "closure": lambda: call(lambda a: terms(a, made), x),
         "field": lambda: call(Holding(made), x),
-        "global of a helper": lambda: call(lambda a: with_prior(a), x),
+        "global of a helper": lambda: call(lambda a: log_probability(None, drawn) * read(PRIOR) * a.sin(), x),
     }
     calls[place]().sum().backward()
     return x.grad, sorted(vars(made))

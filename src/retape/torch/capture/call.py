@@ -40,6 +40,7 @@ from retape.torch.capture.containers import (
     SlotHolder,
     ThreadLocalHolder,
     held_ids,
+    is_plain_value,
     is_value_of_torch,
     saved_item,
     slots_of,
@@ -240,7 +241,7 @@ class Call:
     def _visit_items(self, value: Any) -> None:
         """Visit a tuple or a set, which may have fields too."""
         self._meet_all(tuple(value))
-        if type(value) is set and ATOMS.issuperset(map(type, value)):
+        if type(value) is set and (ATOMS.issuperset(map(type, value)) or all(map(is_plain_value, value))):
             self.holders.append(SetHolder(value))
         elif type(value) is not tuple:
             self._visit_object(value)

@@ -8,9 +8,15 @@ re-runs have replaced tensors, so that a forward in another thread is not truste
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
+import fractions
 import functools
 import itertools
+import numbers
 import operator
+import re
 import threading
 import types
 import weakref
@@ -28,6 +34,15 @@ from retape.torch.compat import process_internals
 ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
+# Other immutable values, most of C types: they too are put back where another one has been bound, and sets of them are held.
+PLAIN_TYPES = frozenset(
+    {
+        *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc),
+        *(decimal.Decimal, fractions.Fraction, re.Pattern, torch.layout, torch.memory_format),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    }
+)
+_PLAIN_CLASSES = (numbers.Number, enum.Enum, np.dtype, type, *PLAIN_TYPES)
 OWN_FIELDS = frozenset(nn.Module().__dict__)
 _flat = itertools.chain.from_iterable
 _values_of = operator.methodcaller("values")
@@ -71,10 +86,10 @@ def _has_history(item: Any) -> bool:
 WEAK_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Classes of objects through which tensors or modules are reached; a `torch.Generator` and numbers of numpy are state themselves.
 _LEADING_TO_STATE = (
-    *(np.ndarray, np.generic),
+    *(np.ndarray, np.generic, *_PLAIN_CLASSES),
     *(nn.Module, tuple, list, dict, deque, set, frozenset, torch.Generator),
     *(functools.partial, types.MethodType, types.FunctionType, types.SimpleNamespace, weakref.ReferenceType),
-    *WEAK_PROXIES,
+    *(*WEAK_PROXIES, type(functools.lru_cache(lambda: None))),
 )
 
 
@@ -91,12 +106,20 @@ def is_value_of_torch(kind: type) -> bool:
 def is_restored(kind: type) -> bool:
     """True if a field that holds an object of this class is put back where another object has been bound to it.
 
-    These are modules, containers, callables and objects of users' classes, whose tensors a call holds anyway.
+    These are plain values, and modules, containers, callables and objects of users' classes, whose tensors a call holds anyway.
     """
     if issubclass(kind, _LEADING_TO_STATE) or is_value_of_torch(kind):
         return True
     made_at_run_time = kind.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
     return bool(made_at_run_time) and not str(kind.__module__).startswith(("torch.", "functools", "builtins"))
+
+
+def is_plain_value(value: Any) -> bool:
+    """True for an immutable value through which no tensor is reached, and for a tuple or frozen set of such values."""
+    kind: Any = type(value)
+    if kind in ATOMS or issubclass(kind, _PLAIN_CLASSES):
+        return True
+    return issubclass(kind, (tuple, frozenset)) and all(map(is_plain_value, value))
 
 
 def holds_state(item: Any) -> bool:
@@ -118,14 +141,14 @@ def holds_state(item: Any) -> bool:
 def saved_item(item: Any) -> Any:
     """Return an item as it is kept for a re-run: without history, where that is not inside an object of its own; or `LEFT`."""
     kind: Any = type(item)
-    if kind in ATOMS or kind in _HARMLESS:
+    if kind in ATOMS or kind in _HARMLESS or kind in PLAIN_TYPES:
         return item
     if issubclass(kind, Tensor):
         return tracked(item)
     return without_history(tracked_item(item)) if is_restored(kind) else LEFT
 
 
-_HARMLESS = frozenset({type, types.ModuleType, types.BuiltinFunctionType})
+_HARMLESS = frozenset({type, types.ModuleType})
 
 
 class DictHolder:

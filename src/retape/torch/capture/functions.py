@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import datetime
 import dis
+import enum
+import numbers
 import sys
 import sysconfig
 import threading
@@ -365,6 +368,7 @@ _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "__call__"
 _READ = (
     *(type(None), int, float, complex, str, bytes, slice, range, torch.dtype, torch.device),
     *(Tensor, dict, list, tuple, set, deque, np.ndarray, torch.Generator, *SETTINGS_OBJECTS),
+    *(numbers.Number, enum.Enum, datetime.date, datetime.time, datetime.timedelta),
     *(torch.distributions.Distribution, torch.distributions.Transform, torch.quasirandom.SobolEngine),
 )
 

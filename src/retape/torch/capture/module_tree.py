@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from retape.torch.capture.containers import (
     ATOMS,
     OWN_FIELDS,
+    PLAIN_TYPES,
     WEAK_PROXIES,
     ModuleHolder,
     PlainObjects,
@@ -36,7 +37,7 @@ from retape.torch.compat import fsdp_internals, internals, process_internals
 _PARAMETER = frozenset({nn.Parameter})
 _HELD = ("_buffers", "_modules", "_parameters")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_SETTINGS = ATOMS | {types.FunctionType, type}
+_SETTINGS = ATOMS | PLAIN_TYPES | {types.FunctionType, type}
 _PROXY_TYPES = frozenset(WEAK_PROXIES)
 _flat = chain.from_iterable
 # Methods of `dict` itself: those of an OrderedDict are slower, and the order is the same.
