@@ -154,6 +154,17 @@ def test_numpy_random_state_object():
     )
 
 
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])
+def test_numpy_bit_generator_that_the_region_wraps(kind):
+    same_as_plain(
+        with_generator(partial(kind, 0), lambda g: float(np.random.Generator(g).random()), lambda g: str(g.state))
+    )
+
+
+def test_a_generator_of_the_operating_system_has_no_state_to_restore():
+    same_as_plain(with_generator(random.SystemRandom, lambda g: 2.0 if g else 1.0, bool))
+
+
 def test_fork_rng_inside_a_region_hides_the_draw():
     def draw(a):
         with torch.random.fork_rng():

@@ -429,11 +429,9 @@ _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
 def _is_generator(kind: type) -> bool:
     """True for the classes of torch's, Python's and numpy's random generators."""
     if kind is torch.Generator or issubclass(kind, random.Random):
-        return True
-    return str(getattr(kind, "__module__", "")).startswith("numpy.random") and kind.__name__ in (
-        "Generator",
-        "RandomState",
-    )
+        return not issubclass(kind, random.SystemRandom)  # which has no state
+    names = {base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")}
+    return not names.isdisjoint(("Generator", "RandomState", "BitGenerator"))
 
 
 def _behind_function(function: types.FunctionType) -> list[Any]:
