@@ -18,4 +18,5 @@ __all__ = [
     "rng",
     "settings",
     "snapshot",
+    "unrepeatable",
 ]

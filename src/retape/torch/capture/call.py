@@ -62,6 +62,7 @@ from retape.torch.capture.functions import (
 )
 from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
+from retape.torch.capture.unrepeatable import CACHED, WatchedCache, WatchedIterator, is_iterator, may_draw
 from retape.torch.compat import fsdp_internals, process_internals
 
 _LOG = logging.getLogger("retape")
@@ -93,6 +94,7 @@ class Call:
     # Arguments that are reached in another way too, each with its number among `extras` and `state`: code asks `q is memory`.
     shared: tuple[tuple[int, int], ...] = ()
     fsdp = False
+    watched: tuple[WatchedIterator | WatchedCache, ...] = ()  # what it may use up
     tensors: list[Tensor]  # of the arguments, in order
     extras: list[Tensor]  # of closures, defaults and globals
     state: list[Tensor]  # the tensors that holders hold
@@ -192,6 +194,18 @@ class Call:
 
     def _visit_generator(self, generator: Any) -> None:
         self.generators += (generator,)
+
+    def _visit_iterator(self, iterator: Any) -> None:
+        watched = WatchedIterator(iterator)
+        self.watched += (watched,)
+        self._meet_all(watched.inner)
+
+    def _visit_cached(self, function: Any) -> None:
+        """Visit a function with a cache (`functools.lru_cache`)."""
+        inner: Any = function.__wrapped__
+        if may_draw(names_of_function(inner) if isinstance(inner, types.FunctionType) else (name_of(inner),)):
+            self.watched += (WatchedCache(function),)
+        self._visit_object(function)
 
     def _visit_function(self, function: types.FunctionType) -> None:
         if self._tables:
@@ -405,6 +419,8 @@ def _visitor_of(kind: type) -> _Visitor | None:
         return Call._visit_posing
     if _is_generator(kind):
         return Call._visit_generator
+    if is_iterator(kind):
+        return Call._visit_iterator
     for classes, visitor in _VISITORS:
         if issubclass(kind, classes):
             return visitor
@@ -423,6 +439,7 @@ _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
     (_NOT_FOLLOWED, None),
     ((tuple, set, frozenset), Call._visit_items),  # PyTorch's own too: `torch.return_types.max`, PackedSequence
     (np.ndarray, Call._visit_array),
+    (CACHED, Call._visit_cached),
 )
 
 

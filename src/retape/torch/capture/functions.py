@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from retape.torch.capture.containers import ATOMS, is_value_of_torch
+from retape.torch.capture.unrepeatable import CACHED, is_iterator
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
 # Functions whose integer, boolean or Python results decide what is computed next (`decisions.py`).
@@ -344,6 +345,8 @@ class _Places:
                 self._pending += [value for value in map(vars(base).get, made) if type(value) is types.FunctionType]
 
     def _meet(self, values: Mapping[str, Any], owner: type | None, name: str, value: Any) -> None:
+        if type(value) is CACHED:
+            self._places.setdefault((id(values), name), Place(values, owner, name, values.get))
         value = _behind_descriptor(value)
         kind: Any = type(value)
         if kind is types.FunctionType:
@@ -353,7 +356,7 @@ class _Places:
         elif isinstance(value, types.ModuleType):
             if self._enters(value.__name__):
                 self._add_space(vars(value))
-        elif not name.startswith("__") and (issubclass(kind, _READ) or not of_library(kind)):
+        elif not name.startswith("__") and (issubclass(kind, _READ) or is_iterator(kind) or not of_library(kind)):
             self._places.setdefault((id(values), name), Place(values, owner, name, values.get))
             if not of_library(kind):
                 self._enter_class(kind)
@@ -379,12 +382,9 @@ def _behind_descriptor(value: Any) -> Any:
         return value.__func__
     if isinstance(value, partial):
         return _behind_descriptor(value.func)
-    if type(value) is _CACHED:
+    if type(value) is CACHED:
         return value.__wrapped__
     return value.fget if type(value) is property else value
-
-
-_CACHED = type(lru_cache(lambda: None))
 
 
 # --- a function over variables of its own -----------------------------------------------------------------------------
