@@ -1,13 +1,15 @@
 """Containers that a region is given twice, or is given and reaches in another way too: one object in its re-run as well."""
 
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, deque, namedtuple
 
 import pytest
 import torch
 from torch import nn
 
-from support.comparing import equals_plain, equals_plain_every_way, leaf
+from support.comparing import as_region, equals_plain, equals_plain_every_way, leaf
 
 Pair = namedtuple("Pair", "one other")
 
@@ -132,3 +134,22 @@ def test_a_container_that_contains_itself_and_is_given_twice(call):
 
     call(region, x, loop, loop).sum().backward()
     return x.grad, loop["scale"]
+
+
+@pytest.mark.parametrize("box", [tuple, list, Pair._make, lambda items: dict(enumerate(items)), lambda items: [items]])
+def test_containers_of_arguments_are_not_kept_alive(box):
+    class Marked:
+        pass
+
+    def region(a, box):
+        return a.sin().exp()
+
+    mark, x = Marked(), leaf()
+    gone = weakref.ref(mark)
+    h = x * 2
+    h.mark = mark  # lives as long as this tensor does, and not as long as what is held of it
+    y = as_region(region, x, box([h, 1.0]))
+    del mark, h
+    gc.collect()
+    assert gone() is None
+    y.sum().backward()

@@ -71,14 +71,15 @@ class ArgumentTemplates:
     added to `others`. Containers that are one object in the call are one object when they are rebuilt.
     """
 
-    __slots__ = ("_as_given", "_containers", "_ids", "_plain", "keywords", "only_tensors", "positional")
+    __slots__ = ("_as_given", "_containers", "_ids", "_plain", "_tuples", "keywords", "only_tensors", "positional")
 
     def __init__(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any], tensors: list[Tensor], others: list[Any]
     ) -> None:
-        self._containers: dict[int, Any] = {}  # those in the arguments, by id, until `share`
+        self._containers: dict[int, Any] = {}  # those in the arguments that can change, by id, until `share`
+        self._tuples: list[Any] | None = []  # those in the arguments, so that no other object gets their ids meanwhile
         self._ids: dict[int, int] = {}  # by the id of a template: the id of the container that it stands for
-        self._as_given: dict[int, Any] = {}  # containers that are passed to a re-run as they are, by id
+        self._as_given: dict[int, Any] = _NO_CONTAINERS  # those that are passed to a re-run as they are, by id
         self.positional = tuple([self._template(value, tensors, others) for value in arguments])
         self.only_tensors = not keywords and _ONLY_LEAVES.issuperset(map(type, self.positional))
         self._plain = self.only_tensors or _holds_no_container(self.positional)  # there is nothing to copy
@@ -86,11 +87,12 @@ class ArgumentTemplates:
         if keywords:
             self.keywords = {key: self._template(value, tensors, others) for key, value in keywords.items()}
             self._plain = self._plain and _holds_no_container(self.keywords.values())
+        self._tuples = None
 
     @property
     def has_containers(self) -> bool:
         """True if a container that can change is among the arguments, at any depth."""
-        return not all(type(value) is tuple for value in self._containers.values())
+        return bool(self._containers)
 
     def share(self, held: Container[int]) -> None:
         """Pass containers, or dataclasses with fields, that have these ids as they are: what holds them restores their contents."""
@@ -135,8 +137,12 @@ class ArgumentTemplates:
         if made is None:
             others.append(value)
             return value
-        self._containers[id(value)] = value
         self._ids[id(made)] = id(value)
+        if issubclass(kind, tuple):
+            assert self._tuples is not None
+            self._tuples.append(value)
+        else:
+            self._containers[id(value)] = value
         return made
 
     def _put_back(self, value: Any, tensors: list[Tensor], made: dict[int, Any]) -> Any:
@@ -156,6 +162,7 @@ class ArgumentTemplates:
 
 
 _NO_KEYWORDS: dict[str, Any] = {}  # never changed
+_NO_CONTAINERS: dict[int, Any] = {}  # never changed
 
 
 def _with_items(value: Any, each: Callable[[Any], Any]) -> Any:
