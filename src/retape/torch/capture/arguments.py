@@ -150,6 +150,8 @@ class ArgumentTemplates:
         kind: Any = type(value)
         if kind is Leaf:
             return tensors[value.index]
+        if kind in ATOMS:
+            return value
         if kind is _AsIs:
             return value.value
         original = self._ids.get(id(value))
