@@ -78,6 +78,24 @@ def test_a_transform_that_keeps_its_last_value(call):
     return x.grad
 
 
+@pytest.mark.parametrize("transforms", [1, 2])
+@pytest.mark.parametrize("alive", [True, False])
+@equals_plain
+def test_a_transform_that_is_sampled_again_before_backward(call, alive, transforms):
+    """By then it has kept other tensors; the re-run must find that its argument is the one of its forward."""
+    x, drawn = leaf(), []
+    steps = [D.SigmoidTransform(cache_size=1), D.AffineTransform(1.0, 2.0, cache_size=1)][:transforms]
+    flow = D.TransformedDistribution(D.Normal(x, 1.0), steps)
+    total = torch.zeros(())
+    for _ in range(2):
+        drawn.append(flow.rsample())
+        total = total + call(lambda a: flow.log_prob(a).sin(), drawn[-1]).sum()
+        if not alive:
+            drawn.clear()
+    total.backward()
+    return x.grad
+
+
 @equals_plain_every_way
 def test_a_quasirandom_engine(call):
     x, engine = leaf(2, 4), torch.quasirandom.SobolEngine(4, scramble=True, seed=3)

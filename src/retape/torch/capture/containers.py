@@ -51,8 +51,34 @@ LEFT = object()  # in place of an object that is not held and not put back
 
 
 def tracked(tensor: Tensor) -> Tensor:
-    """Return a tensor for a re-run: itself, or without its history, which could close a cycle through the graph."""
-    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
+    """Return a tensor for a re-run: itself, or without its history, which could close a cycle through the graph.
+
+    Of a tensor in several places it is one object, since code may ask whether they are one.
+    """
+    if tensor.grad_fn is None:
+        return tensor
+    alias = _ALIASES.get(id(tensor))
+    if alias is None or alias.requires_grad is not tensor.requires_grad or not _same_memory(alias, tensor):
+        alias = _ALIASES[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+    return alias
+
+
+_ALIASES: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by the id of the tensor
+
+
+def is_in_a_tuple(tensor: Tensor, holders: Iterable[Any]) -> bool:
+    """True if a tuple in a list, a dict or a field that one of these holders restores has this very tensor."""
+    dicts = [each for holder in holders for each in getattr(holder, "fields", ())]  # of modules
+    containers = [*dicts, *[holder.container for holder in holders if hasattr(holder, "container")]]
+    values = [each.values() if isinstance(each, dict) else each for each in containers if isinstance(each, _ITERATED)]
+    return any(isinstance(value, tuple) and _is_item(tensor, value) for value in _flat(values))
+
+
+_ITERATED = (dict, list, deque)
+
+
+def _is_item(tensor: Tensor, items: tuple[Any, ...]) -> bool:
+    return any(item is tensor or (isinstance(item, tuple) and _is_item(tensor, item)) for item in items)
 
 
 def tracked_item(item: Any) -> Any:
